@@ -1,0 +1,2 @@
+if __name__ != "plsc.data":
+    raise ImportError("this folder is the package plsc.data: import plsc.data")

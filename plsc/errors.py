@@ -1,0 +1,25 @@
+"""What a user did wrong, or what the world did to them: one line each, never a traceback."""
+
+
+class PlscError(Exception):
+    """A failure that a person can mend. Its message is one line: the thing, and the mend."""
+
+    exit_code = 1
+
+
+class UsageError(PlscError):
+    """The request itself is off: a command's arguments, a config key, a name that does not exist."""
+
+    exit_code = 2
+
+
+class DataError(PlscError):
+    """A file or a record is missing, truncated, corrupt or of the wrong kind."""
+
+
+class LabelError(PlscError, ValueError):
+    """A class label lies outside [0, num_classes)."""
+
+
+class IntegrityError(PlscError):
+    """A stored file is not the one that its manifest describes."""

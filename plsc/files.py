@@ -1,0 +1,106 @@
+"""Writing files so that a reader, or a restart after kill -9, never meets half of one."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import DataError, IntegrityError, UsageError
+
+MANIFEST = "manifest.json"
+
+
+def make_folder(path: Path) -> Path:
+    """Create ``path`` and its parents; a :class:`UsageError` says so when that cannot be."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe = path / f".write-test-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
+    return path
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a temporary neighbour of ``path`` to write to; on success it replaces ``path`` atomically."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield aside
+        _sync(aside)
+        os.replace(aside, path)
+        _sync(path.parent)
+    except FileNotFoundError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; make its folder first") from None
+    except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name another place") from None
+    finally:
+        if aside.is_file():
+            aside.unlink()
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, atomically. NaN has no JSON: callers store null."""
+    text = json.dumps(value, indent=2, allow_nan=False)
+    with written_aside(path) as aside:
+        aside.write_text(text + "\n", encoding="utf-8")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file; a missing or malformed one is a :class:`DataError` that names it."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not readable as JSON: {error}") from None
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+    """``{name: {"bytes", "sha256"}}`` of ``names`` in ``folder``, as manifests hold it."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+
+
+def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:
+    """Check files against :func:`describe_files`' answer; :class:`IntegrityError` names the first that differs."""
+    for name, expected in described.items():
+        path = folder / name
+        if not path.is_file():
+            raise IntegrityError(f"{path} is missing; restore it, or use another copy")
+        if path.stat().st_size != expected["bytes"]:
+            raise IntegrityError(
+                f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}; use another copy"
+            )
+        if sha256(path) != expected["sha256"]:
+            raise IntegrityError(f"{path} is corrupt (its SHA-256 is not the manifest's); use another copy")
+
+
+def publish_folder(aside: Path, final: Path) -> None:
+    """Give a finished folder its name: after this call it exists whole, and survives a power cut."""
+    for path in aside.rglob("*"):
+        if path.is_file():
+            _sync(path)
+    _sync(aside)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(aside, final)
+    _sync(final.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,74 @@
+"""The command ``plsc``: finds the tool, parses its arguments, turns failures into one line and an exit code."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from plsc.errors import PlscError
+from plsc.files import write_json
+
+COMMANDS = ("quickstart", "train", "eval", "embed", "export", "index", "data")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``plsc CMD …`` and return its exit code: 0 done, 1 failed, 2 asked wrongly, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return 0 if argv else 2
+    if argv[0] == "--version":
+        from plsc import __version__
+
+        print(f"plsc {__version__}")
+        return 0
+    name, *rest = argv
+    if name not in COMMANDS:
+        return _fail("plsc", f"no command {name!r}; it is one of {', '.join(COMMANDS)}", 2)
+    return _run(_tool(name), name, rest)
+
+
+def _tool(name: str) -> ModuleType:
+    return importlib.import_module(f"plsc.tools.{name}")
+
+
+def _overview() -> str:
+    lines = ["usage: plsc CMD [arguments]    (plsc CMD --help explains each)", ""]
+    lines += [f"  {name:<12}{_tool(name).HELP}" for name in COMMANDS]
+    return "\n".join(lines)
+
+
+def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"plsc {name}", description=tool.__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tool.configure(parser)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
+    args = parser.parse_args(argv)
+    try:
+        result = tool.run(args)
+        if args.json is not None and result is not None:
+            write_json(args.json, result)
+        return 0
+    except PlscError as error:
+        return _fail(f"plsc {name}", str(error), error.exit_code)
+    except KeyboardInterrupt:
+        return _fail(f"plsc {name}", "interrupted", 130)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (the interpreter flushes it at exit)
+        return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"plsc {name}", f"{where}{error.strerror or error}", 1)
+
+
+def _fail(who: str, message: str, code: int) -> int:
+    print(f"{who}: error: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
