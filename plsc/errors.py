@@ -7,7 +7,7 @@ class PlscError(Exception):
     exit_code = 1
 
 
-class UsageError(PlscError):
+class UsageError(PlscError, ValueError):
     """The request itself is off: a command's arguments, a config key, a name that does not exist."""
 
     exit_code = 2

@@ -1,0 +1,110 @@
+"""Every collective of the project: the only module that calls torch.distributed's.
+
+Each takes the mesh last and is the identity where there is one rank. All ranks must call them in the same order.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plsc.parallel.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def all_reduce_sum(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Sum ``tensor`` over the ranks, in place. Moves 2·bytes per rank."""
+    if mesh.world_size > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=mesh.group)
+    return tensor
+
+
+def all_reduce_max(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Take the elementwise maximum of ``tensor`` over the ranks, in place."""
+    if mesh.world_size > 1:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.group)
+    return tensor
+
+
+def all_gather_equal(tensor: Tensor, mesh: Mesh) -> Tensor:
+    """Stack tensors of one shape over the ranks: (…) on each becomes (world, …) on all."""
+    if mesh.world_size == 1:
+        return tensor.unsqueeze(0)
+    gathered = tensor.new_empty((mesh.world_size * tensor.numel(),))
+    dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=mesh.group)
+    return gathered.view(mesh.world_size, *tensor.shape)
+
+
+def all_gather_rows(tensor: Tensor, mesh: Mesh, sizes: list[int] | None = None) -> Tensor:
+    """Concatenate the ranks' rows in rank order: (n_r, …) becomes (Σ n_r, …).
+
+    Args:
+        tensor: this rank's rows; the numbers of rows may differ, and may be 0.
+        mesh: the ranks.
+        sizes: every rank's number of rows where the caller knows them; else they are exchanged first, which waits
+            for the device.
+    """
+    if mesh.world_size == 1:
+        return tensor
+    if sizes is None:
+        count = torch.tensor([tensor.shape[0]], device=tensor.device)
+        sizes = all_gather_equal(count, mesh).flatten().tolist()
+    gathered = all_gather_equal(_pad_rows(tensor, max(sizes)), mesh)
+    if min(sizes) == max(sizes):
+        return gathered.flatten(0, 1)
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+
+
+def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
+    """Sum (Σ n_r, …) over the ranks and return this rank's n_r rows of it."""
+    if mesh.world_size == 1:
+        return tensor
+    if mesh.device.type != "cuda":  # gloo: one all-reduce, of which a slice is kept
+        return all_reduce_sum(tensor, mesh).split(sizes)[mesh.rank]
+    most = max(sizes)
+    if min(sizes) < most:
+        tensor = torch.cat([_pad_rows(rows, most) for rows in tensor.split(sizes)])
+    mine = tensor.new_empty((most, *tensor.shape[1:]))
+    dist.reduce_scatter_tensor(mine, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
+    return mine[: sizes[mesh.rank]]
+
+
+def all_gather_object(value: T, mesh: Mesh) -> list[T]:
+    """Every rank's ``value``, in rank order. For small things: it pickles, and waits."""
+    if mesh.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(values, value, group=mesh.group)
+    return values
+
+
+def broadcast_object(value: T, mesh: Mesh, source: int = 0) -> T:
+    """``source``'s value on every rank."""
+    if mesh.world_size == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=source, group=mesh.group)
+    return holder[0]
+
+
+def broadcast(tensor: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
+    """Overwrite ``tensor`` with ``source``'s on every rank, in place."""
+    if mesh.world_size > 1:
+        dist.broadcast(tensor, src=source, group=mesh.group)
+    return tensor
+
+
+def barrier(mesh: Mesh) -> None:
+    """Wait until every rank is here."""
+    if mesh.world_size > 1:
+        dist.barrier(group=mesh.group)
+
+
+def _pad_rows(tensor: Tensor, rows: int) -> Tensor:
+    if tensor.shape[0] == rows:
+        return tensor
+    padded = tensor.new_zeros((rows, *tensor.shape[1:]))
+    padded[: tensor.shape[0]] = tensor
+    return padded

@@ -1,0 +1,24 @@
+"""The backbone, replicated: every rank holds all of it and averages its gradients."""
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from plsc.parallel.mesh import Mesh
+
+
+def data_parallel(module: nn.Module, mesh: Mesh) -> nn.Module:
+    """Move ``module`` to the mesh's device and average its gradients over the ranks (DDP).
+
+    The class head returns embedding gradients multiplied by the number of ranks, so that DDP's average gives what
+    one process on the concatenated batch would compute, whatever each rank's share of it. Buffers are rank 0's at
+    the start and stay each rank's own after that, as with ``broadcast_buffers=False``.
+
+    Returns:
+        ``module`` itself where there is one rank, else the DDP wrapper (``.module`` is the original).
+    """
+    module = module.to(mesh.device)
+    if mesh.world_size == 1:
+        return module
+    ids = [mesh.device.index] if mesh.device.type == "cuda" else None
+    return DistributedDataParallel(module, device_ids=ids, process_group=mesh.group, broadcast_buffers=False,
+                                   gradient_as_bucket_view=True)

@@ -1,0 +1,102 @@
+"""Batch normalisation over the global batch, on any device (torch's own SyncBatchNorm computes on GPUs only)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.mesh import Mesh
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm whose mean and variance are those of all ranks' samples together; ranks may hold unequal batches.
+
+    Takes (B, C) or (B, C, …). Communication per layer: 2C + 1 numbers forward, 2C backward.
+    """
+
+    mesh: Mesh
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm takes (B, C, …), not {tuple(input.shape)}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input`` (B, C, …); in eval mode this is ordinary batch normalisation."""
+        if not self.training or self.mesh.world_size == 1:
+            return super().forward(input)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.mesh)
+        self._update_running(mean, variance, count)
+        return output  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def convert_sync_batchnorm(module: nn.Module, mesh: Mesh) -> nn.Module:
+    """Replace every BatchNorm in ``module`` by :class:`SyncBatchNorm`, keeping its parameters, buffers and keys."""
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        return _converted(module, mesh)
+    for name, child in module.named_children():
+        replaced = convert_sync_batchnorm(child, mesh)
+        if replaced is not child:
+            setattr(module, name, replaced)
+    return module
+
+
+def _converted(old: _BatchNorm, mesh: Mesh) -> SyncBatchNorm:
+    new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, device="meta")
+    new.mesh = mesh
+    new.training = old.training
+    new._parameters = old._parameters
+    new._buffers = old._buffers
+    return new
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mesh: Mesh
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        axes = [0, *range(2, x.dim())]
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        here = x32.new_tensor([x.numel() / max(x.shape[1], 1)])
+        totals = all_reduce_sum(torch.cat([x32.sum(axes), here]), mesh)
+        count, mean = totals[-1], totals[:-1] / totals[-1]
+        centred = x32 - _spread(mean, x)
+        # the second moment about the global mean: E[x²] − mean² would cancel
+        variance = all_reduce_sum(centred.square().sum(axes), mesh) / count
+        inverse = (variance + eps).rsqrt()
+        hat = centred * _spread(inverse, x)
+        ctx.save_for_backward(hat, weight, inverse, count)
+        ctx.mesh, ctx.has_bias = mesh, bias is not None
+        output = hat if weight is None else hat * _spread(weight.to(hat.dtype), x)
+        if bias is not None:
+            output = output + _spread(bias.to(hat.dtype), x)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hat, weight, inverse, count = ctx.saved_tensors
+        axes = [0, *range(2, grad.dim())]
+        grad32 = grad.to(hat.dtype)
+        grad_bias, grad_weight = grad32.sum(axes), (grad32 * hat).sum(axes)
+        totals = all_reduce_sum(torch.stack([grad_bias, grad_weight]), ctx.mesh) / count
+        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        inner = grad32 - _spread(totals[0], grad) - hat * _spread(totals[1], grad)
+        grad_x = (_spread(scale, grad) * inner).to(grad.dtype)
+        return (grad_x, None if weight is None else grad_weight.to(weight.dtype),
+                grad_bias if ctx.has_bias else None, None, None)
+
+
+def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
+    return per_channel.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,0 +1,70 @@
+"""A pool of gloo worker processes, started once per test session: a test body runs on the first ``world`` of them."""
+
+import multiprocessing as mp
+import os
+import socket
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+MAX_WORLD = 4
+
+
+class RankError(AssertionError):
+    """A test body failed on a rank; the message is that rank's traceback."""
+
+
+class RankPool:
+    """``MAX_WORLD`` worker processes that share one gloo store; each call gets groups of the worlds 1 to 4."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self._pipes: list[Connection] = []
+        self._workers = []
+        for rank in range(MAX_WORLD):
+            here, there = context.Pipe()
+            worker = context.Process(target=_serve, args=(rank, port, there), daemon=True)
+            worker.start()
+            self._pipes.append(here)
+            self._workers.append(worker)
+
+    def __call__(self, world: int, function: Any, *args: Any) -> list[Any]:
+        """Run ``function(mesh, *args)`` on ``world`` ranks; the results in rank order, or :class:`RankError`."""
+        for pipe in self._pipes[:world]:
+            pipe.send((world, function, args))
+        answers = [pipe.recv() for pipe in self._pipes[:world]]
+        failures = [text for ok, text in answers if not ok]
+        if failures:
+            raise RankError("\n".join(failures))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        """End the workers."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        for worker in self._workers:
+            worker.join(10)
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    import torch.distributed as dist
+
+    from plsc.parallel import Mesh
+
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=MAX_WORLD)
+    groups = {world: dist.new_group(list(range(world))) for world in range(2, MAX_WORLD + 1)}
+    while (task := pipe.recv()) is not None:
+        world, function, args = task
+        mesh = Mesh(rank, world, rank, torch.device("cpu"), groups.get(world))
+        try:
+            pipe.send((True, function(mesh, *args)))
+        except Exception:
+            pipe.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+    dist.destroy_process_group()
