@@ -1,0 +1,88 @@
+"""What every backbone is: a module from normalised images to embeddings, which knows how it was built."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from plsc.errors import UsageError
+
+SIZE_STEP = 16          # every convolutional family halves the image four times
+SMALLEST_SIZE = 32
+
+
+class Backbone(nn.Module):
+    """Maps (B, 3, S, S) float32 images, (x/255 - 0.5)/0.5, to (B, D) embeddings that are not normalised.
+
+    Attributes:
+        name: the name that :func:`plsc.models.create` knows it by.
+        embedding_dim: D.
+        image_size: S, in pixels.
+        options: the further keywords that it was created with, as JSON can hold them.
+    """
+
+    def __init__(self, name: str, embedding_dim: int, image_size: int) -> None:
+        super().__init__()
+        self.name = name
+        self.embedding_dim = embedding_dim
+        self.image_size = image_size
+        self.options: dict[str, Any] = {}
+
+
+def check_geometry(embedding_dim: int, image_size: int) -> None:
+    """Raise :class:`UsageError` unless both numbers can make a backbone."""
+    if not isinstance(embedding_dim, int) or isinstance(embedding_dim, bool) or embedding_dim < 1:
+        raise UsageError(f"embedding_dim is {embedding_dim!r}; it has to be a whole number of 1 or more")
+    whole = isinstance(image_size, int) and not isinstance(image_size, bool)
+    if not whole or image_size < SMALLEST_SIZE or image_size % SIZE_STEP:
+        near = "112"
+        if whole:
+            near = str(max(SMALLEST_SIZE, round(image_size / SIZE_STEP) * SIZE_STEP))
+        raise UsageError(
+            f"image_size is {image_size!r}; "
+            f"it has to be a multiple of {SIZE_STEP} from {SMALLEST_SIZE} up: try {near}"
+        )
+
+
+def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``module(x)`` in ``dtype`` (that of its weights), also inside an autocast region.
+
+    The last layers decide the embedding's direction, so they are spared the rounding of bf16.
+    """
+    if not torch.is_autocast_enabled(x.device.type):
+        return module(x.to(dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        return module(x.to(dtype))
+
+
+def recomputed(block: nn.Module, x: Tensor) -> Tensor:
+    """``block(x)`` without keeping its activations: the backward pass computes them again.
+
+    The second run leaves the running statistics of batch normalisation alone: each batch counts once.
+    """
+    contexts = partial(_recompute_contexts, block)
+    result: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return result
+
+
+def _recompute_contexts(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _frozen_statistics(block)
+
+
+@contextmanager
+def _frozen_statistics(block: nn.Module) -> Iterator[None]:
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    norms = [norm for norm in norms if norm.track_running_stats]
+    for norm in norms:
+        norm.track_running_stats = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.track_running_stats = True

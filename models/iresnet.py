@@ -1,0 +1,132 @@
+"""IResNet 18/34/50/100/200, the residual network of ArcFace (Deng et al., CVPR 2019, section 3.1).
+
+Against torchvision's ResNet: the stem keeps the resolution, a block normalises before its first convolution and
+has no activation after its sum, and the last map is flattened into a linear layer instead of being averaged.
+Modules carry the names that arcface_torch gives them, so its published state_dicts load as they are.
+"""
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from plsc.models.backbone import Backbone, in_full_precision, recomputed
+from plsc.models.registry import register
+
+BLOCKS = {
+    "iresnet18": (2, 2, 2, 2),
+    "iresnet34": (3, 4, 6, 3),
+    "iresnet50": (3, 4, 14, 3),
+    "iresnet100": (3, 13, 30, 3),
+    "iresnet200": (6, 26, 60, 6),
+}
+WIDTHS = (64, 128, 256, 512)
+
+
+class IBasicBlock(nn.Module):
+    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN; plus the input. (B, C, H, W) -> (B, C', H', W')."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.bn1 = nn.BatchNorm2d(channels_in)
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.prelu = nn.PReLU(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or channels_in != channels:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride=stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Sum of the residual branch and the (perhaps downsampled) input."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.conv1(self.bn1(x))
+        y = self.conv2(self.prelu(self.bn2(y)))
+        return cast(Tensor, self.bn3(y) + shortcut)
+
+
+class IResNet(Backbone):
+    """IResNet with ``BLOCKS[name]`` blocks per stage; ``dropout`` acts on the flattened last map."""
+
+    def __init__(
+        self, name: str, embedding_dim: int, image_size: int, dropout: float, gradient_checkpointing: bool
+    ) -> None:
+        super().__init__(name, embedding_dim, image_size)
+        self.gradient_checkpointing = gradient_checkpointing
+        self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(WIDTHS[0])
+        self.prelu = nn.PReLU(WIDTHS[0])
+        channels = (WIDTHS[0], *WIDTHS)
+        stages = [_stage(channels[i], channels[i + 1], blocks) for i, blocks in enumerate(BLOCKS[name])]
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.bn2 = nn.BatchNorm2d(WIDTHS[-1])
+        self.dropout = nn.Dropout(dropout)
+        self.fc = nn.Linear(WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim)
+        self.features = nn.BatchNorm1d(embedding_dim)
+        self.features.weight.requires_grad_(False)      # fixed at 1: the head normalises the embedding anyway
+        self._initialize()
+
+    def _initialize(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.normal_(module.weight, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
+        x = self.prelu(self.bn1(self.conv1(x)))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            for block in stage:
+                x = recomputed(block, x) if self.gradient_checkpointing and self.training else block(x)
+        x = self.dropout(torch.flatten(self.bn2(x), 1))
+        return in_full_precision(self._embed, x, self.fc.weight.dtype)
+
+    def _embed(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.features(self.fc(x)))
+
+
+def _stage(channels_in: int, channels: int, blocks: int) -> nn.Sequential:
+    first = IBasicBlock(channels_in, channels, stride=2)
+    return nn.Sequential(first, *(IBasicBlock(channels, channels, stride=1) for _ in range(1, blocks)))
+
+
+@register
+def iresnet18(
+    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
+) -> Backbone:
+    """24.0 M parameters at 112x112 and D = 512."""
+    return IResNet("iresnet18", embedding_dim, image_size, dropout, gradient_checkpointing)
+
+
+@register
+def iresnet34(
+    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
+) -> Backbone:
+    """34.1 M parameters at 112x112 and D = 512."""
+    return IResNet("iresnet34", embedding_dim, image_size, dropout, gradient_checkpointing)
+
+
+@register
+def iresnet50(
+    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
+) -> Backbone:
+    """43.6 M parameters at 112x112 and D = 512."""
+    return IResNet("iresnet50", embedding_dim, image_size, dropout, gradient_checkpointing)
+
+
+@register
+def iresnet100(
+    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
+) -> Backbone:
+    """65.2 M parameters at 112x112 and D = 512."""
+    return IResNet("iresnet100", embedding_dim, image_size, dropout, gradient_checkpointing)
+
+
+@register
+def iresnet200(
+    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
+) -> Backbone:
+    """118.8 M parameters at 112x112 and D = 512."""
+    return IResNet("iresnet200", embedding_dim, image_size, dropout, gradient_checkpointing)
