@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests share tests/reference.py and tests/ranks.py
+for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and ranks.py;
+    sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
 from ranks import RankPool
 
