@@ -1,0 +1,235 @@
+"""Dataclasses as a strict schema of TOML files and command lines: every wrong key or value is named.
+
+A schema is a frozen dataclass whose fields are made by :func:`key`, or are themselves such dataclasses (one
+level: sections). Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of them.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import UsageError
+
+
+def key(
+    default: Any, doc: str, *, choices: Sequence[str] = (), above: float | None = None,
+    least: float | None = None, most: float | None = None, below: float | None = None,
+) -> Any:
+    """A field of a schema: its default, its meaning, and the values that it takes."""
+    limits = {"above": above, "at least": least, "at most": most, "below": below}
+    metadata = {"doc": doc, "choices": tuple(choices), "limits": limits}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a schema by its dotted name: type hint, default, meaning, and the values that it takes."""
+
+    name: str
+    hint: Any
+    default: Any
+    doc: str
+    choices: tuple[str, ...]
+    limits: Mapping[str, float | None]
+
+    @property
+    def kind(self) -> type:
+        """The scalar type behind the hint: ``float`` of ``float | None``, ``str`` of ``tuple[str, ...]``."""
+        hint = self.hint
+        if isinstance(hint, types.UnionType):
+            hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+        return typing.cast(type, typing.get_args(hint)[0] if self.is_list else hint)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the key takes a list."""
+        return typing.get_origin(self.hint) is tuple
+
+    @property
+    def type_name(self) -> str:
+        """The type in words."""
+        plural = {bool: "booleans", int: "integers", float: "numbers", str: "strings"}
+        single = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        return f"a list of {plural[self.kind]}" if self.is_list else single[self.kind]
+
+    @property
+    def expected(self) -> str:
+        """What the key takes, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        limits = [f"{word} {limit:g}" for word, limit in self.limits.items() if limit is not None]
+        return " ".join([self.type_name, " and ".join(limits)]).rstrip()
+
+    def checked(self, value: Any) -> Any:
+        """``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
+        if not self.is_list:
+            return self._checked_scalar(value, value)
+        if not isinstance(value, list | tuple):
+            raise self._wrong(value)
+        return tuple(self._checked_scalar(item, value) for item in value)
+
+    def parsed(self, text: str) -> Any:
+        """Text as typed on a command line, in the key's type (unchecked): lists by commas or as TOML."""
+        text = text.strip()
+        if not self.is_list:
+            return self._parsed_scalar(text)
+        if text.startswith("["):
+            return _toml_value(text)
+        return [self._parsed_scalar(part.strip()) for part in text.split(",") if part.strip()]
+
+    def _parsed_scalar(self, text: str) -> Any:
+        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'"
+        return text if self.kind is str and not quoted else _toml_value(text)
+
+    def _checked_scalar(self, value: Any, whole: Any) -> Any:
+        kind: Any = self.kind
+        if kind is float and type(value) is int and abs(value) < 2**53:
+            value = float(value)
+        if type(value) is not kind:
+            raise self._wrong(whole)
+        if self.choices and value not in self.choices:
+            mend = did_you_mean(value, self.choices)
+            raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{mend}")
+        if kind is not str and kind is not bool and not self._within(value):
+            raise UsageError(f"{self.name} = {toml_value(value)} is out of range; it takes {self.expected}")
+        return value
+
+    def _within(self, value: float) -> bool:
+        above, least, most, below = self.limits.values()
+        return (
+            math.isfinite(value)
+            and (above is None or value > above) and (least is None or value >= least)
+            and (most is None or value <= most) and (below is None or value < below)
+        )
+
+    def _wrong(self, value: Any) -> UsageError:
+        names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
+        is_a = names.get(type(value), f"a {type(value).__name__}")
+        shown = toml_value(value) if type(value) in names else repr(value)
+        return UsageError(f"{self.name} = {shown} is {is_a}; it takes {self.expected}")
+
+
+def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
+    """Every key of a schema, sections' keys by dotted names, in the order of the fields."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from keys_of(typing.cast(type, hint), f"{prefix}{field.name}.")
+        else:
+            yield Key(prefix + field.name, hint, field.default, **field.metadata)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file's tables; :class:`UsageError` where it is missing, unreadable or malformed."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; name a TOML configuration (configs/ holds some)") from None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; name a TOML configuration") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not TOML: {error}") from None
+
+
+def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
+    """Nested tables as ``{dotted name: value}``; :class:`UsageError`, naming ``where``, for a wrong key."""
+    sections = {name.split(".")[0] for name in keys if "." in name}
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if name not in sections:
+            flat[name] = value
+        elif isinstance(value, Mapping):
+            flat.update({f"{name}.{inner}": item for inner, item in value.items()})
+        else:
+            raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
+    for name in flat:
+        known(name, keys, where)
+    return flat
+
+
+def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
+    """The key ``name``; :class:`UsageError` with the nearest right one where there is none."""
+    if name in keys:
+        return keys[name]
+    near = nearest(name, keys)
+    mend = f"did you mean {near}?" if near else "plsc train --keys lists every key"
+    raise UsageError(f"{where}: there is no key {name}; {mend}")
+
+
+def nearest(name: str, keys: Mapping[str, Key]) -> str | None:
+    """The key, or ``[section]``, that a misspelt dotted ``name`` most resembles, or None."""
+    section, _, last = name.rpartition(".")
+    sections = sorted({other.split(".")[0] for other in keys if "." in other})
+    if close := difflib.get_close_matches(section or name, sections, n=1, cutoff=0.8):
+        if not section:
+            return f"[{close[0]}]"
+        section = close[0]
+    within = [other for other in keys if section and other.startswith(f"{section}.")]
+    for candidates in (within, list(keys)):
+        by_last: dict[str, str] = {}
+        for other in candidates:
+            by_last.setdefault(other.rpartition(".")[2], other)
+        if close := difflib.get_close_matches(last, by_last, n=1):
+            return by_last[close[0]]
+    close = difflib.get_close_matches(section or name, sections, n=1, cutoff=0.5)
+    return f"[{close[0]}]" if close else None
+
+
+def did_you_mean(value: str, choices: Sequence[str]) -> str:
+    """``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key]) -> dict[str, str]:
+    """``["--optim.lr", "0.2", "--epochs=3"]`` as ``{"optim.lr": "0.2", "epochs": "3"}``.
+
+    :class:`UsageError` for an unknown key, a key without a value, a key given twice, and a word that belongs
+    to no key.
+    """
+    found: dict[str, str] = {}
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("--"):
+            raise UsageError(f"{word!r} belongs to no key; keys are given as --KEY VALUE")
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        entry = known(name, keys, "the command line")
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise UsageError(f"--{name} needs a value: {entry.expected}")
+            value = words.pop(0)
+        if name in found:
+            raise UsageError(f"--{name} is given twice; give it once")
+        found[name] = value
+    return found
+
+
+def toml_value(value: Any) -> str:
+    """A scalar or a list of scalars as TOML. JSON's escapes of strings are TOML's, but for DEL."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return repr(value)
+
+
+def _toml_value(text: str) -> Any:
+    """``text`` as a TOML value; text that is none stays text, for the type check to name."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return read["value"] if len(read) == 1 else text

@@ -1,0 +1,206 @@
+"""The configuration: every key, every way to get one wrong, and its own file format."""
+
+import contextlib
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plsc import config
+from plsc.config import KEYS, Config
+from plsc.errors import UsageError
+from plsc.strict_toml import Key
+
+RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def other_value(entry: Key) -> Any:
+    """A value of the key's type that is not its default and within its limits."""
+    if entry.name == "backbone":
+        return "mobilefacenet"
+    if entry.choices:
+        value: Any = next(choice for choice in entry.choices if choice != entry.default)
+    elif entry.kind is bool:
+        value = not entry.default
+    elif entry.kind is str:
+        value = 'a "quoted" \\ näme\x7f'
+    elif entry.kind is int:
+        value = (entry.default or 5) + 3
+    else:
+        value = 0.625
+    if entry.is_list:
+        return (value, 0.75) if entry.kind is float else (value,)
+    return value
+
+
+def wrong_type(entry: Key) -> Any:
+    return 3 if entry.kind in (str, bool) else "three"
+
+
+def margin_of(entry: Key) -> str:
+    """A margin that takes this key of [head], so that nothing else is wrong."""
+    name = entry.name.rpartition(".")[2]
+    return next((margin for margin, takes in config.MARGINS.items() if name in takes), "arcface")
+
+
+def test_defaults_are_a_configuration() -> None:
+    loaded = config.load()
+    assert loaded == dataclasses.replace(Config(), epochs=20)
+    assert config.load(None, {"steps": 7}).epochs is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_loads(recipe: Path) -> None:
+    assert config.load(recipe).data.train
+
+
+@pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
+def test_each_key_from_file_and_command_line(entry: Key, tmp_path: Path) -> None:
+    value = other_value(entry)
+    extra = {} if entry.name == "head.margin" else {"head.margin": margin_of(entry)}
+    if entry.name == "head.margin":
+        value = "softmax"
+    text = ",".join(map(repr, value)) if entry.is_list and entry.kind is float else value
+    typed = config.toml_value(value) if isinstance(value, tuple | bool | str) else str(text)
+    from_line = config.load(None, {**extra, entry.name: typed})
+    assert config.get(from_line, entry.name) == value
+    written = write(tmp_path, config.to_toml(from_line))
+    assert config.load(written) == from_line
+    assert config.from_dict(config.to_dict(from_line)) == from_line
+
+
+@pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
+def test_each_key_refuses_another_type(entry: Key, tmp_path: Path) -> None:
+    section, _, last = entry.name.rpartition(".")
+    value = config.toml_value(wrong_type(entry))
+    path = write(tmp_path, (f"[{section}]\n" if section else "") + f"{last} = {value}\n")
+    with pytest.raises(UsageError) as caught:
+        config.load(path)
+    message = str(caught.value)
+    assert entry.name in message
+    assert value in message
+    assert entry.expected in message
+    with pytest.raises(UsageError, match=entry.name):
+        config.load(path, {entry.name: "[[nonsense"}) if entry.kind is not str else config.load(path)
+
+
+@pytest.mark.parametrize("entry", [e for e in KEYS.values() if e.kind is float], ids=lambda e: e.name)
+@pytest.mark.parametrize("text", ["nan", "inf", "-1e9"])
+def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
+    with pytest.raises(UsageError, match=f"{entry.name} .*it takes a"):
+        config.load(None, {entry.name: f"[{text}]" if entry.is_list else text})
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("epoch = 3", "there is no key epoch; did you mean epochs?"),
+    ("[optim]\nlearning_rate = 0.1", "optim.learning_rate"),
+    ("[optim]\nwarmup_epoch = 1", "did you mean optim.warmup_epochs?"),
+    ("batch_size = 3", "did you mean data.batch_size?"),
+    ("lr = 3", "did you mean optim.lr?"),
+    ("[optimizer]\nlr = 3", "optimizer; did you mean [optim]?"),
+    ("[heads]\n", "heads; did you mean [head]?"),
+    ("zzzz = 1", "plsc train --keys"),
+    ("data = 3", "data is a section"),
+    ("data.train.x = 3", "data.train = {'x': 3} is a dict"),
+    ("epochs = 3\nsteps = 4", "epochs and steps are both given"),
+    ("[optim]\nwarmup_epochs = 3\nwarmup_steps = 4", "both given"),
+    ("epochs = 0", "epochs = 0 is out of range; it takes an integer at least 1"),
+    ("epochs = true", "epochs = true is a boolean"),
+    ("epochs = 3.0", "epochs = 3.0 is a number; it takes an integer"),
+    ('backbone = "iresnet51"', "did you mean iresnet50?"),
+    ('backbone = "zzz"', "timm:NAME"),
+    ('precision = "bf 16"', "did you mean bf16?"),
+    ('[head]\nmargin = "arc_face"', "did you mean arcface?"),
+    ("[head]\nm1 = 1.0", "head.m1 is no key of the margin arcface, which takes s, m"),
+    ("[head]\nsample_rate = 0.0", "above 0 and at most 1"),
+    ("[optim]\nbetas = [0.9]", "it takes two"),
+    ("[optim]\nmilestones = [3, 2]", "must rise"),
+    ("[optim]\nbetas = 0.9", "it takes a list of numbers"),
+    ("[eval]\nsets = [1]", "it takes a list of strings"),
+    ("epochs = ", "is not TOML"),
+    ("epochs = 1\nepochs = 2", "is not TOML"),
+])
+def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        config.load(write(tmp_path, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not exist"):
+        config.load(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="cannot read"):
+        config.load(tmp_path)
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UsageError, match="is not TOML"):
+        config.load(tmp_path / "binary.toml")
+
+
+def test_the_command_line_takes_the_place_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "epochs = 3\n[optim]\nlr = 0.3\nwarmup_epochs = 2\n")
+    loaded = config.load(path, {"steps": "10", "optim.warmup_steps": "4", "data.train": "x,y"})
+    assert (loaded.epochs, loaded.steps) == (None, 10)
+    assert (loaded.optim.warmup_epochs, loaded.optim.warmup_steps, loaded.optim.lr) == (None, 4, 0.3)
+    assert loaded.data.train == "x,y"
+    with pytest.raises(UsageError, match="both given"):
+        config.load(path, {"epochs": "1", "steps": "2"})
+
+
+@pytest.mark.parametrize(("text", "sets"), [
+    ("a.bin,b c/", ("a.bin", "b c/")), ('["a.bin", "b,c"]', ("a.bin", "b,c")), ("[]", ()), ("", ()),
+])
+def test_lists_on_the_command_line(text: str, sets: tuple[str, ...]) -> None:
+    assert config.load(None, {"eval.sets": text}).eval.sets == sets
+
+
+def test_arguments() -> None:
+    words = ["--optim.lr", "0.2", "--epochs=3", "--data.batch-size", "8", "--optim.weight_decay", "-1"]
+    assert config.parse_arguments(words) == {
+        "optim.lr": "0.2", "epochs": "3", "data.batch_size": "8", "optim.weight_decay": "-1",
+    }
+    for words, message in [
+        (["--lrr", "1"], "did you mean optim.lr"), (["--epochs"], "needs a value"),
+        (["--epochs", "--seed", "1"], "needs a value"), (["stray"], "belongs to no key"), (["--seed", "1", "--seed", "2"], "given twice"),
+    ]:
+        with pytest.raises(UsageError, match=message):
+            config.parse_arguments(words)
+
+
+def test_every_key_is_listed_with_its_meaning() -> None:
+    text = config.describe()
+    for name, entry in KEYS.items():
+        assert f"{name} " in text
+        assert entry.doc in text
+
+
+@given(st.text())
+def test_any_text_survives_the_file(text: str) -> None:
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        return
+    written = config.to_toml(dataclasses.replace(Config(), init_weights=encoded.decode()))
+    assert tomllib.loads(written)["init_weights"] == text
+
+
+@given(st.floats(min_value=1e-300, max_value=1e300))
+def test_any_number_survives_the_file(number: float) -> None:
+    assert math.isclose(config.load(None, {"optim.lr": repr(number)}).optim.lr, number, rel_tol=0)
+
+
+@given(st.lists(st.text(max_size=8), max_size=4))
+def test_no_command_line_breaks_the_parser(words: list[str]) -> None:
+    with contextlib.suppress(UsageError):
+        config.load(None, config.parse_arguments(words))
