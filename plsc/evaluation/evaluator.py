@@ -1,0 +1,116 @@
+"""Evaluating an embedder on whole sets: embeds on all ranks, judges on the first, tells every one."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plsc.errors import PlscError
+from plsc.evaluation.draws import all_pairs_roc, bounded_by_identities, draw_pairs
+from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
+from plsc.evaluation.gallery import identification
+from plsc.evaluation.pairs import roc_summary, squared_distances, ten_folds, unit_rows, verification
+from plsc.evaluation.roc import Roc, roc_from_scores, sampled_curve
+from plsc.evaluation.sets import EvaluationSet, open_set, set_names
+from plsc.parallel.collectives import broadcast_object
+from plsc.parallel.mesh import Mesh
+
+
+def evaluate(
+    embed: Embed, sets: Sequence[str], *, image_size: int, mesh: Mesh, batch_size: int = 64, seed: int = 0,
+    curves: bool = False, quiet: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Judge ``embed`` on every set; the same answer on every rank and for every number of ranks.
+
+    A .bin set is judged on its own pairs. Identities are judged for accuracy on pairs drawn by ``seed`` (all
+    same pairs up to 6,000, and as many different ones); for ``auc``, ``eer`` and ``tar@far`` on all pairs of
+    all images (of whole identities drawn by ``seed`` where there are more than 10^8); and by
+    :func:`plsc.evaluation.identification`.
+
+    Args:
+        embed: maps images uint8 (B, 3, image_size, image_size), on the CPU, to embeddings (B, D) on any device.
+        sets: .bin files of pairs; folders, lists, .rec files and ``avatars:…`` of identities not trained on.
+        image_size: side of the square images that ``embed`` takes, in pixels.
+        mesh: the ranks that share the work; all must call.
+        batch_size: images per call of ``embed``.
+        seed: draws the pairs for accuracy and the identities unknown to the open set.
+        curves: add ``roc`` ({"far", "tar"}) and ``scores`` (histograms of cosines), for drawing.
+        quiet: print no progress.
+
+    Returns:
+        By the set's name (:func:`set_names`), in the order of ``sets``: {"accuracy", "accuracy_std",
+        "threshold", "tar@far_folds", "auc", "eer", "tar@far", "impostor_pairs", "genuine_pairs", "rank1",
+        "rank5", "open_set", "images", "identities", "unreadable"}, with None for what a set cannot give.
+
+    Raises:
+        UsageError, DataError: a set does not exist, is malformed or has too many unreadable images, or an
+            embedding is not finite.
+    """
+    results = {}
+    for source, name in zip(sets, set_names(sets), strict=True):
+        data = open_set(source, name, image_size)
+        embedded = embed_images(
+            embed, data.images, name, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet
+        )
+        results[name] = on_main(partial(_judge, data, embedded, seed, curves), mesh)
+    return results
+
+
+def on_main(function: Callable[[], dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+    """Run ``function`` on the first rank and return its answer, or raise its failure, on every one."""
+    outcome: dict[str, Any] | PlscError = {}
+    if mesh.is_main:
+        try:
+            outcome = function()
+        except PlscError as error:
+            outcome = error
+    outcome = broadcast_object(outcome, mesh)
+    if isinstance(outcome, PlscError):
+        raise outcome
+    return outcome
+
+
+def _judge(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool) -> dict[str, Any]:
+    counts = {"images": len(data.images), "unreadable": int(np.sum(~embedded.readable))}
+    if data.is_same is not None:
+        return _judge_pairs(embedded, data.is_same, curves) | counts
+    assert data.labels is not None
+    return _judge_identities(embedded, data.labels, seed, curves) | counts
+
+
+def _judge_pairs(embedded: EmbeddedImages, is_same: NDArray[np.bool_], curves: bool) -> dict[str, Any]:
+    whole = embedded.readable[0::2] & embedded.readable[1::2]
+    rows, truth = embedded.rows[np.repeat(whole, 2)], is_same[whole]
+    result = verification(rows, truth)
+    result |= {"rank1": None, "rank5": None, "open_set": None, "identities": None}
+    if curves:
+        result |= drawn_curves(roc_from_scores(1.0 - squared_distances(rows, truth.size) / 2.0, truth))
+    return result
+
+
+def _judge_identities(
+    embedded: EmbeddedImages, all_labels: NDArray[np.int64], seed: int, curves: bool
+) -> dict[str, Any]:
+    rows, labels = embedded.rows[embedded.readable], all_labels[embedded.readable]
+    first, second, is_same = draw_pairs(labels, seed)
+    pairs = np.stack([first, second], axis=1).reshape(-1)
+    chosen = bounded_by_identities(labels, seed)
+    roc = all_pairs_roc(unit_rows(rows[chosen]).astype(np.float32), labels[chosen])
+    result = ten_folds(squared_distances(rows[pairs], is_same.size), is_same) | roc_summary(roc)
+    found = identification(rows, labels, seed=seed)
+    result |= {key: found[key] for key in ("rank1", "rank5", "open_set")}
+    result["identities"] = len(np.unique(labels))
+    return result | (drawn_curves(roc) if curves else {})
+
+
+def drawn_curves(roc: Roc, bins: int = 100) -> dict[str, Any]:
+    """``roc`` sampled for a logarithmic axis; ``scores``: counts of same and different pairs by cosine."""
+    edges = np.linspace(-1.0, 1.0, bins + 1)
+    scores = np.clip(roc.thresholds, -1.0, 1.0)
+    histogram = {"edges": edges.tolist()}
+    for kind, accepted in (("same", roc.genuine), ("different", roc.impostors)):
+        counts = np.histogram(scores, edges, weights=np.diff(accepted, prepend=0))[0]
+        histogram[kind] = counts.astype(int).tolist()
+    return {"roc": sampled_curve(roc), "scores": histogram}

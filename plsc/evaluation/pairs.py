@@ -1,0 +1,160 @@
+"""Verification of pairs: the LFW protocol as insightface runs it, and what an exact ROC adds to it."""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plsc.errors import DataError
+from plsc.evaluation.roc import FARS, Roc, area_under_curve, equal_error_rate, roc_from_scores, tar_at_far
+
+FOLDS = 10
+ACCURACY_THRESHOLDS = np.arange(0, 4, 0.01)
+TAR_THRESHOLDS = np.arange(0, 4, 0.001)
+_ROWS = 65_536  # pairs per chunk: bounds the float64 copies
+
+
+def verification(embeddings: NDArray[np.floating], is_same: NDArray[np.bool_]) -> dict[str, Any]:
+    """Judge pairs: rows ``2i`` and ``2i+1`` of ``embeddings`` (2N, D) are pair i, ``is_same`` (N,) its truth.
+
+    Embeddings are L2-normalised here. ``accuracy`` and ``accuracy_std`` are the mean and the standard
+    deviation over ten unshuffled, contiguous folds; each fold is judged at the squared distance (0 to 4 by
+    0.01) that serves the other nine best, the smallest among equals. ``threshold`` is the mean of those ten.
+    ``tar@far_folds`` is insightface's TAR at FAR 1e-3. ``auc``, ``eer`` and ``tar@far`` come from the exact
+    ROC of all pairs. None stands where the pairs cannot tell: fewer than ten, one kind missing, or FAR < 1 /
+    impostor pairs.
+
+    Raises :class:`DataError` when the number of rows is not twice that of pairs, or a value is not finite.
+    """
+    truth = np.asarray(is_same, dtype=bool)
+    distances = squared_distances(embeddings, truth.size)
+    roc = roc_from_scores(1.0 - distances / 2.0, truth)
+    return ten_folds(distances, truth) | roc_summary(roc)
+
+
+def squared_distances(embeddings: NDArray[np.floating], pairs: int) -> NDArray[np.float64]:
+    """Squared L2 distances (N,) between the normalised rows 2i and 2i+1 of ``embeddings`` (2N, D)."""
+    if embeddings.ndim != 2 or len(embeddings) != 2 * pairs:
+        raise DataError(
+            f"embeddings of shape {tuple(embeddings.shape)} do not fit {pairs} pairs: each needs two rows"
+        )
+    check_finite(embeddings)
+    distances = np.empty(pairs)
+    for start in range(0, pairs, _ROWS):
+        rows = unit_rows(embeddings[2 * start : 2 * (start + _ROWS)])
+        distances[start : start + _ROWS] = np.sum(np.square(rows[0::2] - rows[1::2]), axis=1)
+    return distances
+
+
+def unit_rows(embeddings: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Rows divided by their L2 norms, in float64; a row of zeros stays as it is."""
+    rows = embeddings.astype(np.float64)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.divide(rows, np.where(norms > 0, norms, 1.0), out=rows)
+
+
+def check_finite(embeddings: NDArray[np.floating], name: str = "embeddings") -> None:
+    """Raise a :class:`DataError` that names the first row with a NaN or an infinity."""
+    for start in range(0, len(embeddings), _ROWS):
+        bad = np.flatnonzero(~np.isfinite(embeddings[start : start + _ROWS]).all(axis=1))
+        if bad.size:
+            raise DataError(
+                f"{name}: row {start + int(bad[0])} is not finite; the model has diverged, "
+                "or its precision overflows"
+            )
+
+
+def ten_folds(distances: NDArray[np.float64], is_same: NDArray[np.bool_]) -> dict[str, Any]:
+    """What the ten folds give: accuracy, its spread, the threshold, TAR at FAR 1e-3."""
+    if is_same.size < FOLDS or is_same.all() or not is_same.any():
+        return {"accuracy": None, "accuracy_std": None, "threshold": None, "tar@far_folds": None}
+    accuracies, thresholds = _fold_accuracies(distances, is_same)
+    return {
+        "accuracy": float(accuracies.mean()),
+        "accuracy_std": float(accuracies.std()),
+        "threshold": float(thresholds.mean()),
+        "tar@far_folds": _fold_tar(distances, is_same, 1e-3),
+    }
+
+
+def roc_summary(roc: Roc) -> dict[str, Any]:
+    """``auc``, ``eer``, ``tar@far`` and the pairs behind them."""
+    return {
+        "auc": area_under_curve(roc),
+        "eer": equal_error_rate(roc),
+        "tar@far": {name: tar_at_far(roc, far) for name, far in FARS.items()},
+        "impostor_pairs": roc.impostor_pairs,
+        "genuine_pairs": roc.genuine_pairs,
+    }
+
+
+def fold_bounds(pairs: int) -> NDArray[np.int64]:
+    """The edges (11,) of ten contiguous folds: the first ``pairs % 10`` hold one pair more."""
+    sizes = np.full(FOLDS, pairs // FOLDS, dtype=np.int64)
+    sizes[: pairs % FOLDS] += 1
+    return np.append(0, np.cumsum(sizes))
+
+
+def _accepted_by_fold(
+    distances: NDArray[np.float64], chosen: NDArray[np.bool_], thresholds: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """How many chosen pairs of each fold lie below each threshold: (10, len(thresholds))."""
+    bounds = fold_bounds(distances.size)
+    # A pair is accepted (distance < threshold) from the first threshold that exceeds its distance.
+    first = np.searchsorted(thresholds, distances, side="right")
+    bins = len(thresholds) + 1
+    counts = [
+        np.bincount(first[start:end][chosen[start:end]], minlength=bins)[:-1]
+        for start, end in pairwise(bounds)
+    ]
+    return np.cumsum(np.stack(counts), axis=1)
+
+
+def _fold_accuracies(
+    distances: NDArray[np.float64], is_same: NDArray[np.bool_]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The accuracy (10,) of each fold and the threshold (10,) that the nine others chose for it."""
+    sizes = np.diff(fold_bounds(distances.size))
+    true_accepts = _accepted_by_fold(distances, is_same, ACCURACY_THRESHOLDS)
+    false_accepts = _accepted_by_fold(distances, ~is_same, ACCURACY_THRESHOLDS)
+    different = np.add.reduceat(~is_same, fold_bounds(distances.size)[:-1], dtype=np.int64)
+    correct = true_accepts + different[:, None] - false_accepts
+    best = np.argmax(correct.sum(axis=0) - correct, axis=1)
+    return correct[np.arange(FOLDS), best] / sizes, ACCURACY_THRESHOLDS[best]
+
+
+def _fold_tar(
+    distances: NDArray[np.float64], is_same: NDArray[np.bool_], far: float
+) -> dict[str, float] | None:
+    """insightface's ``val``: each fold is judged at the distance that gives ``far`` on the nine others.
+
+    The distance is interpolated between the last threshold below ``far`` and the first that reaches it. None
+    when a fold, or the rest of the pairs, lacks one kind: the rates are then undefined.
+    """
+    bounds = fold_bounds(distances.size)
+    same = np.add.reduceat(is_same, bounds[:-1], dtype=np.int64)
+    different = np.diff(bounds) - same
+    if not same.all() or not different.all():
+        return None
+    accepted = _accepted_by_fold(distances, ~is_same, TAR_THRESHOLDS)
+    rates = (accepted.sum(axis=0) - accepted) / (different.sum() - different)[:, None]
+    tars, fars = np.empty(FOLDS), np.empty(FOLDS)
+    for fold in range(FOLDS):
+        part = slice(bounds[fold], bounds[fold + 1])
+        taken = distances[part] < _threshold_at(rates[fold], far)
+        tars[fold] = taken[is_same[part]].mean()
+        fars[fold] = taken[~is_same[part]].mean()
+    return {"tar": float(tars.mean()), "tar_std": float(tars.std()), "far": float(fars.mean())}
+
+
+def _threshold_at(rates: NDArray[np.float64], far: float) -> float:
+    """Where the rising ``rates`` at TAR_THRESHOLDS reach ``far``; 0 (accept nothing) when they never do."""
+    if rates[-1] < far:
+        return 0.0
+    after = int(np.searchsorted(rates, far, side="left"))
+    if after == 0:
+        return float(TAR_THRESHOLDS[0])
+    low, high = rates[after - 1], rates[after]
+    step = TAR_THRESHOLDS[after] - TAR_THRESHOLDS[after - 1]
+    return float(TAR_THRESHOLDS[after - 1] + step * (far - low) / (high - low))

@@ -1,0 +1,94 @@
+"""Receiver operating characteristic, exact: one point per distinct score, so that ties are never split."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+FARS: Mapping[str, float] = {f"1e-{power}": 10.0**-power for power in range(1, 7)}
+
+
+@dataclass(frozen=True)
+class Roc:
+    """How many pairs are accepted at each distinct score, from the highest score down.
+
+    ``thresholds`` float64 (K,) descending; ``genuine`` and ``impostors`` int64 (K,): the same and the
+    different pairs whose score is at least the threshold. The last point accepts every pair.
+    """
+
+    thresholds: NDArray[np.float64]
+    genuine: NDArray[np.int64]
+    impostors: NDArray[np.int64]
+
+    @property
+    def genuine_pairs(self) -> int:
+        """The number of same pairs."""
+        return int(self.genuine[-1]) if self.genuine.size else 0
+
+    @property
+    def impostor_pairs(self) -> int:
+        """The number of different pairs."""
+        return int(self.impostors[-1]) if self.impostors.size else 0
+
+
+def roc_from_scores(scores: NDArray[np.floating], is_same: NDArray[np.bool_]) -> Roc:
+    """The ROC of ``scores`` (N,), where higher means more alike, against the truth ``is_same`` (N,)."""
+    order = np.argsort(scores)[::-1]
+    ordered = scores[order]
+    last_of_tie = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True)) if ordered.size else order
+    genuine = np.cumsum(is_same[order], dtype=np.int64)[last_of_tie]
+    return Roc(ordered[last_of_tie].astype(np.float64), genuine, last_of_tie + 1 - genuine)
+
+
+def roc_from_counts(
+    scores: NDArray[np.float64], same: NDArray[np.int64], different: NDArray[np.int64]
+) -> Roc:
+    """The ROC of a histogram: ``same[k]`` and ``different[k]`` pairs have ``scores[k]`` (K,), ascending."""
+    filled = np.flatnonzero((same > 0) | (different > 0))[::-1]
+    return Roc(scores[filled], np.cumsum(same[filled]), np.cumsum(different[filled]))
+
+
+def area_under_curve(roc: Roc) -> float | None:
+    """The chance that a same pair outscores a different one, ties counting half; None without both kinds."""
+    if not roc.genuine_pairs or not roc.impostor_pairs:
+        return None
+    genuine = np.append(0.0, roc.genuine / roc.genuine_pairs)
+    impostors = np.append(0.0, roc.impostors / roc.impostor_pairs)
+    return float(np.sum(np.diff(impostors) * (genuine[1:] + genuine[:-1])) / 2)
+
+
+def tar_at_far(roc: Roc, far: float) -> float | None:
+    """The largest share of same pairs accepted while at most ``far`` of the different pairs are.
+
+    None where the set cannot say: fewer than ``1 / far`` different pairs, or no same pair.
+    """
+    # The share is given in decimal: 1e-3 of 3,000 pairs must allow 3 of them, whatever binary makes of 1e-3.
+    allowed = int(far * roc.impostor_pairs * (1 + 1e-12))
+    if allowed < 1 or not roc.genuine_pairs:
+        return None
+    points = int(np.searchsorted(roc.impostors, allowed, side="right"))
+    return float(roc.genuine[points - 1] / roc.genuine_pairs) if points else 0.0
+
+
+def equal_error_rate(roc: Roc) -> float | None:
+    """Where false accepts and rejects are equally frequent, linear between points; None if one kind lacks."""
+    if not roc.genuine_pairs or not roc.impostor_pairs:
+        return None
+    accepts = np.append(0.0, roc.impostors / roc.impostor_pairs)
+    rejects = np.append(1.0, 1.0 - roc.genuine / roc.genuine_pairs)
+    after = int(np.argmax(accepts >= rejects))  # the first point accepts nothing, the last one everything
+    gap_before = rejects[after - 1] - accepts[after - 1]
+    gap_after = accepts[after] - rejects[after]
+    weight = gap_before / (gap_before + gap_after)
+    return float(accepts[after - 1] + weight * (accepts[after] - accepts[after - 1]))
+
+
+def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | None:
+    """``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``1 / impostor pairs`` to 1."""
+    if not roc.genuine_pairs or not roc.impostor_pairs:
+        return None
+    lowest = max(np.log10(1.0 / roc.impostor_pairs), -6.0)
+    far = np.logspace(lowest, 0.0, max(int(-lowest * per_decade), 1) + 1).tolist()
+    points = [(value, tar) for value in far if (tar := tar_at_far(roc, value)) is not None]
+    return {"far": [value for value, _ in points], "tar": [tar for _, tar in points]}
