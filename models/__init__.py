@@ -1,10 +1,11 @@
-"""Backbones by name, and their files: ``create``, ``names``, ``register``."""
+"""Backbones by name, and their files."""
 
 if __name__ != "plsc.models":
     raise ImportError("this folder is the package plsc.models: import plsc.models")
 
-from plsc.models import iresnet, mobilefacenet  # noqa: F401  (each registers its names)
+from plsc.models import iresnet, mobilefacenet, vit  # noqa: F401  (each registers its names)
 from plsc.models.backbone import Backbone
 from plsc.models.registry import create, names, register
+from plsc.models.weights import load_model, load_weights, save_model
 
-__all__ = ["Backbone", "create", "names", "register"]
+__all__ = ["Backbone", "create", "load_model", "load_weights", "names", "register", "save_model"]

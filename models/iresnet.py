@@ -1,7 +1,7 @@
 """IResNet 18/34/50/100/200, the residual network of ArcFace (Deng et al., CVPR 2019, section 3.1).
 
-Against torchvision's ResNet: the stem keeps the resolution, a block normalises before its first convolution and
-has no activation after its sum, and the last map is flattened into a linear layer instead of being averaged.
+Against torchvision's ResNet: the stem keeps the resolution, a block normalises before its first convolution
+and has no activation after its sum, and the last map is flattened into a linear layer, not averaged.
 Modules carry the names that arcface_torch gives them, so its published state_dicts load as they are.
 """
 
@@ -24,7 +24,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 class IBasicBlock(nn.Module):
-    """BN, conv 3x3, BN, PReLU, conv 3x3 with the stride, BN; plus the input. (B, C, H, W) -> (B, C', H', W')."""
+    """BN, conv 3x3, BN, PReLU, strided conv 3x3, BN; plus the input. (B, C, H, W) -> (B, C', H', W')."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()

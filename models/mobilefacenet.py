@@ -1,7 +1,7 @@
 """MobileFaceNet (Chen et al., 2018) in arcface_torch's widths, and its large variant.
 
-Inverted residuals with PReLU; the last map is weighed position by position (global depthwise convolution) rather
-than averaged. Modules carry the names that arcface_torch gives them: its published state_dicts load as they are.
+Inverted residuals with PReLU; the last map is weighed position by position (global depthwise convolution)
+rather than averaged. Modules carry arcface_torch's names, so its published state_dicts load as they are.
 """
 
 from typing import NamedTuple, cast
@@ -13,7 +13,7 @@ from plsc.models.registry import register
 
 
 class Shape(NamedTuple):
-    """Blocks at a half, quarter, eighth and sixteenth of the input, and the factor on the widths 64 and 128."""
+    """Blocks at 1/2, 1/4, 1/8 and 1/16 of the input's size, and the factor on the widths 64 and 128."""
 
     blocks: tuple[int, int, int, int]
     scale: int

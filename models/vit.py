@@ -1,0 +1,222 @@
+"""Vision transformers for faces (Dosovitskiy et al., ICLR 2021) in arcface_torch's shapes.
+
+Against the original: no class token; every patch's output goes into one linear layer, as a face is aligned and
+its positions mean something; ReLU6 in the MLP. In training, patches may be left out (``mask_ratio``, as in He et
+al., CVPR 2022), and whole branches too (``drop_path``). Modules carry arcface_torch's names, so its published
+state_dicts load as they are.
+"""
+
+from typing import NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from plsc.errors import UsageError
+from plsc.models.backbone import Backbone, in_full_precision, recomputed
+from plsc.models.registry import register
+
+
+class Shape(NamedTuple):
+    """Width of a token, and the number of blocks."""
+
+    dim: int
+    depth: int
+
+
+SHAPES = {
+    "vit_tiny": Shape(256, 12),
+    "vit_small": Shape(512, 12),
+    "vit_base": Shape(512, 24),
+    "vit_large": Shape(768, 24),
+}
+HEADS = 8
+MLP_RATIO = 4
+PUBLISHED_SIZE, PUBLISHED_PATCH = 112, 9        # 12 x 12 patches; the last 4 rows and columns go unseen
+PATCH = 8                                       # at every other size: divides all of them
+
+
+class PatchEmbed(nn.Module):
+    """(B, 3, S, S) -> (B, N, dim), one token per whole patch."""
+
+    def __init__(self, patch_size: int, dim: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Tokens in row order."""
+        return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention, (B, N, dim) -> (B, N, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Softmax of the scaled products, times the values."""
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v)
+        return cast(Tensor, self.proj(y.transpose(1, 2).flatten(2)))
+
+
+class Mlp(nn.Module):
+    """Two linear layers with ReLU6 between them."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, MLP_RATIO * dim)
+        self.fc2 = nn.Linear(MLP_RATIO * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, dim) -> (B, N, dim)."""
+        return cast(Tensor, self.fc2(F.relu6(self.fc1(x))))
+
+
+class Block(nn.Module):
+    """Attention and MLP, each after a layer norm and added to its input; ``drop_path``: left out."""
+
+    def __init__(self, dim: int, drop_path: float) -> None:
+        super().__init__()
+        self.drop_path = drop_path
+        self.norm1 = nn.LayerNorm(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.attn = Attention(dim)
+        self.mlp = Mlp(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, dim) -> (B, N, dim)."""
+        x = x + self._dropped(self.attn(self.norm1(x)))
+        return x + self._dropped(self.mlp(self.norm2(x)))
+
+    def _dropped(self, branch: Tensor) -> Tensor:
+        if not self.training or self.drop_path == 0.0:
+            return branch
+        keep = 1.0 - self.drop_path
+        kept = torch.rand(len(branch), 1, 1, device=branch.device) < keep
+        return branch * kept / keep
+
+
+class VisionTransformer(Backbone):
+    """Patches, ``SHAPES[name].depth`` blocks, and a linear layer over all tokens."""
+
+    def __init__(
+        self, name: str, embedding_dim: int, image_size: int, drop_path: float, mask_ratio: float,
+        patch_size: int | None, gradient_checkpointing: bool,
+    ) -> None:
+        super().__init__(name, embedding_dim, image_size)
+        _check_rate("drop_path", drop_path)
+        _check_rate("mask_ratio", mask_ratio)
+        patch = default_patch(image_size) if patch_size is None else patch_size
+        if not 1 <= patch <= image_size:
+            raise UsageError(f"patch_size is {patch}; it has to lie between 1 and image_size ({image_size})")
+        dim, depth = SHAPES[name]
+        tokens = (image_size // patch) ** 2
+        self.mask_ratio = mask_ratio
+        self.gradient_checkpointing = gradient_checkpointing
+        self.pos_embed = nn.Parameter(torch.zeros(1, tokens, dim))
+        # What stands in for a patch that was left out; without gradient where none ever is.
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, dim), requires_grad=mask_ratio > 0.0)
+        self.patch_embed = PatchEmbed(patch, dim)
+        self.blocks = nn.ModuleList(Block(dim, drop_path * i / (depth - 1)) for i in range(depth))
+        self.norm = nn.LayerNorm(dim)
+        self.feature = nn.Sequential(
+            nn.Linear(dim * tokens, dim, bias=False),
+            nn.BatchNorm1d(dim, eps=2e-5),
+            nn.Linear(dim, embedding_dim, bias=False),
+            nn.BatchNorm1d(embedding_dim, eps=2e-5),
+        )
+        self._initialize()
+
+    def _initialize(self) -> None:
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.normal_(self.mask_token, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, D); the last norm and ``feature`` run in fp32 even under autocast."""
+        x = self.patch_embed(x) + self.pos_embed
+        order = self._random_order(x) if self.training and self.mask_ratio > 0.0 else None
+        if order is not None:
+            kept = order[:, : int(order.shape[1] * (1.0 - self.mask_ratio))]
+            x = _rows(x, kept)
+        for block in self.blocks:
+            x = recomputed(block, x) if self.gradient_checkpointing and self.training else block(x)
+        x = in_full_precision(self.norm, x, self.norm.weight.dtype)
+        if order is not None:
+            x = self._with_mask_tokens(x, order)
+        return in_full_precision(self.feature, x.flatten(1), self.norm.weight.dtype)
+
+    def _random_order(self, x: Tensor) -> Tensor:
+        return torch.rand(x.shape[:2], device=x.device).argsort(dim=1)
+
+    def _with_mask_tokens(self, kept: Tensor, order: Tensor) -> Tensor:
+        """Put the kept tokens back to their places and the mask token everywhere else."""
+        missing = order.shape[1] - kept.shape[1]
+        shuffled = torch.cat([kept, self.mask_token.expand(len(kept), missing, -1)], dim=1)
+        return _rows(shuffled, order.argsort(dim=1))
+
+
+def default_patch(image_size: int) -> int:
+    """The patch size taken at ``image_size`` unless another is asked for."""
+    return PUBLISHED_PATCH if image_size == PUBLISHED_SIZE else PATCH
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    return x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
+
+
+def _check_rate(name: str, rate: float) -> None:
+    if not 0.0 <= rate < 1.0:
+        raise UsageError(f"{name} is {rate}; it has to be at least 0 and less than 1")
+
+
+@register
+def vit_tiny(
+    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.0,
+    patch_size: int | None = None, gradient_checkpointing: bool = False,
+) -> Backbone:
+    """12 blocks of width 256."""
+    return VisionTransformer(
+        "vit_tiny", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
+    )
+
+
+@register
+def vit_small(
+    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.0,
+    patch_size: int | None = None, gradient_checkpointing: bool = False,
+) -> Backbone:
+    """12 blocks of width 512."""
+    return VisionTransformer(
+        "vit_small", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
+    )
+
+
+@register
+def vit_base(
+    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.05,
+    patch_size: int | None = None, gradient_checkpointing: bool = False,
+) -> Backbone:
+    """24 blocks of width 512."""
+    return VisionTransformer(
+        "vit_base", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
+    )
+
+
+@register
+def vit_large(
+    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.05,
+    patch_size: int | None = None, gradient_checkpointing: bool = False,
+) -> Backbone:
+    """24 blocks of width 768."""
+    return VisionTransformer(
+        "vit_large", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
+    )

@@ -1,0 +1,209 @@
+"""Backbones in files: ours (safetensors with what is needed to rebuild them) and bare state_dicts (.pt)."""
+
+import json
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plsc.errors import DataError, UsageError
+from plsc.files import written_aside
+from plsc.models.architecture import Architecture, infer
+from plsc.models.backbone import Backbone
+from plsc.models.registry import TIMM_PREFIX
+
+FORMAT = "plsc-backbone-1"
+PIXEL_MEAN = PIXEL_STD = 127.5          # (x/255 - 0.5)/0.5 = (x - 127.5)/127.5
+
+# Around a state_dict: what data parallel wrappers and torch.compile put before its keys …
+_PREFIXES = ("module.", "_orig_mod.")
+# … and under which key training scripts store it beside other things.
+_WRAPPERS = ("state_dict_backbone", "state_dict", "backbone", "model")
+
+# timm's options that fetch or open other files: a model file has no say in that.
+_FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+
+
+def save_model(model: nn.Module, path: str | Path) -> None:
+    """Write a backbone (perhaps wrapped by data parallel or torch.compile) to ``path``, a .safetensors file.
+
+    The metadata holds what :func:`load_model` needs: name, embedding_dim, image_size, options, preprocessing.
+    """
+    from safetensors.torch import save
+
+    backbone = unwrapped(model)
+    metadata = {
+        "format": FORMAT, "name": backbone.name, "embedding_dim": str(backbone.embedding_dim),
+        "image_size": str(backbone.image_size), "options": json.dumps(backbone.options, default=str),
+        "mean": str(PIXEL_MEAN), "std": str(PIXEL_STD), "channels": "RGB",
+    }
+    state = {key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}
+    with written_aside(Path(path)) as aside:
+        aside.write_bytes(save(state, metadata))
+
+
+def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone:
+    """Read a backbone, in evaluation mode, on the CPU.
+
+    Args:
+        path: a .safetensors file of :func:`save_model`, or a state_dict of arcface_torch (.pt, .pth, .bin or
+            .safetensors), whose architecture is inferred from its keys and shapes.
+        architecture: the name to use where nothing can be inferred (``timm:NAME``), or to insist on.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it is no such file, it is corrupt, or its weights are not those of the architecture.
+    """
+    path = Path(path)
+    state, metadata = read_state(path)
+    described = _described(metadata, path) or _inferred(state, architecture, path)
+    if architecture is not None and described.name != architecture:
+        raise DataError(f"{path} holds {described.name}, not {architecture}; leave the architecture out")
+    model = _built(described, path)
+    _assign(model, state, path)
+    return model.eval()
+
+
+def load_weights(model: nn.Module, path: str | Path) -> None:
+    """Copy the weights in ``path`` into ``model``, strictly; for fine-tuning with any number of classes.
+
+    The class head is no part of a backbone, so weights trained on other classes fit as they are.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it is unreadable, or keys are missing, unexpected or of another shape (named).
+    """
+    path = Path(path)
+    state, _ = read_state(path)
+    _assign(unwrapped(model), state, path)
+
+
+def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors by key, without wrappers' prefixes, and the metadata (empty but in .safetensors)."""
+    if not path.is_file():
+        raise UsageError(f"{path} does not exist; name a model file (.safetensors, .pt)")
+    state, metadata = _read_safetensors(path) if path.suffix == ".safetensors" else (_read_torch(path), {})
+    if not state:
+        raise DataError(f"{path} holds no tensors")
+    return _without_prefixes(state), metadata
+
+
+def unwrapped(model: nn.Module) -> Backbone:
+    """The backbone inside data parallel and torch.compile wrappers."""
+    inner: Any = model
+    while not isinstance(inner, Backbone):
+        inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
+        if inner is None:
+            raise UsageError(f"{type(model).__name__} is no backbone of plsc.models.create")
+    return inner
+
+
+def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, ValueError) as error:
+        raise DataError(f"{path} is truncated or corrupt: {error}; use another copy") from None
+
+
+def _read_torch(path: Path) -> dict[str, Tensor]:
+    if _is_program(path):
+        raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise DataError(
+            f"{path} is refused: it is no plain state_dict of tensors "
+            "(it holds pickled objects, or is corrupt); save model.state_dict() instead"
+        ) from None
+    except OSError:
+        raise
+    except Exception as error:      # the reader of a foreign format meets arbitrary bytes
+        reason = str(error).partition("\n")[0][:200]
+        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
+    return _tensors(loaded, path)
+
+
+def _is_program(path: Path) -> bool:
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    return any(name.endswith((".py", "/archive_format")) or "/models/" in name for name in names)
+
+
+def _tensors(loaded: Any, path: Path) -> dict[str, Tensor]:
+    while isinstance(loaded, Mapping):
+        wrapper = next((key for key in _WRAPPERS if isinstance(loaded.get(key), Mapping)), None)
+        if wrapper is None:
+            break
+        loaded = loaded[wrapper]
+    if not isinstance(loaded, Mapping):
+        raise DataError(f"{path} holds a {type(loaded).__name__}, not a state_dict; save model.state_dict()")
+    for key, value in loaded.items():
+        if not isinstance(key, str) or not isinstance(value, Tensor):
+            raise DataError(f"{path} is no state_dict: its entry {key!r} is a {type(value).__name__}")
+    return dict(loaded)
+
+
+def _without_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    while prefix := next((p for p in _PREFIXES if all(key.startswith(p) for key in state)), None):
+        state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
+    return state
+
+
+def _described(metadata: dict[str, str], path: Path) -> Architecture | None:
+    if "format" not in metadata or "name" not in metadata:
+        return None
+    if metadata["format"] != FORMAT:
+        raise DataError(f"{path} has the format {metadata['format']!r}; this version reads {FORMAT!r}")
+    try:
+        return Architecture(
+            metadata["name"], int(metadata["embedding_dim"]), int(metadata["image_size"]),
+            {key: value for key, value in json.loads(metadata["options"]).items() if key not in _FETCHING},
+        )
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} has incomplete metadata: {error}; save it again") from None
+
+
+def _inferred(state: dict[str, Tensor], architecture: str | None, path: Path) -> Architecture:
+    if architecture is None or not architecture.startswith(TIMM_PREFIX):
+        return infer(state, str(path))
+    if "fc.weight" not in state:
+        raise DataError(f"{path} lacks fc.weight, so it is no {architecture} of plsc")
+    return Architecture(architecture, state["fc.weight"].shape[0], 112, {})
+
+
+def _built(architecture: Architecture, path: Path) -> Backbone:
+    try:
+        if architecture.name.startswith(TIMM_PREFIX):       # its buffers outside the state_dict need real values
+            return architecture.build()
+        with torch.device("meta"):      # no memory, and no initialisation that would be overwritten at once
+            return architecture.build()
+    except (UsageError, RuntimeError, TypeError) as error:
+        raise DataError(f"{path} describes a model that cannot be built: {error}") from None
+
+
+def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    own = model.state_dict()
+    _refuse("lacks", [key for key in own if key not in state], path)
+    _refuse("has unexpected", [key for key in state if key not in own], path)
+    _refuse("has other shapes in", [
+        f"{key} {tuple(state[key].shape)} instead of {tuple(tensor.shape)}"
+        for key, tensor in own.items() if tensor.shape != state[key].shape
+    ], path)
+    as_built = {key: tensor.to(own[key].dtype) for key, tensor in state.items()}
+    model.load_state_dict(as_built, strict=True, assign=any(tensor.is_meta for tensor in own.values()))
+
+
+def _refuse(what: str, keys: Iterable[str], path: Path) -> None:
+    keys = list(keys)
+    if keys:
+        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+        raise DataError(f"{path} does not fit the model: it {what} {', '.join(keys[:3])}{more}")
