@@ -172,7 +172,8 @@ def test_arguments() -> None:
     }
     for words, message in [
         (["--lrr", "1"], "did you mean optim.lr"), (["--epochs"], "needs a value"),
-        (["--epochs", "--seed", "1"], "needs a value"), (["stray"], "belongs to no key"), (["--seed", "1", "--seed", "2"], "given twice"),
+        (["--epochs", "--seed", "1"], "needs a value"), (["stray"], "belongs to no key"),
+        (["--seed", "1", "--seed", "2"], "given twice"),
     ]:
         with pytest.raises(UsageError, match=message):
             config.parse_arguments(words)
