@@ -1,0 +1,313 @@
+"""What an avatar is (its traits) and how a picture of it was taken (its conditions), by keyed numbers.
+
+Traits depend on the identity's index alone; conditions on the pair (identity, image). Every number comes from
+`random.Random.random()`, whose sequence Python guarantees for a given integer seed on every machine.
+
+Lengths are in head units: the head is about 2 high, x grows to the viewer's right, y grows downward,
+and (0, 0) lies between the eyes and the tip of the nose. Angles are in radians.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import TypeVar
+
+Colour = tuple[int, int, int]
+T = TypeVar("T")
+
+HAIR_STYLES = ("bald", "cropped", "swept", "fringe", "curly", "bob", "long", "bun", "spiky")
+BEARD_STYLES = ("none", "none", "none", "none", "moustache", "goatee", "full", "stubble")
+
+_SKINS: Sequence[Colour] = (
+    (255, 226, 205), (248, 209, 178), (237, 190, 150), (222, 168, 122), (198, 140, 96),
+    (166, 111, 73), (125, 80, 52), (90, 58, 42),
+)  # fmt: skip
+_HAIRS: Sequence[Colour] = (
+    (34, 28, 32), (62, 42, 34), (96, 62, 40), (140, 90, 52), (190, 136, 76), (226, 188, 120),
+    (176, 74, 40), (200, 104, 58), (150, 150, 156), (216, 214, 212), (92, 78, 150),
+    (60, 120, 140), (206, 98, 136),
+)  # fmt: skip
+_IRISES: Sequence[Colour] = (
+    (70, 44, 28), (104, 66, 36), (122, 104, 54), (78, 120, 84), (80, 130, 170), (112, 128, 140),
+)  # fmt: skip
+_CLOTHES: Sequence[Colour] = (
+    (222, 84, 78), (240, 160, 70), (248, 208, 96), (94, 168, 110), (70, 150, 160), (74, 110, 180),
+    (120, 90, 160), (220, 130, 160), (240, 238, 232), (60, 64, 76), (140, 120, 100), (160, 190, 210),
+)  # fmt: skip
+
+
+class Draws:
+    """A sequence of random numbers that is a pure function of its key."""
+
+    def __init__(self, *key: int) -> None:
+        seed = 0
+        for part in key:
+            seed = (seed << 64) | part
+        self._next = Random(seed).random
+
+    def between(self, low: float, high: float) -> float:
+        return low + (high - low) * self._next()
+
+    def bell(self, mean: float, spread: float) -> float:
+        """Bell-shaped on mean ± 2·spread, standard deviation about 0.8·spread."""
+        return mean + spread * (2.0 / 1.5) * (self._next() + self._next() + self._next() - 1.5)
+
+    def chance(self, probability: float) -> bool:
+        return self._next() < probability
+
+    def one_of(self, choices: Sequence[T]) -> T:
+        return choices[int(self._next() * len(choices))]
+
+    def along(self, palette: Sequence[Colour], jitter: float) -> Colour:
+        """A colour between two neighbours of a palette, each channel moved by up to ±jitter."""
+        place = self._next() * (len(palette) - 1)
+        low = palette[int(place)]
+        high = palette[int(place) + 1]
+        return self._jittered(mix(low, high, place - int(place)), jitter)
+
+    def near(self, palette: Sequence[Colour], jitter: float) -> Colour:
+        """A colour of a palette, each channel moved by up to ±jitter."""
+        return self._jittered(self.one_of(palette), jitter)
+
+    def _jittered(self, colour: Colour, jitter: float) -> Colour:
+        r, g, b = (min(255, max(0, round(c + self.between(-jitter, jitter)))) for c in colour)
+        return (r, g, b)
+
+
+def mix(a: Colour, b: Colour, share_of_b: float) -> Colour:
+    t = share_of_b
+    return (
+        round(a[0] + (b[0] - a[0]) * t),
+        round(a[1] + (b[1] - a[1]) * t),
+        round(a[2] + (b[2] - a[2]) * t),
+    )
+
+
+def shade(colour: Colour, factor: float) -> Colour:
+    """The colour in more (factor > 1) or less light."""
+    return (
+        min(255, round(colour[0] * factor)),
+        min(255, round(colour[1] * factor)),
+        min(255, round(colour[2] * factor)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What stays the same in every picture of one identity."""
+
+    skin: Colour
+    face_width: float  # half width at the cheeks
+    face_height: float  # half height
+    jaw_width: float  # share of face_width that is left near the chin
+    jaw_square: float  # 0 pointed … 1 square
+    forehead_width: float  # share of face_width at the top
+    ear_size: float
+    ear_y: float
+    eye_gap: float  # from the middle to an eye's centre
+    eye_y: float
+    eye_width: float
+    eye_height: float
+    eye_tilt: float
+    iris: Colour
+    iris_size: float  # share of the eye's height
+    lid: float  # share of the eye that the upper lid covers
+    lashes: float
+    brow_height: float  # above the eye's centre
+    brow_length: float
+    brow_thickness: float
+    brow_arch: float
+    brow_tilt: float
+    nose_length: float
+    nose_width: float
+    nose_bridge: float
+    nose_roundness: float
+    mouth_y: float
+    mouth_width: float
+    upper_lip: float
+    lower_lip: float
+    mouth_curve: float  # > 0: the corners point up at rest
+    lips: Colour
+    hair: Colour
+    hair_style: str
+    hair_volume: float
+    hairline: float  # y of the hairline in the middle of the forehead
+    hairline_arch: float
+    hair_part: float  # x of the parting
+    hair_waves: float
+    hair_frequency: float
+    hair_phase: float
+    hair_length: float  # y where long hair ends
+    beard_style: str
+    beard_length: float
+    blush: float
+    freckles: tuple[tuple[float, float], ...]
+    mole: tuple[float, float] | None
+    scar: tuple[float, float, float] | None  # x, y, slope
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What differs from picture to picture."""
+
+    yaw: float
+    pitch: float
+    roll: float
+    scale: float  # head units that half the picture shows
+    shift_x: float
+    shift_y: float
+    smile: float
+    mouth_open: float
+    eye_open: float
+    gaze_x: float
+    gaze_y: float
+    brow_raise: float
+    brow_frown: float
+    background: Colour
+    background_accent: Colour
+    background_style: str
+    background_place: float
+    clothes: Colour
+    collar: str
+    accessory: Colour
+    glasses: str
+    glasses_size: float
+    hat: str
+    hand: str
+    hand_place: float
+    mask: bool
+    light_side: float  # -1 from the left … 1 from the right
+    light_x: float  # brightness slope over the picture, per half width
+    light_y: float
+    gain: tuple[float, float, float]
+    contrast: float
+    blur: float  # radius in thousandths of the picture's width
+    noise: float  # standard deviation in grey levels
+    noise_place: int
+    quality: int  # JPEG
+
+
+@lru_cache(maxsize=4096)
+def traits_of(identity: int) -> Traits:
+    """The traits of the identity with this index (>= 0)."""
+    d = Draws(identity, 1)
+    skin = d.along(_SKINS, 6)
+    hair = d.near(_HAIRS, 14)
+    style = d.one_of(HAIR_STYLES)
+    return Traits(
+        skin=skin,
+        face_width=d.between(0.66, 0.88),
+        face_height=d.between(0.93, 1.08),
+        jaw_width=d.between(0.5, 0.95),
+        jaw_square=d.between(0.0, 1.0),
+        forehead_width=d.between(0.86, 1.02),
+        ear_size=d.between(0.12, 0.25),
+        ear_y=d.between(-0.06, 0.12),
+        eye_gap=d.between(0.25, 0.38),
+        eye_y=d.between(-0.16, 0.06),
+        eye_width=d.between(0.11, 0.19),
+        eye_height=d.between(0.07, 0.15),
+        eye_tilt=d.between(-0.28, 0.28),
+        iris=d.near(_IRISES, 12),
+        iris_size=d.between(0.68, 1.0),
+        lid=d.between(0.0, 0.42),
+        lashes=d.between(0.0, 1.0),
+        brow_height=d.between(0.17, 0.31),
+        brow_length=d.between(0.12, 0.22),
+        brow_thickness=d.between(0.014, 0.06),
+        brow_arch=d.between(0.0, 0.1),
+        brow_tilt=d.between(-0.07, 0.07),
+        nose_length=d.between(0.2, 0.42),
+        nose_width=d.between(0.07, 0.19),
+        nose_bridge=d.between(0.02, 0.08),
+        nose_roundness=d.between(0.0, 1.0),
+        mouth_y=d.between(0.5, 0.64),
+        mouth_width=d.between(0.17, 0.34),
+        upper_lip=d.between(0.02, 0.075),
+        lower_lip=d.between(0.03, 0.09),
+        mouth_curve=d.between(-0.35, 0.6),
+        lips=mix(shade(skin, 0.86), (196, 62, 76), d.between(0.25, 0.8)),
+        hair=hair,
+        hair_style=style,
+        hair_volume=d.between(0.06, 0.24),
+        hairline=d.between(-0.72, -0.42),
+        hairline_arch=d.between(-0.1, 0.5),
+        hair_part=d.between(-0.5, 0.5),
+        hair_waves=d.between(0.0, 0.09),
+        hair_frequency=d.between(3.0, 12.0),
+        hair_phase=d.between(0.0, 6.28),
+        hair_length=d.between(0.55, 1.5),
+        beard_style=d.one_of(BEARD_STYLES),
+        beard_length=d.between(0.0, 0.25),
+        blush=d.between(0.0, 0.45),
+        freckles=_freckles(d),
+        mole=(d.between(-0.5, 0.5), d.between(0.15, 0.75)) if d.chance(0.35) else None,
+        scar=(d.between(-0.5, 0.5), d.between(-0.4, 0.5), d.between(-1.5, 1.5)) if d.chance(0.15) else None,
+    )
+
+
+def _freckles(d: Draws) -> tuple[tuple[float, float], ...]:
+    if not d.chance(0.25):
+        return ()
+    return tuple((d.between(-0.5, 0.5), d.between(0.1, 0.4)) for _ in range(14))
+
+
+def conditions_of(identity: int, image: int) -> Conditions:
+    """The conditions of one picture (both indices >= 0)."""
+    d = Draws(identity, image, 2)
+    return Conditions(
+        yaw=d.bell(0.0, 0.3),
+        pitch=d.bell(0.0, 0.16),
+        roll=d.bell(0.0, 0.15),
+        scale=d.between(1.22, 1.5),
+        shift_x=d.bell(0.0, 0.1),
+        shift_y=d.bell(0.02, 0.09),
+        smile=d.bell(0.25, 0.5),
+        mouth_open=max(0.0, d.between(-0.12, 0.16)),
+        eye_open=0.12 if d.chance(0.06) else d.between(0.7, 1.12),
+        gaze_x=d.between(-0.35, 0.35),
+        gaze_y=d.between(-0.2, 0.2),
+        brow_raise=d.bell(0.0, 0.03),
+        brow_frown=d.bell(0.0, 0.03),
+        background=d.near(_CLOTHES, 40),
+        background_accent=d.near(_CLOTHES, 40),
+        background_style=d.one_of(("plain", "disc", "split", "stripes")),
+        background_place=d.between(-1.0, 1.0),
+        clothes=d.near(_CLOTHES, 25),
+        collar=d.one_of(("round", "vee", "shirt", "scarf")),
+        accessory=d.near(_CLOTHES, 25),
+        glasses=_weighted(d, (("none", 0.72), ("round", 0.12), ("square", 0.11), ("dark", 0.05))),
+        glasses_size=d.between(0.18, 0.25),
+        hat=_weighted(d, (("none", 0.84), ("cap", 0.08), ("beanie", 0.08))),
+        hand=_weighted(d, (("none", 0.91), ("chin", 0.06), ("cheek", 0.03))),
+        hand_place=d.between(-1.0, 1.0),
+        mask=d.chance(0.03),
+        light_side=d.between(-1.0, 1.0),
+        light_x=d.bell(0.0, 0.22),
+        light_y=d.bell(-0.06, 0.16),
+        gain=_gain(d),
+        contrast=d.between(0.75, 1.15),
+        blur=d.between(2.0, 11.0) if d.chance(0.3) else 0.0,
+        noise=d.between(0.0, 9.0),
+        noise_place=int(d.between(0, 1 << 20)),
+        quality=int(d.between(28, 96)),
+    )
+
+
+def _gain(d: Draws) -> tuple[float, float, float]:
+    """Exposure times colour cast, per channel."""
+    exposure = d.between(0.62, 1.18)
+    warmth = d.bell(0.0, 0.1)
+    tint = d.bell(0.0, 0.04)
+    return (exposure * (1 + warmth), exposure * (1 + tint), exposure * (1 - warmth))
+
+
+def _weighted(d: Draws, choices: Sequence[tuple[str, float]]) -> str:
+    """One of the names, by probabilities that sum to 1."""
+    place = d.between(0.0, 1.0)
+    for name, probability in choices:
+        place -= probability
+        if place < 0:
+            return name
+    return choices[0][0]
