@@ -4,5 +4,16 @@ if __name__ != "plsc.data":
     raise ImportError("this folder is the package plsc.data: import plsc.data")
 
 from plsc.data.dataset import EncodedDataset, ImageDataset, open_dataset
+from plsc.data.decode import decode_image, read_image
+from plsc.data.loader import TrainLoader
+from plsc.data.transforms import normalize
 
-__all__ = ["EncodedDataset", "ImageDataset", "open_dataset"]
+__all__ = [
+    "EncodedDataset",
+    "ImageDataset",
+    "TrainLoader",
+    "decode_image",
+    "normalize",
+    "open_dataset",
+    "read_image",
+]

@@ -1,0 +1,100 @@
+"""Augmentation, a pure function of (seed, epoch, sample index), and the normalisation that models expect."""
+
+import io
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from plsc.errors import UsageError
+
+AUGMENTATIONS = ("none", "flip", "standard")
+
+
+def normalize(images: torch.Tensor) -> torch.Tensor:
+    """uint8 (B, 3, H, W) to float32 in [-1, 1]: (x/255 - 0.5)/0.5, on the device that they are on."""
+    return images.to(torch.float32).mul_(2 / 255).sub_(1)
+
+
+def check_augmentation(name: str) -> None:
+    """Raise UsageError unless ``name`` is one of :data:`AUGMENTATIONS`."""
+    if name not in AUGMENTATIONS:
+        raise UsageError(f"no augmentation {name!r}; it is one of {', '.join(AUGMENTATIONS)}")
+
+
+def augment_batch(
+    images: torch.Tensor, indices: NDArray[np.int64], name: str, *, seed: int, epoch: int
+) -> torch.Tensor:
+    """Augment uint8 (B, 3, S, S), whose row i is the data set's image ``indices[i]``; returns the same shape.
+
+    ``"flip"`` mirrors half of them. ``"standard"`` also crops, turns, recolours, blurs, coarsens, compresses
+    and covers parts. What befalls an image depends on (seed, epoch, its index) alone, so that it is the same
+    on any rank, in any loader process and in any batch.
+    """
+    if name == "none" or len(indices) == 0:
+        return images
+    keys = sample_keys(indices, seed=seed, epoch=epoch)
+    if name == "flip":
+        mirrored = torch.from_numpy(keys >> np.uint64(63) == 1)
+        return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    transform = _standard(images.shape[-1])
+    state = torch.default_generator.get_state()
+    try:
+        pairs = zip(images, keys, strict=True)
+        return torch.stack([_keyed(transform, image, int(key)) for image, key in pairs])
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def sample_keys(indices: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """A 64-bit key per sample, well mixed, from (seed, epoch, index): SplitMix64 (Steele et al. 2014)."""
+    keys = _mixed(np.full(len(indices), seed % 2**64, dtype=np.uint64))
+    keys = _mixed(keys ^ np.uint64(epoch))
+    return _mixed(keys ^ indices.astype(np.uint64))
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _keyed(transform: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, key: int) -> torch.Tensor:
+    # torchvision draws from torch's CPU generator; torch.manual_seed would reseed the accelerators' as well.
+    torch.default_generator.manual_seed(key)
+    return transform(image)
+
+
+def _recompressed(image: torch.Tensor) -> torch.Tensor:
+    """The image after JPEG at a random quality (torchvision's own JPEG is deprecated since 0.29)."""
+    from PIL import Image
+
+    quality = int(torch.randint(30, 91, ()))
+    stored = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(stored, "JPEG", quality=quality)
+    return torch.from_numpy(np.array(Image.open(stored))).permute(2, 0, 1)
+
+
+@lru_cache
+def _standard(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The usual stronger set, strong enough for small sets and mild enough for aligned faces."""
+    from torchvision.transforms import v2
+
+    coarse = max(size // 3, 8)
+    steps: list[Any] = [
+        v2.RandomHorizontalFlip(0.5),
+        v2.RandomApply([v2.RandomAffine(10, translate=(0.05, 0.05), scale=(0.9, 1.1), shear=5)], 0.5),
+        v2.RandomApply([v2.RandomResizedCrop(size, scale=(0.65, 1.0), ratio=(0.85, 1.18))], 0.5),
+        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.3, 0.05)], 0.6),
+        v2.RandomGrayscale(0.1),
+        v2.RandomApply([v2.GaussianBlur(5, sigma=(0.1, 1.5))], 0.1),
+        v2.RandomApply([v2.RandomResize(coarse, size), v2.Resize([size, size])], 0.15),
+        v2.RandomApply([_recompressed], 0.2),
+        v2.RandomErasing(0.2, scale=(0.02, 0.2), value=127),
+    ]
+    transform: Callable[[torch.Tensor], torch.Tensor] = v2.Compose(steps)
+    return transform
