@@ -1,0 +1,49 @@
+"""Partial FC's choice of classes: all positives of the global batch, and random negatives (An et al., CVPR 2022)."""
+
+import torch
+from torch import Tensor
+
+_DENSE = 0.25  # above this share of the classes, a permutation is quicker than drawing again and again
+
+
+def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: torch.Generator) -> Tensor:
+    """Draw a shard's classes for one step.
+
+    Args:
+        num_classes: of the shard.
+        positives: local classes that must be in it, any order, repeats allowed, (p,) int64.
+        rate: the share of the shard's classes wanted; 0 takes positives only. Positives beyond it all stay.
+        generator: on the device where the result is wanted.
+
+    Returns:
+        Sorted int64 classes without repeats, max(round(rate·num_classes), distinct positives) of them. The negatives
+        are a uniform sample without replacement; the time is proportional to the result, not to num_classes.
+    """
+    positives = positives.unique()
+    wanted = min(max(round(rate * num_classes), positives.numel()), num_classes)
+    missing = wanted - positives.numel()
+    if missing == 0:
+        return positives
+    if wanted > _DENSE * num_classes:
+        candidates = torch.randperm(num_classes, generator=generator, device=positives.device)
+        negatives = candidates[~_contains(positives, candidates)][:missing]
+    else:
+        negatives = _draw(num_classes, positives, missing, generator)
+    return torch.cat([positives, negatives]).sort().values
+
+
+def _draw(num_classes: int, excluded: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """``count`` distinct classes outside ``excluded`` (sorted), each set equally likely."""
+    drawn = excluded.new_empty(0)
+    while drawn.numel() < count:
+        more = torch.randint(num_classes, (count + count // 4 + 16,), generator=generator, device=excluded.device)
+        drawn = torch.cat([drawn, more[~_contains(excluded, more)]]).unique()
+    keep = torch.randperm(drawn.numel(), generator=generator, device=drawn.device)[:count]
+    return drawn[keep]
+
+
+def _contains(sorted_values: Tensor, queries: Tensor) -> Tensor:
+    if sorted_values.numel() == 0:
+        return torch.zeros_like(queries, dtype=torch.bool)
+    place = torch.searchsorted(sorted_values, queries).clamp(max=sorted_values.numel() - 1)
+    return sorted_values[place] == queries

@@ -1,0 +1,460 @@
+"""ShardedHead: the class table, one shard per rank, and its exact margin softmax."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from plsc.errors import LabelError, UsageError
+from plsc.head.partition import class_range, fill_normal
+from plsc.head.row_shard import RowShard
+from plsc.head.sampling import sample_classes
+from plsc.losses.class_rows import ClassRows
+from plsc.losses.margins import ArcFace, Margin, TargetLogit
+from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded, second_pass
+from plsc.parallel.collectives import (
+    all_gather_equal,
+    all_gather_rows,
+    all_reduce_max,
+    all_reduce_sum,
+    reduce_scatter_rows,
+)
+from plsc.parallel.mesh import Mesh
+
+_SMALLEST_NORM = 1e-12
+_NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
+_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}  # of one float32 (classes, B) block; in cache, or past launch costs
+
+
+@dataclass
+class Pending:
+    """What one forward leaves for the update: pass 2 needs the batch, log Z and the loss's derivative.
+
+    ``gradient`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
+    table's when the batch was seen.
+    """
+
+    batch: Batch
+    labels: Tensor
+    selected: Tensor | None
+    log_z: Tensor
+    scale: Tensor
+    target_pull: Tensor
+    version: int
+    gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Gathered:
+    """The global batch: unit ``features`` (B, D) in the table's dtype, ``labels`` (B,), ``norms`` (B,) if wanted."""
+
+    sizes: list[int]
+    features: Tensor
+    labels: Tensor
+    norms: Tensor | None
+
+
+class ShardedHead(nn.Module):
+    """A margin-based softmax over ``num_classes`` classes whose table is sharded over the ranks of ``mesh``.
+
+    The loss is the exact mean over the global batch, the same number on every rank. Gradients by the embeddings come
+    multiplied by the number of ranks, so that data parallelism's average gives those of one process. The table itself
+    is updated by :class:`plsc.HeadSGD` or :class:`plsc.HeadAdamW`, which run the second pass.
+
+    Args:
+        dim: width D of embeddings and class weights.
+        num_classes: C. Rank r owns a contiguous range; the first C mod W ranks own one class more.
+        mesh: from :func:`plsc.init`; a single process where left out.
+        margin: one of :mod:`plsc.losses`; ArcFace(s=64, m=0.5) by default.
+        sample_rate: 1 computes the exact softmax; below 1, all positives and this share of the shard's classes take
+            part in a step (Partial FC); 0 takes positives only. Rows that take no part are neither read nor moved.
+        weight_dtype: float64, float32 or bfloat16 (rounded stochastically by the update).
+        momentum_dtype: of the optimizer's state: float64, float32, bfloat16, int8, or None for no momentum.
+        centers: sub-centres K per class; a class's cosine is that of its nearest (Deng et al., ECCV 2020).
+        seed: of first weights, sampling and rounding.
+        update: "fused" lets the head's optimizers do pass 2 and the step, chunk by chunk; "autograd" leaves
+            ``weight.grad`` for any optimizer instead.
+        chunk_classes: classes per chunk; by default chosen from the batch and the device. Results do not depend on it.
+
+    Attributes:
+        weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed.
+        class_range: (first, last + 1) of this rank's classes.
+
+    Raises:
+        UsageError: an argument is out of its range.
+
+    Source: Deng et al., CVPR 2019 (ArcFace); An et al., CVPR 2022 (Partial FC); Milakov & Gimelshein, 2018 (online
+    maximum).
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        dim: int,
+        num_classes: int,
+        mesh: Mesh | None = None,
+        margin: Margin | None = None,
+        sample_rate: float = 1.0,
+        weight_dtype: torch.dtype = torch.float32,
+        momentum_dtype: torch.dtype | None = torch.float32,
+        centers: int = 1,
+        seed: int = 0,
+        update: Literal["fused", "autograd"] = "fused",
+        chunk_classes: int | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(dim, num_classes, sample_rate, weight_dtype, centers, update, chunk_classes)
+        self.dim, self.num_classes, self.centers = dim, num_classes, centers
+        self.mesh = mesh if mesh is not None else Mesh(0, 1, 0, torch.device("cpu"))
+        self.margin = margin if margin is not None else ArcFace()
+        self.sample_rate, self.seed, self.update = sample_rate, seed, update
+        self.momentum_dtype, self.chunk_classes = momentum_dtype, chunk_classes
+        self.class_range = class_range(num_classes, self.mesh.rank, self.mesh.world_size)
+        rows = (self.class_range[1] - self.class_range[0]) * centers
+        weight = torch.empty(rows, dim, dtype=weight_dtype, device=self.mesh.device)
+        if weight.device.type != "meta":
+            fill_normal(weight, self.first_row, seed)
+        self.weight = nn.Parameter(weight, requires_grad=update == "autograd")
+        self.margin_state = {name: value.to(self.mesh.device) for name, value in self.margin.initial_state().items()}
+        self.forwards = 0  # training batches seen; keys sampling and random margins
+        self.pending: list[Pending] = []
+        self._inverse_norm = torch.empty(0)
+        self._norm_version = -1
+        # backward() must reach the head even where the embeddings need no gradient
+        self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
+
+    @property
+    def first_row(self) -> int:
+        """The global number of this rank's first row."""
+        return self.class_range[0] * self.centers
+
+    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss over the global batch.
+
+        Args:
+            embeddings: this rank's (b, D), floating point, of any norm; b may differ between ranks and may be 0.
+            labels: (b,) integers in [0, num_classes). Never changed.
+
+        Returns:
+            A float32 scalar (float64 for float64 tables), equal on every rank.
+
+        Raises:
+            LabelError: a label is out of range, on whatever rank: every rank raises it, and it names the label.
+            UsageError: shapes or dtypes do not fit (likewise on every rank).
+        """
+        weight = self.weight if self.update == "autograd" else None
+        loss: Tensor = _HeadLoss.apply(embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled())
+        return loss
+
+    def inverse_norms(self) -> Tensor:
+        """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""
+        if self._norm_version != self.weight._version:
+            wide = torch.promote_types(self.weight.dtype, torch.float32)
+            self._inverse_norm = torch.empty(self.weight.shape[0], dtype=wide, device=self.weight.device)
+            for start in range(0, self.weight.shape[0], _NORM_ROWS):
+                self.renew_norms(slice(start, start + _NORM_ROWS))
+            self.norms_are_current()
+        return self._inverse_norm
+
+    @torch.no_grad()
+    def renew_norms(self, index: slice | Tensor) -> None:
+        """Recompute 1/‖W‖ of some rows from their stored values."""
+        self._inverse_norm[index] = _inverse_norms(self.weight[index])
+
+    def norms_are_current(self) -> None:
+        """Say that every row written so far has its norm renewed."""
+        self._norm_version = self.weight._version
+
+    def mean_norm(self) -> float:
+        """The mean ‖W‖ over all classes and sub-centres of all ranks; a norm that keeps growing is a bad sign."""
+        sums = (1 / self.inverse_norms().double()).sum().reshape(1)
+        return float(all_reduce_sum(sums, self.mesh) / (self.num_classes * self.centers))
+
+    def rows(self, selected: Tensor | None) -> ClassRows:
+        """The table, or ``selected`` local classes of it, for a pass."""
+        return ClassRows(self.weight.detach(), self.inverse_norms(), self.centers, selected)
+
+    def chunk_size(self, batch: int) -> int:
+        """Classes per chunk for a global batch of this many samples."""
+        if self.chunk_classes is not None:
+            return self.chunk_classes
+        budget = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"])
+        return max(budget // (4 * max(batch, self.dim // 2) * self.centers), 256)
+
+    def sharded_state(self) -> dict[str, RowShard]:
+        """What torch.distributed.checkpoint saves, and loads at any number of ranks."""
+        return {"weight": self.row_shard(self.weight.detach())}
+
+    def row_shard(self, local: Tensor) -> RowShard:
+        """Some per-row tensor of this rank as its part of the global one."""
+        return RowShard(local, self.first_row, self.num_classes * self.centers)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Small state, equal on all ranks: the margin's statistics and the number of batches seen."""
+        return {"forwards": self.forwards, "margin": {k: float(v) for k, v in self.margin_state.items()}}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Take back what :meth:`get_extra_state` gave."""
+        self.forwards = int(state["forwards"])
+        for name, value in state["margin"].items():
+            self.margin_state[name].fill_(value)
+
+    def extra_repr(self) -> str:
+        """For print()."""
+        first, stop = self.class_range
+        return (f"dim={self.dim}, num_classes={self.num_classes}, classes [{first}, {stop}) here, {self.margin}, "
+                f"sample_rate={self.sample_rate}, {self.weight.dtype}")
+
+    # Forward, in the order in which it happens.
+
+    def compute(self, embeddings: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None, Pending]:
+        """The loss, this rank's embedding gradient (b, D) if ``differentiate``, and what the update needs."""
+        gathered = self._gather(embeddings, labels)
+        local = gathered.labels - self.class_range[0]
+        selected = self._select(local)
+        rows = self.rows(selected)
+        position = rows.positions(local)
+        cos, own_row = self._target_cosines(rows, gathered.features, position)
+        target = self._margin_target(cos, gathered.norms, differentiate and self.training)
+        batch = Batch(gathered.features, position, target.phi, self.margin, self.margin_state)
+        partial = first_pass(rows, batch, self.chunk_size(len(position)), with_pull=differentiate)
+        loss, log_z, probability, pull = self._normalise(partial, target)
+        scale = self.margin.s / max(len(position), 1)
+        target_pull = (probability - 1) * target.slope * scale
+        pending = Pending(batch, gathered.labels, selected, log_z, torch.full_like(log_z, scale), target_pull,
+                          self.weight._version)
+        if differentiate and self.training:
+            self.forwards += 1
+        if pull is None:
+            return loss, None, pending
+        pull.mul_(scale).index_add_(*self._target_rows(position, own_row, target_pull, pull.dtype))
+        mine = reduce_scatter_rows(pull, gathered.sizes, self.mesh)
+        return loss, self._through_norm(embeddings, mine, target, probability, gathered.sizes), pending
+
+    def _gather(self, embeddings: Tensor, labels: Tensor) -> _Gathered:
+        sizes = self._agree(embeddings, labels)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(embeddings.to(wide), dim=1).clamp(min=_SMALLEST_NORM)
+        unit = (embeddings.to(wide) / norm[:, None]).to(self.weight.dtype)
+        return _Gathered(
+            sizes,
+            all_gather_rows(unit, self.mesh, sizes),
+            all_gather_rows(labels.to(self.mesh.device, torch.int64), self.mesh, sizes),
+            all_gather_rows(norm, self.mesh, sizes) if self.margin.uses_norm else None,
+        )
+
+    def _agree(self, embeddings: Tensor, labels: Tensor) -> list[int]:
+        """Every rank's batch size, after all ranks have found each other's input right. One small exchange."""
+        problem = _shape_problem(embeddings, labels, self.dim)
+        low = high = count = 0
+        if not problem and labels.numel():
+            count = labels.numel()
+            low, high = int(labels.min()), int(labels.max())
+        facts = torch.tensor([count, low, high, problem], device=self.mesh.device)
+        sizes = []
+        for rank, (size, low, high, problem) in enumerate(all_gather_equal(facts, self.mesh).tolist()):
+            if problem:
+                raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=self.dim)}")
+            if low < 0 or high >= self.num_classes:
+                raise LabelError(f"rank {rank}: label {low if low < 0 else high} lies outside [0, {self.num_classes}); "
+                                 "give the head as many classes as the data has")
+            sizes.append(size)
+        if sum(sizes) == 0:
+            raise UsageError("no rank has a sample; skip the step, or give at least one")
+        return sizes
+
+    def _select(self, local_labels: Tensor) -> Tensor | None:
+        if self.sample_rate >= 1:
+            return None
+        first, stop = self.class_range
+        owned = local_labels[(local_labels >= 0) & (local_labels < stop - first)]
+        generator = self._generator(self.weight.device, salt=first + 1)
+        return sample_classes(stop - first, owned, self.sample_rate, generator)
+
+    def _generator(self, device: torch.device, salt: int) -> torch.Generator:
+        key = (self.seed * 1_000_003 + self.forwards) * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03
+        return torch.Generator(device).manual_seed(key % 2**63)
+
+    def _target_cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines (B,) of samples with their own classes, from all shards, in float64; and the winning local row.
+
+        Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
+        """
+        owned = torch.where(position >= 0)[0]
+        classes = position[owned] if rows.selected is None else rows.selected[position[owned]]
+        weight = rows.weight[rows.rows_of(classes)].double().view(len(owned), self.centers, self.dim)
+        x = features[owned].double()
+        norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
+        each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=_SMALLEST_NORM)
+        best, winner = each.max(dim=1) if self.centers > 1 else (each[:, 0], torch.zeros_like(classes))
+        cos = features.new_zeros(len(position), dtype=torch.float64)
+        cos[owned] = best
+        own_row = torch.full_like(position, -1)
+        own_row[owned] = classes * self.centers + winner
+        return all_reduce_sum(cos, self.mesh), own_row
+
+    def _margin_target(self, cos: Tensor, norms: Tensor | None, learning: bool) -> TargetLogit:
+        if learning:
+            self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
+        return self.margin.target(cos, norms, self.margin_state, self._generator(torch.device("cpu"), salt=0))
+
+    def _normalise(self, partial: Partial, target: TargetLogit) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Bring the shards' sums together: mean loss, log Z (B,), the target's p (B,), and this shard's pull / Z."""
+        logit = target.phi * self.margin.s
+        here = partial.maximum.double()
+        maximum = here if is_bounded(self.margin) else all_reduce_max(torch.maximum(here, logit), self.mesh)
+        total = all_reduce_sum(partial.total * (here - maximum).exp(), self.mesh) + (logit - maximum).exp()
+        log_z = maximum + total.log()
+        losses = log_z - logit
+        if target.penalty is not None:
+            losses = losses + target.penalty
+        pull = partial.pull
+        if pull is not None:
+            pull.mul_(((here - maximum).exp() / total).to(pull.dtype)[:, None])
+        return losses.mean().to(partial.maximum.dtype), log_z, (logit - log_z).exp(), pull
+
+    def _target_rows(
+        self, position: Tensor, own_row: Tensor, target_pull: Tensor, dtype: torch.dtype
+    ) -> tuple[int, Tensor, Tensor]:
+        """index_add_'s arguments that put the owned targets' share into the embeddings' gradient."""
+        owned = torch.where(position >= 0)[0]
+        rows = own_row[owned]
+        strength = target_pull[owned].to(dtype) * self.inverse_norms()[rows].to(dtype)
+        return 0, owned, self.weight.detach()[rows].to(dtype) * strength[:, None]
+
+    def _through_norm(
+        self, embeddings: Tensor, unit_gradient: Tensor, target: TargetLogit, probability: Tensor, sizes: list[int]
+    ) -> Tensor:
+        """From the gradient by unit embeddings (b, D) to the gradient by the embeddings."""
+        x = embeddings.to(unit_gradient.dtype)
+        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=_SMALLEST_NORM)
+        unit = x / norm
+        gradient = (unit_gradient - unit * (unit_gradient * unit).sum(1, keepdim=True)) / norm
+        by_norm = torch.zeros_like(probability)
+        if target.norm_slope is not None:
+            by_norm += (probability - 1) * target.norm_slope * self.margin.s
+        if target.penalty_slope is not None:
+            by_norm += target.penalty_slope
+        if self.margin.uses_norm:
+            mine = by_norm.split(sizes)[self.mesh.rank] / len(by_norm)
+            gradient += unit * mine.to(gradient.dtype)[:, None]
+        return gradient
+
+    def gradient_chunks(self, pending: list[Pending]) -> "GradientPass":
+        """Pass 2 over the batches seen since the last update."""
+        return GradientPass(self, pending)
+
+
+class GradientPass:
+    """Pass 2: the rows that pending batches touch, chunk by chunk, with their gradients."""
+
+    def __init__(self, head: ShardedHead, pending: list[Pending]) -> None:
+        self._head = head
+        self._rows, member = _union(head, pending)
+        local = torch.cat([p.labels for p in pending]) - head.class_range[0]
+        self._batch = Batch(torch.cat([p.batch.features for p in pending]), self._rows.positions(local),
+                            torch.cat([p.batch.phi for p in pending]), head.margin, _states(pending))
+        self._member = member
+        self._log_z = torch.cat([p.log_z for p in pending])
+        self._scale = torch.cat([p.scale * _gradient_of(p) for p in pending])
+        self._target_pull = torch.cat([p.target_pull * _gradient_of(p) for p in pending])
+
+    def __iter__(self) -> Any:
+        size = self._head.chunk_size(len(self._log_z))
+        return second_pass(self._rows, self._batch, self._log_z, self._scale, self._target_pull, size, self._member)
+
+
+def _union(head: ShardedHead, pending: list[Pending]) -> tuple[ClassRows, Tensor | None]:
+    """The classes that any batch visited, and which of them each sample's softmax held."""
+    sets = [p.selected for p in pending if p.selected is not None]
+    if not sets:
+        return head.rows(None), None
+    if len(sets) == 1:
+        return head.rows(sets[0]), None
+    union = torch.cat(sets).unique()
+    columns = [torch.isin(union, p.selected)[:, None].expand(-1, len(p.log_z)) for p in pending if p.selected is not None]
+    return head.rows(union), torch.cat(columns, dim=1)
+
+
+def _states(pending: list[Pending]) -> dict[str, Tensor]:
+    """The margin's statistics as each sample (B,) met them: they move from one micro-batch to the next."""
+    return {name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending])
+            for name in pending[0].batch.state}
+
+
+def _gradient_of(pending: Pending) -> Tensor:
+    assert pending.gradient is not None
+    return pending.gradient.double()
+
+
+class _HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, embeddings: Tensor, anchor: Tensor, weight: Tensor | None, labels: Tensor, head: ShardedHead,
+        differentiate: bool,
+    ) -> Tensor:
+        with torch.autocast(head.mesh.device.type, enabled=False):
+            loss, gradient, pending = head.compute(embeddings.detach(), labels, differentiate)
+        ctx.head, ctx.pending, ctx.training = head, pending, head.training
+        ctx.save_for_backward(*([gradient] if gradient is not None else []))
+        ctx.dtype = embeddings.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (gradient,) = ctx.saved_tensors
+        head: ShardedHead = ctx.head
+        pending: Pending = ctx.pending
+        pending.gradient = grad.detach().clone()
+        by_weight = None
+        if head.update == "autograd":
+            by_weight = _dense_gradient(head, pending)
+        elif ctx.training:
+            head.pending.append(pending)
+        by_embeddings = (gradient * (grad * head.mesh.world_size)).to(ctx.dtype)
+        return by_embeddings, None, by_weight, None, None, None
+
+
+def _dense_gradient(head: ShardedHead, pending: Pending) -> Tensor:
+    gradient = torch.zeros_like(head.weight)
+    with torch.autocast(head.mesh.device.type, enabled=False):
+        for chunk, rows in head.gradient_chunks([pending]):
+            gradient[chunk.index] = rows.to(gradient.dtype)
+    return gradient
+
+
+def _inverse_norms(weight: Tensor) -> Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return torch.linalg.vector_norm(weight, dim=1, dtype=wide).clamp_(min=_SMALLEST_NORM).reciprocal_()
+
+
+_PROBLEMS = {
+    1: "embeddings must be (b, {dim}) and floating point",
+    2: "labels must be (b,) integers, as many as there are embeddings",
+}
+
+
+def _shape_problem(embeddings: Tensor, labels: Tensor, dim: int) -> int:
+    if embeddings.dim() != 2 or embeddings.shape[1] != dim or not embeddings.is_floating_point():
+        return 1
+    integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+    return 0 if labels.shape == embeddings.shape[:1] and integers else 2
+
+
+def _check_arguments(
+    dim: int, num_classes: int, sample_rate: float, weight_dtype: torch.dtype, centers: int, update: str,
+    chunk_classes: int | None,
+) -> None:
+    for name, value in (("dim", dim), ("num_classes", num_classes), ("centers", centers),
+                        ("chunk_classes", 1 if chunk_classes is None else chunk_classes)):
+        if value < 1:
+            raise UsageError(f"the head's {name} must be at least 1, not {value}")
+    if not (0 <= sample_rate <= 1 and math.isfinite(sample_rate)):
+        raise UsageError(f"sample_rate is a share from 0 to 1, not {sample_rate}")
+    if weight_dtype not in (torch.float64, torch.float32, torch.bfloat16):
+        raise UsageError(f"weights are float64, float32 or bfloat16, not {weight_dtype}")
+    if update not in ("fused", "autograd"):
+        raise UsageError(f"update is 'fused' or 'autograd', not {update!r}")

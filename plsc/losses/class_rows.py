@@ -1,0 +1,69 @@
+"""The rows of the class table that a pass visits, and the order in which it does."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some consecutive classes of those a pass visits: positions [start, stop), and their rows of the table.
+
+    ``index`` selects the rows in the table; ``weight`` (n·K, D) and ``inverse_norm`` (n·K,) are those rows.
+    """
+
+    start: int
+    stop: int
+    index: slice | Tensor
+    weight: Tensor
+    inverse_norm: Tensor
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """A rank's class table: ``weight`` (C_local·K, D) with 1/norms (C_local·K,), K sub-centres to a class.
+
+    ``selected`` holds the local classes to visit, sorted (int64), or None for all of them.
+    """
+
+    weight: Tensor
+    inverse_norm: Tensor
+    centers: int = 1
+    selected: Tensor | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes a pass visits."""
+        return self.weight.shape[0] // self.centers if self.selected is None else self.selected.numel()
+
+    def positions(self, local_labels: Tensor) -> Tensor:
+        """Where each label (B,) stands among the visited classes, −1 where it does not. Labels may lie outside."""
+        count = self.weight.shape[0] // self.centers
+        owned = (local_labels >= 0) & (local_labels < count)
+        if self.selected is None:
+            return torch.where(owned, local_labels, -1)
+        if self.selected.numel() == 0:
+            return torch.full_like(local_labels, -1)
+        place = torch.searchsorted(self.selected, local_labels).clamp(max=self.selected.numel() - 1)
+        return torch.where(owned & (self.selected[place] == local_labels), place, -1)
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        """The visited classes in order, ``size`` at a time."""
+        for start in range(0, self.num_classes, size):
+            stop = min(start + size, self.num_classes)
+            index = self.row_index(start, stop)
+            yield Chunk(start, stop, index, self.weight[index], self.inverse_norm[index])
+
+    def row_index(self, start: int, stop: int) -> slice | Tensor:
+        """Which table rows the classes at positions [start, stop) have."""
+        if self.selected is None:
+            return slice(start * self.centers, stop * self.centers)
+        return self.rows_of(self.selected[start:stop])
+
+    def rows_of(self, classes: Tensor) -> Tensor:
+        """The table rows (n·K,) of local classes (n,)."""
+        if self.centers == 1:
+            return classes
+        return (classes[:, None] * self.centers + torch.arange(self.centers, device=classes.device)).flatten()

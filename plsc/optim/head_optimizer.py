@@ -1,0 +1,150 @@
+"""What the head's optimizers share: pass 2, chunk by chunk, each chunk's rows updated as soon as their gradient exists."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plsc.errors import PlscError, UsageError
+from plsc.head.low_precision import Dice, Rounding, RowState, store
+from plsc.head.row_shard import RowShard
+from plsc.head.sharded_head import ShardedHead
+from plsc.losses.class_rows import Chunk
+from plsc.parallel.collectives import all_reduce_sum
+
+
+class HeadOptimizer(torch.optim.Optimizer):
+    """A torch Optimizer over one :class:`ShardedHead`'s table; learning-rate schedulers work on it.
+
+    ``step()`` consumes the batches whose loss went through backward() since the last step. Where the loss or its
+    derivative is not finite, it leaves weights, state and norms as they are, bit for bit, on every rank.
+
+    Attributes:
+        steps: updates made.
+        skipped: whether the last step() left everything as it was.
+    """
+
+    # torch.amp.GradScaler then hands scale and found_inf over instead of looking for gradients in the parameters
+    _step_supports_amp_scaling = True
+
+    def __init__(self, head: ShardedHead, defaults: dict[str, Any], rounding: Rounding) -> None:
+        if head.update != "fused":
+            raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
+        for name in ("lr", "weight_decay"):
+            if not defaults[name] >= 0:
+                raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
+        super().__init__([head.weight], defaults)
+        self.head, self.rounding = head, rounding
+        self.steps = 0
+        self.skipped = False
+        self.tables: dict[str, RowState] = {}
+        self.grad_scale: Tensor | None = None
+        self.found_inf: Tensor | float | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Run pass 2 over the batches seen since the last step, and update every row that took part.
+
+        Raises:
+            PlscError: ``head.weight`` was written to between a batch's forward and this step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.head.pending:
+            return loss
+        self._check_version()
+        self.skipped = not self._finite()
+        if not self.skipped:
+            self.steps += 1
+            self._update(1.0 / float(self.grad_scale) if self.grad_scale is not None else 1.0)
+        self.head.pending.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the batches seen since the last step."""
+        self.head.pending.clear()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2."""
+        total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
+        if self.head.pending:
+            for _, gradient in self._gradients():
+                total += gradient.double().square().sum()
+        return all_reduce_sum(total, self.head.mesh).sqrt()
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiply the gradient that step() will apply."""
+        for pending in self.head.pending:
+            assert pending.gradient is not None
+            pending.gradient *= factor
+
+    def gradients_are_finite(self) -> bool:
+        """Whether step() would go through. The same on every rank, since loss and log Z are."""
+        return self._finite()
+
+    def sharded_state(self) -> dict[str, RowShard]:
+        """State tables for torch.distributed.checkpoint, loadable at any number of ranks."""
+        return {name: self.head.row_shard(tensor) for key, table in self.tables.items()
+                for name, tensor in table.tensors(key).items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyper-parameters and the number of steps; the tables are in :meth:`sharded_state`."""
+        return {"steps": self.steps, "param_groups": [
+            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        self.steps = int(state_dict["steps"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+
+    def _rows_updated(self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None) -> None:
+        """Change ``weight`` (n, D) in place by its ``gradient``, and the state of rows ``index``. For subclasses."""
+        raise NotImplementedError
+
+    def _update(self, factor: float) -> None:
+        head = self.head
+        table = head.weight.detach()
+        for chunk, gradient in self._gradients():
+            dice = self._dice(chunk)
+            weight = chunk.weight.to(gradient.dtype, copy=True)
+            self._rows_updated(weight, gradient.mul_(factor), chunk.index, dice)
+            store(table, chunk.index, weight, dice.low if dice is not None else None, self.rounding)
+            head.renew_norms(chunk.index)
+        head.norms_are_current()
+
+    def _gradients(self) -> Iterator[tuple[Chunk, Tensor]]:
+        with torch.autocast(self.head.mesh.device.type, enabled=False):
+            yield from self.head.gradient_chunks(self.head.pending)
+
+    def _dice(self, chunk: Chunk) -> Dice | None:
+        low_precision = (torch.bfloat16, torch.int8)
+        if self.head.weight.dtype not in low_precision and not any(
+            table.values.dtype in low_precision for table in self.tables.values()
+        ):
+            return None
+        rows = chunk.index
+        if isinstance(rows, slice):
+            rows = torch.arange(rows.start, rows.start + len(chunk.weight), device=self.head.weight.device)
+        return Dice.throw(self.head.seed, self.steps, rows + self.head.first_row, self.head.dim)
+
+    def _table(self, dtype: torch.dtype) -> RowState:
+        weight = self.head.weight
+        return RowState(weight.shape[0], weight.shape[1], dtype, weight.device, self.rounding)
+
+    def _check_version(self) -> None:
+        if any(pending.version != self.head.weight._version for pending in self.head.pending):
+            raise PlscError("head.weight was written to between a loss and its step(); write after step() or zero_grad()")
+
+    def _finite(self) -> bool:
+        found_inf = self.found_inf
+        if found_inf is not None and float(found_inf) > 0:
+            return False
+        facts = [torch.stack([p.log_z.sum(), p.target_pull.sum(), cast(Tensor, p.gradient).double()])
+                 for p in self.head.pending]
+        return bool(torch.isfinite(torch.stack(facts)).all()) if facts else True
