@@ -6,14 +6,18 @@ if __name__ != "plsc.data":
 from plsc.data.dataset import EncodedDataset, ImageDataset, open_dataset
 from plsc.data.decode import decode_image, read_image
 from plsc.data.loader import TrainLoader
+from plsc.data.pairs import PairSet, read_pairs, write_pairs
 from plsc.data.transforms import normalize
 
 __all__ = [
     "EncodedDataset",
     "ImageDataset",
+    "PairSet",
     "TrainLoader",
     "decode_image",
     "normalize",
     "open_dataset",
     "read_image",
+    "read_pairs",
+    "write_pairs",
 ]
