@@ -18,15 +18,15 @@ from plsc.strict_toml import Key, key, toml_value
 
 # The keys of [head] that each margin takes; what is not given keeps the margin's own default.
 MARGINS: dict[str, tuple[str, ...]] = {
-    "softmax": ("s",),
-    "sphereface": ("s", "m", "gradient"),
-    "cosface": ("s", "m"),
-    "arcface": ("s", "m", "gradient"),
-    "combined": ("s", "m1", "m2", "m3", "gradient"),
-    "adaface": ("s", "m", "h", "t_alpha", "gradient"),
-    "magface": ("s", "l_a", "u_a", "l_m", "u_m", "lambda_g", "gradient"),
-    "curricularface": ("s", "m", "alpha", "gradient"),
-    "elasticface": ("s", "m", "sigma", "plus", "gradient"),
+    "softmax": ("s", "gradient"),
+    "sphereface": ("s", "gradient", "m"),
+    "cosface": ("s", "gradient", "m"),
+    "arcface": ("s", "gradient", "m"),
+    "combined": ("s", "gradient", "m1", "m2", "m3"),
+    "adaface": ("s", "gradient", "m", "h", "rate"),
+    "magface": ("s", "gradient", "m_low", "m_high", "norm_low", "norm_high", "penalty_weight"),
+    "curricularface": ("s", "gradient", "m", "rate"),
+    "elasticface": ("s", "gradient", "m", "std", "base", "plus"),
 }
 
 
@@ -46,7 +46,10 @@ class DataConfig:
     )
     workers: int = key(2, "decoding processes per rank; 0 decodes in the training process", least=0)
     max_bad_records: int = key(1000, "unreadable pictures to skip before the run gives up", least=0)
-    cache: bool = key(False, "keep decoded pictures in memory (small data sets, slow decoding)")
+    cache: str = key(
+        "auto", "keep decoded pictures in memory; auto: where they take little of it",
+        choices=("auto", "always", "never"),
+    )
 
 
 @dataclass(frozen=True)
@@ -55,24 +58,22 @@ class HeadConfig:
 
     margin: str = key("arcface", "the margin of the softmax", choices=tuple(MARGINS))
     s: float | None = key(None, "scale of the cosines; unset: the margin's own (64)", above=0)
-    m: float | None = key(None, "margin; unset: the margin's own (arcface 0.5, cosface 0.4, …)", least=0)
+    m: float | None = key(None, "margin; unset: its own default (arcface 0.5, cosface 0.4, …)", least=0)
     m1: float | None = key(None, "combined: factor of the angle, cos(m1·θ + m2) − m3", above=0)
     m2: float | None = key(None, "combined: added to the angle, in radians", least=0)
     m3: float | None = key(None, "combined: taken from the cosine", least=0)
-    h: float | None = key(None, "adaface: how strongly image quality moves the margin", above=0)
-    t_alpha: float | None = key(
-        None, "adaface: weight of a new batch in the norm statistics", above=0, most=1
+    h: float | None = key(None, "adaface: how strongly the embedding's norm moves the margin", above=0)
+    rate: float | None = key(
+        None, "adaface, curricularface: weight of a new batch in the running statistics", above=0, most=1
     )
-    l_a: float | None = key(None, "magface: smallest embedding norm", above=0)
-    u_a: float | None = key(None, "magface: largest embedding norm", above=0)
-    l_m: float | None = key(None, "magface: margin at l_a", least=0)
-    u_m: float | None = key(None, "magface: margin at u_a", least=0)
-    lambda_g: float | None = key(None, "magface: weight of the norm regulariser", least=0)
-    alpha: float | None = key(
-        None, "curricularface: weight of a new batch in the mean of the target cosines", above=0, most=1
-    )
-    sigma: float | None = key(None, "elasticface: standard deviation of the drawn margins", least=0)
-    plus: bool | None = key(None, "elasticface: sort the drawn margins by hardness (ElasticFace+)")
+    m_low: float | None = key(None, "magface: margin at norm_low", least=0)
+    m_high: float | None = key(None, "magface: margin at norm_high", least=0)
+    norm_low: float | None = key(None, "magface: smallest embedding norm", above=0)
+    norm_high: float | None = key(None, "magface: largest embedding norm", above=0)
+    penalty_weight: float | None = key(None, "magface: weight of the penalty on small norms", least=0)
+    std: float | None = key(None, "elasticface: standard deviation of the drawn margins", least=0)
+    base: str | None = key(None, "elasticface: margin on the angle or on the cosine", choices=("arc", "cos"))
+    plus: bool | None = key(None, "elasticface: largest margins to smallest cosines (ElasticFace+)")
     gradient: str | None = key(
         None, "gradient of the margin; straight_through is arcface_torch's; unset: exact",
         choices=("exact", "straight_through"),
@@ -267,8 +268,10 @@ def _check_together(config: Config) -> None:
         raise UsageError(f"optim.betas has {len(config.optim.betas)} numbers; it takes two")
     if list(config.optim.milestones) != sorted(set(config.optim.milestones)):
         raise UsageError("optim.milestones must rise: each epoch later than the one before it")
-    if config.data.batch_size * config.optim.accumulate < 2:
-        raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give at least 2")
+    if config.data.batch_size == 1 and not config.sync_batchnorm:
+        raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
+    if config.optim.name == "adamw" and config.head.momentum_dtype == "none":
+        raise UsageError('head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8')
     for name in dict.fromkeys(name for names in MARGINS.values() for name in names):
         if getattr(config.head, name) is not None and name not in MARGINS[config.head.margin]:
             takes = ", ".join(MARGINS[config.head.margin])

@@ -122,10 +122,12 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
     ('backbone = "zzz"', "timm:NAME"),
     ('precision = "bf 16"', "did you mean bf16?"),
     ('[head]\nmargin = "arc_face"', "did you mean arcface?"),
-    ("[head]\nm1 = 1.0", "head.m1 is no key of the margin arcface, which takes s, m"),
+    ("[head]\nm1 = 1.0", "head.m1 is no key of the margin arcface, which takes s, gradient, m"),
     ("[head]\nsample_rate = 0.0", "above 0 and at most 1"),
     ("[optim]\nbetas = [0.9]", "it takes two"),
     ("[optim]\nmilestones = [3, 2]", "must rise"),
+    ("[data]\nbatch_size = 1", "give 2 or more"),
+    ('[optim]\nname = "adamw"\n[head]\nmomentum_dtype = "none"', "leaves adamw no moments"),
     ("[optim]\nbetas = 0.9", "it takes a list of numbers"),
     ("[eval]\nsets = [1]", "it takes a list of strings"),
     ("epochs = ", "is not TOML"),
@@ -177,6 +179,13 @@ def test_arguments() -> None:
     ]:
         with pytest.raises(UsageError, match=message):
             config.parse_arguments(words)
+
+
+def test_margins_take_what_the_library_s_take() -> None:
+    from plsc.losses import MARGINS
+
+    fields = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in MARGINS.items()}
+    assert fields == {name: set(takes) for name, takes in config.MARGINS.items()}
 
 
 def test_every_key_is_listed_with_its_meaning() -> None:
