@@ -4,5 +4,6 @@ from plsc.evaluation.baselines import raw_pixels
 from plsc.evaluation.evaluator import evaluate
 from plsc.evaluation.gallery import identification
 from plsc.evaluation.pairs import verification
+from plsc.evaluation.templates import ijb
 
-__all__ = ["evaluate", "identification", "raw_pixels", "verification"]
+__all__ = ["evaluate", "identification", "ijb", "raw_pixels", "verification"]

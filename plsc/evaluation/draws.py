@@ -71,8 +71,8 @@ def all_pairs_roc(embeddings: NDArray[np.float32], labels: NDArray[np.int64]) ->
 def _bin_numbers(cosines: NDArray[np.float32]) -> NDArray[np.int64]:
     half = _BINS // 2
     numbers = np.rint(cosines * np.float32(half)).astype(np.int64) + half
-    np.clip(numbers, 0, _BINS, out=numbers)
-    return numbers
+    clipped: NDArray[np.int64] = np.clip(numbers, 0, _BINS, out=numbers)
+    return clipped
 
 
 def bounded_by_identities(labels: NDArray[np.int64], seed: int, pairs: int = 10**8) -> NDArray[np.int64]:

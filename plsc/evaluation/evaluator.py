@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,8 @@ from plsc.evaluation.sets import EvaluationSet, open_set, set_names
 from plsc.parallel.collectives import broadcast_object
 from plsc.parallel.mesh import Mesh
 
+T = TypeVar("T")
+
 
 def evaluate(
     embed: Embed, sets: Sequence[str], *, image_size: int, mesh: Mesh, batch_size: int = 64, seed: int = 0,
@@ -30,7 +32,7 @@ def evaluate(
     :func:`plsc.evaluation.identification`.
 
     Args:
-        embed: maps images uint8 (B, 3, image_size, image_size), on the CPU, to embeddings (B, D) on any device.
+        embed: maps images uint8 (B, 3, image_size, image_size) on the CPU to embeddings (B, D) anywhere.
         sets: .bin files of pairs; folders, lists, .rec files and ``avatars:…`` of identities not trained on.
         image_size: side of the square images that ``embed`` takes, in pixels.
         mesh: the ranks that share the work; all must call.
@@ -58,18 +60,18 @@ def evaluate(
     return results
 
 
-def on_main(function: Callable[[], dict[str, Any]], mesh: Mesh) -> dict[str, Any]:
+def on_main(function: Callable[[], T], mesh: Mesh) -> T:
     """Run ``function`` on the first rank and return its answer, or raise its failure, on every one."""
-    outcome: dict[str, Any] | PlscError = {}
+    outcome: tuple[T | None, PlscError | None] = None, None
     if mesh.is_main:
         try:
-            outcome = function()
+            outcome = function(), None
         except PlscError as error:
-            outcome = error
-    outcome = broadcast_object(outcome, mesh)
-    if isinstance(outcome, PlscError):
-        raise outcome
-    return outcome
+            outcome = None, error
+    answer, failure = broadcast_object(outcome, mesh)
+    if failure is not None:
+        raise failure
+    return cast(T, answer)
 
 
 def _judge(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def _judge_identities(
     return result | (drawn_curves(roc) if curves else {})
 
 
-def drawn_curves(roc: Roc, bins: int = 100) -> dict[str, Any]:
+def drawn_curves(roc: Roc, bins: int = 200) -> dict[str, Any]:
     """``roc`` sampled for a logarithmic axis; ``scores``: counts of same and different pairs by cosine."""
     edges = np.linspace(-1.0, 1.0, bins + 1)
     scores = np.clip(roc.thresholds, -1.0, 1.0)

@@ -1,0 +1,125 @@
+"""Pictures of :func:`plsc.evaluation.evaluate`'s results with ``curves=True``: ROC, histograms of scores."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from plsc.errors import UsageError
+from plsc.files import written_aside
+
+FORMATS = (".png", ".svg", ".pdf")
+# Told apart by most colour-blind readers (after Okabe and Ito).
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
+_GRID, _INK = "#d9d9d9", "#333333"
+
+
+def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg") -> None:
+    """Draw a ROC curve per set: TAR over FAR, the latter logarithmic. Sets without a curve are left out.
+
+    ``target``: a .png, .svg or .pdf path, or an open binary file that is written as ``form``.
+    Raises :class:`UsageError` for another suffix, or when no set has a curve.
+    """
+    drawn = {name: result for name, result in results.items() if result.get("roc")}
+    if not drawn:
+        raise UsageError("no set has both same and different pairs: there is no ROC curve to draw")
+    figure, axes = _canvas(1)
+    for place, (name, result) in enumerate(drawn.items()):
+        curve = result["roc"]
+        axes[0].plot(
+            curve["far"], curve["tar"], color=COLOURS[place % len(COLOURS)], linewidth=2, clip_on=False,
+            linestyle=("-", "--", ":")[place // len(COLOURS) % 3], label=f"{name}   AUC {result['auc']:.4f}",
+        )
+    axes[0].set_xscale("log")
+    axes[0].set_xlim(min(result["roc"]["far"][0] for result in drawn.values()), 1.0)
+    axes[0].set_ylim(_floor([value for result in drawn.values() for value in result["roc"]["tar"]]), 1.0)
+    axes[0].set_xlabel("false accept rate (share of different pairs accepted)")
+    axes[0].set_ylabel("true accept rate (share of same pairs)")
+    columns = max(min(len(drawn), 75 // (max(map(len, drawn)) + 16)), 1)
+    figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=10)
+    _save(figure, target, form)
+
+
+def score_figure(
+    results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg"
+) -> None:
+    """Draw each set's histogram of cosines, same pairs against different ones, on a common axis.
+
+    ``target``, ``form``: as for :func:`roc_figure`.
+
+    Each kind is scaled to its own number of pairs. Raises :class:`UsageError` when no set has scores.
+    """
+    drawn = {name: result for name, result in results.items() if result.get("scores")}
+    if not drawn:
+        raise UsageError("no set has pairs: there is no histogram of scores to draw")
+    figure, axes = _canvas(len(drawn))
+    for axis, (name, result) in zip(axes, drawn.items(), strict=True):
+        _draw_scores(axis, result)
+        axis.set_title(name, loc="left", fontsize=11, color=_INK)
+    ranges = [_shown_range(result["scores"]) for result in drawn.values()]
+    axes[-1].set_xlim(min(low for low, _ in ranges), max(high for _, high in ranges))
+    axes[-1].set_xlabel("cosine of the two embeddings")
+    _save(figure, target, form)
+
+
+def check_target(path: Path) -> None:
+    """Raise :class:`UsageError` when no picture can be written to ``path``: its suffix, or no such folder."""
+    if path.suffix.lower() not in FORMATS:
+        raise UsageError(f"cannot draw into {path}: its name must end in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise UsageError(f"cannot draw into {path}: there is no folder {path.parent}; make it first")
+
+
+def _draw_scores(axis: Any, result: Mapping[str, Any]) -> None:
+    scores = result["scores"]
+    for kind, colour in (("different", COLOURS[1]), ("same", COLOURS[0])):
+        total = sum(scores[kind])
+        if not total:
+            continue
+        shares = [100 * count / total for count in scores[kind]]
+        axis.stairs(shares, scores["edges"], fill=True, color=colour, alpha=0.35, linewidth=0)
+        axis.stairs(shares, scores["edges"], color=colour, linewidth=1.6, label=f"{kind} ({total:,})")
+    if result.get("threshold") is not None:
+        cosine = 1 - result["threshold"] / 2
+        axis.axvline(cosine, color=_INK, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {cosine:.2f}")
+    axis.set_ylim(bottom=0)
+    axis.set_ylabel("% of pairs")
+    axis.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=3, frameon=False, fontsize=9)
+
+
+def _shown_range(scores: Mapping[str, Any]) -> tuple[float, float]:
+    """The cosines between which all but stray pairs lie, with a margin."""
+    limits = {kind: 0.0002 * sum(scores[kind]) for kind in ("same", "different")}
+    counts = zip(scores["edges"], scores["same"], scores["different"], strict=False)
+    shown = [edge for edge, same, other in counts if same > limits["same"] or other > limits["different"]]
+    return max(min(shown, default=-1.0) - 0.04, -1.0), min(max(shown, default=1.0) + 0.05, 1.0)
+
+
+def _canvas(rows: int) -> tuple[Any, list[Any]]:
+    """A figure without a window, and its axes from top to bottom."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.4 if rows == 1 else 2.7 * rows), layout="constrained")
+    axes = list(figure.subplots(rows, 1, squeeze=False, sharex=True)[:, 0])
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.spines[["left", "bottom"]].set_color("#999999")
+        axis.tick_params(colors=_INK, labelsize=9)
+        axis.xaxis.label.set_color(_INK)
+        axis.yaxis.label.set_color(_INK)
+        axis.grid(True, which="major", color=_GRID, linewidth=0.7)
+        axis.set_axisbelow(True)
+    return figure, axes
+
+
+def _floor(values: list[float]) -> float:
+    """The lower end of an axis of rates that ends at 1: a tenth below the lowest of them."""
+    return max(int(min(values) * 10) / 10 - 0.1, 0.0)
+
+
+def _save(figure: Any, target: Path | IO[bytes], form: str) -> None:
+    if not isinstance(target, Path):
+        figure.savefig(target, format=form, dpi=160)
+        return
+    check_target(target)
+    with written_aside(target) as aside:
+        figure.savefig(aside, format=target.suffix[1:].lower(), dpi=160)

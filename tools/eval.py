@@ -1,0 +1,142 @@
+"""Judge a model on people (or things) that it was not trained on.
+
+MODEL is a run directory of `plsc train`, a .safetensors, a bare state_dict (.pt), an .onnx file with one
+input and one output, or raw-pixels: a baseline that compares the pixels themselves.
+
+  --pairs X.bin     verification sets as insightface distributes them (lfw.bin, cfp_fp.bin, agedb_30.bin)
+  --data DIR        a folder per identity, a list file, a .rec, or avatars:IDSxIMAGES@FIRST: all its pairs are
+                    compared, and every image is searched for among the first images of the identities
+  --ijb DIR         the folder IJBB or IJBC, with meta/ and loose_crop/ in it: template verification
+
+Accuracy is the LFW protocol's: ten folds, each image embedded together with its mirror image. TAR at FAR f
+is the share of same pairs accepted when a share f of the different pairs is; it is a dash where the set has
+fewer than 1/f different pairs.
+
+  plsc eval runs/first --data unseen/ --plot roc.png
+  plsc eval model.onnx --pairs lfw.bin agedb_30.bin --json result.json
+  plsc eval runs/first --pairs lfw.bin --nproc 8
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plsc.errors import UsageError
+
+HELP = "judge a model: verification, identification, IJB"
+RAW_PIXELS = "raw-pixels"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a run directory, a model file, or raw-pixels")
+    add("--pairs", nargs="+", default=[], metavar="X.bin", help="verification sets")
+    add("--data", nargs="+", default=[], metavar="DIR", help="identities not trained on")
+    add("--ijb", type=Path, metavar="DIR", help="the folder IJBB or IJBC")
+    add("--plot", type=Path, metavar="FILE", help="draw the ROC curves (.png, .svg or .pdf)")
+    add("--histogram", type=Path, metavar="FILE", help="draw the scores of same and different pairs")
+    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
+    add("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
+    add("--image-size", type=int, default=112, metavar="N", help="of raw-pixels (default: 112)")
+    add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
+    add("--nproc", type=int, default=1, metavar="N", help="share the work among N ranks here")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Evaluate, print the table on the first rank, and return ``{"model", "sets"}`` there."""
+    from plsc.parallel.launch import launch, launched
+
+    _check(args)
+    if args.nproc > 1 and not launched():
+        if code := launch(_argv(args), args.nproc):
+            raise SystemExit(code)
+        return None
+    return _evaluate(args)
+
+
+def _check(args: argparse.Namespace) -> None:
+    from plsc.evaluation.plots import check_target
+
+    if not (args.pairs or args.data or args.ijb):
+        raise UsageError("nothing to judge on: give --pairs X.bin, --data DIR or --ijb DIR")
+    for path in args.pairs:
+        if Path(path).suffix != ".bin":
+            raise UsageError(f"--pairs {path}: a verification set is a .bin file; use --data for labelled images")
+    for option in ("batch_size", "nproc", "image_size"):
+        if (value := getattr(args, option)) < 1:
+            raise UsageError(f"--{option.replace('_', '-')} {value}: it must be at least 1")
+    if args.seed < 0:
+        raise UsageError(f"--seed {args.seed}: it must not be negative")
+    for picture in (args.plot, args.histogram):
+        if picture is not None:
+            check_target(picture)
+
+
+def _argv(args: argparse.Namespace) -> list[str]:
+    """The command line of one rank."""
+    argv = ["eval", args.model]
+    for name in ("pairs", "data"):
+        argv += [f"--{name}", *getattr(args, name)] if getattr(args, name) else []
+    for name in ("ijb", "plot", "histogram", "json"):
+        argv += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
+    return [
+        *argv, "--precision", args.precision, "--batch-size", str(args.batch_size),
+        "--image-size", str(args.image_size), "--seed", str(args.seed),
+    ]  # fmt: skip
+
+
+def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
+    from plsc.evaluation import evaluate, ijb
+    from plsc.evaluation.table import results_table
+    from plsc.parallel.mesh import init, shutdown
+
+    mesh = init()
+    try:
+        embed, image_size = _embedder(args, mesh.device)
+        options: dict[str, Any] = {
+            "image_size": image_size, "mesh": mesh, "batch_size": args.batch_size, "curves": True,
+        }  # fmt: skip
+        sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, **options)
+        if args.ijb is not None:
+            sets |= ijb(embed, args.ijb, **options)
+    finally:
+        shutdown()
+    if not mesh.is_main:
+        return None
+    print(results_table(sets))
+    _draw(args, sets)
+    return {"model": args.model, "sets": sets}
+
+
+def _embedder(
+    args: argparse.Namespace, device: torch.device
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    """The callable to judge and the side of the images that it takes."""
+    if args.model == RAW_PIXELS:
+        from plsc.evaluation import raw_pixels
+
+        return raw_pixels, args.image_size
+    from plsc.embed.embedder import open_embedder
+
+    embedder = open_embedder(args.model, device=device, precision=args.precision)
+    return embedder, embedder.image_size
+
+
+def _draw(args: argparse.Namespace, sets: dict[str, dict[str, Any]]) -> None:
+    from plsc.evaluation.plots import roc_figure, score_figure
+
+    for target, draw in ((args.plot, roc_figure), (args.histogram, score_figure)):
+        if target is not None:
+            draw(sets, target)
+            print(f"drawn: {target}")
+
+
+if __name__ == "__main__":
+    from plsc.tools.entry import main
+
+    raise SystemExit(main(["eval", *sys.argv[1:]]))
