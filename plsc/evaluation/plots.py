@@ -70,7 +70,7 @@ def check_target(path: Path) -> None:
 
 
 def _draw_scores(axis: Any, result: Mapping[str, Any]) -> None:
-    scores = result["scores"]
+    scores = _smoothed(result["scores"])
     for kind, colour in (("different", COLOURS[1]), ("same", COLOURS[0])):
         total = sum(scores[kind])
         if not total:
@@ -84,6 +84,19 @@ def _draw_scores(axis: Any, result: Mapping[str, Any]) -> None:
     axis.set_ylim(bottom=0)
     axis.set_ylabel("% of pairs")
     axis.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=3, frameon=False, fontsize=9)
+
+
+def _smoothed(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Neighbouring bins joined until each kind has some 30 pairs in a bin: fewer are only noise."""
+    filled = [[count for count in scores[kind] if count] for kind in ("same", "different")]
+    rough = any(counts and sum(counts) < 30 * len(counts) for counts in filled)
+    if not rough or len(scores["same"]) % 2 or len(scores["same"]) <= 25:
+        return scores
+    joined = {
+        kind: [a + b for a, b in zip(scores[kind][::2], scores[kind][1::2], strict=True)]
+        for kind in ("same", "different")
+    }
+    return _smoothed({"edges": scores["edges"][::2], **joined})
 
 
 def _shown_range(scores: Mapping[str, Any]) -> tuple[float, float]:
