@@ -53,10 +53,12 @@ def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torc
 
     The last layers decide the embedding's direction, so they are spared the rounding of bf16.
     """
+    # No conversion to the same type: an exported program would keep it, and with it a check of the type.
+    x = x if x.dtype == dtype else x.to(dtype)
     if not torch.is_autocast_enabled(x.device.type):
-        return module(x.to(dtype))
+        return module(x)
     with torch.autocast(x.device.type, enabled=False):
-        return module(x.to(dtype))
+        return module(x)
 
 
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Vision transformers for faces (Dosovitskiy et al., ICLR 2021) in arcface_torch's shapes.
 
-Against the original: no class token; every patch's output goes into one linear layer, as a face is aligned and
-its positions mean something; ReLU6 in the MLP. In training, patches may be left out (``mask_ratio``, as in He et
-al., CVPR 2022), and whole branches too (``drop_path``). Modules carry arcface_torch's names, so its published
-state_dicts load as they are.
+Against the original: no class token; every patch's output goes into one linear layer, as a face is aligned
+and its positions mean something; ReLU6 in the MLP. In training, patches may be left out (``mask_ratio``:
+He et al., CVPR 2022), and whole branches too (``drop_path``). Modules carry arcface_torch's names, so its
+published state_dicts load as they are.
 """
 
 from typing import NamedTuple, cast

@@ -182,7 +182,7 @@ def _inferred(state: dict[str, Tensor], architecture: str | None, path: Path) ->
 
 def _built(architecture: Architecture, path: Path) -> Backbone:
     try:
-        if architecture.name.startswith(TIMM_PREFIX):       # its buffers outside the state_dict need real values
+        if architecture.name.startswith(TIMM_PREFIX):   # its further buffers need real values
             return architecture.build()
         with torch.device("meta"):      # no memory, and no initialisation that would be overwritten at once
             return architecture.build()

@@ -1,0 +1,146 @@
+"""One face for every model that turns pictures into embeddings, whatever file it comes in."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plsc.embed.preprocessing import Preprocessing, contract_id, state_digest
+from plsc.errors import DataError, UsageError
+from plsc.models import Backbone, load_model
+
+RUN_MODEL = "model.safetensors"
+STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Engine(Protocol):
+    """What runs a model: images in, embeddings out."""
+
+    preprocessing: Preprocessing
+    embedding_dim: int
+    contract_id: str
+
+    def run(self, images_u8: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8, B > 0 -> (B, D) float32 on the CPU."""
+
+
+class Embedder:
+    """A model ready to embed.
+
+    Attributes:
+        embedding_dim: D.
+        image_size: S in pixels.
+        contract_id: embeddings with the same id may be compared. A run, its .safetensors, the state_dict and what
+            :mod:`plsc.embed.export` made of them share one; any other file has its own, by weights and preprocessing.
+        source: where the model came from.
+    """
+
+    def __init__(self, engine: Engine, source: str) -> None:
+        self._engine = engine
+        self.source = source
+        self.embedding_dim = engine.embedding_dim
+        self.image_size = engine.preprocessing.image_size
+        self.contract_id = engine.contract_id
+
+    def __call__(self, images_u8: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 RGB -> (B, D) float32 on the CPU, not normalised.
+
+        Raises:
+            UsageError: the images have another shape or type.
+            DataError: the model does not run, or answers in another shape than it promised.
+        """
+        expected = (3, self.image_size, self.image_size)
+        if images_u8.dtype != torch.uint8 or images_u8.dim() != 4 or tuple(images_u8.shape[1:]) != expected:
+            raise UsageError(
+                f"{self.source} takes uint8 images (B, 3, {self.image_size}, {self.image_size}), "
+                f"not {images_u8.dtype} {tuple(images_u8.shape)}; resize them first"
+            )
+        if len(images_u8) == 0:
+            return torch.empty(0, self.embedding_dim)
+        return self._engine.run(images_u8)
+
+
+class TorchEngine:
+    """A PyTorch module on a device, perhaps under autocast."""
+
+    def __init__(
+        self, module: nn.Module, preprocessing: Preprocessing, embedding_dim: int, contract: str,
+        device: torch.device, precision: str,
+    ) -> None:
+        self.preprocessing = preprocessing
+        self.embedding_dim = embedding_dim
+        self.contract_id = contract
+        self._module = module.to(device)
+        self._device = device
+        self._autocast_dtype = PRECISIONS[precision]
+
+    @torch.inference_mode()
+    def run(self, images_u8: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 -> (B, D) float32 on the CPU."""
+        images = self.preprocessing(images_u8.to(self._device))
+        enabled = self._autocast_dtype is not None
+        with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
+            embeddings: Tensor = self._module(images)
+        return embeddings.float().cpu()
+
+
+def open_embedder(
+    source: str | Path, *, device: torch.device | None = None, precision: str = "fp32",
+    architecture: str | None = None,
+) -> Embedder:
+    """Open a model for embedding.
+
+    Args:
+        source: a run directory; a .safetensors file of ours; a state_dict of arcface_torch (.pt, .pth, .bin);
+            a program that ``plsc export --format torch`` wrote; or an .onnx file with one input and one output.
+        device: where to run; a GPU if there is one, by default.
+        precision: "fp32", or "bf16" or "fp16" by autocast. An .onnx file runs in the precision it has.
+        architecture: a backbone's name, for a state_dict from which it cannot be inferred.
+
+    Raises:
+        UsageError: there is no such file, or the request does not fit it.
+        DataError: the file is corrupt, refused, or no embedding model.
+    """
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision is {precision!r}; it has to be one of {', '.join(PRECISIONS)}")
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    path = model_file(source)
+    return Embedder(_engine(path, device, precision, architecture), str(source))
+
+
+def backbone_engine(model: Backbone, device: torch.device, precision: str = "fp32") -> TorchEngine:
+    """The engine of a backbone in memory; it is put into evaluation mode."""
+    preprocessing = Preprocessing(model.image_size)
+    contract = contract_id(preprocessing, state_digest(model.state_dict()))
+    return TorchEngine(model.eval(), preprocessing, model.embedding_dim, contract, device, precision)
+
+
+def model_file(source: str | Path) -> Path:
+    """The model file that ``source`` names: itself, or the one in a run directory."""
+    path = Path(source)
+    if not path.is_dir():
+        if not path.exists():
+            raise UsageError(f"{path} does not exist; name a run directory or a model file")
+        return path
+    if not (path / RUN_MODEL).is_file():
+        raise UsageError(f"{path} is no run directory: it has no {RUN_MODEL}; name the model file itself")
+    return path / RUN_MODEL
+
+
+def _engine(path: Path, device: torch.device, precision: str, architecture: str | None) -> Engine:
+    from plsc.embed.program import is_program, open_program
+
+    if path.suffix == ".onnx":
+        from plsc.embed.onnx_engine import OnnxEngine
+
+        if precision != "fp32":
+            raise UsageError(f"{path} runs in the precision it was exported in; leave {precision} out")
+        return OnnxEngine(path, device)
+    if is_program(path):
+        module, preprocessing, embedding_dim, contract = open_program(path, device)
+        return TorchEngine(module, preprocessing, embedding_dim, contract, device, precision)
+    if path.suffix not in STATE_SUFFIXES:
+        raise DataError(f"{path} is no model file that is known here (.safetensors, .pt, .pth, .bin, .onnx, .pt2)")
+    return backbone_engine(load_model(path, architecture=architecture), device, precision)

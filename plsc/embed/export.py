@@ -1,0 +1,177 @@
+"""Backbones for other programs: ONNX, a torch.export program, arcface_torch's state_dict; each checked after writing.
+
+Every function writes the file aside, reads it back, compares its embeddings with the backbone's on random images
+at several batch sizes, and only then gives it its name.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.embed.embedder import Engine, TorchEngine, backbone_engine
+from plsc.embed.onnx_engine import FORMAT as ONNX_FORMAT
+from plsc.embed.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
+from plsc.embed.program import FORMAT as PROGRAM_FORMAT
+from plsc.embed.program import open_program, save_program
+from plsc.errors import DataError, UsageError
+from plsc.files import written_aside
+from plsc.models import Backbone, load_model
+
+CPU = torch.device("cpu")
+CHECKED_BATCHES = (1, 2, 5)
+TOLERANCE = 1e-4
+
+ARCFACE_TORCH_NAMES = {
+    "iresnet18": "r18", "iresnet34": "r34", "iresnet50": "r50", "iresnet100": "r100", "iresnet200": "r200",
+    "mobilefacenet": "mbf", "mobilefacenet_large": "mbf_large",
+    "vit_tiny": "vit_t", "vit_small": "vit_s", "vit_base": "vit_b", "vit_large": "vit_l_dp005_mask_005",
+}
+ARCFACE_TORCH_SIZE = 112
+
+
+def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """Write ``model`` as ONNX: input ``data`` (B, 3, S, S) float32 of (x - 127.5)/127.5, output ``embedding`` (B, D).
+
+    The batch is free. No node bears a name by which consumers would take the input for unnormalised pixels.
+    The metadata (``plsc.*``) hold image_size, mean, std and the contract's id.
+
+    Returns:
+        ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``;
+        max_abs_value is the largest value in the embeddings that were compared.
+
+    Raises:
+        UsageError: the model has no ONNX form, or the file cannot be written.
+        DataError: the written file's embeddings differ by more than ``tolerance`` times their largest value (or 1).
+    """
+    import onnx
+
+    engine = backbone_engine(model, CPU)
+    graph = _onnx_model(model, engine)
+    with written_aside(Path(path)) as aside:
+        onnx.save(graph, str(aside))
+        check = _checked(engine, OnnxEngine(aside, CPU), Path(path), tolerance)
+    return _result("onnx", Path(path), engine, check)
+
+
+def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
+    """Write ``model`` as a program of torch.export: ``torch.export.load(FILE).module()`` runs it without plsc.
+
+    It maps (B, 3, S, S) float32 of (x - 127.5)/127.5 to (B, D) for any B; its extra file ``plsc.json`` holds
+    image_size, mean, std and the contract's id. Nothing in it is pickled. Returns and raises as :func:`export_onnx`.
+    """
+    engine = backbone_engine(model, CPU)
+    contract = {"format": PROGRAM_FORMAT, **_contract(engine)}
+    with written_aside(Path(path)) as aside:
+        with _quiet():
+            save_program(_program(model), aside, contract)
+        module, preprocessing, embedding_dim, contract_id = open_program(aside, CPU)
+        written = TorchEngine(module, preprocessing, embedding_dim, contract_id, CPU, "fp32")
+        check = _checked(engine, written, Path(path), tolerance)
+    return _result("torch", Path(path), engine, check)
+
+
+def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
+    """Write ``model`` as the bare state_dict that arcface_torch calls ``model.pt`` and loads strictly.
+
+    Returns as :func:`export_onnx`, and ``arcface_torch``: the name of the network there, or None at sizes other
+    than 112, for which arcface_torch has no network.
+
+    Raises:
+        UsageError: arcface_torch has no such backbone, or the file cannot be written.
+        DataError: the file does not give the backbone back, bit for bit.
+    """
+    if model.name not in ARCFACE_TORCH_NAMES:
+        raise UsageError(f"arcface_torch has no {model.name}; export it with --format onnx or torch")
+    engine = backbone_engine(model, CPU)
+    with written_aside(Path(path)) as aside:
+        torch.save({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, aside)
+        check = _checked(engine, backbone_engine(load_model(aside), CPU), Path(path), 0.0)
+    there = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
+    return {**_result("insightface", Path(path), engine, check), "arcface_torch": there}
+
+
+def _onnx_model(model: Backbone, engine: Engine) -> Any:
+    import onnx
+
+    with _quiet():
+        try:
+            program = torch.onnx.export(
+                _program(model), input_names=["data"], output_names=["embedding"], external_data=False,
+                dynamo=True, verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise UsageError(f"{model.name} has no ONNX form: {str(error).partition(chr(10))[0]}") from None
+    assert program is not None
+    graph: Any = program.model_proto
+    for node in graph.graph.node:
+        if node.name.startswith(SUBTRACTIONS + MULTIPLICATIONS):
+            node.name = f"node_{node.name}"
+    metadata = {"format": ONNX_FORMAT, **_contract(engine), "fingerprint": fingerprint(graph)}
+    onnx.helper.set_model_props(graph, {f"{METADATA_PREFIX}{key}": str(value) for key, value in metadata.items()})
+    return graph
+
+
+def _program(model: Backbone) -> torch.export.ExportedProgram:
+    example = torch.zeros(2, 3, model.image_size, model.image_size)
+    batch = torch.export.Dim("batch", min=1)
+    return torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
+
+
+def _contract(engine: Engine) -> dict[str, Any]:
+    preprocessing = engine.preprocessing
+    return {
+        "image_size": preprocessing.image_size, "mean": preprocessing.mean, "std": preprocessing.std,
+        "channels": "RGB", "embedding_dim": engine.embedding_dim, "contract_id": engine.contract_id,
+    }
+
+
+def _checked(expected: Engine, written: Engine, path: Path, tolerance: float) -> dict[str, float]:
+    """How far two engines' embeddings differ; a :class:`DataError` if it is beyond tolerance."""
+    if written.contract_id != expected.contract_id or written.preprocessing != expected.preprocessing:
+        raise DataError(f"{path} was not written: its preprocessing did not survive the export")
+    error, largest = 0.0, 0.0
+    for batch in CHECKED_BATCHES:
+        images = _random_images(batch, expected.preprocessing.image_size)
+        right, got = expected.run(images), written.run(images)
+        if not right.isfinite().all():
+            raise DataError(f"{path} was not written: the model's embeddings are not finite; check its weights")
+        error = max(error, float((right - got).abs().nan_to_num(torch.inf).max()))
+        largest = max(largest, float(right.abs().max()))
+    limit = tolerance * max(1.0, largest)
+    if error > limit:
+        raise DataError(f"{path} was not written: its embeddings are off by {error:.2g} (tolerance {limit:.2g})")
+    return {"max_abs_error": error, "max_abs_value": largest, "tolerance": tolerance}
+
+
+def _random_images(count: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+
+
+def _result(kind: str, path: Path, engine: Engine, check: dict[str, float]) -> dict[str, Any]:
+    return {
+        "format": kind, "file": str(path), "bytes": path.stat().st_size, **check,
+        "embedding_dim": engine.embedding_dim,
+        "image_size": engine.preprocessing.image_size, "contract_id": engine.contract_id,
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporters' warnings, prints and log lines off the screen; failures come as exceptions."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with Path(os.devnull).open("w") as nowhere, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with redirect_stdout(nowhere), redirect_stderr(nowhere):
+                yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,257 @@
+"""Embedding models in ONNX files, ours and other people's, run by onnxruntime."""
+
+import hashlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.embed.preprocessing import Preprocessing, contract_id
+from plsc.errors import DataError
+
+FORMAT = "plsc-onnx-1"
+METADATA_PREFIX = "plsc."
+DEFAULT_SIZE = 112
+LARGEST_BATCH = 256
+
+# insightface's convention: a model with early nodes of these names normalises its input itself.
+EARLY_NODES = 8
+SUBTRACTIONS, MULTIPLICATIONS = ("Sub", "_minus"), ("Mul", "_mul")
+# The same told from the graph: the input goes through arithmetic that makes pixel values of 0 to 255 small.
+PIXEL_SCALE = 1 / 16
+
+_INPUT_TYPES: dict[str, Any] = {
+    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
+    "tensor(uint8)": np.uint8,
+}
+
+
+class OnnxEngine:
+    """An ONNX model with one input, (B, 3, S, S) or (B, S, S, 3), and one output of B rows.
+
+    The batch may be fixed or free, S too (112 where it is free), the input float32, float16, float64 or uint8.
+    Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
+    model begins by normalising: then they stay as they are.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._path = path
+        model = _load(path)
+        self._session = _session(path, device)
+        given, answer = _single(path, "input", self._session.get_inputs()), _single(
+            path, "output", self._session.get_outputs()
+        )
+        self._input, self._output = given.name, answer.name
+        self._dtype = _dtype(path, given)
+        metadata = _metadata(model)
+        batch, size, self._channels_last = _layout(path, given.shape, metadata)
+        self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
+        self._batch, self._padded = (batch, True) if batch else (LARGEST_BATCH, False)
+        self.embedding_dim = self._probe()
+        self.contract_id = _contract_id(model, metadata, self.preprocessing)
+
+    def run(self, images_u8: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
+        chunks = [self._run_chunk(chunk) for chunk in torch.split(images_u8.cpu(), self._batch)]
+        return torch.from_numpy(np.concatenate(chunks))
+
+    def _run_chunk(self, images_u8: Tensor) -> np.ndarray:
+        count = len(images_u8)
+        if self._padded and count < self._batch:
+            images_u8 = torch.cat([images_u8, images_u8[-1:].expand(self._batch - count, -1, -1, -1)])
+        rows = self._session_run(self._values(images_u8))
+        if rows.size != len(images_u8) * self.embedding_dim:
+            raise DataError(
+                f"{self._path} answers {rows.shape} for a batch of {len(images_u8)}; "
+                "it is no embedding model with a free batch"
+            )
+        return rows.reshape(len(images_u8), -1)[:count].astype(np.float32)
+
+    def _values(self, images_u8: Tensor) -> np.ndarray:
+        images = images_u8 if self._dtype is np.uint8 else self.preprocessing(images_u8)
+        if self._channels_last:
+            images = images.permute(0, 2, 3, 1)
+        values: np.ndarray = np.ascontiguousarray(images.numpy(), dtype=self._dtype)
+        return values
+
+    def _session_run(self, values: np.ndarray) -> np.ndarray:
+        try:
+            answer: np.ndarray = self._session.run([self._output], {self._input: values})[0]
+        except Exception as error:      # onnxruntime's errors share no public base class
+            raise DataError(f"{self._path} does not run on {values.shape}: {_first_line(error)}") from None
+        return answer
+
+    def _probe(self) -> int:
+        """D, from a run on black images; a model that only claims a free batch is run image by image."""
+        size = self.preprocessing.image_size
+        count = self._batch if self._padded else 2
+        black = torch.zeros(count, 3, size, size, dtype=torch.uint8)
+        try:
+            answer = self._session_run(self._values(black))
+            if answer.ndim == 0 or answer.shape[0] != count:
+                raise DataError(f"{self._path} answers {answer.shape} for a batch of {count}; it is no embedding")
+        except DataError:
+            if self._padded:
+                raise
+            self._batch, self._padded = 1, True
+            return self._probe()
+        return math.prod(answer.shape[1:])
+
+
+def fingerprint(model: Any) -> str:
+    """SHA-256 over nodes and weights of an ``onnx.ModelProto``; its metadata does not count."""
+    digest = hashlib.sha256()
+    for tensor in sorted(model.graph.initializer, key=lambda tensor: str(tensor.name)):
+        digest.update(tensor.SerializeToString(deterministic=True))
+    for node in model.graph.node:
+        digest.update(f"{node.op_type} {list(node.input)} {list(node.output)}\n".encode())
+        for attribute in sorted(node.attribute, key=lambda attribute: str(attribute.name)):
+            digest.update(attribute.SerializeToString(deterministic=True))
+    return digest.hexdigest()
+
+
+def _load(path: Path) -> Any:
+    import onnx
+
+    try:
+        model = onnx.load(str(path))
+    except OSError:
+        raise
+    except Exception as error:          # protobuf's errors, and those of onnx's reader of external data
+        raise DataError(f"{path} is truncated, or no ONNX file: {_first_line(error)}") from None
+    if not model.graph.node:
+        raise DataError(f"{path} is truncated, or no ONNX file: it holds no graph")
+    return model
+
+
+def _session(path: Path, device: torch.device) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4      # what matters comes as an exception
+    wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
+    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
+    except Exception as error:          # onnxruntime's errors share no public base class
+        raise DataError(f"{path} cannot be run by onnxruntime: {_first_line(error)}") from None
+
+
+def _single(path: Path, what: str, values: list[Any]) -> Any:
+    if len(values) != 1:
+        names = ", ".join(value.name for value in values) or "none"
+        raise DataError(f"{path} has {len(values)} {what}s ({names}); an embedding model has one input and one output")
+    return values[0]
+
+
+def _dtype(path: Path, given: Any) -> Any:
+    if given.type not in _INPUT_TYPES:
+        raise DataError(f"{path} takes {given.type}; an embedding model takes float or uint8 images")
+    return _INPUT_TYPES[given.type]
+
+
+def _metadata(model: Any) -> dict[str, str]:
+    properties = {entry.key: entry.value for entry in model.metadata_props}
+    return {
+        key.removeprefix(METADATA_PREFIX): value
+        for key, value in properties.items() if key.startswith(METADATA_PREFIX)
+    }
+
+
+def _layout(path: Path, shape: list[Any], metadata: dict[str, str]) -> tuple[int | None, int, bool]:
+    """The fixed batch or None, S, and whether channels come last."""
+    dims = [dim if isinstance(dim, int) and dim > 0 else None for dim in shape]
+    if len(dims) != 4:
+        raise DataError(f"{path} takes {shape}, not a batch of images (B, 3, S, S)")
+    batch, *rest = dims
+    channels_last = rest[0] != 3 and rest[2] == 3
+    channels, height, width = (rest[2], rest[0], rest[1]) if channels_last else rest
+    if channels not in (3, None):
+        raise DataError(f"{path} takes {shape}: {channels} channels, where RGB has 3")
+    sides = {side for side in (height, width) if side is not None} or {_default_size(metadata)}
+    if len(sides) > 1:
+        raise DataError(f"{path} takes images of {width}x{height}; only square ones are embedded")
+    return batch, sides.pop(), channels_last
+
+
+def _default_size(metadata: dict[str, str]) -> int:
+    text = metadata.get("image_size", "")
+    return int(text) if text.isdigit() and int(text) > 0 else DEFAULT_SIZE
+
+
+def _preprocessing(path: Path, model: Any, metadata: dict[str, str], size: int, dtype: Any) -> Preprocessing:
+    if "mean" in metadata and "std" in metadata:
+        try:
+            return Preprocessing(size, float(metadata["mean"]), float(metadata["std"]))
+        except ValueError:
+            raise DataError(f"{path} has metadata whose mean or std is no number; export it again") from None
+    if dtype is np.uint8 or _normalises_by_name(model) or _normalises_by_graph(model):
+        return Preprocessing(size, 0.0, 1.0)
+    return Preprocessing(size)
+
+
+def _normalises_by_name(model: Any) -> bool:
+    names = [str(node.name) for node in model.graph.node[:EARLY_NODES]]
+    subtracts = any(name.startswith(SUBTRACTIONS) for name in names)
+    return subtracts and any(name.startswith(MULTIPLICATIONS) for name in names)
+
+
+def _normalises_by_graph(model: Any) -> bool:
+    """Whether the input is scaled down as pixel values are: x*a with a small, before anything else happens."""
+    scale = 1.0
+    for op_type, constant in _leading_arithmetic(model):
+        if op_type == "Mul":
+            scale *= constant
+        elif op_type == "Div" and constant:
+            scale /= constant
+    return 0.0 < abs(scale) <= PIXEL_SCALE
+
+
+def _leading_arithmetic(model: Any) -> Iterator[tuple[str, float]]:
+    constants = _constants(model)
+    initial = {tensor.name for tensor in model.graph.initializer}
+    value = next((given.name for given in model.graph.input if given.name not in initial), "")
+    while True:
+        takers = [node for node in model.graph.node if value in node.input]
+        if len(takers) != 1 or takers[0].op_type not in ("Sub", "Add", "Mul", "Div", "Cast", "Transpose", "Identity"):
+            return
+        node = takers[0]
+        if len(node.input) == 2:
+            other = node.input[1] if node.input[0] == value else node.input[0]
+            if other not in constants:
+                return
+            yield node.op_type, constants[other]
+        value = node.output[0]
+
+
+def _constants(model: Any) -> dict[str, float]:
+    """The mean of each small constant: a number, or one per channel."""
+    from onnx import numpy_helper
+
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in model.graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
+            tensors[node.output[0]] = node.attribute[0].t
+    small = {name: tensor for name, tensor in tensors.items() if math.prod(tensor.dims) <= 3}
+    arrays = {name: numpy_helper.to_array(tensor) for name, tensor in small.items()}
+    return {
+        name: float(array.mean())
+        for name, array in arrays.items() if array.size and np.issubdtype(array.dtype, np.number)
+    }
+
+
+def _contract_id(model: Any, metadata: dict[str, str], preprocessing: Preprocessing) -> str:
+    own = fingerprint(model)
+    if metadata.get("format") == FORMAT and metadata.get("fingerprint") == own:
+        return metadata["contract_id"]
+    return contract_id(preprocessing, own)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

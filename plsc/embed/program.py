@@ -1,0 +1,199 @@
+"""Exported programs (torch.export, .pt2): written so that nothing in them is pickled, and read only if so.
+
+``torch.export.load`` by itself would unpickle what a file asks it to, evaluate its symbolic expressions, and call
+any function of torch by name. A file is therefore looked through first: its tensors have to be raw bytes, its
+expressions arithmetic, its calls ATen operators, and its names names.
+"""
+
+import ast
+import hashlib
+import io
+import json
+import re
+import warnings
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from plsc.embed.preprocessing import Preprocessing, contract_id
+from plsc.errors import DataError
+
+CONTRACT_FILE = "plsc.json"
+FORMAT = "plsc-program-1"
+
+_OPERATORS = re.compile(
+    r"torch\.ops\.aten\.(?!from_file)\w+(\.\w+)?"
+    r"|_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pow|eq|ne|lt|le|gt|ge|getitem)"
+    r"|torch\.sym_(max|min|int|float|not|ite)"
+)
+_FUNCTIONS = {
+    "Symbol", "Integer", "Rational", "Float", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
+    "CleanDiv", "CeilDiv", "Eq", "Equality", "Ne", "Unequality", "Lt", "Le", "Gt", "Ge", "StrictLessThan",
+    "LessThan", "StrictGreaterThan", "GreaterThan", "And", "Or", "Not", "true", "false",
+}
+_MEMBERS = re.compile(
+    r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|models/\w+\.json"
+    r"|data/(weights|constants)/\w+(\.json)?|data/sample_inputs/\w+\.pt|extra/[\w.]+"
+)
+_PLAIN = re.compile(r"[\w.+:-]*")
+# Checked by themselves, parsed as JSON, or never turned into code.
+_INERT = ("expr_str", "in_spec", "out_spec", "metadata")
+_ARITHMETIC = (
+    ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Constant, ast.Name, ast.Load, ast.keyword,
+    ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+)
+
+
+def is_program(path: Path) -> bool:
+    """Whether ``path`` is an archive of torch.export."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/archive_format") for name in archive.namelist())
+
+
+def save_program(program: torch.export.ExportedProgram, path: Path, contract: dict[str, Any]) -> None:
+    """Write ``program`` without its example inputs, which would be pickled, and with ``contract`` as JSON."""
+    program._example_inputs = None
+    program._guards_code = []
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer, extra_files={CONTRACT_FILE: "{}"})
+    contract = {**contract, "fingerprint": _fingerprint(buffer)}
+    torch.export.save(program, path, extra_files={CONTRACT_FILE: json.dumps(contract)})
+
+
+def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preprocessing, int, str]:
+    """The module on ``device``, its preprocessing, D and the contract's id.
+
+    Raises:
+        DataError: the archive is corrupt, or holds what only a trusted file may hold.
+    """
+    from torch.export.passes import move_to_device_pass
+
+    content = _checked(path)
+    extra = {CONTRACT_FILE: ""}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.load(content, extra_files=extra)
+            if device.type != "cpu":
+                program = move_to_device_pass(program, device)
+            module = program.module()
+        contract = json.loads(extra[CONTRACT_FILE] or "{}")
+        preprocessing = Preprocessing(
+            int(contract.get("image_size", 112)), float(contract.get("mean", 127.5)),
+            float(contract.get("std", 127.5)),
+        )
+        embedding_dim = _embedding_dim(module, preprocessing, device)
+    except Exception as error:      # a reader of arbitrary bytes: whatever it stumbles over
+        raise DataError(f"{path} is no exported embedding model: {_first_line(error)}") from None
+    return module, preprocessing, embedding_dim, _contract_id(contract, _fingerprint(content), preprocessing)
+
+
+def _embedding_dim(module: nn.Module, preprocessing: Preprocessing, device: torch.device) -> int:
+    size = preprocessing.image_size
+    with torch.inference_mode():
+        return int(module(torch.zeros(2, 3, size, size, device=device)).flatten(1).shape[1])
+
+
+def _contract_id(contract: dict[str, Any], fingerprint: str, preprocessing: Preprocessing) -> str:
+    if contract.get("format") == FORMAT and contract.get("fingerprint") == fingerprint:
+        return str(contract["contract_id"])
+    return contract_id(preprocessing, fingerprint)
+
+
+def _fingerprint(file: io.BytesIO) -> str:
+    """SHA-256 over graph and weights: everything but the extra files and torch's own bookkeeping."""
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(file) as archive:
+        for name in sorted(archive.namelist()):
+            inner = name.partition("/")[2]
+            if inner.startswith(("data/", "models/")):
+                content = hashlib.sha256(archive.read(name)).hexdigest()
+                digest.update(f"{inner} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _checked(path: Path) -> io.BytesIO:
+    """The archive's members, looked through and packed anew: what torch reads is what was checked."""
+    packed = io.BytesIO()
+    try:
+        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w") as copy:
+            names = archive.namelist()
+            reason = "it holds a name twice" if len(set(names)) < len(names) else None
+            for name in names:
+                content = archive.read(name)
+                reason = reason or next(_member_dangers(name.partition("/")[2], content), None)
+                copy.writestr(name, content)
+    except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, EOFError, NotImplementedError) as error:
+        raise DataError(f"{path} is truncated or corrupt: {_first_line(error)}") from None
+    if reason is not None:
+        raise DataError(f"{path} is refused: {reason}; export it again with `plsc export --format torch`")
+    packed.seek(0)
+    return packed
+
+
+def _member_dangers(name: str, content: bytes) -> Iterator[str]:
+    if not _MEMBERS.fullmatch(name):
+        yield f"it holds {name or 'a file outside its folder'}"
+    if name.startswith("data/sample_inputs/") and content:
+        yield "it holds pickled example inputs"
+    if name.startswith(("data/constants/", "data/weights/")) and name.endswith(".json"):
+        yield from _payload_dangers(json.loads(content))
+    if name.startswith("models/"):
+        yield from _graph_dangers(json.loads(content))
+
+
+def _payload_dangers(config: Any) -> Iterator[str]:
+    for key, payload in config["config"].items():
+        if payload["use_pickle"] is not False or not payload["path_name"].startswith(("weight_", "tensor_")):
+            yield f"it holds {key} pickled"
+
+
+def _graph_dangers(value: Any) -> Iterator[str]:
+    """Everything in the graph that could become code; torch turns names into the source of a function."""
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        yield f"it holds the name {value[:80]!r}"
+    elif isinstance(value, list):
+        for item in value:
+            yield from _graph_dangers(item)
+    elif isinstance(value, dict):
+        yield from _call_dangers(value)
+        for key, item in value.items():
+            if key not in _INERT:
+                yield from _graph_dangers(key)
+                yield from _graph_dangers(item)
+
+
+def _call_dangers(value: dict[str, Any]) -> Iterator[str]:
+    if value.get("guards_code"):
+        yield "it holds Python code"
+    if "target" in value and "inputs" in value and not _OPERATORS.fullmatch(str(value["target"])):
+        yield f"it calls {str(value['target'])[:80]}"
+    if "expr_str" in value and not _is_arithmetic(str(value["expr_str"])):
+        yield f"it evaluates {str(value['expr_str'])[:80]!r}"
+
+
+def _is_arithmetic(expression: str) -> bool:
+    try:
+        tree = ast.parse(expression, mode="eval")
+    except (SyntaxError, ValueError, MemoryError):
+        return False
+    return all(_is_arithmetic_node(node) for node in ast.walk(tree))
+
+
+def _is_arithmetic_node(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+    if isinstance(node, ast.Constant):
+        return not isinstance(node.value, str) or re.fullmatch(r"\w+", node.value) is not None
+    return isinstance(node, _ARITHMETIC)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -1,0 +1,55 @@
+"""Export a trained backbone for other programs, and check the file against the backbone before it gets its name.
+
+  onnx         one input `data` (B, 3, S, S), one output `embedding` (B, D), any batch size
+  torch        a program that torch.export.load opens without plsc, any batch size
+  insightface  the bare state_dict `model.pt` that arcface_torch loads
+
+Each takes RGB images as (x - 127.5)/127.5 and returns embeddings that are not normalised.
+
+example: plsc export runs/faces --format onnx --out faces.onnx
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from plsc.tools.entry import main
+
+HELP = "write a trained backbone as ONNX, a torch program or arcface_torch's weights"
+FORMATS = ("onnx", "torch", "insightface")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("model", metavar="RUN", help="a run directory, a .safetensors file, or arcface_torch's .pt")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
+    parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the file to write")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4,
+        help="largest difference allowed, as a share of the largest embedding value (default %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Export, and say how exact the file is."""
+    from plsc.embed import export
+    from plsc.embed.embedder import model_file
+    from plsc.models import load_model
+
+    model = load_model(model_file(args.model))
+    if args.format == "onnx":
+        result = export.export_onnx(model, args.out, tolerance=args.tolerance)
+    elif args.format == "torch":
+        result = export.export_torch(model, args.out, tolerance=args.tolerance)
+    else:
+        result = export.export_insightface(model, args.out)
+    print(
+        f"{result['file']}: {model.name}, {result['bytes'] / 1e6:.1f} MB, {result['image_size']}x{result['image_size']}"
+        f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"
+    )
+    return result
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["export", *sys.argv[1:]]))
