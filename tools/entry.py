@@ -42,12 +42,17 @@ def _overview() -> str:
 
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog=f"plsc {name}", description=tool.__doc__, allow_abbrev=False,
+        prog=f"plsc {name}",
+        description=tool.__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tool.configure(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
-    args = parser.parse_args(argv)
+    if getattr(tool, "accepts_overrides", False):  # --KEY VALUE pairs that the tool itself knows
+        args, args.overrides = parser.parse_known_args(argv)
+    else:
+        args = parser.parse_args(argv)
     try:
         result = tool.run(args)
         if args.json is not None and result is not None:
