@@ -1,0 +1,62 @@
+"""The command plsc eval: what it prints, writes and refuses."""
+
+import json
+
+import pytest
+
+from plsc.tools.entry import main
+
+SET = "avatars:6x4@900"
+
+
+def test_it_prints_a_table_and_writes_result_and_pictures(tmp_path, capsys):
+    out, roc, scores = tmp_path / "result.json", tmp_path / "roc.png", tmp_path / "scores.svg"
+    argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32", "--json", str(out)]
+    assert main([*argv, "--plot", str(roc), "--histogram", str(scores)]) == 0
+    result = json.loads(out.read_text())["sets"][SET]
+    assert (result["images"], result["identities"], result["impostor_pairs"]) == (24, 6, 240)
+    assert set(result["tar@far"]) == {"1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6"}
+    assert "from impostor pairs" in capsys.readouterr().out
+    assert roc.stat().st_size > 1000
+    assert scores.stat().st_size > 1000
+
+
+def test_a_model_file_is_judged_at_its_own_size(tmp_path):
+    from plsc import models
+
+    path = tmp_path / "model.safetensors"
+    models.save_model(models.create("mobilefacenet", embedding_dim=32, image_size=48), path)
+    out = tmp_path / "result.json"
+    assert main(["eval", str(path), "--data", SET, "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["sets"][SET]["rank5"] is not None
+
+
+def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
+    argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32", "--batch-size", "5", "--json"]
+    assert main([*argv, str(tmp_path / "one.json")]) == 0
+    assert main([*argv, str(tmp_path / "two.json"), "--nproc", "2"]) == 0
+    assert json.loads((tmp_path / "one.json").read_text()) == json.loads((tmp_path / "two.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["raw-pixels"], "give --pairs"),
+        (["raw-pixels", "--pairs", "none.bin"], "none.bin"),
+        (["raw-pixels", "--pairs", "faces.txt"], "is a .bin file"),
+        (["raw-pixels", "--data", "nowhere"], "nowhere"),
+        (["raw-pixels", "--ijb", "nowhere"], "nowhere"),
+        (["no-such-model", "--data", SET], "no-such-model"),
+        (["raw-pixels", "--data", SET, "--batch-size", "0"], "--batch-size 0"),
+        (["raw-pixels", "--data", SET, "--seed", "-1"], "--seed -1"),
+        (["raw-pixels", "--data", SET, "--nproc", "0"], "--nproc 0"),
+        (["raw-pixels", "--data", SET, "--plot", "roc.txt"], "must end in"),
+        (["raw-pixels", "--data", SET, "--plot", "nowhere/roc.png"], "no folder nowhere"),
+    ],
+)
+def test_a_wrong_request_is_one_line(argv, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["eval", *argv]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

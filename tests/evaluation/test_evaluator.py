@@ -1,0 +1,241 @@
+"""evaluate(): whole sets, from files to numbers, on any number of ranks."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc.data import write_pairs
+from plsc.errors import DataError, UsageError
+from plsc.evaluation import evaluate, identification, raw_pixels, verification
+from plsc.evaluation.sets import set_names
+from plsc.parallel import Mesh
+
+ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+KEYS = {"accuracy", "accuracy_std", "auc", "tar@far", "impostor_pairs", "rank1", "rank5", "images", "identities"}
+FARS = ["1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6"]
+
+
+def picture(identity, image, size=24, noise=0.3):
+    face = np.random.default_rng(identity).random((size, size, 3))
+    grain = np.random.default_rng([identity, image]).random((size, size, 3))
+    return (255 * ((1 - noise) * face + noise * grain)).astype(np.uint8)
+
+
+def png(pixels):
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve identities with 1 to 5 images, noisy enough for errors."""
+    root = tmp_path_factory.mktemp("sets") / "unseen"
+    for identity in range(12):
+        (root / f"id{identity:02d}").mkdir(parents=True)
+        for image in range(1 + identity % 5):
+            (root / f"id{identity:02d}" / f"{image}.png").write_bytes(png(picture(identity, image, noise=0.8)))
+    return root
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Forty pairs, of which every other shows one identity."""
+    images = [
+        png(picture(i // 2 if i % 4 < 2 else i, 100 + i, noise=0.8)) for i in range(80)
+    ]
+    path = tmp_path_factory.mktemp("sets") / "people.bin"
+    write_pairs(path, images, [True, False] * 20)
+    return path, images
+
+
+def judge(embed, sets, **options):
+    return evaluate(embed, [str(s) for s in sets], image_size=24, mesh=ALONE, quiet=True, **options)
+
+
+def both_sides(images):
+    return (raw_pixels(images) + raw_pixels(images.flip(-1))).numpy()
+
+
+def decoded(images):
+    arrays = [np.array(Image.open(io.BytesIO(image))) for image in images]
+    return torch.from_numpy(np.stack(arrays)).permute(0, 3, 1, 2)
+
+
+def test_a_bin_set_is_judged_on_its_own_pairs(pairs):
+    path, images = pairs
+    result = judge(raw_pixels, [path])["people"]
+    expected = verification(both_sides(decoded(images)), np.array([True, False] * 20))
+    assert set(result) >= KEYS
+    for key in ("accuracy", "accuracy_std", "auc", "tar@far", "impostor_pairs", "threshold"):
+        assert result[key] == expected[key]
+    assert (result["images"], result["impostor_pairs"]) == (80, 20)
+    assert result["rank1"] is result["rank5"] is result["identities"] is None
+    assert list(result["tar@far"]) == FARS
+
+
+def test_a_folder_is_judged_on_all_its_pairs_and_searched(folder):
+    result = judge(raw_pixels, [folder])["unseen"]
+    files = sorted(folder.glob("*/*.png"))
+    labels = np.array([int(file.parent.name[2:]) for file in files])
+    rows = both_sides(decoded([file.read_bytes() for file in files]))
+    found = identification(rows, labels)
+    assert set(result) >= KEYS
+    assert (result["rank1"], result["rank5"]) == (found["rank1"], found["rank5"])
+    assert (result["images"], result["identities"]) == (len(files), 12)
+    first, second = np.triu_indices(len(files), k=1)
+    same = labels[first] == labels[second]
+    everything = verification(rows[np.stack([first, second], axis=1).reshape(-1)], same)
+    assert result["impostor_pairs"] == np.sum(~same)
+    assert result["genuine_pairs"] == np.sum(same)
+    assert result["auc"] == pytest.approx(everything["auc"], abs=1e-4)
+    assert result["tar@far"] == pytest.approx(everything["tar@far"], abs=1e-9)
+    assert 0.5 < result["accuracy"] < 1.0
+
+
+def run_on_ranks(mesh, sets, batch_size):
+    return evaluate(
+        raw_pixels, sets, image_size=24, mesh=mesh, batch_size=batch_size, curves=True, quiet=True
+    )
+
+
+@pytest.mark.parametrize(("world", "batch_size"), [(1, 7), (2, 7), (3, 7), (3, 64)])
+def test_every_rank_gets_the_same_answer_for_any_number_of_ranks(ranks, folder, pairs, world, batch_size):
+    sets = [str(folder), str(pairs[0])]
+    alone = judge(raw_pixels, sets, batch_size=batch_size, curves=True)
+    for result in ranks(world, run_on_ranks, sets, batch_size):
+        assert result == alone
+
+
+def test_mirror_images_are_the_same_image(tmp_path):
+    """Each image is embedded with its mirror image: an embedder that sees left and right cannot tell them apart."""
+    images = []
+    for identity in range(20):
+        other = picture(identity, 0) if identity % 2 else picture(50 + identity, 0)
+        images += [png(picture(identity, 0)), png(np.ascontiguousarray(other[:, ::-1]))]
+    write_pairs(tmp_path / "mirrored.bin", images, [i % 2 == 1 for i in range(20)])
+    assert judge(raw_pixels, [tmp_path / "mirrored.bin"])["mirrored"]["accuracy"] == 1.0
+
+
+def test_images_of_another_size_are_resized(pairs):
+    shapes = []
+
+    def embed(images):
+        shapes.append(tuple(images.shape[1:]))
+        return raw_pixels(images)
+
+    evaluate(embed, [str(pairs[0])], image_size=40, mesh=ALONE, quiet=True)
+    assert set(shapes) == {(3, 40, 40)}
+
+
+def test_an_unreadable_image_takes_its_pair_along_and_is_named(tmp_path, pairs, capsys):
+    images = list(pairs[1])
+    images[6] = b"not an image"
+    write_pairs(tmp_path / "damaged.bin", images, [True, False] * 20)
+    result = judge(raw_pixels, [tmp_path / "damaged.bin"])["damaged"]
+    assert (result["images"], result["unreadable"], result["impostor_pairs"]) == (80, 1, 19)
+    assert "image 6 (pair 3)" in capsys.readouterr().err
+
+
+def test_an_unreadable_file_is_left_out_on_every_rank(ranks, tmp_path, capsys):
+    for identity in range(4):
+        (tmp_path / "some" / str(identity)).mkdir(parents=True)
+        for image in range(3):
+            data = png(picture(identity, image))
+            (tmp_path / "some" / str(identity) / f"{image}.png").write_bytes(data[:30] if image == identity else data)
+    alone = judge(raw_pixels, [tmp_path / "some"], batch_size=2, curves=True)
+    assert alone["some"]["unreadable"] == 3
+    assert alone["some"]["genuine_pairs"] == 3 + 3 * 1
+    assert capsys.readouterr().err.count("left out") == 3
+    assert ranks(2, run_on_ranks, [str(tmp_path / "some")], 2) == [alone, alone]
+
+
+def test_too_many_unreadable_images_are_an_error(tmp_path, pairs):
+    write_pairs(tmp_path / "ruin.bin", [b"x"] * 12 + pairs[1][12:], [True, False] * 20)
+    with pytest.raises(DataError, match=r"ruin: 12 of 80 images cannot be read, the first: .*image 0"):
+        judge(raw_pixels, [tmp_path / "ruin.bin"])
+
+
+def spoilt(images):
+    rows = raw_pixels(images)
+    rows[images[:, 0, 0, 0] < 20] = torch.nan
+    return rows
+
+
+def fails_on_rank(mesh, embed, sets):
+    try:
+        evaluate(embed, sets, image_size=24, mesh=mesh, batch_size=5, quiet=True)
+    except DataError as error:
+        return str(error)
+    return "no error"
+
+
+def test_embeddings_that_are_not_finite_are_named_on_every_rank(ranks, folder):
+    with pytest.raises(DataError, match=r"unseen: \d+ embeddings are not finite, the first that of .*png"):
+        judge(spoilt, [folder])
+    messages = ranks(2, fails_on_rank, spoilt, [str(folder)])
+    assert messages[0] == messages[1]
+    assert "not finite" in messages[0]
+
+
+def test_one_identity_has_no_impostors(tmp_path):
+    (tmp_path / "one" / "me").mkdir(parents=True)
+    for image in range(4):
+        (tmp_path / "one" / "me" / f"{image}.png").write_bytes(png(picture(0, image)))
+    result = judge(raw_pixels, [tmp_path / "one"], curves=True)["one"]
+    assert result["accuracy"] is result["auc"] is result["eer"] is result["roc"] is None
+    assert (result["impostor_pairs"], result["genuine_pairs"], result["rank1"]) == (0, 6, 1.0)
+
+
+def test_one_image_each_gives_impostors_alone(tmp_path):
+    for identity in range(5):
+        (tmp_path / "crowd" / str(identity)).mkdir(parents=True)
+        (tmp_path / "crowd" / str(identity) / "a.png").write_bytes(png(picture(identity, 0)))
+    result = judge(raw_pixels, [tmp_path / "crowd"])["crowd"]
+    assert result["accuracy"] is result["auc"] is result["rank1"] is None
+    assert result["impostor_pairs"] == 10
+
+
+def test_results_have_a_json_form(folder, pairs):
+    result = judge(raw_pixels, [folder, pairs[0]], curves=True)
+    assert json.loads(json.dumps(result, allow_nan=False)) == result
+    assert sum(result["unseen"]["scores"]["different"]) == result["unseen"]["impostor_pairs"]
+    assert sum(result["people"]["scores"]["same"]) == 20
+
+
+def test_missing_and_empty_sets_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for name in ("none.bin", "none", "empty", "none.rec"):
+        with pytest.raises(UsageError, match=name.split(".")[0]):
+            judge(raw_pixels, [tmp_path / name])
+
+
+def test_an_odd_number_of_images_is_refused(tmp_path):
+    import pickle
+
+    (tmp_path / "odd.bin").write_bytes(pickle.dumps(([png(picture(0, 0))] * 3, [True])))
+    with pytest.raises(DataError, match=r"odd\.bin"):
+        judge(raw_pixels, [tmp_path / "odd.bin"])
+
+
+def test_sets_with_one_name_are_told_apart():
+    assert set_names(["a/lfw.bin", "b/cfp.bin"]) == ["lfw", "cfp"]
+    assert set_names(["a/lfw.bin", "b/lfw.bin"]) == ["a/lfw.bin", "b/lfw.bin"]
+    assert set_names(["x/unseen/", "x/unseen/", "avatars:5x5@9"]) == ["x/unseen/", "x/unseen/#2", "avatars:5x5@9"]
+    assert set_names(["faces/train.rec"]) == ["train"]
+
+
+def test_avatars_are_a_set():
+    result = judge(raw_pixels, ["avatars:6x4@500"])["avatars:6x4@500"]
+    assert (result["images"], result["identities"]) == (24, 6)
+    assert result["impostor_pairs"] == 24 * 23 // 2 - 6 * 6
+
+
+def test_raw_pixels_ignore_brightness():
+    images = torch.randint(0, 200, (2, 3, 64, 64), dtype=torch.uint8)
+    assert raw_pixels(images).shape == (2, 3072)
+    torch.testing.assert_close(raw_pixels(images), raw_pixels(images + 50), atol=1e-3, rtol=0)

@@ -1,0 +1,105 @@
+"""Identification against searches spelled out one probe at a time."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plsc.errors import DataError
+from plsc.evaluation import identification
+
+
+def spelled_out(embeddings, labels):
+    """Rank-1 and rank-5 by sorting the gallery for each probe, the probe's own identity last among equals."""
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    gallery = {label: unit[list(labels).index(label)] for label in labels}
+    firsts = {list(labels).index(label) for label in gallery}
+    ranks = []
+    for probe in [i for i in range(len(labels)) if i not in firsts]:
+        scores = {label: float(unit[probe] @ vector) for label, vector in gallery.items()}
+        others = [score for label, score in scores.items() if label != labels[probe]]
+        ranks.append(sum(score >= scores[labels[probe]] for score in others))
+    return [float(np.mean([rank < k for rank in ranks])) for k in (1, 5)] if ranks else [None, None]
+
+
+def clusters(sizes, noise, seed=0, dim=12):
+    generator = np.random.default_rng(seed)
+    labels = generator.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return generator.normal(size=(len(sizes), dim))[labels] + noise * generator.normal(size=(len(labels), dim)), labels
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=12), st.sampled_from([0.1, 1.0, 3.0]), st.integers(0, 99))
+def test_ranks_are_those_of_a_search_probe_by_probe(sizes, noise, seed):
+    embeddings, labels = clusters(sizes, noise, seed)
+    result = identification(embeddings, labels)
+    assert [result["rank1"], result["rank5"]] == pytest.approx(spelled_out(embeddings, labels))
+    assert result["gallery"] == len(sizes)
+    assert result["probes"] == len(labels) - len(sizes)
+
+
+def test_the_first_image_in_the_order_given_is_the_gallery():
+    embeddings = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    assert identification(embeddings, np.array([7, 3, 7, 3]))["rank1"] == 0.0  # each probe looks like the other
+    assert identification(embeddings, np.array([7, 3, 3, 7]))["rank1"] == 1.0
+
+
+def test_one_vector_for_everything_finds_nothing():
+    result = identification(np.ones((30, 4)), np.arange(30) % 10)
+    assert result["rank1"] == result["rank5"] == 0.0
+
+
+def test_single_images_distract_and_are_no_probes():
+    embeddings = np.array([[1.0, 0.1], [1.0, 0.0], [1.0, -0.01]])
+    assert identification(embeddings, np.array([0, 0, 1]))["rank1"] == 0.0
+    assert identification(embeddings[:2], np.array([0, 0]))["rank1"] == 1.0
+    alone = identification(embeddings, np.array([0, 1, 2]))
+    assert alone["rank1"] is alone["rank5"] is None
+
+
+def test_chunks_do_not_show(monkeypatch):
+    embeddings, labels = clusters([5] * 40, 1.0)
+    whole = identification(embeddings, labels)
+    monkeypatch.setattr("plsc.evaluation.gallery._SCORES", 90)
+    assert identification(embeddings, labels) == whole
+
+
+def test_open_set_spelled_out():
+    embeddings, labels = clusters([6] * 50, 1.2)
+    result = identification(embeddings, labels, unknown_share=0.4, seed=3)["open_set"]
+    unknown = np.random.default_rng(3).permutation(50)[:20]
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    first = np.array([np.flatnonzero(labels == label)[0] for label in range(50)])
+    known = np.setdiff1d(np.arange(50), unknown)
+    strangers = np.isin(labels, unknown)
+    alarms = (unit[strangers] @ unit[first[known]].T).max(axis=1)
+    mates = np.setdiff1d(np.flatnonzero(~strangers), first)
+    scores = unit[mates] @ unit[first[known]].T
+    right = known[scores.argmax(axis=1)] == labels[mates]
+    assert result["unknown_probes"] == 120
+    assert result["known_probes"] == len(mates) == 150
+    for name, fpir in (("1e-1", 0.1), ("1e-2", 0.01)):
+        best = max(
+            np.mean(right & (scores.max(axis=1) >= t)) for t in scores.max(axis=1) if np.mean(alarms >= t) <= fpir
+        )
+        assert result["tpir@fpir"][name] == pytest.approx(best)
+    assert result["tpir@fpir"]["1e-3"] is None  # 120 strangers cannot show one in a thousand
+
+
+def test_open_set_of_perfect_embeddings_and_of_one_identity():
+    embeddings, labels = clusters([10] * 100, 0.01, dim=64)
+    perfect = identification(embeddings, labels, unknown_share=0.5)["open_set"]
+    assert perfect["tpir@fpir"] == {"1e-1": 1.0, "1e-2": 1.0, "1e-3": None}
+    alone = identification(embeddings[labels == 0], labels[labels == 0])
+    assert alone["rank1"] == 1.0  # a gallery of one leaves no choice
+    assert set(alone["open_set"]["tpir@fpir"].values()) == {None}
+
+
+def test_bad_input_is_named():
+    with pytest.raises(DataError, match="do not fit 3 labels"):
+        identification(np.ones((4, 2)), np.arange(3))
+    broken = np.ones((4, 2))
+    broken[2] = np.nan
+    with pytest.raises(DataError, match="row 2 is not finite"):
+        identification(broken, np.arange(4))
+    assert identification(np.empty((0, 2)), np.empty(0, dtype=np.int64))["rank1"] is None

@@ -1,0 +1,223 @@
+"""IJB: alignment, pooling and the folder, against what the protocol says spelled out in loops."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc.errors import DataError, UsageError
+from plsc.evaluation import ijb, raw_pixels
+from plsc.evaluation.alignment import TEMPLATE, align_face, similarity_transform, warp
+from plsc.evaluation.templates import pool_templates
+from plsc.parallel import Mesh
+
+ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+
+
+def moved(points, angle, scale, shift):
+    rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    return scale * points @ rotation.T + shift
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.4, -2.5, np.pi])
+def test_a_similarity_is_recovered(angle):
+    matrix = similarity_transform(moved(TEMPLATE, angle, 1.7, [5, -9]), TEMPLATE)
+    back = moved(TEMPLATE, angle, 1.7, [5, -9]) @ matrix[:, :2].T + matrix[:, 2]
+    np.testing.assert_allclose(back, TEMPLATE, atol=1e-9)
+
+
+def test_the_transform_is_the_least_squares_one():
+    generator = np.random.default_rng(0)
+    for _ in range(20):
+        source = moved(TEMPLATE, generator.normal(), 2.0, [3, 4]) + generator.normal(scale=6, size=(5, 2))
+        # A similarity (a, -b, tx; b, a, ty) is linear in its four parameters.
+        rows = [row for x, y in source for row in ([x, -y, 1, 0], [y, x, 0, 1])]
+        a, b, tx, ty = np.linalg.lstsq(np.array(rows), TEMPLATE.reshape(-1), rcond=None)[0]
+        np.testing.assert_allclose(similarity_transform(source, TEMPLATE), [[a, -b, tx], [b, a, ty]], atol=1e-9)
+
+
+def test_mirrored_landmarks_give_a_rotation_and_no_reflection():
+    mirrored = TEMPLATE * [-1, 1] + [112, 0]
+    assert np.linalg.det(similarity_transform(mirrored, TEMPLATE)[:, :2]) > 0
+
+
+def test_warp_moves_whole_pixels_exactly_and_halves_by_the_mean():
+    image = torch.randint(0, 256, (3, 9, 13), dtype=torch.uint8)
+    stay = np.array([[1.0, 0, 0], [0, 1.0, 0]])
+    assert torch.equal(warp(image, stay, 9), image[:, :, :9])
+    right = warp(image, np.array([[1.0, 0, 2], [0, 1.0, 1]]), 9)
+    assert torch.equal(right[:, 1:, 2:], image[:, :8, :7])
+    assert right[:, 0].sum() == right[:, :, :2].sum() == 0
+    half = warp(image, np.array([[1.0, 0, -0.5], [0, 1.0, 0]]), 9)
+    mean = (image[:, :, :9].double() + image[:, :, 1:10].double()) / 2
+    assert (half.double() - mean).abs().max() <= 0.5
+
+
+def face(identity, size=112):
+    """A smooth picture, float (size, size, 3), so that two interpolations change little."""
+    generator = np.random.default_rng(identity)
+    y, x = np.mgrid[0:size, 0:size] / size
+    waves = [np.sin(generator.normal(scale=4) * x + generator.normal(scale=4) * y + c) for c in range(3)]
+    return 127 + 100 * np.stack(waves, axis=-1)
+
+
+def photographed(picture, angle, scale, shift, size=200):
+    """The face somewhere in a larger photo, and its landmarks there."""
+    landmarks = moved(TEMPLATE, angle, scale, shift)
+    image = torch.from_numpy(picture.astype(np.uint8)).permute(2, 0, 1)
+    return warp(image, similarity_transform(TEMPLATE, landmarks), size), landmarks
+
+
+@pytest.mark.parametrize("image_size", [112, 224, 56])
+def test_a_face_is_brought_back_into_place(image_size):
+    picture = face(3)
+    photo, landmarks = photographed(picture, 0.3, 1.2, [40, 10])
+    aligned = align_face(photo, landmarks, image_size).permute(1, 2, 0).double().numpy()
+    place = image_size // 2
+    inner = slice(place - image_size // 4, place + image_size // 4)
+    truth = face(3)[
+        (np.arange(image_size) * 112 / image_size).astype(int)[:, None],
+        (np.arange(image_size) * 112 / image_size).astype(int)[None],
+    ]
+    assert np.abs(aligned - truth)[inner, inner].max() < 12
+
+
+@pytest.mark.parametrize("bad", [np.full((5, 2), 7.0), np.full((5, 2), np.nan)])
+def test_landmarks_that_coincide_are_named(bad):
+    with pytest.raises(DataError, match=r"face\.jpg: its landmarks"):
+        align_face(torch.zeros(3, 20, 20, dtype=torch.uint8), bad, 112, "face.jpg")
+
+
+def spelled_out(rows, scores, templates, medias):
+    pooled = []
+    for template in np.unique(templates):
+        total = np.zeros(rows.shape[1])
+        for medium in np.unique(medias[templates == template]):
+            chosen = (templates == template) & (medias == medium)
+            total += np.mean(rows[chosen] * scores[chosen, None], axis=0)
+        pooled.append(total / np.linalg.norm(total))
+    return np.unique(templates), np.array(pooled)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 3, 512])
+def test_faces_are_pooled_by_medium_then_by_template(monkeypatch, at_a_time):
+    monkeypatch.setattr("plsc.evaluation.templates._TEMPLATES_AT_A_TIME", at_a_time)
+    generator = np.random.default_rng(0)
+    templates, medias = generator.integers(5, 25, 90), generator.integers(0, 4, 90)
+    rows, scores = generator.normal(size=(90, 7)).astype(np.float32), generator.random(90)
+    names, vectors = pool_templates(rows, scores, templates, medias)
+    expected_names, expected = spelled_out(rows, scores, templates, medias)
+    assert np.array_equal(names, expected_names)
+    np.testing.assert_allclose(vectors, expected, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """A small release: 6 identities, 3 templates each of 1 to 4 faces, all pairs of templates."""
+    root = tmp_path_factory.mktemp("ijb") / "IJBC"
+    (root / "meta").mkdir(parents=True)
+    (root / "loose_crop").mkdir()
+    generator = np.random.default_rng(0)
+    faces, members, owner = [], [], {}
+    for template in range(100, 118):
+        owner[template] = template % 6
+        for _ in range(generator.integers(1, 5)):
+            name = f"{len(faces) + 1}.png"
+            picture = np.clip(face(owner[template]) + generator.normal(scale=40, size=(112, 112, 3)), 0, 255)
+            photo, landmarks = photographed(
+                picture, generator.normal(scale=0.4), generator.uniform(0.7, 1.2), generator.uniform(10, 50, 2)
+            )
+            Image.fromarray(photo.permute(1, 2, 0).numpy()).save(root / "loose_crop" / name)
+            numbers = " ".join(f"{value:.4f}" for value in landmarks.reshape(-1))
+            faces.append(f"{name} {numbers} {generator.uniform(0.5, 1):.6f}")
+            members.append(f"{name} {template} {generator.integers(1, 3)}")
+    pairs = [f"{a} {b} {int(owner[a] == owner[b])}" for a in owner for b in owner if a < b]
+    for name, lines in (("name_5pts_score", faces), ("face_tid_mid", members), ("template_pair_label", pairs)):
+        (root / "meta" / f"ijbc_{name}.txt").write_text("\n".join(lines) + "\n")
+    return root
+
+
+def test_a_release_is_judged_as_the_protocol_says(release):
+    result = ijb(raw_pixels, release, image_size=112, mesh=ALONE, batch_size=8, quiet=True)["ijbc"]
+    rows, scores, templates, medias = [], [], [], []
+    places = [line.split() for line in (release / "meta/ijbc_face_tid_mid.txt").read_text().splitlines()]
+    for line, place in zip((release / "meta/ijbc_name_5pts_score.txt").read_text().splitlines(), places, strict=True):
+        name, *numbers, score = line.split()
+        pixels = np.array(Image.open(release / "loose_crop" / name))
+        photo = torch.from_numpy(pixels).permute(2, 0, 1)
+        aligned = align_face(photo, np.array(numbers, dtype=float).reshape(5, 2), 112)[None]
+        rows.append((raw_pixels(aligned) + raw_pixels(aligned.flip(-1)))[0].numpy())
+        scores.append(float(score))
+        templates.append(int(place[1]))
+        medias.append(int(place[2]))
+    names, vectors = spelled_out(np.array(rows), np.array(scores), np.array(templates), np.array(medias))
+    cosines, truth = [], []
+    for line in (release / "meta/ijbc_template_pair_label.txt").read_text().splitlines():
+        first, second, label = map(int, line.split())
+        cosines.append(vectors[list(names).index(first)] @ vectors[list(names).index(second)])
+        truth.append(label == 1)
+    cosines, truth = np.array(cosines), np.array(truth)
+    assert (result["images"], result["templates"], result["impostor_pairs"]) == (len(rows), 18, np.sum(~truth))
+    best = max(np.mean(cosines[truth] >= t) for t in cosines if np.mean(cosines[~truth] >= t) <= 0.01)
+    assert result["tar@far"]["1e-2"] == pytest.approx(best)
+    assert result["tar@far"]["1e-3"] is None
+    wins = np.mean(cosines[truth][:, None] > cosines[~truth][None])
+    assert result["auc"] == pytest.approx(wins, abs=1e-9)
+    assert result["accuracy"] is result["rank1"] is None
+    assert wins > 0.9
+
+
+def run_on_ranks(mesh, folder):
+    return ijb(raw_pixels, folder, image_size=56, mesh=mesh, batch_size=5, curves=True, quiet=True)
+
+
+def test_every_rank_gets_the_same_answer(ranks, release):
+    alone = run_on_ranks(ALONE, release)
+    assert ranks(3, run_on_ranks, release) == [alone] * 3
+
+
+def copied(release, tmp_path):
+    import shutil
+
+    return shutil.copytree(release, tmp_path / "IJBC")
+
+
+def test_lists_in_another_order_are_matched_by_name(release, tmp_path):
+    folder = copied(release, tmp_path)
+    members = folder / "meta/ijbc_face_tid_mid.txt"
+    members.write_text("\n".join(reversed(members.read_text().splitlines())) + "\n")
+    assert run_on_ranks(ALONE, folder) == run_on_ranks(ALONE, release)
+
+
+def test_an_unreadable_face_is_left_out(release, tmp_path, capsys):
+    folder = copied(release, tmp_path)
+    (folder / "loose_crop" / "1.png").unlink()
+    result = run_on_ranks(ALONE, folder)["ijbc"]
+    assert result["unreadable"] == 1
+    assert "1.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("name_5pts_score", "1.png 1 2 3\n", "name_5pts_score.txt line 1 has 3 numbers, not 11"),
+        ("name_5pts_score", "1.png 1 2 3 4 5 6 7 8 9 x 1\n", "line 1: could not convert"),
+        ("name_5pts_score", "", "name_5pts_score.txt is empty"),
+        ("face_tid_mid", "other.png 1 1\n", "face_tid_mid.txt lacks 1.png"),
+        ("template_pair_label", "100 101\n", "other lines than"),
+        ("template_pair_label", "100 101 2\n", "other lines than"),
+        ("template_pair_label", "100 a 1\n", "each line is"),
+        ("template_pair_label", "100 999 1\n", "template 999"),
+        ("template_pair_label", "", "is missing or empty"),
+    ],
+)
+def test_malformed_lists_are_named(release, tmp_path, name, text, message):
+    folder = copied(release, tmp_path)
+    (folder / "meta" / f"ijbc_{name}.txt").write_text(text)
+    with pytest.raises(DataError, match=message):
+        run_on_ranks(ALONE, folder)
+
+
+def test_a_folder_that_is_no_release_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="holds no lists"):
+        run_on_ranks(ALONE, tmp_path)
