@@ -12,8 +12,15 @@ class Progress:
     """
 
     def __init__(
-        self, what: str, total: int | None = None, unit: str = "images", *,
-        interval: float = 5.0, done: int = 0, file: TextIO | None = None, quiet: bool = False,
+        self,
+        what: str,
+        total: int | None = None,
+        unit: str = "images",
+        *,
+        interval: float = 5.0,
+        done: int = 0,
+        file: TextIO | None = None,
+        quiet: bool = False,
     ) -> None:
         self.what, self.total, self.unit, self.interval = what, total, unit, interval
         self.count = self._first = done

@@ -33,10 +33,10 @@ class RankPool:
             self._pipes.append(here)
             self._workers.append(worker)
 
-    def __call__(self, world: int, function: Any, *args: Any) -> list[Any]:
-        """Run ``function(mesh, *args)`` on ``world`` ranks; the results in rank order, or :class:`RankError`."""
+    def __call__(self, world: int, function: Any, *args: Any, **options: Any) -> list[Any]:
+        """Run ``function(mesh, *args, **options)`` on ``world`` ranks; the results in rank order, or :class:`RankError`."""
         for pipe in self._pipes[:world]:
-            pipe.send((world, function, args))
+            pipe.send((world, function, args, options))
         answers = [pipe.recv() for pipe in self._pipes[:world]]
         failures = [text for ok, text in answers if not ok]
         if failures:
@@ -61,10 +61,10 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=MAX_WORLD)
     groups = {world: dist.new_group(list(range(world))) for world in range(2, MAX_WORLD + 1)}
     while (task := pipe.recv()) is not None:
-        world, function, args = task
+        world, function, args, options = task
         mesh = Mesh(rank, world, rank, torch.device("cpu"), groups.get(world))
         try:
-            pipe.send((True, function(mesh, *args)))
+            pipe.send((True, function(mesh, *args, **options)))
         except Exception:
             pipe.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
     dist.destroy_process_group()

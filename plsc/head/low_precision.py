@@ -67,7 +67,12 @@ class RowState:
     """
 
     def __init__(
-        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, rounding: Rounding = "stochastic"
+        self,
+        rows: int,
+        columns: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        rounding: Rounding = "stochastic",
     ) -> None:
         if dtype not in STATE_DTYPES:
             raise UsageError(f"state cannot be kept as {dtype}; take float32, bfloat16 or int8")
@@ -94,7 +99,11 @@ class RowState:
 
 
 def store(
-    table: Tensor, index: slice | Tensor, values: Tensor, bits: Tensor | None, rounding: Rounding = "stochastic"
+    table: Tensor,
+    index: slice | Tensor,
+    values: Tensor,
+    bits: Tensor | None,
+    rounding: Rounding = "stochastic",
 ) -> None:
     """Write rows into a float64, float32 or bfloat16 table, rounding the last by ``bits``."""
     if table.dtype == torch.bfloat16 and rounding == "stochastic":

@@ -21,7 +21,9 @@ def fill_normal(weight: Tensor, first_row: int, seed: int, std: float = 0.01) ->
     """
     stop = first_row + weight.shape[0]
     for block in range(first_row // _BLOCK, -(-stop // _BLOCK)):
-        generator = torch.Generator(weight.device).manual_seed((seed * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03) % 2**63)
+        generator = torch.Generator(weight.device).manual_seed(
+            (seed * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03) % 2**63
+        )
         low = block * _BLOCK
         values = torch.randn(_BLOCK, weight.shape[1], generator=generator, device=weight.device) * std
         start, end = max(low, first_row), min(low + _BLOCK, stop)

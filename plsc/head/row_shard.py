@@ -4,7 +4,7 @@ DTensor's Shard(0) cuts C rows into pieces of ⌈C/W⌉; the head's shards diffe
 global offsets, so this uses the hooks that DCP gives to sharded types of others.
 """
 
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,22 +12,36 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 
-@dataclass
-class RowShard:
-    """``local`` holds rows [first, first + len) of a table of ``total`` rows; loading writes into ``local``."""
+class RowShard(Tensor):
+    """``local`` holds rows [first, first + len) of a table of ``total`` rows; loading writes into ``local``.
+
+    It has the whole table's shape and no data beyond ``local``. It is a handle for checkpoints, not for arithmetic.
+    """
 
     local: Tensor
     first: int
-    total: int
 
-    def size(self) -> torch.Size:
-        """The whole table's shape."""
-        return torch.Size((self.total, *self.local.shape[1:]))
+    @staticmethod
+    def __new__(cls, local: Tensor, first: int, total: int) -> "RowShard":
+        """Wrap ``local`` (n, …) without copying it."""
+        shape = (total, *local.shape[1:])
+        shard: RowShard = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        shard.local, shard.first = local, first
+        return shard
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse arithmetic."""
+        raise NotImplementedError(f"a RowShard is a checkpoint's handle; {function} takes its .local")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """For error messages."""
+        return f"RowShard(rows [{self.first}, {self.first + len(self.local)}) of {tuple(self.shape)})"
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         if self.local.shape[0] == 0:
             return []
-        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.local), self.size())
+        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.local), self.shape)
         return [WriteItem(MetadataIndex(fqn, self._chunk().offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -1,59 +1,29 @@
 """ShardedHead: the class table, one shard per rank, and its exact margin softmax."""
 
 import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import LabelError, UsageError
+from plsc.errors import UsageError
+from plsc.head.global_batch import SMALLEST_NORM, gather_batch
 from plsc.head.partition import class_range, fill_normal
+from plsc.head.pending import Pending, gradient_chunks
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import sample_classes
-from plsc.losses.class_rows import ClassRows
+from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.margins import ArcFace, Margin, TargetLogit
-from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded, second_pass
-from plsc.parallel.collectives import (
-    all_gather_equal,
-    all_gather_rows,
-    all_reduce_max,
-    all_reduce_sum,
-    reduce_scatter_rows,
-)
+from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded
+from plsc.parallel.collectives import all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
-_SMALLEST_NORM = 1e-12
 _NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
-_CHUNK_BYTES = {"cpu": 4 << 20, "cuda": 512 << 20}  # of one float32 (classes, B) block; in cache, or past launch costs
-
-
-@dataclass
-class Pending:
-    """What one forward leaves for the update: pass 2 needs the batch, log Z and the loss's derivative.
-
-    ``gradient`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
-    table's when the batch was seen.
-    """
-
-    batch: Batch
-    labels: Tensor
-    selected: Tensor | None
-    log_z: Tensor
-    scale: Tensor
-    target_pull: Tensor
-    version: int
-    gradient: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Gathered:
-    """The global batch: unit ``features`` (B, D) in the table's dtype, ``labels`` (B,), ``norms`` (B,) if wanted."""
-
-    sizes: list[int]
-    features: Tensor
-    labels: Tensor
-    norms: Tensor | None
+_CHUNK_BYTES = {
+    "cpu": 4 << 20,
+    "cuda": 512 << 20,
+}  # of one float32 (classes, B) block; in cache, or past launch costs
 
 
 class ShardedHead(nn.Module):
@@ -118,7 +88,9 @@ class ShardedHead(nn.Module):
         if weight.device.type != "meta":
             fill_normal(weight, self.first_row, seed)
         self.weight = nn.Parameter(weight, requires_grad=update == "autograd")
-        self.margin_state = {name: value.to(self.mesh.device) for name, value in self.margin.initial_state().items()}
+        self.margin_state = {
+            name: value.to(self.mesh.device) for name, value in self.margin.initial_state().items()
+        }
         self.forwards = 0  # training batches seen; keys sampling and random margins
         self.pending: list[Pending] = []
         self._inverse_norm = torch.empty(0)
@@ -146,7 +118,9 @@ class ShardedHead(nn.Module):
             UsageError: shapes or dtypes do not fit (likewise on every rank).
         """
         weight = self.weight if self.update == "autograd" else None
-        loss: Tensor = _HeadLoss.apply(embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled())
+        loss: Tensor = _HeadLoss.apply(
+            embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled()
+        )
         return loss
 
     def inverse_norms(self) -> Tensor:
@@ -205,14 +179,18 @@ class ShardedHead(nn.Module):
     def extra_repr(self) -> str:
         """For print()."""
         first, stop = self.class_range
-        return (f"dim={self.dim}, num_classes={self.num_classes}, classes [{first}, {stop}) here, {self.margin}, "
-                f"sample_rate={self.sample_rate}, {self.weight.dtype}")
+        return (
+            f"dim={self.dim}, num_classes={self.num_classes}, classes [{first}, {stop}) here, {self.margin}, "
+            f"sample_rate={self.sample_rate}, {self.weight.dtype}"
+        )
 
     # Forward, in the order in which it happens.
 
-    def compute(self, embeddings: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None, Pending]:
+    def compute(
+        self, embeddings: Tensor, labels: Tensor, differentiate: bool
+    ) -> tuple[Tensor, Tensor | None, Pending]:
         """The loss, this rank's embedding gradient (b, D) if ``differentiate``, and what the update needs."""
-        gathered = self._gather(embeddings, labels)
+        gathered = gather_batch(embeddings, labels, self)
         local = gathered.labels - self.class_range[0]
         selected = self._select(local)
         rows = self.rows(selected)
@@ -224,8 +202,15 @@ class ShardedHead(nn.Module):
         loss, log_z, probability, pull = self._normalise(partial, target)
         scale = self.margin.s / max(len(position), 1)
         target_pull = (probability - 1) * target.slope * scale
-        pending = Pending(batch, gathered.labels, selected, log_z, torch.full_like(log_z, scale), target_pull,
-                          self.weight._version)
+        pending = Pending(
+            batch,
+            gathered.labels,
+            selected,
+            log_z,
+            torch.full_like(log_z, scale),
+            target_pull,
+            self.weight._version,
+        )
         if differentiate and self.training:
             self.forwards += 1
         if pull is None:
@@ -233,38 +218,6 @@ class ShardedHead(nn.Module):
         pull.mul_(scale).index_add_(*self._target_rows(position, own_row, target_pull, pull.dtype))
         mine = reduce_scatter_rows(pull, gathered.sizes, self.mesh)
         return loss, self._through_norm(embeddings, mine, target, probability, gathered.sizes), pending
-
-    def _gather(self, embeddings: Tensor, labels: Tensor) -> _Gathered:
-        sizes = self._agree(embeddings, labels)
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(embeddings.to(wide), dim=1).clamp(min=_SMALLEST_NORM)
-        unit = (embeddings.to(wide) / norm[:, None]).to(self.weight.dtype)
-        return _Gathered(
-            sizes,
-            all_gather_rows(unit, self.mesh, sizes),
-            all_gather_rows(labels.to(self.mesh.device, torch.int64), self.mesh, sizes),
-            all_gather_rows(norm, self.mesh, sizes) if self.margin.uses_norm else None,
-        )
-
-    def _agree(self, embeddings: Tensor, labels: Tensor) -> list[int]:
-        """Every rank's batch size, after all ranks have found each other's input right. One small exchange."""
-        problem = _shape_problem(embeddings, labels, self.dim)
-        low = high = count = 0
-        if not problem and labels.numel():
-            count = labels.numel()
-            low, high = int(labels.min()), int(labels.max())
-        facts = torch.tensor([count, low, high, problem], device=self.mesh.device)
-        sizes = []
-        for rank, (size, low, high, problem) in enumerate(all_gather_equal(facts, self.mesh).tolist()):
-            if problem:
-                raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=self.dim)}")
-            if low < 0 or high >= self.num_classes:
-                raise LabelError(f"rank {rank}: label {low if low < 0 else high} lies outside [0, {self.num_classes}); "
-                                 "give the head as many classes as the data has")
-            sizes.append(size)
-        if sum(sizes) == 0:
-            raise UsageError("no rank has a sample; skip the step, or give at least one")
-        return sizes
 
     def _select(self, local_labels: Tensor) -> Tensor | None:
         if self.sample_rate >= 1:
@@ -288,7 +241,7 @@ class ShardedHead(nn.Module):
         weight = rows.weight[rows.rows_of(classes)].double().view(len(owned), self.centers, self.dim)
         x = features[owned].double()
         norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=_SMALLEST_NORM)
+        each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
         best, winner = each.max(dim=1) if self.centers > 1 else (each[:, 0], torch.zeros_like(classes))
         cos = features.new_zeros(len(position), dtype=torch.float64)
         cos[owned] = best
@@ -301,7 +254,9 @@ class ShardedHead(nn.Module):
             self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
         return self.margin.target(cos, norms, self.margin_state, self._generator(torch.device("cpu"), salt=0))
 
-    def _normalise(self, partial: Partial, target: TargetLogit) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _normalise(
+        self, partial: Partial, target: TargetLogit
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Bring the shards' sums together: mean loss, log Z (B,), the target's p (B,), and this shard's pull / Z."""
         logit = target.phi * self.margin.s
         here = partial.maximum.double()
@@ -326,11 +281,16 @@ class ShardedHead(nn.Module):
         return 0, owned, self.weight.detach()[rows].to(dtype) * strength[:, None]
 
     def _through_norm(
-        self, embeddings: Tensor, unit_gradient: Tensor, target: TargetLogit, probability: Tensor, sizes: list[int]
+        self,
+        embeddings: Tensor,
+        unit_gradient: Tensor,
+        target: TargetLogit,
+        probability: Tensor,
+        sizes: list[int],
     ) -> Tensor:
         """From the gradient by unit embeddings (b, D) to the gradient by the embeddings."""
         x = embeddings.to(unit_gradient.dtype)
-        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=_SMALLEST_NORM)
+        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
         unit = x / norm
         gradient = (unit_gradient - unit * (unit_gradient * unit).sum(1, keepdim=True)) / norm
         by_norm = torch.zeros_like(probability)
@@ -339,61 +299,24 @@ class ShardedHead(nn.Module):
         if target.penalty_slope is not None:
             by_norm += target.penalty_slope
         if self.margin.uses_norm:
-            mine = by_norm.split(sizes)[self.mesh.rank] / len(by_norm)
-            gradient += unit * mine.to(gradient.dtype)[:, None]
-        return gradient
+            mine = torch.split(by_norm, sizes)[self.mesh.rank] / len(by_norm)
+            gradient = gradient + unit * mine.to(gradient.dtype)[:, None]
+        return cast(Tensor, gradient)
 
-    def gradient_chunks(self, pending: list[Pending]) -> "GradientPass":
-        """Pass 2 over the batches seen since the last update."""
-        return GradientPass(self, pending)
-
-
-class GradientPass:
-    """Pass 2: the rows that pending batches touch, chunk by chunk, with their gradients."""
-
-    def __init__(self, head: ShardedHead, pending: list[Pending]) -> None:
-        self._head = head
-        self._rows, member = _union(head, pending)
-        local = torch.cat([p.labels for p in pending]) - head.class_range[0]
-        self._batch = Batch(torch.cat([p.batch.features for p in pending]), self._rows.positions(local),
-                            torch.cat([p.batch.phi for p in pending]), head.margin, _states(pending))
-        self._member = member
-        self._log_z = torch.cat([p.log_z for p in pending])
-        self._scale = torch.cat([p.scale * _gradient_of(p) for p in pending])
-        self._target_pull = torch.cat([p.target_pull * _gradient_of(p) for p in pending])
-
-    def __iter__(self) -> Any:
-        size = self._head.chunk_size(len(self._log_z))
-        return second_pass(self._rows, self._batch, self._log_z, self._scale, self._target_pull, size, self._member)
-
-
-def _union(head: ShardedHead, pending: list[Pending]) -> tuple[ClassRows, Tensor | None]:
-    """The classes that any batch visited, and which of them each sample's softmax held."""
-    sets = [p.selected for p in pending if p.selected is not None]
-    if not sets:
-        return head.rows(None), None
-    if len(sets) == 1:
-        return head.rows(sets[0]), None
-    union = torch.cat(sets).unique()
-    columns = [torch.isin(union, p.selected)[:, None].expand(-1, len(p.log_z)) for p in pending if p.selected is not None]
-    return head.rows(union), torch.cat(columns, dim=1)
-
-
-def _states(pending: list[Pending]) -> dict[str, Tensor]:
-    """The margin's statistics as each sample (B,) met them: they move from one micro-batch to the next."""
-    return {name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending])
-            for name in pending[0].batch.state}
-
-
-def _gradient_of(pending: Pending) -> Tensor:
-    assert pending.gradient is not None
-    return pending.gradient.double()
+    def gradient_chunks(self, pending: list[Pending]) -> Iterator[tuple[Chunk, Tensor]]:
+        """Pass 2: the rows that the pending batches touch, chunk by chunk, with their gradients."""
+        return gradient_chunks(self, pending)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, embeddings: Tensor, anchor: Tensor, weight: Tensor | None, labels: Tensor, head: ShardedHead,
+        ctx: Any,
+        embeddings: Tensor,
+        anchor: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        head: ShardedHead,
         differentiate: bool,
     ) -> Tensor:
         with torch.autocast(head.mesh.device.type, enabled=False):
@@ -404,7 +327,7 @@ class _HeadLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         head: ShardedHead = ctx.head
         pending: Pending = ctx.pending
@@ -428,28 +351,25 @@ def _dense_gradient(head: ShardedHead, pending: Pending) -> Tensor:
 
 def _inverse_norms(weight: Tensor) -> Tensor:
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return torch.linalg.vector_norm(weight, dim=1, dtype=wide).clamp_(min=_SMALLEST_NORM).reciprocal_()
-
-
-_PROBLEMS = {
-    1: "embeddings must be (b, {dim}) and floating point",
-    2: "labels must be (b,) integers, as many as there are embeddings",
-}
-
-
-def _shape_problem(embeddings: Tensor, labels: Tensor, dim: int) -> int:
-    if embeddings.dim() != 2 or embeddings.shape[1] != dim or not embeddings.is_floating_point():
-        return 1
-    integers = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
-    return 0 if labels.shape == embeddings.shape[:1] and integers else 2
+    norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=wide)
+    return norms.clamp_(min=SMALLEST_NORM).reciprocal_()
 
 
 def _check_arguments(
-    dim: int, num_classes: int, sample_rate: float, weight_dtype: torch.dtype, centers: int, update: str,
+    dim: int,
+    num_classes: int,
+    sample_rate: float,
+    weight_dtype: torch.dtype,
+    centers: int,
+    update: str,
     chunk_classes: int | None,
 ) -> None:
-    for name, value in (("dim", dim), ("num_classes", num_classes), ("centers", centers),
-                        ("chunk_classes", 1 if chunk_classes is None else chunk_classes)):
+    for name, value in (
+        ("dim", dim),
+        ("num_classes", num_classes),
+        ("centers", centers),
+        ("chunk_classes", 1 if chunk_classes is None else chunk_classes),
+    ):
         if value < 1:
             raise UsageError(f"the head's {name} must be at least 1, not {value}")
     if not (0 <= sample_rate <= 1 and math.isfinite(sample_rate)):

@@ -50,8 +50,10 @@ class Margin:
 
     def __post_init__(self) -> None:
         _require(self.s > 0, f"s must be positive, not {self.s}")
-        _require(self.gradient in ("exact", "straight_through"),
-                 f"gradient is 'exact' or 'straight_through', not {self.gradient!r}")
+        _require(
+            self.gradient in ("exact", "straight_through"),
+            f"gradient is 'exact' or 'straight_through', not {self.gradient!r}",
+        )
 
     @property
     def largest_logit(self) -> float:
@@ -66,7 +68,9 @@ class Margin:
         """The state after seeing a global batch's target cosines (B,) and embedding norms (B,)."""
         return dict(state)
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ (B,) of the target cosines (B,). ``generator`` is the same on every rank."""
         raise NotImplementedError
 
@@ -93,15 +97,18 @@ class Margin:
                 penalty_slope = torch.autograd.grad(penalty.sum(), norm)[0]
         if self.gradient == "straight_through":
             slope, norm_slope = torch.ones_like(slope), None
-        return TargetLogit(phi.detach(), slope, norm_slope, penalty.detach() if penalty is not None else None,
-                           penalty_slope)
+        return TargetLogit(
+            phi.detach(), slope, norm_slope, penalty.detach() if penalty is not None else None, penalty_slope
+        )
 
 
 @dataclass(frozen=True)
 class Softmax(Margin):
     """No margin: φ(t) = t. The normalised softmax of NormFace (Wang et al., ACM MM 2017)."""
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = t."""
         return cos * 1.0
 
@@ -112,7 +119,9 @@ class CosFace(Margin):
 
     m: float = 0.4
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = t − m."""
         return cos - self.m
 
@@ -127,7 +136,9 @@ class ArcFace(Margin):
         super().__post_init__()
         _require(0 <= self.m < math.pi, f"ArcFace's m is an angle in [0, π), not {self.m}")
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = cos(θ + m)."""
         return _shifted_angle(cos, cos.new_tensor(self.m))
 
@@ -142,7 +153,9 @@ class SphereFace(Margin):
         super().__post_init__()
         _require(self.m >= 1, f"SphereFace's m multiplies the angle and is at least 1, not {self.m}")
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = (−1)^k cos(mθ) − 2k."""
         return _falling_cosine(self.m * _angle(cos))
 
@@ -163,7 +176,9 @@ class Combined(Margin):
         _require(self.m1 >= 1, f"m1 multiplies the angle and is at least 1, not {self.m1}")
         _require(0 <= self.m2 < math.pi, f"m2 is an angle in [0, π), not {self.m2}")
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = cos(m1·θ + m2) − m3."""
         if self.m1 == 1.0:
             return _shifted_angle(cos, cos.new_tensor(self.m2)) - self.m3
@@ -187,7 +202,10 @@ class AdaFace(Margin):
 
     def initial_state(self) -> State:
         """The authors' start: mean 20, deviation 100."""
-        return {"mean": torch.tensor(20.0, dtype=torch.float64), "std": torch.tensor(100.0, dtype=torch.float64)}
+        return {
+            "mean": torch.tensor(20.0, dtype=torch.float64),
+            "std": torch.tensor(100.0, dtype=torch.float64),
+        }
 
     def updated_state(self, state: Mapping[str, Tensor], cos: Tensor, norm: Tensor | None) -> State:
         """Move mean and deviation towards the batch's."""
@@ -196,7 +214,9 @@ class AdaFace(Margin):
         std = norm.std() if norm.numel() > 1 else state["std"]  # one sample has no deviation
         return {"mean": state["mean"].lerp(norm.mean(), self.rate), "std": state["std"].lerp(std, self.rate)}
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = cos(θ − m·ẑ) − (m + m·ẑ)."""
         assert norm is not None
         place = (norm.detach().clamp(0.001, 100) - state["mean"]) / (state["std"] + self._EPSILON) * self.h
@@ -207,10 +227,11 @@ class AdaFace(Margin):
 
 @dataclass(frozen=True)
 class MagFace(Margin):
-    """ArcFace whose margin grows with the embedding's norm, and a penalty that rewards large norms (Meng et al., CVPR 2021).
+    """ArcFace whose margin grows with the embedding's norm, and a penalty that rewards large norms.
 
-    m(a) is linear from ``m_low`` at norm ``norm_low`` to ``m_high`` at ``norm_high`` (eq. 3), g(a) = a/norm_high² + 1/a,
-    weighted by ``penalty_weight`` (eq. 4). Norms are clipped to that range; gradients flow through the norm.
+    Meng et al., CVPR 2021: m(a) is linear from ``m_low`` at norm ``norm_low`` to ``m_high`` at ``norm_high`` (eq. 3);
+    the penalty g(a) = a/norm_high² + 1/a is weighted by ``penalty_weight`` (eq. 4). Norms are clipped to that range;
+    gradients flow through the norm.
     """
 
     m_low: float = 0.45
@@ -226,7 +247,9 @@ class MagFace(Margin):
         _require(0 < self.norm_low < self.norm_high, "MagFace needs 0 < norm_low < norm_high")
         _require(0 <= self.m_low <= self.m_high < math.pi, "MagFace needs 0 ≤ m_low ≤ m_high < π")
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = cos(θ + m(‖x‖))."""
         assert norm is not None
         slope = (self.m_high - self.m_low) / (self.norm_high - self.norm_low)
@@ -266,7 +289,9 @@ class CurricularFace(Margin):
         """Move t towards the batch's mean target cosine."""
         return {"t": state["t"].lerp(cos.double().mean(), self.rate)}
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = cos(θ + m)."""
         return _shifted_angle(cos, cos.new_tensor(self.m))
 
@@ -294,9 +319,13 @@ class ElasticFace(Margin):
         _require(self.base in ("arc", "cos"), f"ElasticFace's base is 'arc' or 'cos', not {self.base!r}")
         _require(self.std >= 0, f"ElasticFace's std is not negative, but {self.std} is")
 
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+    def phi(
+        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
+    ) -> Tensor:
         """φ(t) = cos(θ + mᵢ) or t − mᵢ."""
-        drawn = torch.normal(self.m, self.std, (cos.numel(),), generator=generator, dtype=cos.dtype).to(cos.device)
+        drawn = torch.normal(self.m, self.std, (cos.numel(),), generator=generator, dtype=cos.dtype).to(
+            cos.device
+        )
         if self.plus:
             margin = torch.empty_like(drawn)
             margin[cos.detach().argsort()] = drawn.sort(descending=True).values
@@ -307,7 +336,17 @@ class ElasticFace(Margin):
 
 MARGINS: dict[str, type[Margin]] = {
     kind.__name__.lower(): kind
-    for kind in (Softmax, SphereFace, CosFace, ArcFace, Combined, AdaFace, MagFace, CurricularFace, ElasticFace)
+    for kind in (
+        Softmax,
+        SphereFace,
+        CosFace,
+        ArcFace,
+        Combined,
+        AdaFace,
+        MagFace,
+        CurricularFace,
+        ElasticFace,
+    )
 }
 
 

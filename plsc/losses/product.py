@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 @contextmanager
 def _bfloat16_units() -> Iterator[None]:
     """Let the CPU's float32 product use its bfloat16 units, exact here because the factors are bfloat16 numbers."""
-    settings = torch.backends.mkldnn.matmul
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:

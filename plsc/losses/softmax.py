@@ -35,7 +35,10 @@ class Logits:
 
 @dataclass(frozen=True)
 class Partial:
-    """Pass 1 over one shard, targets left out: Σ exp(z − maximum) (B,) float64 and Σ exp(z − maximum)·dcos·ρ·W (B, D)."""
+    """Pass 1 over one shard, targets left out.
+
+    ``total`` (B,) float64 is Σ exp(z − maximum), ``pull`` (B, D) is Σ exp(z − maximum)·(dz/dcos)/s·ρ·W.
+    """
 
     maximum: Tensor
     total: Tensor
@@ -102,7 +105,12 @@ def first_pass(rows: ClassRows, batch: Batch, chunk_size: int, *, with_pull: boo
 
 
 def second_pass(
-    rows: ClassRows, batch: Batch, log_z: Tensor, scale: Tensor, target_pull: Tensor, chunk_size: int,
+    rows: ClassRows,
+    batch: Batch,
+    log_z: Tensor,
+    scale: Tensor,
+    target_pull: Tensor,
+    chunk_size: int,
     member: Tensor | None = None,
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """Give each chunk with its rows' gradient (n·K, D), in float32 (float64 for float64 tables).

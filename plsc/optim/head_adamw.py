@@ -29,24 +29,38 @@ class HeadAdamW(HeadOptimizer):
     """
 
     def __init__(
-        self, head: ShardedHead, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, rounding: Rounding = "stochastic",
+        self,
+        head: ShardedHead,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        rounding: Rounding = "stochastic",
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
             raise UsageError(f"betas lie in [0, 1), not {betas}")
         if head.momentum_dtype is None:
             raise UsageError("AdamW keeps moments; give the head a momentum_dtype")
-        super().__init__(head, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, rounding)
+        super().__init__(
+            head, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, rounding
+        )
         low = head.momentum_dtype in (torch.bfloat16, torch.int8)
         self.tables["first_moment"] = self._table(head.momentum_dtype)
         self.tables["second_moment"] = self._table(torch.bfloat16 if low else head.momentum_dtype)
 
-    def _rows_updated(self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None) -> None:
+    def _rows_updated(
+        self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None
+    ) -> None:
         group = self.param_groups[0]
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         wide = gradient.dtype
         first = self.tables["first_moment"].read(index, wide).lerp_(gradient, 1 - beta1)
-        second = self.tables["second_moment"].read(index, wide).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        second = (
+            self.tables["second_moment"]
+            .read(index, wide)
+            .mul_(beta2)
+            .addcmul_(gradient, gradient, value=1 - beta2)
+        )
         self.tables["first_moment"].write(index, first, dice)
         self.tables["second_moment"].write(index, second, dice)
         weight.mul_(1 - lr * group["weight_decay"])

@@ -1,4 +1,4 @@
-"""What the head's optimizers share: pass 2, chunk by chunk, each chunk's rows updated as soon as their gradient exists."""
+"""What the head's optimizers share: pass 2, each chunk's rows updated as soon as their gradient exists."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, cast
@@ -30,7 +30,9 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def __init__(self, head: ShardedHead, defaults: dict[str, Any], rounding: Rounding) -> None:
         if head.update != "fused":
-            raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
+            raise UsageError(
+                'the head was made with update="autograd"; use any torch optimizer on it, or "fused"'
+            )
         for name in ("lr", "weight_decay"):
             if not defaults[name] >= 0:
                 raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
@@ -39,8 +41,6 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.steps = 0
         self.skipped = False
         self.tables: dict[str, RowState] = {}
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | float | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -59,7 +59,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.skipped = not self._finite()
         if not self.skipped:
             self.steps += 1
-            self._update(1.0 / float(self.grad_scale) if self.grad_scale is not None else 1.0)
+            scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler sets it for the length of this call
+            self._update(1.0 if scale is None else 1.0 / float(scale))
         self.head.pending.clear()
         return loss
 
@@ -89,13 +90,21 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def sharded_state(self) -> dict[str, RowShard]:
         """State tables for torch.distributed.checkpoint, loadable at any number of ranks."""
-        return {name: self.head.row_shard(tensor) for key, table in self.tables.items()
-                for name, tensor in table.tensors(key).items()}
+        return {
+            name: self.head.row_shard(tensor)
+            for key, table in self.tables.items()
+            for name, tensor in table.tensors(key).items()
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """Hyper-parameters and the number of steps; the tables are in :meth:`sharded_state`."""
-        return {"steps": self.steps, "param_groups": [
-            {name: value for name, value in group.items() if name != "params"} for group in self.param_groups]}
+        return {
+            "steps": self.steps,
+            "param_groups": [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in self.param_groups
+            ],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
@@ -103,7 +112,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
 
-    def _rows_updated(self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None) -> None:
+    def _rows_updated(
+        self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None
+    ) -> None:
         """Change ``weight`` (n, D) in place by its ``gradient``, and the state of rows ``index``. For subclasses."""
         raise NotImplementedError
 
@@ -139,12 +150,15 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _check_version(self) -> None:
         if any(pending.version != self.head.weight._version for pending in self.head.pending):
-            raise PlscError("head.weight was written to between a loss and its step(); write after step() or zero_grad()")
+            raise PlscError(
+                "head.weight was written to between a loss and its step(); write after step() or zero_grad()"
+            )
 
     def _finite(self) -> bool:
-        found_inf = self.found_inf
-        if found_inf is not None and float(found_inf) > 0:
+        if float(getattr(self, "found_inf", 0.0)) > 0:
             return False
-        facts = [torch.stack([p.log_z.sum(), p.target_pull.sum(), cast(Tensor, p.gradient).double()])
-                 for p in self.head.pending]
+        facts = [
+            torch.stack([p.log_z.sum(), p.target_pull.sum(), cast(Tensor, p.gradient).double()])
+            for p in self.head.pending
+        ]
         return bool(torch.isfinite(torch.stack(facts)).all()) if facts else True

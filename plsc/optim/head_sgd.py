@@ -27,8 +27,13 @@ class HeadSGD(HeadOptimizer):
     """
 
     def __init__(
-        self, head: ShardedHead, lr: float = 0.1, momentum: float = 0.0, weight_decay: float = 0.0,
-        nesterov: bool = False, rounding: Rounding = "stochastic",
+        self,
+        head: ShardedHead,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        rounding: Rounding = "stochastic",
     ) -> None:
         if not 0 <= momentum < 1:
             raise UsageError(f"momentum lies in [0, 1), not {momentum}")
@@ -41,7 +46,9 @@ class HeadSGD(HeadOptimizer):
         if momentum and head.momentum_dtype is not None:
             self.tables["momentum"] = self._table(head.momentum_dtype)
 
-    def _rows_updated(self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None) -> None:
+    def _rows_updated(
+        self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None
+    ) -> None:
         group = self.param_groups[0]
         lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         step = gradient.add_(weight, alpha=decay) if decay else gradient

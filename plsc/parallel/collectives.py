@@ -62,10 +62,10 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
     if mesh.world_size == 1:
         return tensor
     if mesh.device.type != "cuda":  # gloo: one all-reduce, of which a slice is kept
-        return all_reduce_sum(tensor, mesh).split(sizes)[mesh.rank]
+        return torch.split(all_reduce_sum(tensor, mesh), sizes)[mesh.rank]
     most = max(sizes)
     if min(sizes) < most:
-        tensor = torch.cat([_pad_rows(rows, most) for rows in tensor.split(sizes)])
+        tensor = torch.cat([_pad_rows(rows, most) for rows in torch.split(tensor, sizes)])
     mine = tensor.new_empty((most, *tensor.shape[1:]))
     dist.reduce_scatter_tensor(mine, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
     return mine[: sizes[mesh.rank]]

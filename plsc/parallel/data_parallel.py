@@ -20,5 +20,10 @@ def data_parallel(module: nn.Module, mesh: Mesh) -> nn.Module:
     if mesh.world_size == 1:
         return module
     ids = [mesh.device.index] if mesh.device.type == "cuda" else None
-    return DistributedDataParallel(module, device_ids=ids, process_group=mesh.group, broadcast_buffers=False,
-                                   gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        module,
+        device_ids=ids,
+        process_group=mesh.group,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )

@@ -25,8 +25,12 @@ def launch(argv: list[str], nproc: int) -> int:
     if nproc < 1:
         raise UsageError(f"--nproc {nproc}: at least one rank is needed")
     port = _free_port()
-    ranks = [subprocess.Popen([sys.executable, "-m", "plsc.tools.entry", *argv],
-                              env=_environment(rank, nproc, port)) for rank in range(nproc)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "plsc.tools.entry", *argv], env=_environment(rank, nproc, port)
+        )
+        for rank in range(nproc)
+    ]
 
     def pass_on(number: int, _: FrameType | None) -> None:
         for process in ranks:
@@ -53,8 +57,10 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
         if failed:
             rank, code = failed[0]
             if code < 0:
-                print(f"plsc: rank {rank} was killed by {signal.Signals(-code).name}; ending the others",
-                      file=sys.stderr)
+                print(
+                    f"plsc: rank {rank} was killed by {signal.Signals(-code).name}; ending the others",
+                    file=sys.stderr,
+                )
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0
@@ -77,9 +83,16 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
     threads = max((os.cpu_count() or 1) // nproc, 1)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(nproc),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def _free_port() -> int:

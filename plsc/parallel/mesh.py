@@ -40,21 +40,30 @@ def init(device: str | torch.device | None = None) -> Mesh:
     Raises:
         UsageError: torchrun's environment is incomplete or contradicts itself, or there are fewer GPUs than ranks.
     """
-    rank, world_size, local_rank = (_integer(name, default) for name, default in
-                                    (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    rank, world_size, local_rank = (
+        _integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+    )
     chosen = torch.device(device) if device is not None else _default_device(local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-        return Mesh(dist.get_rank(), dist.get_world_size(), local_rank, chosen,
-                    group if dist.get_world_size() > 1 else None)
+        return Mesh(
+            dist.get_rank(),
+            dist.get_world_size(),
+            local_rank,
+            chosen,
+            group if dist.get_world_size() > 1 else None,
+        )
     if world_size == 1:
         return Mesh(0, 1, 0, chosen)
     if not 0 <= rank < world_size:
-        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start the ranks with torchrun or --nproc")
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo",
-                            device_id=chosen if chosen.type == "cuda" else None)
+        raise UsageError(
+            f"RANK={rank} is not below WORLD_SIZE={world_size}; start the ranks with torchrun or --nproc"
+        )
+    dist.init_process_group(
+        "nccl" if chosen.type == "cuda" else "gloo", device_id=chosen if chosen.type == "cuda" else None
+    )
     return Mesh(rank, world_size, local_rank, chosen, dist.group.WORLD)
 
 
@@ -68,8 +77,10 @@ def _default_device(local_rank: int) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise UsageError(f"local rank {local_rank} has no GPU ({torch.cuda.device_count()} here); start fewer ranks, "
-                         "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU")
+        raise UsageError(
+            f"local rank {local_rank} has no GPU ({torch.cuda.device_count()} here); start fewer ranks, "
+            "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
+        )
     return torch.device("cuda", local_rank)
 
 
@@ -78,4 +89,6 @@ def _integer(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"the environment's {name}={text!r} is not an integer; start the ranks with torchrun") from None
+        raise UsageError(
+            f"the environment's {name}={text!r} is not an integer; start the ranks with torchrun"
+        ) from None

@@ -53,7 +53,9 @@ def convert_sync_batchnorm(module: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def _converted(old: _BatchNorm, mesh: Mesh) -> SyncBatchNorm:
-    new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, device="meta")
+    new = SyncBatchNorm(
+        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, device="meta"
+    )
     new.mesh = mesh
     new.training = old.training
     new._parameters = old._parameters
@@ -85,7 +87,7 @@ class _Normalise(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hat, weight, inverse, count = ctx.saved_tensors
         axes = [0, *range(2, grad.dim())]
         grad32 = grad.to(hat.dtype)
@@ -94,8 +96,13 @@ class _Normalise(torch.autograd.Function):
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         inner = grad32 - _spread(totals[0], grad) - hat * _spread(totals[1], grad)
         grad_x = (_spread(scale, grad) * inner).to(grad.dtype)
-        return (grad_x, None if weight is None else grad_weight.to(weight.dtype),
-                grad_bias if ctx.has_bias else None, None, None)
+        return (
+            grad_x,
+            None if weight is None else grad_weight.to(weight.dtype),
+            grad_bias if ctx.has_bias else None,
+            None,
+            None,
+        )
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:

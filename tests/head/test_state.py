@@ -1,0 +1,351 @@
+"""What the head notices, refuses, keeps and resumes."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import plsc
+from plsc.errors import LabelError, UsageError
+from plsc.head.partition import class_range
+from plsc.optim import GradScaler, clip_grad_norm_
+from plsc.parallel import Mesh
+
+ONE = Mesh(0, 1, 0, torch.device("cpu"))
+LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
+
+
+def some_batch(seed: int = 0, batch: int = 6, dim: int = 16, classes: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, dim, generator=generator), torch.randint(classes, (batch,), generator=generator)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("classes", [1, 3, 10, 101])
+def test_ranges_cover_all_classes_once(classes, world):
+    ranges = [class_range(classes, rank, world) for rank in range(world)]
+    assert [c for first, stop in ranges for c in range(first, stop)] == list(range(classes))
+    assert max(b - a for a, b in ranges) - min(b - a for a, b in ranges) <= 1
+
+
+def initial_weight(mesh, classes):
+    return plsc.ShardedHead(8, classes, mesh, seed=5).weight.detach()
+
+
+def test_first_weights_do_not_depend_on_the_world_and_differ_between_classes(ranks):
+    whole = initial_weight(ONE, 2500)
+    for world in (2, 3):
+        assert torch.equal(torch.cat(ranks(world, initial_weight, 2500)), whole)
+    assert len(whole.unique(dim=0)) == 2500
+    assert whole.std() == pytest.approx(0.01, rel=0.05)
+
+
+def loss_with_label(mesh, label):
+    head = plsc.ShardedHead(16, 23, mesh)
+    x, y = some_batch()
+    if mesh.rank == 1:
+        y[2] = label
+    try:
+        head(x, y)
+    except LabelError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("label", [23, 10**12, -1])
+def test_a_label_out_of_range_is_named_on_every_rank(ranks, label):
+    messages = ranks(2, loss_with_label, label)
+    assert messages[0] == messages[1]
+    assert str(label) in messages[0]
+    assert "rank 1" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("x", "y"),
+    [
+        (torch.randn(4, 15), torch.zeros(4, dtype=torch.long)),
+        (torch.randn(4, 16), torch.zeros(3, dtype=torch.long)),
+        (torch.randn(4, 16), torch.zeros(4, 1, dtype=torch.long)),
+        (torch.randn(4, 16), torch.zeros(4)),
+        (torch.zeros(4, 16, dtype=torch.long), torch.zeros(4, dtype=torch.long)),
+        (torch.randn(0, 16), torch.zeros(0, dtype=torch.long)),
+    ],
+)
+def test_misshapen_input_is_refused(x, y):
+    with pytest.raises(UsageError):
+        plsc.ShardedHead(16, 23)(x, y)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"dim": 0}, {"num_classes": 0}, {"sample_rate": 1.5}, {"weight_dtype": torch.float16}, {"centers": 0},
+     {"update": "later"}, {"sample_rate": float("nan")}],
+)
+def test_wrong_arguments_are_refused(wrong):
+    with pytest.raises(UsageError):
+        plsc.ShardedHead(**{"dim": 8, "num_classes": 4, **wrong})
+
+
+def test_rows_written_from_outside_are_noticed():
+    x, y = some_batch()
+    head, other = plsc.ShardedHead(16, 23), plsc.ShardedHead(16, 23, seed=9)
+    head(x, y)
+    other(x, y)
+    with torch.no_grad():
+        head.weight.copy_(other.weight * 7)
+    assert torch.allclose(head(x, y), other(x, y))
+    head.load_state_dict(plsc.ShardedHead(16, 23, seed=3).state_dict())
+    assert torch.allclose(head(x, y), plsc.ShardedHead(16, 23, seed=3)(x, y))
+
+
+def test_writing_between_loss_and_step_is_refused():
+    head = plsc.ShardedHead(16, 23)
+    optimizer = plsc.HeadSGD(head, lr=0.1)
+    head(*some_batch()).backward()
+    with torch.no_grad():
+        head.weight.mul_(2)
+    with pytest.raises(plsc.PlscError, match="written to"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, LOW], ids=["f32", "bf16+int8"])
+@pytest.mark.parametrize("poison", ["embedding", "gradient"])
+def test_a_step_that_is_not_finite_changes_no_bit(options, poison):
+    head = plsc.ShardedHead(16, 23, **options)
+    optimizer = plsc.HeadSGD(head, lr=0.1, momentum=0.9)
+    x, y = some_batch()
+    head(x, y).backward()
+    optimizer.step()
+    before = [t.clone() for t in (head.weight, head.inverse_norms(), *optimizer.tables["momentum"].tensors("m").values())]
+    if poison == "embedding":
+        x[3, 3] = float("nan")
+    (head(x, y) * (float("inf") if poison == "gradient" else 1)).backward()
+    optimizer.step()
+    assert optimizer.skipped
+    after = (head.weight, head.inverse_norms(), *optimizer.tables["momentum"].tensors("m").values())
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert optimizer.steps == 1
+
+
+def test_evaluation_leaves_nothing_to_step_on():
+    head = plsc.ShardedHead(16, 23)
+    optimizer = plsc.HeadSGD(head, lr=0.1)
+    x, y = some_batch()
+    before = head.weight.detach().clone()
+    with torch.no_grad():
+        head(x, y)
+    head.eval()
+    x.requires_grad_()
+    head(x, y).backward()
+    assert x.grad.abs().sum() > 0
+    optimizer.step()
+    assert torch.equal(head.weight, before)
+
+
+@pytest.mark.parametrize("name", ["ArcFace", "CurricularFace"])
+def test_micro_batches_equal_one_large_batch(name):
+    x, y = some_batch(batch=12)
+    results = []
+    for parts in (1, 3):
+        head = plsc.ShardedHead(16, 23, margin=getattr(plsc, name)(**({"rate": 0.0} if name == "CurricularFace" else {})),
+                                weight_dtype=torch.float64, momentum_dtype=torch.float64)
+        optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.1)
+        for part_x, part_y in zip(x.double().chunk(parts), y.chunk(parts), strict=True):
+            (head(part_x, part_y) / parts).backward()
+        optimizer.step()
+        results.append(head.weight.detach())
+    assert torch.allclose(results[0], results[1], rtol=0, atol=1e-13)
+
+
+def test_sampled_micro_batches_add_their_own_gradients():
+    """Each micro-batch's softmax holds its own sample of classes; the step is the sum of both gradients."""
+    x, y = some_batch(batch=8)
+    head = plsc.ShardedHead(16, 23, sample_rate=0.4, weight_dtype=torch.float64, momentum_dtype=None)
+    start = head.weight.detach().clone()
+    optimizer = plsc.HeadSGD(head, lr=1.0)
+    head(x[:4].double(), y[:4]).backward()
+    head(x[4:].double(), y[4:]).backward()
+    expected = torch.zeros_like(start)
+    for pending in head.pending:
+        for chunk, gradient in head.gradient_chunks([pending]):
+            expected[chunk.index] += gradient
+    optimizer.step()
+    assert torch.allclose(head.weight.detach(), start - expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nesterov", "adamw"])
+def test_optimizers_equal_torchs(kind):
+    def make(update: str) -> tuple[plsc.ShardedHead, torch.optim.Optimizer]:
+        head = plsc.ShardedHead(16, 23, weight_dtype=torch.float64, momentum_dtype=torch.float64, update=update)
+        if kind == "adamw":
+            options = {"lr": 0.01, "weight_decay": 0.1}
+            return head, (plsc.HeadAdamW(head, **options) if update == "fused" else
+                          torch.optim.AdamW([head.weight], **options))
+        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": kind == "nesterov"}
+        return head, (plsc.HeadSGD(head, **options) if update == "fused" else
+                      torch.optim.SGD([head.weight], **options))
+
+    pairs = [make("fused"), make("autograd")]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10) for _, optimizer in pairs]
+    for step in range(5):
+        x, y = some_batch(step)
+        for (head, optimizer), schedule in zip(pairs, schedules, strict=True):
+            optimizer.zero_grad()
+            head(x.double(), y).backward()
+            optimizer.step()
+            schedule.step()
+    assert torch.allclose(pairs[0][0].weight, pairs[1][0].weight, rtol=0, atol=1e-13)
+
+
+def clipped(mesh, max_norm, both):
+    head = plsc.ShardedHead(16, 23, mesh, weight_dtype=torch.float64, momentum_dtype=None)
+    net = torch.nn.Linear(16, 16, bias=False).double()
+    torch.nn.init.eye_(net.weight)
+    x, y = some_batch(batch=4)
+    head(net(x.double()), y).backward()  # every rank has the same samples, and so the average gradient
+    optimizer = plsc.HeadSGD(head, lr=1.0)
+    start = head.weight.detach().clone()
+    norm = clip_grad_norm_(net.parameters(), max_norm, optimizer if both else None)
+    optimizer.step()
+    return norm, net.weight.grad, head.weight.detach() - start
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_clipping_bounds_the_norm_over_backbone_and_shards(ranks, both):
+    got = ranks(3, clipped, 0.5, both)
+    alone = clipped(ONE, 0.5, both)
+    for norm, gradient, _ in got:
+        assert norm.item() == pytest.approx(alone[0].item())
+        assert torch.allclose(gradient, alone[1])
+    table = torch.cat([g[2] for g in got])
+    assert torch.allclose(table, alone[2], atol=1e-12)
+    total = alone[1].square().sum() + (table.square().sum() if both else 0)
+    assert total.sqrt().item() == pytest.approx(0.5, rel=1e-4)
+
+
+def scaled_steps(mesh, overflow_rank, overflow_in):
+    head = plsc.ShardedHead(16, 23, mesh, momentum_dtype=None)
+    net = torch.nn.Linear(16, 16, bias=False)
+    torch.nn.init.eye_(net.weight)
+    optimizers = torch.optim.SGD(net.parameters(), lr=0.1), plsc.HeadSGD(head, lr=0.1)
+    scaler = GradScaler(mesh, init_scale=1024.0)
+    x, y = some_batch(mesh.rank)
+    start = net.weight.detach().clone(), head.weight.detach().clone()
+    scaler.scale(head(net(x), y)).backward()
+    if mesh.rank == overflow_rank and overflow_in == "backbone":
+        net.weight.grad[0, 0] = float("inf")
+    scaler.unscale_all(*optimizers)
+    stepped = scaler.step_both(*optimizers)
+    scaler.update()
+    return stepped, scaler.get_scale(), net.weight.detach() - start[0], head.weight.detach() - start[1]
+
+
+def test_an_overflow_on_one_rank_skips_every_step(ranks):
+    for stepped, scale, net, table in ranks(2, scaled_steps, 1, "backbone"):
+        assert not stepped
+        assert scale == 512.0
+        assert not net.any()
+        assert not table.any()
+
+
+def test_the_scale_cancels_out(ranks):
+    for (stepped, scale, net, table), rank in zip(ranks(2, scaled_steps, None, ""), range(2), strict=True):
+        assert stepped
+        assert scale == 1024.0
+        assert net.any()
+        unscaled = ranks(2, plain_step)[rank]
+        assert torch.allclose(table, unscaled, rtol=1e-4, atol=1e-8)
+
+
+def plain_step(mesh):
+    head = plsc.ShardedHead(16, 23, mesh, momentum_dtype=None)
+    start = head.weight.detach().clone()
+    head(*some_batch(mesh.rank)).backward()
+    plsc.HeadSGD(head, lr=0.1).step()
+    return head.weight.detach() - start
+
+
+def test_torchs_own_scaler_works_too():
+    head = plsc.ShardedHead(16, 23, momentum_dtype=None)
+    net = torch.nn.Linear(16, 16)
+    optimizers = torch.optim.SGD(net.parameters(), lr=0.1), plsc.HeadSGD(head, lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    x, y = some_batch()
+    start = head.weight.detach().clone()
+    loss = head(net(x), y)
+    scaler.scale(loss).backward()
+    gradient = torch.cat([g for _, g in head.gradient_chunks(head.pending)]) / 256
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert torch.allclose(head.weight.detach(), start - 0.1 * gradient, atol=1e-7)
+
+
+def save_after_steps(mesh, folder, steps, options):
+    head, optimizer = make_trained(mesh, steps, options)
+    dcp.save({**head.sharded_state(), **optimizer.sharded_state()}, checkpoint_id=folder, process_group=mesh.group,
+             no_dist=mesh.world_size == 1)
+    return head.get_extra_state(), optimizer.state_dict()
+
+
+def resume_and_step(mesh, folder, small, options):
+    head, optimizer = make_trained(mesh, 0, {**options, "seed": options["seed"]})
+    with torch.no_grad():
+        head.weight.fill_(1.0)
+    dcp.load({**head.sharded_state(), **optimizer.sharded_state()}, checkpoint_id=folder, process_group=mesh.group,
+             no_dist=mesh.world_size == 1)
+    head.set_extra_state(small[0])
+    optimizer.load_state_dict(small[1])
+    return take_steps(mesh, head, optimizer, range(3, 5))
+
+
+def make_trained(mesh, steps, options):
+    head = plsc.ShardedHead(16, 23, mesh, margin=plsc.CurricularFace(s=16), **options)
+    optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
+    take_steps(mesh, head, optimizer, range(steps))
+    return head, optimizer
+
+
+def take_steps(mesh, head, optimizer, steps):
+    for step in steps:
+        x, y = some_batch(step, batch=12)
+        parts = [12 // mesh.world_size] * mesh.world_size
+        head(x.split(parts)[mesh.rank], y.split(parts)[mesh.rank]).backward()
+        optimizer.step()
+    return head.weight.detach().clone()
+
+
+@pytest.mark.parametrize("options", [{}, LOW, {"centers": 2}], ids=["f32", "bf16+int8", "centers"])
+def test_saved_at_four_ranks_resumed_at_any_number(ranks, tmp_path, options):
+    options = {"seed": 4, **options}
+    small = ranks(4, save_after_steps, str(tmp_path), 3, options)[0]
+    never_stopped = torch.cat(ranks(4, trained_weight, 5, options)).float()
+    for world in (4, 3, 1):
+        resumed = torch.cat(ranks(world, resume_and_step, str(tmp_path), small, options)).float()
+        if world == 4:
+            assert torch.equal(resumed, never_stopped)
+        else:  # sums over shards come in another order
+            close = torch.isclose(resumed, never_stopped, rtol=1e-2 if options.get("weight_dtype") else 1e-4, atol=1e-6)
+            assert close.float().mean() > (0.99 if options.get("weight_dtype") else 0.9999)
+
+
+def trained_weight(mesh, steps, options):
+    return make_trained(mesh, steps, options)[0].weight.detach()
+
+
+def test_ten_million_classes_on_64_ranks_need_no_memory():
+    heads = [plsc.ShardedHead(512, 10_000_000, Mesh(rank, 64, rank, torch.device("meta"))) for rank in range(64)]
+    assert sum(h.weight.shape[0] for h in heads) == 10_000_000
+    assert all(h.weight.device.type == "meta" for h in heads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_embeddings_under_autocast(dtype):
+    x, y = some_batch()
+    head = plsc.ShardedHead(16, 23)
+    expected = head(x.to(dtype), y)
+    inputs = x.to(dtype).requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = head(inputs, y)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    assert inputs.grad.dtype == dtype

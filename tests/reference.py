@@ -1,0 +1,95 @@
+"""The oracle: the class softmax dense, unsharded and in float64, written from the papers' formulas.
+
+It shares no code with plsc: margins are written out again, gradients come from autograd, steps from torch.optim.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+def arc(t: Tensor, m: Tensor | float) -> Tensor:
+    m = torch.as_tensor(m, dtype=t.dtype)
+    theta = t.clamp(-1 + 1e-14, 1 - 1e-14).acos()
+    return torch.where(theta + m < math.pi, (theta + m).cos(), t - m * m.sin())
+
+
+def sphere(angle: Tensor) -> Tensor:
+    k = (angle.detach() / math.pi).floor()
+    return torch.where(k % 2 == 0, angle.cos(), -angle.cos()) - 2 * k
+
+
+@dataclass
+class Oracle:
+    """A margin by name with its parameters; ``state`` moves as training batches pass."""
+
+    name: str
+    s: float = 64.0
+    gradient: str = "exact"
+    parameters: dict = field(default_factory=dict)
+    state: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.name == "adaface":
+            self.state = {"mean": 20.0, "std": 100.0}
+        if self.name == "curricularface":
+            self.state = {"t": 0.0}
+
+    def loss(self, x: Tensor, y: Tensor, weight: Tensor, centers: int = 1, classes: Tensor | None = None) -> Tensor:
+        """Mean loss of x (B, D) with labels y against weight (C·K, D); ``classes`` (C,) bool restricts the softmax."""
+        norm = x.norm(dim=1)
+        cos = (x / norm[:, None]) @ (weight / weight.norm(dim=1, keepdim=True)).T
+        cos = cos.view(len(x), -1, centers).amax(2)
+        t = cos[torch.arange(len(x)), y]
+        phi, negatives, penalty = self.margin(t, norm, cos)
+        if self.gradient == "straight_through":
+            phi = t + (phi - t).detach()
+        logits = self.s * negatives.scatter(1, y[:, None], phi[:, None])
+        if classes is not None:
+            logits = logits.masked_fill(~classes, -torch.inf)
+        return (torch.logsumexp(logits, 1) - self.s * phi + penalty).mean()
+
+    def margin(self, t: Tensor, norm: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, Tensor | float]:
+        p = self.parameters
+        if self.name == "softmax":
+            return t, cos, 0.0
+        if self.name == "cosface":
+            return t - p["m"], cos, 0.0
+        if self.name == "arcface":
+            return arc(t, p["m"]), cos, 0.0
+        if self.name == "sphereface":
+            return sphere(p["m"] * t.acos()), cos, 0.0
+        if self.name == "combined":
+            if p["m1"] == 1:
+                return arc(t, p["m2"]) - p["m3"], cos, 0.0
+            return sphere(p["m1"] * t.acos() + p["m2"]) - p["m3"], cos, 0.0
+        return getattr(self, "_" + self.name)(t, norm, cos)
+
+    def _adaface(self, t: Tensor, norm: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, float]:
+        m, h, rate = 0.4, 0.333, 0.01
+        safe = norm.detach().clip(0.001, 100)
+        self.state["mean"] += rate * (safe.mean().item() - self.state["mean"])
+        if len(safe) > 1:
+            self.state["std"] += rate * (safe.std().item() - self.state["std"])
+        z = ((safe - self.state["mean"]) / (self.state["std"] + 1e-3) * h).clip(-1, 1)
+        theta = (t.acos() - m * z).clip(1e-3, math.pi - 1e-3)
+        return theta.cos() - (m + m * z), cos, 0.0
+
+    def _magface(self, t: Tensor, norm: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        a = norm.clip(10, 110)
+        margin = (0.8 - 0.45) / (110 - 10) * (a - 10) + 0.45
+        return arc(t, margin), cos, 35 * (a / 110**2 + 1 / a)
+
+    def _curricularface(self, t: Tensor, norm: Tensor, cos: Tensor) -> tuple[Tensor, Tensor, float]:
+        self.state["t"] = 0.01 * t.detach().mean().item() + 0.99 * self.state["t"]
+        phi = arc(t, 0.5)
+        hard = cos > phi.detach()[:, None]
+        return phi, torch.where(hard, cos * (self.state["t"] + cos), cos), 0.0
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖, in float64."""
+    got, want = got.detach().double(), want.detach().double()
+    return float((got - want).norm() / want.norm().clamp(min=1e-30))
