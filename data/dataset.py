@@ -12,6 +12,7 @@ from plsc.errors import UsageError
 from plsc.files import write_json
 
 FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
+MAX_BAD_RECORDS = 1000
 LIST_SUFFIXES = ("", ".txt", ".tsv", ".lst", ".list")
 
 
@@ -22,6 +23,8 @@ class ImageDataset(ABC):
     labels: (N,) int64, mapped onto 0 … C-1.
     class_names: C names; position c is the name (or the number) that class c bears in the source.
     image_size: side of the square images in pixels; ``None`` leaves each at its stored size.
+    skipped: what is wrong with each record that was left out, by its key.
+    empty_classes: names of classes without an image; they have no number.
 
     Subclasses are handed to loader processes: they must pickle, and hold no open handle when they do.
     """
@@ -35,6 +38,8 @@ class ImageDataset(ABC):
         self.labels = labels
         self.class_names = class_names
         self.image_size = image_size
+        self.skipped: dict[str, str] = {}
+        self.empty_classes: list[str] = []
 
     @property
     def num_classes(self) -> int:
@@ -68,14 +73,17 @@ class EncodedDataset(ImageDataset):
         """Image ``index`` decoded and, when ``image_size`` is set, resized to (3, S, S)."""
         from plsc.data.decode import decode_image, resize_image
 
-        image = decode_image(self.encoded(index), f"{self.key(index)} of {self.source}")
+        image = decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
         return image if self.image_size is None else resize_image(image, self.image_size)
 
 
-def open_dataset(source: str | Path, *, image_size: int | None = 112) -> ImageDataset:
+def open_dataset(
+    source: str | Path, *, image_size: int | None = 112, max_bad_records: int | None = MAX_BAD_RECORDS
+) -> ImageDataset:
     """Open a folder per identity, a list file, a .rec (or its folder), or ``avatars:IDSxIMAGES[@FIRST]``.
 
     image_size: side in pixels that every image is resized to; ``None`` keeps the stored size.
+    max_bad_records: how many damaged records a .rec may have, which are then left out; ``None``: any number.
     Raises UsageError for a path that does not exist, an empty folder or a form that is none of these, and
     DataError for content that cannot be read.
     """
@@ -86,29 +94,31 @@ def open_dataset(source: str | Path, *, image_size: int | None = 112) -> ImageDa
         return open_avatars(name, image_size=image_size)
     path = Path(source)
     if path.is_dir():
-        return _open_folder(path, image_size)
+        return _open_folder(path, image_size, max_bad_records)
     if not path.exists():
         raise UsageError(f"there is no {name}; images come from {FORMS}")
-    return _open_file(path, image_size)
+    return _open_file(path, image_size, max_bad_records)
 
 
-def _open_folder(path: Path, image_size: int | None) -> ImageDataset:
+def _open_folder(path: Path, image_size: int | None, max_bad_records: int | None) -> ImageDataset:
     """A folder that holds train.rec, or one .rec alone, is that .rec; any other is a folder per identity."""
     from plsc.data.folder import FolderDataset
 
     records = sorted(path.glob("*.rec"))
     if path / "train.rec" in records:
-        return _open_file(path / "train.rec", image_size)
+        return _open_file(path / "train.rec", image_size, max_bad_records)
     if len(records) > 1:
         raise UsageError(f"{path} holds {len(records)} .rec files and no train.rec; name the one to use")
-    return _open_file(records[0], image_size) if records else FolderDataset(path, image_size)
+    if records:
+        return _open_file(records[0], image_size, max_bad_records)
+    return FolderDataset(path, image_size)
 
 
-def _open_file(path: Path, image_size: int | None) -> ImageDataset:
+def _open_file(path: Path, image_size: int | None, max_bad_records: int | None) -> ImageDataset:
     if path.suffix == ".rec":
         from plsc.data.record_dataset import RecordDataset
 
-        return RecordDataset(path, image_size)
+        return RecordDataset(path, image_size, max_bad_records=max_bad_records)
     if path.suffix == ".bin":
         raise UsageError(f"{path} is a verification set of pairs, without labels; images come from {FORMS}")
     if path.suffix.lower() not in LIST_SUFFIXES:

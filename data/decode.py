@@ -2,7 +2,8 @@
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,15 @@ def _jpeg_operator() -> Callable[[torch.Tensor, int, bool], torch.Tensor] | None
     return operator
 
 
+def image_pixels(data: bytes) -> tuple[int, int]:
+    """(height, width) of an encoded image, from its header alone; DataError if it has none."""
+    try:
+        with _opened(data) as image:
+            return image.height, image.width
+    except Exception as error:  # as in decoding
+        raise DataError(f"an image has no readable header ({str(error)[:120]})") from None
+
+
 def _check_pixels(width: int, height: int, name: str, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise DataError(
@@ -119,14 +129,12 @@ def _jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def _decode_with_pillow(data: bytes, name: str, max_pixels: int) -> torch.Tensor:
-    from PIL import Image, ImageOps, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin  # noqa: F401
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow's own pixel limit warns; ours is checked below
-            with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-                _check_pixels(*image.size, name, max_pixels)
-                return _to_rgb(ImageOps.exif_transpose(image))
+        with _opened(data) as image:
+            _check_pixels(image.width, image.height, name, max_pixels)
+            return _to_rgb(ImageOps.exif_transpose(image))
     except Image.DecompressionBombError:
         raise DataError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
     except DataError:
@@ -134,6 +142,17 @@ def _decode_with_pillow(data: bytes, name: str, max_pixels: int) -> torch.Tensor
     except Exception as error:  # Pillow's decoders raise nearly every kind on hostile bytes
         detail = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(f"{name} does not decode ({detail[:120]}); replace or remove it") from None
+
+
+@contextmanager
+def _opened(data: bytes) -> Iterator[Any]:
+    """A Pillow image of which only the header is read so far, with Pillow's warnings off."""
+    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 (the plugins register themselves)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its own pixel limit warns, and oddities of palettes do
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            yield image
 
 
 def _to_rgb(image: Any) -> torch.Tensor:

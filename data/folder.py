@@ -23,7 +23,7 @@ class FolderDataset(EncodedDataset):
 
     def __init__(self, folder: Path, image_size: int | None = 112) -> None:
         self.folder = folder
-        self.empty_classes: list[str] = []
+        empty: list[str] = []
         paths: list[str] = []
         classes: list[str] = []
         counts: list[int] = []
@@ -34,12 +34,13 @@ class FolderDataset(EncodedDataset):
                 classes.append(name)
                 counts.append(len(found))
             else:
-                self.empty_classes.append(name)
+                empty.append(name)
         if not paths:
             raise UsageError(_nothing_found(folder))
         self._paths = PackedStrings(paths)
         labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
         super().__init__(str(folder), labels, PackedStrings(classes), image_size)
+        self.empty_classes = empty
 
     def key(self, index: int) -> str:
         """The image's path below the folder."""

@@ -1,0 +1,124 @@
+"""Any data set written as a ``.rec``, or as a folder per identity with a list of its images."""
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
+from plsc.data.decode import image_pixels, suffix_of
+from plsc.data.encode import Encoding, encoded_image
+from plsc.data.record_writer import record_writer
+from plsc.errors import DataError, UsageError
+from plsc.files import make_folder, publish_folder, written_aside
+from plsc.progress import Progress
+
+LIST_NAME = "images.tsv"
+_SAFE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,199}").fullmatch
+_log = logging.getLogger("plsc.data")
+
+
+def convert(
+    dataset: ImageDataset, out: Path, *, encoding: Encoding = "jpeg", max_bad_records: int = MAX_BAD_RECORDS,
+    quiet: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Write ``dataset`` to ``out``: a ``.rec`` if it ends so, otherwise a folder per identity.
+
+    Images are copied byte by byte if ``dataset.image_size`` is ``None``, otherwise resized and encoded anew.
+    Those that cannot be read are left out and reported, up to ``max_bad_records``.
+    Returns ``{"out", "images", "classes", "left_out"}``. Raises UsageError where ``out`` cannot be written or is
+    a folder with something in it.
+    """
+    images = _Images(dataset, encoding, max_bad_records, quiet)
+    write = _to_records if out.suffix == ".rec" else _to_folder
+    classes = write(images, out)
+    return {"out": str(out), "images": images.count, "classes": classes, "left_out": len(images.left_out)}
+
+
+class _Images:
+    """The images of a data set grouped by class, without those that cannot be read."""
+
+    def __init__(self, dataset: ImageDataset, encoding: Encoding, max_bad_records: int, quiet: bool) -> None:
+        self.dataset, self._encoding, self._limit, self._quiet = dataset, encoding, max_bad_records, quiet
+        self.count = 0
+        self.left_out: dict[str, str] = dict(dataset.skipped)
+
+    def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
+        """(index, label, encoded image) in order of label."""
+        progress = Progress("convert", len(self.dataset), quiet=self._quiet)
+        for index in np.argsort(self.dataset.labels, kind="stable"):
+            data = self._encoded(int(index))
+            progress.advance()
+            if data is not None:
+                self.count += 1
+                yield int(index), int(self.dataset.labels[index]), data
+        progress.finish()
+        if self.count == 0:
+            raise DataError(f"no image of {self.dataset.source} can be read")
+
+    def _encoded(self, index: int) -> bytes | None:
+        try:
+            data = encoded_image(self.dataset, index, self._encoding)
+            if suffix_of(data) is None:
+                raise DataError(f"image {self.dataset.key(index)} of {self.dataset.source} is no image")
+            return data
+        except DataError as error:
+            self.left_out[self.dataset.key(index)] = str(error)
+            _log.warning("left out: %s", error)
+            if len(self.left_out) > self._limit:
+                raise DataError(
+                    f"more than {self._limit} images of {self.dataset.source} cannot be read; the last: {error}"
+                ) from None
+            return None
+
+
+def _to_records(images: _Images, out: Path) -> int:
+    """Write a ``.rec``; classes that lost all their images close ranks. Returns the number of classes."""
+    names: list[str] = []
+    make_folder(out.parent)
+    with record_writer(out, names, expected=len(images.dataset)) as writer:
+        current = -1
+        for _, label, data in images:
+            if label != current:
+                names.append(images.dataset.class_names[label])
+                current = label
+            writer.add(data, len(names) - 1)
+            if images.count == 1:
+                writer.height, writer.width = image_pixels(data)
+    return writer.num_classes
+
+
+def _to_folder(images: _Images, out: Path) -> int:
+    """Write ``out/CLASS/NUMBER.jpg`` and ``out/images.tsv``, aside first. Returns the number of classes."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder; name another")
+    make_folder(out.parent)
+    aside = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)  # what a run that was cut off left
+    aside.mkdir()
+    folders: dict[int, str] = {}
+    used: set[str] = set()
+    with written_aside(aside / LIST_NAME) as listed, listed.open("w", encoding="utf-8") as lines:
+        for index, label, data in images:
+            if label not in folders:
+                folders[label] = _folder_name(images.dataset.class_names[label], label, used)
+                (aside / folders[label]).mkdir(exist_ok=True)
+            name = f"{folders[label]}/{index:08d}{suffix_of(data)}"
+            (aside / name).write_bytes(data)
+            lines.write(f"{name}\t{folders[label]}\n")
+    publish_folder(aside, out)
+    return len(folders)
+
+
+def _folder_name(name: str, label: int, used: set[str]) -> str:
+    """The class's name where a folder may be called so, otherwise its number; no two classes share a folder."""
+    plain = _SAFE_NAME(name) and "\t" not in name and "\n" not in name and name.casefold() not in used
+    chosen = name if plain else f"class-{label:08d}"
+    while chosen.casefold() in used:
+        chosen += "-"
+    used.add(chosen.casefold())
+    return chosen
