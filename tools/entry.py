@@ -50,7 +50,8 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     tool.configure(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
     if getattr(tool, "accepts_overrides", False):  # --KEY VALUE pairs that the tool itself knows
-        args, args.overrides = parser.parse_known_args(argv)
+        args, overrides = parser.parse_known_args(argv)
+        args.overrides = overrides
     else:
         args = parser.parse_args(argv)
     try:
