@@ -1,0 +1,211 @@
+"""The embedding set: a folder of embeddings with their keys and labels, opened by memory map and guarded by
+hashes.
+
+    EMB/
+      manifest.json              sealed (its own hash inside); begun with "complete": false, ended with true
+      class_names.npy, class_names.offsets.npy    the name of each label (string column: plsc.embed.columns)
+      shard-00000/               rows [0, shard_rows); the next shard follows; only the last may be shorter
+        manifest.json            sealed: start, rows, errors, and {file: {"bytes", "sha256"}}
+        embeddings.npy           (n, dim) float32 or float16, as the model gave them: NOT normalised,
+                                 for the norm carries quality
+        ids.npy                  (n,) int64, unique in the set
+        labels.npy               (n,) int64 into class_names, -1 for none
+        keys.npy, keys.offsets.npy                      where each row came from: a path or a record's key
+        errors.jsonl             a line {"row", "error"} for each row without an embedding (a zero vector)
+
+Everything is mapped, nothing unpickled; 10^8 rows are about 3,000 shards. The manifest names the contract:
+the id of the model's weights and preprocessing. Vectors of two contracts mean different things, and
+:func:`same_contract` keeps them apart.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from plsc.embed.columns import open_array, open_strings, string_files
+from plsc.embed.manifest import Manifest, read_manifest
+from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.files import verify_files
+
+FORMAT = "plsc embedding set"
+SHARD_FORMAT = "plsc embedding shard"
+VERSION = 1
+SHARD_FILES = ("embeddings.npy", "ids.npy", "labels.npy", *string_files("keys"), "errors.jsonl")
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+
+
+def shard_name(number: int) -> str:
+    """The folder of shard ``number``."""
+    return f"shard-{number:05d}"
+
+
+class Shard:
+    """Rows [start, start + len) of a set.
+
+    Attributes: ``embeddings`` (n, dim) float32 or float16, ``ids`` and ``labels`` (n,) int64, ``keys`` n
+    strings, all memory-mapped; ``errors`` {row of the set: text}; ``start``.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, dim: int, dtype: str) -> None:
+        rows = manifest["rows"]
+        self.folder, self.start = folder, int(manifest["start"])
+        self.embeddings: npt.NDArray[Any] = open_array(folder / "embeddings.npy", (rows, dim), dtype)
+        self.ids: Int64 = open_array(folder / "ids.npy", (rows,), "int64")
+        self.labels: Int64 = open_array(folder / "labels.npy", (rows,), "int64")
+        self.keys: Sequence[str] = open_strings(folder, "keys", rows)
+        self.errors = _read_errors(folder / "errors.jsonl")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class EmbeddingSet:
+    """A finished embedding set, opened for reading.
+
+    Opening checks the manifest's seal and every file's presence, length and header. ``verify=True`` also
+    hashes every file. Raises :class:`UsageError` or
+    :class:`DataError` if ``folder`` is no finished set, :class:`IntegrityError`
+    naming what is damaged.
+
+    Attributes: ``contract_id``, ``dim``, ``class_names``, ``manifest`` (dict), ``shards`` (list of
+    :class:`Shard`).
+    """
+
+    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UsageError(f"there is no folder {folder}")
+        self.manifest = read_manifest(self.folder, FORMAT, VERSION)
+        if not self.manifest["complete"]:
+            raise DataError(f"{self.folder} is not finished; run plsc embed again with the same arguments")
+        if verify:
+            self.verify()
+        self.contract_id: str = self.manifest["contract_id"]
+        self.dim: int = self.manifest["dim"]
+        self.class_names: Sequence[str] = open_strings(self.folder, "class_names", self.manifest["classes"])
+        self.shards = [self._open_shard(entry) for entry in self.manifest["shards"]]
+
+    def __len__(self) -> int:
+        return int(self.manifest["rows"])
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self.shards)
+
+    def verify(self) -> None:
+        """Hash every file; :class:`IntegrityError` names the first that is missing, cut or changed."""
+        verify_files(self.folder, self.manifest["files"])
+        for entry in self.manifest["shards"]:
+            folder = self.folder / entry["name"]
+            read_manifest(folder, SHARD_FORMAT, VERSION)
+            verify_files(folder, entry["files"])
+
+    def rows(self, start: int, stop: int) -> Float32:
+        """Rows [start, stop) as (stop − start, dim) float32, copied out of the shards they lie in.
+
+        :class:`UsageError` unless 0 <= start <= stop <= len.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise UsageError(f"rows [{start}, {stop}) do not lie in the {len(self)} rows of {self.folder}")
+        taken = np.empty((stop - start, self.dim), dtype=np.float32)
+        for shard in self.shards:
+            first, last = max(start, shard.start), min(stop, shard.start + len(shard))
+            if first < last:
+                taken[first - start : last - start] = shard.embeddings[
+                    first - shard.start : last - shard.start
+                ]
+        return taken
+
+    @property
+    def embeddings(self) -> list[npt.NDArray[Any]]:
+        """The memory-mapped (n, dim) arrays, shard by shard."""
+        return [shard.embeddings for shard in self.shards]
+
+    @cached_property
+    def labels(self) -> Int64:
+        """(N,) int64: the class of each row in ``class_names``, -1 for none."""
+        return _joined([shard.labels for shard in self.shards])
+
+    @cached_property
+    def ids(self) -> Int64:
+        """(N,) int64, unique."""
+        return _joined([shard.ids for shard in self.shards])
+
+    @cached_property
+    def keys(self) -> Sequence[str]:
+        """N strings: where each row came from."""
+        return ChainedStrings([shard.keys for shard in self.shards])
+
+    @cached_property
+    def errors(self) -> Mapping[int, str]:
+        """{row: why it has no embedding}."""
+        return {row: text for shard in self.shards for row, text in shard.errors.items()}
+
+    def _open_shard(self, entry: Manifest) -> Shard:
+        folder = self.folder / entry["name"]
+        for name, described in entry["files"].items():
+            path = folder / name
+            if not path.is_file() or path.stat().st_size != described["bytes"]:
+                verify_files(folder, {name: described})
+        return Shard(folder, entry, self.dim, self.manifest["dtype"])
+
+
+class ChainedStrings(Sequence[str]):
+    """Several string sequences one behind the other, none of them read before it is needed."""
+
+    def __init__(self, parts: Sequence[Sequence[str]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = index + len(self) if index < 0 else index
+        if not 0 <= position < len(self):
+            raise IndexError(f"string {index} of {len(self)}")
+        part = int(np.searchsorted(self._ends, position, side="right"))
+        return self._parts[part][position - int(self._ends[part]) + len(self._parts[part])]
+
+
+def same_contract(sets: Sequence[EmbeddingSet]) -> str:
+    """The contract that all ``sets`` share; :class:`UsageError` names two that do not go together."""
+    first = sets[0]
+    for other in sets[1:]:
+        require_contract(other.contract_id, first.contract_id, str(other.folder), str(first.folder))
+    return first.contract_id
+
+
+def require_contract(found: str, wanted: str, what: str, where: str) -> None:
+    """Refuse to bring vectors of two contracts together (:class:`UsageError`)."""
+    if found != wanted:
+        raise UsageError(
+            f"{what} was embedded by another model or preprocessing ({found}) than {where} ({wanted}); "
+            "vectors of two models cannot be compared: embed both with one"
+        )
+
+
+def _joined(parts: list[Int64]) -> Int64:
+    return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+def _read_errors(path: Path) -> dict[int, str]:
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        return {int(line["row"]): str(line["error"]) for line in lines}
+    except FileNotFoundError:
+        raise IntegrityError(f"{path} is missing; restore it, or use another copy") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise IntegrityError(f"{path} is corrupt: {error}; use another copy") from None

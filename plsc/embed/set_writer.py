@@ -1,0 +1,236 @@
+"""Writing an embedding set: shard by shard, each published whole, so that a killed writer goes on where it
+stood."""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plsc.embed.columns import save_array, save_strings, string_files
+from plsc.embed.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
+from plsc.embed.manifest import Manifest, digest, read_manifest, write_manifest
+from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.files import describe_files, make_folder, publish_folder, verify_files
+
+DTYPES = ("float32", "float16")
+SETTING_NAMES = {
+    "contract_id": "the model (contract_id)",
+    "data_id": "the data (data_id)",
+    "rows": "a number of rows of",
+}
+
+
+@dataclass
+class ShardRows:
+    """The rows of one shard: embeddings (n, dim), ids (n,), labels (n,), n keys, and {row of the set:
+    error}."""
+
+    start: int
+    embeddings: npt.NDArray[Any]
+    ids: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    keys: Sequence[str]
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+class SetWriter:
+    """Writes the embedding set ``folder`` that ``settings`` describe.
+
+    ``settings`` (JSON-able) must hold "contract_id", "dim", "dtype", "rows" and "shard_rows"; more are kept
+    as they are. They are written before the first shard; a folder begun with other settings is refused by the
+    name of the first that differs. ``origin`` (where model and data lie) is kept as well, and may change
+    between a run and its resumption. Several processes may write the shards of one folder: one calls
+    :meth:`begin`, all :meth:`publish`, one :meth:`finish`.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], origin: Mapping[str, Any] | None = None
+    ) -> None:
+        if settings["dtype"] not in DTYPES:
+            raise UsageError(
+                f"no dtype {settings['dtype']!r} for embeddings; it is one of {', '.join(DTYPES)}"
+            )
+        self.folder, self.settings, self.origin = folder, dict(settings), dict(origin or {})
+        self._belongs_to = digest(self.settings)
+
+    @property
+    def shard_count(self) -> int:
+        """How many shards the rows are cut into."""
+        rows: int = self.settings["rows"]
+        return -(-rows // int(self.settings["shard_rows"]))
+
+    def shard_range(self, number: int) -> tuple[int, int]:
+        """The rows [start, stop) of shard ``number``."""
+        start = number * self.settings["shard_rows"]
+        return start, min(start + self.settings["shard_rows"], self.settings["rows"])
+
+    def begin(self) -> bool:
+        """Take the folder, or take it up again; True if its set is already complete.
+
+        Raises :class:`UsageError` if the folder cannot be written, holds something else or other settings.
+        """
+        make_folder(self.folder)
+        if all(path.name.startswith(".") for path in self.folder.iterdir()):  # what an early kill leaves
+            self._clear_leftovers()
+            self._write(complete=False)
+            return False
+        try:
+            found = read_manifest(self.folder, FORMAT, VERSION)
+        except DataError:
+            raise UsageError(
+                f"{self.folder} is not empty and holds no embedding set; name another folder"
+            ) from None
+        self._refuse_other_settings(found)
+        self._clear_leftovers()
+        return bool(found["complete"])
+
+    def _refuse_other_settings(self, found: Manifest) -> None:
+        for name, wanted in self.settings.items():
+            if found.get(name) != wanted:
+                raise UsageError(
+                    f"{self.folder} was begun with {SETTING_NAMES.get(name, name)} {found.get(name)}, "
+                    f"and now it is {wanted}; name another folder, or delete this one to start anew"
+                )
+
+    def is_published(self, number: int) -> bool:
+        """Whether shard ``number`` is there, whole and of these settings. Reads and hashes it."""
+        folder = self.folder / shard_name(number)
+        try:
+            manifest = read_manifest(folder, SHARD_FORMAT, VERSION)
+            verify_files(folder, manifest["files"])
+        except (DataError, IntegrityError):
+            return False
+        return bool(manifest["set"] == self._belongs_to)
+
+    def publish(self, number: int, rows: ShardRows) -> None:
+        """Write a shard aside and give it its name at once."""
+        aside = self.folder / f".{shard_name(number)}.{os.getpid()}.tmp"
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+        save_array(aside / "embeddings.npy", rows.embeddings.astype(self.settings["dtype"], copy=False))
+        save_array(aside / "ids.npy", rows.ids.astype(np.int64, copy=False))
+        save_array(aside / "labels.npy", rows.labels.astype(np.int64, copy=False))
+        save_strings(aside, "keys", rows.keys)
+        lines = [json.dumps({"row": row, "error": text}) + "\n" for row, text in sorted(rows.errors.items())]
+        (aside / "errors.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_manifest(
+            aside,
+            {
+                "format": SHARD_FORMAT,
+                "version": VERSION,
+                "set": self._belongs_to,
+                "start": rows.start,
+                "rows": len(rows.ids),
+                "errors": len(rows.errors),
+                "files": describe_files(aside, list(SHARD_FILES)),
+            },
+        )
+        publish_folder(aside, self.folder / shard_name(number))
+
+    def finish(self, class_names: Sequence[str]) -> EmbeddingSet:
+        """Write the class names and the final manifest; :class:`DataError` if a shard is missing."""
+        save_strings(self.folder, "class_names", class_names)
+        shards = []
+        for number in range(self.shard_count):
+            folder = self.folder / shard_name(number)
+            manifest = read_manifest(folder, SHARD_FORMAT, VERSION)
+            shards.append(
+                {"name": folder.name, **{k: manifest[k] for k in ("start", "rows", "errors", "files")}}
+            )
+        self._write(
+            complete=True,
+            errors=sum(shard["errors"] for shard in shards),
+            classes=len(class_names),
+            files=describe_files(self.folder, string_files("class_names")),
+            shards=shards,
+        )
+        return EmbeddingSet(self.folder)
+
+    def _write(self, *, complete: bool, **more: Any) -> None:
+        head: Manifest = {"format": FORMAT, "version": VERSION, "complete": complete, "normalized": False}
+        write_manifest(self.folder, {**head, **self.settings, **self.origin, **more})
+
+    def _clear_leftovers(self) -> None:
+        for path in (*self.folder.glob(".*.tmp"), *self.folder.glob(".write-test-*")):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Hold ``folder`` for this process; :class:`UsageError` if another is writing it. Freed even by kill
+    -9."""
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise UsageError(
+            f"{folder} is being written by another process; wait for it, or name another folder"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def write_embedding_set(
+    folder: str | Path,
+    embeddings: npt.NDArray[Any],
+    *,
+    contract_id: str,
+    labels: npt.NDArray[np.int64] | None = None,
+    class_names: Sequence[str] = (),
+    keys: Sequence[str] | None = None,
+    ids: npt.NDArray[np.int64] | None = None,
+    errors: Mapping[int, str] | None = None,
+    dtype: str = "float32",
+    shard_rows: int = 32768,
+) -> EmbeddingSet:
+    """Write vectors that are at hand as an embedding set.
+
+    embeddings: (N, D) float; labels: (N,) into ``class_names``, default -1; keys: N strings, default the row
+    numbers; ids: (N,) unique int64, default the row numbers; errors: {row: text} for rows without an
+    embedding. Raises :class:`UsageError` if the shapes disagree or the folder holds something else.
+    """
+    count, dim = embeddings.shape
+    ids = np.arange(count, dtype=np.int64) if ids is None else ids
+    labels = np.full(count, -1, dtype=np.int64) if labels is None else labels
+    keys = [str(row) for row in range(count)] if keys is None else keys
+    if not len(ids) == len(labels) == len(keys) == count:
+        raise UsageError(
+            f"{count} embeddings, {len(ids)} ids, {len(labels)} labels and {len(keys)} keys do not match"
+        )
+    if count and (int(labels.min()) < -1 or int(labels.max()) >= len(class_names)):
+        raise UsageError(f"labels reach {int(labels.max())}, and there are {len(class_names)} class names")
+    if len(np.unique(ids)) != count:
+        raise UsageError("the ids are not unique")
+    writer = SetWriter(
+        Path(folder),
+        {
+            "contract_id": contract_id,
+            "dim": dim,
+            "dtype": dtype,
+            "rows": count,
+            "shard_rows": shard_rows,
+        },
+    )
+    with sole_writer(writer.folder):
+        writer.begin()
+        for number in range(writer.shard_count):
+            start, stop = writer.shard_range(number)
+            part = slice(start, stop)
+            bad = {row: text for row, text in (errors or {}).items() if start <= row < stop}
+            writer.publish(
+                number, ShardRows(start, embeddings[part], ids[part], labels[part], keys[part], bad)
+            )
+        return writer.finish(class_names)

@@ -1,0 +1,59 @@
+"""Which images to embed: any data set that trains, and photos of whom nobody has said who they are."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from plsc.data import ImageDataset, open_dataset
+from plsc.data.dataset import EncodedDataset
+from plsc.data.decode import IMAGE_SUFFIXES, read_bytes
+from plsc.data.packed import PackedStrings
+
+
+class LooseImages(EncodedDataset):
+    """Image files below ``root``, in order of path: those in a sub-folder are of the class of that name, the others -1.
+
+    Keys are the paths below ``root``.
+    """
+
+    def __init__(self, root: Path, names: list[str], image_size: int | None) -> None:
+        folders = [name.partition("/")[0] if "/" in name else "" for name in names]
+        classes = sorted({folder for folder in folders if folder})
+        places = {"": -1, **{folder: place for place, folder in enumerate(classes)}}
+        labels = np.array([places[folder] for folder in folders], dtype=np.int64)
+        super().__init__(str(root), labels, classes, image_size)
+        self.root, self._names = root, PackedStrings(names)
+
+    def encoded(self, index: int) -> bytes:
+        """The bytes of file ``index``."""
+        return read_bytes(self.root / self.key(index))
+
+    def key(self, index: int) -> str:
+        """The path of file ``index`` below the root."""
+        return self._names[index]
+
+
+def open_images(source: str | Path, image_size: int) -> ImageDataset:
+    """Open what :func:`plsc.data.open_dataset` opens, and also one image file, or a folder in which images lie loose.
+
+    Raises :class:`UsageError` if there is nothing of the kind.
+    """
+    path = Path(source)
+    if path.is_file() and _is_image(path.name):
+        return LooseImages(path.parent, [path.name], image_size)
+    if path.is_dir() and any(_is_image(entry.name) for entry in path.iterdir()) and not any(path.glob("*.rec")):
+        return LooseImages(path, _images_below(path), image_size)
+    return open_dataset(source, image_size=image_size)
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
+
+
+def _images_below(root: Path) -> list[str]:
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if _is_image(name)]
+    return sorted(found)

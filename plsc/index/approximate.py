@@ -1,0 +1,149 @@
+"""Approximate search by faiss, with its parameters chosen from the data and tuned to a recall.
+
+IVF: the rows are clustered into ``nlist`` ≈ 4·√N cells (spherical k-means), and a query reads the ``nprobe``
+nearest cells. HNSW: a graph of neighbours (Malkov & Yashunin, 2018), walked with a candidate list of
+``efSearch``.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from plsc.errors import UsageError
+from plsc.index.exact import Float32, Int64, load_faiss
+from plsc.index.recall import Recall, recall_of
+from plsc.progress import Progress
+
+Kind = Literal["exact", "ivf", "hnsw"]
+
+CHUNK = 65536
+ROWS_PER_CELL = 64  # of the training sample; k-means gains little from more
+LEAST_ROWS = {"ivf": 400, "hnsw": 20}
+HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_WIDEST = 32, 128, 4096
+
+
+def train_and_add(kind: Kind, base: Float32, seed: int, *, quiet: bool) -> Any:
+    """Build the faiss index of ``kind`` over ``base`` (N, D), whose faiss ids are the row numbers."""
+    structure = _trained_ivf(base, seed) if kind == "ivf" else _empty_hnsw(base.shape[1])
+    progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
+    for start in range(0, len(base), CHUNK if kind == "ivf" else 4096):
+        part = base[start : start + (CHUNK if kind == "ivf" else 4096)]
+        structure.add(np.ascontiguousarray(part))
+        progress.advance(len(part))
+    progress.finish()
+    return structure
+
+
+def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: float) -> tuple[int, Recall]:
+    """Find the smallest effort (nprobe or efSearch) whose recall@1 and recall@10 both reach ``target``, and
+    set it.
+
+    queries (Q, D); truth (Q, <=10): the exact scores over the same rows. Doubles the effort until it
+    suffices, then bisects. Raises :class:`UsageError` if no effort suffices.
+    """
+    k = truth.shape[1]
+
+    def measure(effort: int) -> Recall:
+        set_effort(structure, kind, effort)
+        return recall_of(structure.search(queries, k)[0], truth)
+
+    effort, recall = smallest_effort(
+        measure, 1 if kind == "ivf" else 16, most_effort(structure, kind), target
+    )
+    if recall.worst < target:
+        raise UsageError(
+            f"{kind} finds {recall.worst:.4f} of the nearest rows at most, and --recall asks for {target}; "
+            "ask for less, or for --kind exact"
+        )
+    set_effort(structure, kind, effort)
+    return effort, recall
+
+
+def smallest_effort(
+    measure: Callable[[int], Recall], least: int, most: int, target: float
+) -> tuple[int, Recall]:
+    """Smallest effort in [least, most] whose recall reaches ``target``, taking recall to grow with it; else
+    ``most``."""
+    low, effort = least - 1, least
+    recall = measure(effort)
+    while recall.worst < target and effort < most:
+        low, effort = effort, min(effort * 2, most)
+        recall = measure(effort)
+    high = effort
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        tried = measure(middle)
+        if tried.worst >= target:
+            high, recall = middle, tried
+        else:
+            low = middle
+    return high, recall
+
+
+def most_effort(structure: Any, kind: Kind) -> int:
+    """The effort at which nothing is left to gain (IVF: every cell) or to try."""
+    return int(structure.nlist) if kind == "ivf" else HNSW_WIDEST
+
+
+def set_effort(structure: Any, kind: Kind, effort: int) -> None:
+    """Set nprobe or efSearch."""
+    if kind == "ivf":
+        structure.nprobe = effort
+    else:
+        structure.hnsw.efSearch = effort
+
+
+def parameters(structure: Any, kind: Kind, effort: int) -> dict[str, int]:
+    """What was chosen, as the manifest holds it."""
+    if kind == "ivf":
+        return {"nlist": int(structure.nlist), "nprobe": effort}
+    return {"links": HNSW_LINKS, "efConstruction": HNSW_CONSTRUCTION, "efSearch": effort}
+
+
+def save(structure: Any, path: Path) -> None:
+    """Write a faiss index."""
+    load_faiss().write_index(structure, str(path))
+
+
+def load(path: Path, kind: Kind, chosen: dict[str, int]) -> Any:
+    """Read a faiss index whose hash has been verified: faiss itself takes a damaged file without a word, or
+    crashes."""
+    structure = load_faiss().read_index(str(path))
+    set_effort(structure, kind, chosen["nprobe" if kind == "ivf" else "efSearch"])
+    return structure
+
+
+def found(structure: Any, queries: Float32, k: int) -> tuple[Float32, Int64]:
+    """Scores and rows (Q, k); row -1 with score −inf where the structure came up with fewer than ``k``."""
+    scores, rows = structure.search(np.ascontiguousarray(queries), k)
+    return np.where(rows >= 0, scores, -np.inf).astype(np.float32), rows
+
+
+def cell_count(rows: int) -> int:
+    """nlist for ``rows`` rows: 4·√N, and never so many that a cell has fewer than 39 rows to learn from."""
+    return max(1, min(round(4 * math.sqrt(rows)), rows // 39))
+
+
+def _trained_ivf(base: Float32, seed: int) -> Any:
+    faiss = load_faiss()
+    cells, dim = cell_count(len(base)), base.shape[1]
+    structure = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, cells, faiss.METRIC_INNER_PRODUCT)
+    structure.cp.spherical, structure.cp.seed, structure.cp.max_points_per_centroid = (
+        True,
+        seed,
+        ROWS_PER_CELL,
+    )
+    wanted = min(len(base), cells * ROWS_PER_CELL)
+    sample = np.sort(np.random.default_rng(seed).choice(len(base), wanted, replace=False))
+    structure.train(np.ascontiguousarray(base[sample]))
+    return structure
+
+
+def _empty_hnsw(dim: int) -> Any:
+    faiss = load_faiss()
+    structure = faiss.IndexHNSWFlat(dim, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+    structure.hnsw.efConstruction = HNSW_CONSTRUCTION
+    return structure

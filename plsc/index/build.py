@@ -1,0 +1,184 @@
+"""Building an index: gather, normalise, choose and tune the structure, measure, publish."""
+
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.embed.columns import save_array, save_strings
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embed.manifest import holds_manifest, write_manifest
+from plsc.errors import UsageError
+from plsc.files import describe_files, make_folder, publish_folder
+from plsc.index import approximate
+from plsc.index.exact import Float32, Int64, nearest
+from plsc.index.gather import Gathered, gather
+from plsc.index.index import COLUMN_FILES, FAISS_FILE, FORMAT, VERSION
+from plsc.index.recall import Recall, choose_held_out, oracle, recall_of
+
+KINDS = ("auto", "exact", "ivf", "hnsw")
+EXACT_UP_TO = 200_000  # rows; below, brute force answers in milliseconds and misses nothing
+HELD_OUT = 1000  # queries that tune and measure an approximate structure
+ORACLE_QUERIES = 100  # queries that check the exact search against float64
+
+
+def build(
+    sets: Sequence[EmbeddingSet | str | Path],
+    folder: Path,
+    *,
+    kind: str = "auto",
+    recall: float = 0.99,
+    seed: int = 0,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Build the index ``folder`` over ``sets`` and return its manifest.
+
+    kind: "exact", "ivf", "hnsw", or "auto": exact up to 200,000 rows, above that IVF unless brute force is
+    the faster. recall: least recall@1 and recall@10 of an approximate kind on held-out real rows. An index
+    that ``folder`` holds already is replaced once the new one is whole. Every set is hashed first.
+
+    Raises :class:`UsageError` for a wrong kind or recall, sets that do not go together, a folder that holds
+    something else, too few rows for the kind or a recall out of reach; :class:`IntegrityError` for a damaged
+    set.
+    """
+    _check(folder, kind, recall)
+    opened = [source if isinstance(source, EmbeddingSet) else EmbeddingSet(source) for source in sets]
+    for source in opened:
+        source.verify()
+    rows = gather(opened)
+    began = time.monotonic()
+    aside = folder.resolve().with_name(f".{folder.resolve().name}.building")
+    make_folder(aside.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    make_folder(aside)
+    try:
+        manifest = _fill(
+            aside, rows, _resolved(kind, len(rows)), recall, seed, quiet, may_fall_back=kind == "auto"
+        )
+        manifest["build_seconds"] = round(time.monotonic() - began, 3)
+        write_manifest(aside, manifest)
+        publish_folder(aside, folder.resolve())
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return manifest
+
+
+def _check(folder: Path, kind: str, recall: float) -> None:
+    if kind not in KINDS:
+        raise UsageError(f"no kind {kind!r}; it is one of {', '.join(KINDS)}")
+    if not 0 < recall <= 1:
+        raise UsageError(f"recall {recall}: it lies above 0 and up to 1")
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; name a folder")
+    if folder.is_dir() and any(folder.iterdir()) and not holds_manifest(folder, FORMAT):
+        raise UsageError(f"{folder} is not empty and holds no index; name another folder")
+
+
+def _resolved(kind: str, rows: int) -> approximate.Kind:
+    if kind == "exact" or (kind == "auto" and rows <= EXACT_UP_TO):
+        return "exact"
+    chosen: approximate.Kind = "hnsw" if kind == "hnsw" else "ivf"
+    if rows < approximate.LEAST_ROWS[chosen]:
+        raise UsageError(
+            f"{chosen} needs {approximate.LEAST_ROWS[chosen]} rows and there are {rows}; use --kind exact"
+        )
+    return chosen
+
+
+def _fill(
+    aside: Path,
+    rows: Gathered,
+    kind: approximate.Kind,
+    target: float,
+    seed: int,
+    quiet: bool,
+    *,
+    may_fall_back: bool,
+) -> dict[str, Any]:
+    held = np.empty(0, dtype=np.int64) if kind == "exact" else choose_held_out(rows.labels, HELD_OUT, seed)
+    order = np.concatenate([np.delete(np.arange(len(rows), dtype=np.int64), held), held])
+    vectors = _write_columns(aside, rows, order)
+    if kind == "exact":
+        more = _exact(vectors, seed)
+    else:
+        more = _approximate(aside, vectors, len(held), kind, target, seed, quiet)
+        if may_fall_back and more["speed_over_exact"] <= 1:
+            (aside / FAISS_FILE).unlink()
+            more = _exact(vectors, seed)
+    first = rows.sets[0].manifest
+    files = [*COLUMN_FILES, *([FAISS_FILE] if more["kind"] != "exact" else [])]
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rows": len(rows),
+        "dim": rows.sets[0].dim,
+        "contract_id": rows.contract_id,
+        "model": first.get("model"),
+        "classes": len(rows.class_names),
+        "left_out": rows.left_out,
+        "recall_asked": target,
+        **more,
+        "sets": [
+            {"path": str(s.folder.resolve()), "rows": len(s), "id_offset": offset}
+            for s, offset in zip(rows.sets, rows.offsets, strict=True)
+        ],
+        "files": describe_files(aside, files),
+    }
+
+
+def _write_columns(aside: Path, rows: Gathered, order: Int64) -> Float32:
+    """Write vectors, ids, labels and names with row ``order[i]`` at place i; return the vectors, mapped for
+    reading."""
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order))
+    path = aside / "vectors.npy"
+    written = np.lib.format.open_memmap(path, "w+", np.float32, (len(rows), rows.sets[0].dim))
+    for start, vectors in rows.unit_chunks():
+        written[places[start : start + len(vectors)]] = vectors
+    written.flush()
+    del written
+    save_array(aside / "ids.npy", rows.ids[order])
+    save_array(aside / "labels.npy", rows.labels[order])
+    save_strings(aside, "keys", (rows.keys[row] for row in order))
+    save_strings(aside, "class_names", rows.class_names)
+    mapped: Float32 = np.load(path, mmap_mode="r", allow_pickle=False)
+    return mapped
+
+
+def _exact(vectors: Float32, seed: int) -> dict[str, Any]:
+    return {"kind": "exact", "held_out": 0, "parameters": {}, "recall": exact_recall(vectors, seed).as_json()}
+
+
+def exact_recall(vectors: Float32, seed: int = 0) -> Recall:
+    """The exact search's recall on 100 of its own rows (themselves not counted) against float64 numpy: 1, or
+    it is broken."""
+    count = min(ORACLE_QUERIES, len(vectors))
+    chosen = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
+    queries = vectors[chosen]
+    found, truth = nearest(queries, vectors, 11)[0], oracle(queries, vectors, 11)
+    return recall_of(found[:, 1:], truth[:, 1:].astype(np.float32))
+
+
+def _approximate(
+    aside: Path, vectors: Float32, held: int, kind: approximate.Kind, target: float, seed: int, quiet: bool
+) -> dict[str, Any]:
+    base, queries = vectors[: len(vectors) - held], np.array(vectors[len(vectors) - held :])
+    structure = approximate.train_and_add(kind, base, seed, quiet=quiet)
+    began = time.monotonic()
+    truth = nearest(queries, base, 10)[0]
+    exact_seconds = time.monotonic() - began
+    effort, recall = approximate.tune(structure, kind, queries, truth, target)
+    began = time.monotonic()
+    approximate.found(structure, queries, 10)
+    seconds = time.monotonic() - began
+    approximate.save(structure, aside / FAISS_FILE)
+    return {
+        "kind": kind,
+        "held_out": held,
+        "parameters": approximate.parameters(structure, kind, effort),
+        "recall": recall.as_json(),
+        "speed_over_exact": round(exact_seconds / max(seconds, 1e-9), 2),
+    }

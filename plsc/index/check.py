@@ -1,0 +1,76 @@
+"""Checking an index: every byte, every count, and whether it still finds what it found when it was built."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plsc.errors import IntegrityError
+from plsc.index import approximate
+from plsc.index.build import exact_recall
+from plsc.index.exact import nearest
+from plsc.index.index import Index
+from plsc.index.recall import Recall, recall_of
+
+CHUNK = 65536
+LENGTH_TOLERANCE = 1e-3
+RECALL_TOLERANCE = 0.005  # k-means and graphs are built by several threads, but what is stored answers alike
+
+
+def check(folder: str | Path) -> dict[str, Any]:
+    """Verify an index and measure its recall again.
+
+    Returns "rows", "kind", "dim", "contract_id", "recall" (as measured now) and "recall_stored". Raises
+    :class:`DataError` if ``folder`` is no index and :class:`IntegrityError` naming the first thing that is
+    wrong.
+    """
+    index = Index.open(folder)
+    _check_vectors(index)
+    _check_columns(index)
+    measured, stored = measure_recall(index), index.manifest["recall"]
+    for name, value in (("recall@1", measured.at_1), ("recall@10", measured.at_10)):
+        if value < stored[name] - RECALL_TOLERANCE:
+            raise IntegrityError(
+                f"{index.folder} has {name} {value:.4f} and was built with {stored[name]:.4f}; build it again"
+            )
+    return {
+        "rows": len(index),
+        "kind": index.kind,
+        "dim": index.dim,
+        "contract_id": index.contract_id,
+        "recall": measured.as_json(),
+        "recall_stored": stored,
+    }
+
+
+def measure_recall(index: Index) -> Recall:
+    """Recall on the rows held out of the structure; for an exact index, of its own rows against float64."""
+    if index.structure is None:
+        return exact_recall(index.vectors)
+    queries = np.array(index.held_out_vectors)
+    truth = nearest(queries, index.base, 10)[0]
+    return recall_of(approximate.found(index.structure, queries, truth.shape[1])[0], truth)
+
+
+def _check_vectors(index: Index) -> None:
+    for start in range(0, len(index), CHUNK):
+        lengths = np.linalg.norm(index.vectors[start : start + CHUNK], axis=1)
+        wrong = np.flatnonzero(~(np.abs(lengths - 1) < LENGTH_TOLERANCE))  # NaN is wrong, too
+        if len(wrong):
+            raise IntegrityError(
+                f"{index.folder}: row {start + int(wrong[0])} is not of length 1; build the index again"
+            )
+
+
+def _check_columns(index: Index) -> None:
+    if len(np.unique(index.ids)) != len(index):
+        raise IntegrityError(f"{index.folder} uses an id twice; build the index again")
+    if int(index.labels.min()) < -1 or int(index.labels.max()) >= len(index.class_names):
+        raise IntegrityError(
+            f"{index.folder} holds labels outside its {len(index.class_names)} classes; build it again"
+        )
+    if index.structure is not None and index.structure.ntotal != len(index.base):
+        raise IntegrityError(
+            f"{index.folder}: index.faiss holds {index.structure.ntotal} rows and not {len(index.base)}; "
+            "build it again"
+        )

@@ -1,0 +1,148 @@
+"""The index: a folder that answers which stored embeddings are most like a given one.
+
+    IDX/
+      manifest.json         sealed: kind, rows, held_out, dim, contract_id, model, parameters, recall, …
+      vectors.npy           (N, dim) float32, of length 1; the last ``held_out`` rows are not in index.faiss
+      ids.npy, labels.npy   (N,) int64; labels into class_names, -1 for none
+      keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embed.columns)
+      index.faiss           kinds ivf and hnsw: the approximate structure over the first N − held_out rows
+
+``exact`` searches vectors.npy itself. For the others a few real rows are kept out of the structure for good
+and searched by brute force beside it: the recall can so be measured again at any time, on the very queries
+that the tuning used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from plsc.embed.columns import open_array, open_strings, string_files
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embed.manifest import read_manifest
+from plsc.errors import UsageError
+from plsc.files import verify_files
+from plsc.index import approximate
+from plsc.index.exact import Float32, Int64, best_of, nearest, unit_rows
+
+FORMAT = "plsc index"
+VERSION = 1
+FAISS_FILE = "index.faiss"
+COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *string_files("class_names"))
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """The answer to Q queries, best first: scores (Q, k) float32 cosines; rows, ids and labels (Q, k)
+    int64."""
+
+    scores: Float32
+    rows: Int64
+    ids: Int64
+    labels: Int64
+
+
+class Index:
+    """A searchable set of embeddings; make one with :meth:`build`, open it with :meth:`open`.
+
+    Attributes: ``manifest`` (dict), ``contract_id``, ``dim``, ``kind``, ``vectors`` (N, dim), ``ids``,
+    ``labels`` (N,), ``keys``, ``class_names``, ``held_out`` (the number of last rows outside the approximate
+    structure).
+    """
+
+    def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
+        """Open ``folder``. ``verify=False`` trusts the columns, but faiss' own file is hashed all the same.
+
+        Raises :class:`UsageError` or :class:`DataError` if ``folder`` is no index,
+        :class:`IntegrityError` naming a file that is
+        damaged.
+        """
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise UsageError(f"there is no folder {folder}")
+        self.manifest = read_manifest(self.folder, FORMAT, VERSION)
+        described = self.manifest["files"]
+        verify_files(
+            self.folder, described if verify else {k: v for k, v in described.items() if k == FAISS_FILE}
+        )
+        rows = self.manifest["rows"]
+        self.kind: approximate.Kind = self.manifest["kind"]
+        self.dim: int = self.manifest["dim"]
+        self.contract_id: str = self.manifest["contract_id"]
+        self.held_out: int = self.manifest["held_out"]
+        self.vectors: Float32 = open_array(self.folder / "vectors.npy", (rows, self.dim), "float32")
+        self.ids: Int64 = open_array(self.folder / "ids.npy", (rows,), "int64")
+        self.labels: Int64 = open_array(self.folder / "labels.npy", (rows,), "int64")
+        self.keys: Sequence[str] = open_strings(self.folder, "keys", rows)
+        self.class_names: Sequence[str] = open_strings(self.folder, "class_names", self.manifest["classes"])
+        self.structure: Any = None
+        if self.kind != "exact":
+            self.structure = approximate.load(
+                self.folder / FAISS_FILE, self.kind, self.manifest["parameters"]
+            )
+
+    @classmethod
+    def open(cls, folder: str | Path, *, verify: bool = True) -> "Index":
+        """Open an index folder; the same as ``Index(folder)``."""
+        return cls(folder, verify=verify)
+
+    @classmethod
+    def build(
+        cls,
+        sets: Sequence[EmbeddingSet | str | Path],
+        folder: str | Path,
+        *,
+        kind: str = "auto",
+        recall: float = 0.99,
+        seed: int = 0,
+        quiet: bool = False,
+    ) -> "Index":
+        """Build an index over embedding sets; see :func:`plsc.index.build.build`."""
+        from plsc.index.build import build
+
+        build(sets, Path(folder), kind=kind, recall=recall, seed=seed, quiet=quiet)
+        return cls(folder, verify=False)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def base(self) -> Float32:
+        """(N − held_out, dim): the rows that the approximate structure covers."""
+        return self.vectors[: len(self) - self.held_out]
+
+    @property
+    def held_out_vectors(self) -> Float32:
+        """(held_out, dim): the rows beside it."""
+        return self.vectors[len(self) - self.held_out :]
+
+    def search(self, vectors: npt.ArrayLike, k: int = 10) -> Neighbours:
+        """The ``k`` nearest rows to each of ``vectors`` (Q, dim), by cosine, best first; all N if k is
+        larger.
+
+        Always min(k, N) rows: where an approximate structure comes up with fewer, the exact search steps in.
+        Raises :class:`UsageError` for k < 1, another dimension, NaN, infinity or a zero vector.
+        """
+        if k < 1:
+            raise UsageError(f"k is {k}; at least one neighbour must be asked for")
+        queries = unit_rows(vectors, self.dim)
+        k = min(k, len(self))
+        scores, rows = (
+            nearest(queries, self.vectors, k) if self.structure is None else self._approximate(queries, k)
+        )
+        return Neighbours(scores, rows, self.ids[rows], self.labels[rows])
+
+    def class_name(self, label: int) -> str | None:
+        """The name of class ``label``; None for -1."""
+        return None if label < 0 else self.class_names[int(label)]
+
+    def _approximate(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
+        inside = approximate.found(self.structure, queries, min(k, len(self.base)))
+        short = (inside[1] < 0).any(axis=1)
+        beside = nearest(queries, self.held_out_vectors, k)
+        scores, rows = best_of(inside, (beside[0], beside[1] + len(self.base)), k)
+        if short.any():
+            scores[short], rows[short] = nearest(queries[short], self.vectors, k)
+        return scores, rows

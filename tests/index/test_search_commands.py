@@ -1,0 +1,172 @@
+"""``plsc embed`` and ``plsc index`` as a person types them, with a real model on drawn faces."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plsc import models
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.tools.entry import main
+
+PEOPLE = "avatars:12x4"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """model.safetensors and other.safetensors, gallery.emb, gallery.idx and query.png (the first gallery image)."""
+    from PIL import Image
+
+    from plsc.data import open_dataset
+
+    folder = tmp_path_factory.mktemp("commands")
+    for seed, name in enumerate(("model", "other")):
+        torch.manual_seed(seed)
+        models.save_model(
+            models.create("mobilefacenet", embedding_dim=32, image_size=48).eval(),
+            folder / f"{name}.safetensors",
+        )
+    assert main(["embed", str(folder / "model.safetensors"), "--data", PEOPLE, "--out", str(folder / "gallery.emb"),
+                 "--workers", "0"]) == 0  # fmt: skip
+    assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(folder / "gallery.idx")]) == 0
+    Image.fromarray(open_dataset(PEOPLE, image_size=48).image(0).permute(1, 2, 0).numpy()).save(
+        folder / "query.png"
+    )
+    return folder
+
+
+def run(folder: Path, *argv: str) -> Any:
+    """Run a command in which @name means folder/name; its JSON result."""
+    result = folder / "result.json"
+    assert main([text.replace("@", f"{folder}/") for text in (*argv, "--json", "@result.json")]) == 0
+    return json.loads(result.read_text())
+
+
+def test_an_image_finds_itself_and_its_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run(folder, "index", "search", "@gallery.idx", "--query", "@query.png", "--k", "3")
+    (query,) = answer["queries"]
+    assert query["query"] == "query.png"
+    best = query["matches"][0]
+    source = EmbeddingSet(folder / "gallery.emb")
+    assert (best["key"], best["class"]) == (source.keys[0], source.class_names[int(source.labels[0])])
+    assert best["score"] == pytest.approx(1, abs=1e-4)
+    assert len(query["matches"]) == 3
+    assert best["key"] in capsys.readouterr().out
+
+
+def test_a_set_finds_itself_whatever_k(folder: Path) -> None:
+    answer = run(
+        folder, "index", "search", "@gallery.idx", "--query", "@gallery.emb", "--k", "1000", "--threads", "1"
+    )
+    keys = list(EmbeddingSet(folder / "gallery.emb").keys)
+    assert [query["query"] for query in answer["queries"]] == keys
+    assert all(len(query["matches"]) == 48 for query in answer["queries"])
+    assert [query["matches"][0]["key"] for query in answer["queries"]] == keys
+    vectors = EmbeddingSet(folder / "gallery.emb").rows(0, 48).astype(np.float64)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    scores = [[match["score"] for match in query["matches"]] for query in answer["queries"]]
+    np.testing.assert_allclose(scores, -np.sort(-(vectors @ vectors.T), axis=1), atol=1e-6)
+
+
+def test_flip_is_remembered_by_the_contract(folder: Path) -> None:
+    run(
+        folder,
+        "embed",
+        "@model.safetensors",
+        "--data",
+        PEOPLE,
+        "--out",
+        "@flip.emb",
+        "--flip",
+        "--workers",
+        "0",
+    )
+    run(folder, "index", "build", "@flip.emb", "--out", "@flip.idx")
+    answer = run(folder, "index", "search", "@flip.idx", "--query", "@query.png", "--k", "1")
+    assert answer["queries"][0]["matches"][0]["score"] == pytest.approx(1, abs=1e-4)
+
+
+def test_check_says_what_it_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(folder, "index", "check", "@gallery.idx")
+    assert (result["rows"], result["recall"]["recall@1"], result["recall"]["recall@10"]) == (48, 1.0, 1.0)
+    assert "sound; 48 rows of 32" in capsys.readouterr().out
+
+
+def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = (
+        "embed",
+        "@model.safetensors",
+        "--data",
+        PEOPLE,
+        "--out",
+        "@two.emb",
+        "--nproc",
+        "2",
+        "--workers",
+        "0",
+    )
+    assert run(folder, *argv)["embedded"] == 48
+    assert EmbeddingSet(folder / "two.emb", verify=True).rows(0, 48).tobytes() == \
+        EmbeddingSet(folder / "gallery.emb").rows(0, 48).tobytes()  # fmt: skip
+    again = run(folder, *argv[:-4], "--workers", "0")
+    assert (again["rows"], again["embedded"], again["images_per_second"]) == (48, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        ("embed @missing.pt --data avatars:3x3 --out @x", 2, "missing.pt does not exist"),
+        ("embed @missing.pt --data avatars:3x3 --out @x --nproc 2", 2, "there is no"),
+        ("embed @model.safetensors --data @nowhere --out @x", 2, "nowhere"),
+        ("embed @model.safetensors --data avatars:3x3 --out /proc/x", 2, "cannot write into /proc/x"),
+        ("embed @model.safetensors --data avatars:3x3 --out @x --nproc 0", 2, "--nproc 0"),
+        ("embed @model.safetensors --data avatars:3x3 --out @gallery.emb", 2, "begun with the data"),
+        ("embed @other.safetensors --data avatars:12x4 --out @gallery.emb", 2, "begun with the model"),
+        ("index build @missing --out @x", 2, "there is no folder"),
+        ("index build @gallery.emb --out @gallery.emb", 2, "holds no index"),
+        ("index build @gallery.emb --out @x --recall 7", 2, "recall 7.0"),
+        ("index build @gallery.emb --out /proc/x", 2, "cannot write"),
+        ("index search @missing --query @query.png", 2, "there is no folder"),
+        ("index search @gallery.emb --query @query.png", 1, "is no plsc index"),
+        ("index search @gallery.idx --query @query.png --k 0", 2, "--k 0"),
+        ("index search @gallery.idx --query @missing.png", 2, "there is no"),
+        ("index search @gallery.idx --query @query.png --model @other.safetensors", 2, "cannot be compared"),
+        ("index search @gallery.idx --query @query.png --model @missing", 2, "missing does not exist"),
+        ("index check @gallery.idx --threads 0", 2, "--threads 0"),
+        ("index check @missing", 2, "there is no folder"),
+    ],
+)
+def test_one_line_for_every_mistake(
+    folder: Path, capsys: pytest.CaptureFixture[str], argv: str, code: int, text: str
+) -> None:
+    assert main([word.replace("@", f"{folder}/") for word in argv.split()]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert text in error
+    assert not (folder / "x").exists() or not any((folder / "x").iterdir())
+
+
+def test_a_broken_query_image_and_a_model_that_moved(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.jpg").write_bytes(b"\xff\xd8 not a picture")
+    assert main(["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "broken.jpg")]) == 1
+    assert "broken.jpg" in capsys.readouterr().err
+    (folder / "model.safetensors").rename(folder / "moved.safetensors")
+    search = ["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "query.png")]
+    try:
+        assert main(search) == 2
+        assert "is not there any more; name it with --model" in capsys.readouterr().err
+        assert main([*search, "--model", str(folder / "moved.safetensors")]) == 0
+    finally:
+        (folder / "moved.safetensors").rename(folder / "model.safetensors")
+
+
+def test_help_is_for_newcomers(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["embed", "--help"], ["index", "--help"], ["index", "search", "--help"]):
+        with pytest.raises(SystemExit, match="0"):
+            main(argv)
+        assert "usage: plsc" in capsys.readouterr().out

@@ -1,0 +1,134 @@
+"""Turn images into embeddings: one vector per image, stored in an embedding set that can be searched and
+shared.
+
+  plsc embed runs/faces --data photos/ --out photos.emb
+  plsc embed model.safetensors --data gallery.rec --out gallery.emb --nproc 4 --flip
+
+MODEL is a run directory, a .safetensors, .pt or .onnx file. DATA is a folder per identity, any folder of
+photos, a list file (path<TAB>label), a .rec file or avatars:IDSxIMAGES. An image that cannot be read becomes
+an empty row with its error. If the command is stopped, or killed, run it again: it goes on where it stood,
+with any number of processes. On several machines, start it under torchrun, with OUT on a file system that all
+of them see.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import plsc.parallel as parallel
+from plsc.errors import UsageError
+from plsc.files import make_folder, read_json
+from plsc.parallel.launch import launch, launched
+from plsc.tools.entry import main
+
+HELP = "turn images into an embedding set"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("model", metavar="MODEL", help="run directory or model file")
+    parser.add_argument("--data", required=True, metavar="DIR|LIST|REC", help="the images")
+    parser.add_argument("--out", required=True, type=Path, metavar="EMB", help="folder to write")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="images per step and process (64)"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left)"
+    )
+    parser.add_argument(
+        "--nproc", type=int, default=1, metavar="N", help="processes, one per GPU where there are any (1)"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16", "fp16"),
+        default="fp32",
+        help="what the model computes in (fp32)",
+    )
+    parser.add_argument(
+        "--flip",
+        action="store_true",
+        help="average over each image and its mirror image: better, half as fast",
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Embed, print what came of it, and return it (on the first rank)."""
+    if args.nproc < 1:
+        raise UsageError(f"--nproc {args.nproc}: at least one process is needed")
+    if args.workers is None:
+        args.workers = max(min((os.cpu_count() or 1) // args.nproc - 1, 8), 0)
+    if args.nproc > 1 and not launched():
+        return _on_ranks(args)
+    summary = _embed(args)
+    if summary is not None:
+        _report(summary)
+    return summary
+
+
+def _on_ranks(args: argparse.Namespace) -> dict[str, Any]:
+    """Run this command as ``--nproc`` ranks and return what the first of them reports."""
+    for path in (args.model, args.data):
+        if not Path(path).exists() and ":" not in path:
+            raise UsageError(f"there is no {path}")
+    make_folder(args.out)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        code = launch([*_argv(args), "--json", str(result)], args.nproc)
+        if code:
+            raise SystemExit(code)
+        summary: dict[str, Any] = read_json(result)
+        return summary
+
+
+def _argv(args: argparse.Namespace) -> list[str]:
+    argv = ["embed", str(args.model), "--data", str(args.data), "--out", str(args.out)]
+    for name in ("batch_size", "workers", "precision", "dtype"):
+        argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return [*argv, *(["--flip"] if args.flip else [])]
+
+
+def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
+    from plsc.embed.embedder import open_embedder
+    from plsc.embed.extract import extract
+    from plsc.embed.sources import open_images
+
+    mesh = parallel.init()
+    try:
+        embedder = open_embedder(args.model, device=mesh.device, precision=args.precision)
+        summary = extract(
+            embedder,
+            open_images(args.data, embedder.image_size),
+            args.out,
+            mesh,
+            batch_size=args.batch_size,
+            workers=args.workers,
+            flip=args.flip,
+            dtype=args.dtype,
+            precision=args.precision,
+        )
+    finally:
+        parallel.shutdown()
+    return {"out": str(args.out), **summary} if mesh.is_main else None
+
+
+def _report(summary: dict[str, Any]) -> None:
+    rate = ""
+    if summary["embedded"]:
+        rate = f", {summary['images_per_second']:,} images/s, bound by the {summary['bound_by']}"
+    size = f"{summary['rows']:,} rows of {summary['dim']}"
+    print(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now{rate}")
+    if summary["errors"]:
+        first = summary["first_errors"][0]
+        print(
+            f"{summary['errors']:,} images could not be embedded; the first: {first['key']}: {first['error']}"
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["embed", *sys.argv[1:]]))

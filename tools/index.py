@@ -1,0 +1,161 @@
+"""Build an index over embedding sets, search it, and check it.
+
+  plsc index build photos.emb --out photos.idx
+  plsc index search photos.idx --query someone.jpg --k 5
+  plsc index search photos.idx --query others.emb --json matches.json
+  plsc index check photos.idx
+
+Scores are cosines: 1 is the same picture, near 0 is strangers. Up to 200,000 rows the search is exact; above,
+an approximate structure is chosen and tuned until it finds the share of true neighbours that --recall asks
+for.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import UsageError
+from plsc.tools.entry import main
+
+HELP = "build, search and check an index of embeddings"
+PRINTED = 20  # queries whose matches are worth reading on a terminal
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="build|search|check")
+    build = _action(actions, "build", "make an index from embedding sets")
+    build.add_argument("sets", nargs="+", type=Path, metavar="EMB", help="embedding sets of one model")
+    build.add_argument("--out", required=True, type=Path, metavar="IDX", help="folder to write")
+    build.add_argument("--kind", choices=("auto", "exact", "ivf", "hnsw"), default="auto", help="(auto)")
+    build.add_argument(
+        "--recall", type=float, default=0.99, metavar="R", help="least recall of an approximate kind (0.99)"
+    )
+    build.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
+    )
+    search = _action(actions, "search", "find what is most like an image or the rows of an embedding set")
+    search.add_argument("index", type=Path, metavar="IDX")
+    search.add_argument(
+        "--query", required=True, metavar="IMAGE|DIR|EMB", help="image, folder of images, or embedding set"
+    )
+    search.add_argument("--k", type=int, default=10, metavar="N", help="matches for each query (10)")
+    search.add_argument(
+        "--model", metavar="MODEL", help="embeds image queries (default: the model that the index remembers)"
+    )
+    check = _action(actions, "check", "verify every file, and measure the recall again")
+    check.add_argument("index", type=Path, metavar="IDX")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Do what was asked, print it as text, and return it."""
+    if args.threads is not None:
+        _use_threads(args.threads)
+    return {"build": _build, "search": _search, "check": _check}[args.action](args)
+
+
+def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, else all cores)"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        default=argparse.SUPPRESS,
+        help="write the result into FILE as JSON",
+    )
+    return parser
+
+
+def _use_threads(count: int) -> None:
+    if count < 1:
+        raise UsageError(f"--threads {count}: at least one is needed")
+    import torch
+
+    from plsc.index.exact import load_faiss
+
+    load_faiss().omp_set_num_threads(count)
+    torch.set_num_threads(count)
+
+
+def _build(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.index.build import build
+
+    manifest = build(args.sets, args.out, kind=args.kind, recall=args.recall, seed=args.seed)
+    left = ", ".join(
+        f"{count:,} with {reason.replace('_', ' ')}"
+        for reason, count in manifest["left_out"].items()
+        if count
+    )
+    size = f"{manifest['rows']:,} rows of {manifest['dim']}"
+    print(f"{args.out}: {size}, {_structure(manifest)}, {manifest['build_seconds']:.1f} s")
+    print(_recall(manifest["recall"], manifest["kind"]))
+    if left:
+        print(f"left out: {left}")
+    names = (
+        "rows",
+        "dim",
+        "kind",
+        "parameters",
+        "recall",
+        "recall_asked",
+        "held_out",
+        "left_out",
+        "contract_id",
+        "build_seconds",
+    )
+    return {"out": str(args.out), **{name: manifest[name] for name in names}}
+
+
+def _search(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.index import Index
+    from plsc.index.query import answer, open_queries
+
+    if args.k < 1:
+        raise UsageError(f"--k {args.k}: at least one neighbour must be asked for")
+    index = Index.open(args.index)
+    queries = answer(index, open_queries(index, args.query, args.model), args.k)
+    for query in queries[:PRINTED]:
+        _print_matches(query)
+    if len(queries) > PRINTED:
+        print(f"… and {len(queries) - PRINTED:,} queries more: --json FILE writes all")
+    return {"index": str(args.index), "kind": index.kind, "k": args.k, "queries": queries}
+
+
+def _print_matches(query: dict[str, Any]) -> None:
+    print(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
+    for place, match in enumerate(query["matches"], start=1):
+        name = "" if match["class"] is None else match["class"]
+        print(f"  {place:>3}  {match['score']:>7.4f}  {name:<20}  {match['key']}")
+
+
+def _check(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.index.check import check
+
+    result = check(args.index)
+    print(f"{args.index}: sound; {result['rows']:,} rows of {result['dim']}, kind {result['kind']}")
+    print(
+        f"{_recall(result['recall'], result['kind'])} (stored: {result['recall_stored']['recall@1']:.4f}, "
+        f"{result['recall_stored']['recall@10']:.4f})"
+    )
+    return result
+
+
+def _structure(manifest: dict[str, Any]) -> str:
+    chosen = ", ".join(f"{name} {value}" for name, value in manifest["parameters"].items())
+    return f"{manifest['kind']}" + (f" ({chosen})" if chosen else "")
+
+
+def _recall(recall: dict[str, Any], kind: str) -> str:
+    against = "float64" if kind == "exact" else "exact search, on rows held out"
+    shares = f"recall@1 {recall['recall@1']:.4f}, recall@10 {recall['recall@10']:.4f}"
+    return f"{shares} over {recall['queries']} queries, against {against}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["index", *sys.argv[1:]]))
