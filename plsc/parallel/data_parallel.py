@@ -1,5 +1,7 @@
 """The backbone, replicated: every rank holds all of it and averages its gradients."""
 
+import warnings
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,10 +22,12 @@ def data_parallel(module: nn.Module, mesh: Mesh) -> nn.Module:
     if mesh.world_size == 1:
         return module
     ids = [mesh.device.index] if mesh.device.type == "cuda" else None
-    return DistributedDataParallel(
-        module,
-        device_ids=ids,
-        process_group=mesh.group,
-        broadcast_buffers=False,
-        gradient_as_bucket_view=True,
-    )
+    with warnings.catch_warnings():  # its successor also synchronises at the start, which costs nothing to leave out
+        warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+        return DistributedDataParallel(
+            module,
+            device_ids=ids,
+            process_group=mesh.group,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
