@@ -1,0 +1,263 @@
+"""Checkpoints of any number of ranks for any other: written aside, hashed, published whole, checked first.
+
+A checkpoint is a folder step-XXXXXXXX: the tensors as torch.distributed.checkpoint stores them, state.json
+with all that is small, and manifest.json with every file's size and SHA-256. All ranks see one file system.
+"""
+
+import contextlib
+import io
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from plsc.errors import DataError, IntegrityError, PlscError, UsageError
+from plsc.files import (
+    MANIFEST,
+    describe_files,
+    publish_folder,
+    read_json,
+    verify_files,
+    write_json,
+    written_aside,
+)
+from plsc.parallel import Mesh
+from plsc.parallel.collectives import all_gather_object, barrier, broadcast_object
+from plsc.train.agreement import on_every_rank
+
+FORMAT = 1
+STATE = "state.json"
+LATEST = "latest"
+_NOT_A_PICKLE = (pickle.UnpicklingError, EOFError, AttributeError, TypeError, LookupError, ValueError)
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+class CheckpointFolder:
+    """RUN/checkpoints: saves, keeps the newest ``keep``, and finds what a run goes on from."""
+
+    def __init__(self, folder: Path, mesh: Mesh, keep: int) -> None:
+        self.folder, self.mesh, self.keep = folder, mesh, keep
+
+    def clean(self) -> None:
+        """Remove what a killed writer left unfinished."""
+        if self.mesh.is_main and self.folder.is_dir():
+            for left in self.folder.glob(".*.tmp"):
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+        barrier(self.mesh)
+
+    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
+        """Publish ``tensors`` and ``state`` as the checkpoint of ``step``. Every rank calls.
+
+        Args:
+            step: its number, and its name.
+            tensors: tensors by name; each rank gives what it has to write, tables as RowShard. Of a tensor
+                that all ranks hold, one rank gives it.
+            state: everything else, as JSON holds it; the main rank's is written.
+
+        Raises:
+            DataError: it cannot be written (a full disk, say); nothing was published.
+        """
+        final = self.folder / f"step-{step:08d}"
+        aside = self.folder / f".{final.name}.tmp"
+        on_every_rank(self.mesh, lambda: self._prepare(aside))
+        _write_tensors(aside, tensors, self.mesh)
+        names = on_every_rank(self.mesh, lambda: self._finish(aside, state))
+        mine = broadcast_object(names, self.mesh)[self.mesh.rank :: self.mesh.world_size]
+        described = on_every_rank(self.mesh, lambda: describe_files(aside, mine))
+        shares = all_gather_object(described, self.mesh)
+        files = {name: entry for share in shares for name, entry in share.items()}
+        on_every_rank(self.mesh, lambda: self._publish(aside, final, files))
+        return final
+
+    def published(self) -> list[Path]:
+        """The whole checkpoints, oldest first."""
+        found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
+        return sorted((path for path in found if (path / MANIFEST).is_file()), key=step_of)
+
+    def set_aside_after(self, step: int) -> list[Path]:
+        """Rename the checkpoints of later steps: the run goes on from ``step`` and will write its own."""
+        later = [path for path in self.published() if step_of(path) > step]
+        if self.mesh.is_main:
+            for path in later:
+                aside = path.with_name(f"superseded-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        barrier(self.mesh)
+        return later
+
+    def _prepare(self, aside: Path) -> None:
+        if self.mesh.is_main:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+
+    def _finish(self, aside: Path, state: Mapping[str, Any]) -> list[str]:
+        """Write what one rank writes; the names of all files."""
+        if not self.mesh.is_main:
+            return []
+        write_json(aside / STATE, dict(state))
+        return sorted(path.name for path in aside.iterdir())
+
+    def _publish(self, aside: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
+        if not self.mesh.is_main:
+            return
+        write_json(aside / MANIFEST, {"format": FORMAT, "files": files})
+        publish_folder(aside, final)
+        with written_aside(self.folder / LATEST) as latest:
+            latest.write_text(final.name + "\n", encoding="utf-8")
+        for old in self.published()[: -self.keep]:
+            shutil.rmtree(old)
+
+
+class StoredCheckpoint:
+    """A published checkpoint whose every file was found to be the one that was written."""
+
+    def __init__(self, path: Path, mesh: Mesh) -> None:
+        """Check ``path``, sharing the work; IntegrityError or DataError names what is wrong with it."""
+        self.path, self.mesh = path, mesh
+        on_every_rank(mesh, lambda: _verify(path, mesh))
+        self.state: dict[str, Any] = read_json(path / STATE)
+        self.stored: dict[str, Any] = dict(_Reader(path).read_metadata().state_dict_metadata)
+
+    @property
+    def step(self) -> int:
+        """The step it was taken after."""
+        return step_of(self.path)
+
+    def load_into(self, targets: Mapping[str, Any]) -> None:
+        """Fill ``targets`` (tensors, RowShards) in place from the tensors of the same names."""
+        for name, target in targets.items():
+            if name not in self.stored:
+                raise DataError(f"{self.path} holds no {name}; it is the checkpoint of another configuration")
+            stored, size = self.stored[name].size, target.size()
+            if stored != size:
+                raise DataError(f"{self.path}: {name} is {tuple(stored)} there and {tuple(size)} here")
+        with _quiet():
+            load(dict(targets), storage_reader=_Reader(self.path), no_dist=True)
+
+    def read(self, prefix: str) -> dict[str, torch.Tensor]:
+        """The tensors whose names begin with ``prefix``, by the rest of their names, on the CPU."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, stored in self.stored.items():
+            if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata):
+                tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
+        self.load_into(tensors)
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def step_of(path: Path) -> int:
+    """The step in a checkpoint folder's name; UsageError for another name."""
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise UsageError(f"{path} is no checkpoint; its folder would be named step-00001000")
+    return int(match[1])
+
+
+def open_newest(folder: CheckpointFolder) -> StoredCheckpoint | None:
+    """The newest published checkpoint, or None; where it is corrupt, the error names an older whole one."""
+    published = broadcast_object(folder.published(), folder.mesh)
+    return open_checkpoint(published[-1], folder.mesh) if published else None
+
+
+def open_checkpoint(path: Path, mesh: Mesh) -> StoredCheckpoint:
+    """Open ``path``; an IntegrityError says which older checkpoint beside it is whole."""
+    step_of(path)
+    if not path.is_dir():
+        raise UsageError(f"there is no checkpoint {path}; --resume auto takes the newest one of the run")
+    try:
+        return StoredCheckpoint(path, mesh)
+    except (IntegrityError, DataError) as error:
+        older = [p for p in CheckpointFolder(path.parent, mesh, 1).published() if step_of(p) < step_of(path)]
+        good = _newest_whole(older, mesh)
+        mend = f"--resume {good} goes on from an older one that is whole" if good else "no older one is whole"
+        raise IntegrityError(f"{error}; {mend}") from None
+
+
+def _newest_whole(candidates: list[Path], mesh: Mesh) -> Path | None:
+    for path in reversed(broadcast_object(candidates, mesh)):
+        try:
+            on_every_rank(mesh, lambda path=path: _verify(path, mesh))  # type: ignore[misc]
+        except PlscError:
+            continue
+        return path
+    return None
+
+
+def _verify(path: Path, mesh: Mesh) -> None:
+    """Check this rank's share of the files against the manifest."""
+    manifest = read_json(path / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise IntegrityError(f"{path / MANIFEST} is not a manifest of format {FORMAT}")
+    files = manifest.get("files")
+    if not isinstance(files, dict) or STATE not in files or ".metadata" not in files:
+        raise IntegrityError(f"{path / MANIFEST} does not list the checkpoint's files")
+    names = sorted(files)[mesh.rank :: mesh.world_size]
+    for name in names:
+        entry = files[name]
+        if Path(name).name != name or not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
+            raise IntegrityError(f"{path / MANIFEST} describes {name!r} wrongly")
+    verify_files(path, {name: files[name] for name in names})
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Any], mesh: Mesh) -> None:
+    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
+    try:
+        with _quiet():
+            save(dict(tensors), storage_writer=writer, process_group=mesh.group, no_dist=mesh.world_size == 1)
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        if isinstance(first, OSError):
+            raise DataError(f"cannot write the checkpoint {folder}: {first.strerror}; free some space") from None
+        raise
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remark that it saves or loads in one process: so it was asked."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
+        yield
+
+
+class _Reader(FileSystemReader):
+    """torch's reader, whose metadata is a pickle: this one builds nothing but a checkpoint's own types."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata; IntegrityError where it is not that."""
+        path = Path(self.path) / ".metadata"
+        try:
+            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
+        except _NOT_A_PICKLE as error:
+            raise IntegrityError(f"{path} is not a checkpoint's metadata: {error}") from None
+        if not isinstance(metadata, Metadata):
+            raise IntegrityError(f"{path} is not a checkpoint's metadata")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    _allowed = frozenset({
+        *(("torch.distributed.checkpoint.metadata", name) for name in (
+            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
+            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
+        )),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
+    })
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) not in self._allowed and not is_dtype:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)

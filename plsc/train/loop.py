@@ -1,0 +1,310 @@
+"""The training run: from a configuration to a run directory, in one go or in as many as it takes."""
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from plsc import config as configuration
+from plsc.config import Config
+from plsc.data.dataset import open_dataset
+from plsc.errors import PlscError, UsageError
+from plsc.files import make_folder, written_aside
+from plsc.optim.schedules import advance, schedule, scheduler
+from plsc.parallel import Mesh
+from plsc.progress import Progress
+from plsc.train.agreement import on_every_rank
+from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
+from plsc.train.interrupt import Interrupted, StopRequest
+from plsc.train.judge import BEST, MODEL, brief, judge, save_weights, score
+from plsc.train.metrics import METRICS, MetricsLog
+from plsc.train.parts import build
+from plsc.train.state import Position, capture, changes, restore, steps_per_epoch
+from plsc.train.step import MicroBatch, Outcome, Stepper, micro_batches
+
+CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
+
+
+def train(
+    config: Config, mesh: Mesh, *, out: str | Path, resume: str | None = None, quiet: bool = False
+) -> dict[str, Any]:
+    """Train as ``config`` says and write the run directory ``out``; every rank calls.
+
+    Args:
+        config: see :mod:`plsc.config`.
+        mesh: the ranks, from :func:`plsc.init`. They share one file system.
+        out: config.toml, classes.json, metrics.jsonl, tensorboard/, checkpoints/, model.safetensors (the last
+            weights) and best.safetensors (those of the best mean accuracy).
+        resume: None begins a run; "auto" goes on from the newest checkpoint of ``out``, or begins where there
+            is none; else a checkpoint's folder, or a run's.
+        quiet: print nothing.
+
+    Returns:
+        {"out", "steps", "epochs", "loss", "skipped_steps", "images", "seconds", "images_per_second",
+        "classes", "eval", "best"}, the same on every rank but for the times.
+
+    Raises:
+        UsageError: the configuration or the request is off; ``out`` holds a run and ``resume`` is None.
+        IntegrityError: the checkpoint to resume from is corrupt.
+        DataError: too many unreadable pictures; a full disk.
+        PlscError: the loss was not finite for too long.
+        Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
+    """
+    with StopRequest() as stop:
+        run = Run(config, mesh, Path(out), resume, quiet)
+        try:
+            return run.go(stop)
+        finally:
+            run.metrics.close()
+
+
+class Run:
+    """One process's part of a training run."""
+
+    def __init__(self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool) -> None:
+        self.config, self.mesh, self.out = config, mesh, out
+        self.quiet = quiet or not mesh.is_main
+        on_every_rank(mesh, lambda: _check_folder(out, resume))
+        dataset = on_every_rank(
+            mesh, lambda: open_dataset(config.data.train, image_size=config.data.image_size)
+        )
+        self.parts = build(config, dataset, mesh)
+        self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
+        self.position = Position()
+        self._saved_at = -1
+        on_every_rank(mesh, lambda: make_folder(out) if mesh.is_main else out)
+        stored = self._find(resume)
+        if stored is not None:
+            self._continue(stored)
+        on_every_rank(mesh, self._write_descriptions)
+        self._set_schedule()
+        self.stepper = Stepper(self.parts)
+        self.metrics = MetricsLog(
+            out, step=self.position.step, tensorboard=config.log.tensorboard, enabled=mesh.is_main
+        )
+        self.last_loss: float | None = None
+        self._skipped_in_a_row = 0
+        self._results: dict[str, dict[str, Any]] = {}
+        self._judged_at = -1
+
+    def go(self, stop: StopRequest) -> dict[str, Any]:
+        """Take the steps that are left; evaluate, log and save on the way."""
+        start, images = time.monotonic(), 0
+        progress = self._progress()
+        reporter = Reporter(self)
+        for group in self._groups():
+            outcome = self.stepper.step(group, self.position.step, stop.signal)
+            images += outcome.images
+            self._after_step(outcome)
+            reporter.report(outcome)
+            progress.advance(outcome.images, self._note(outcome))
+            if outcome.stop:
+                self._save()
+                raise Interrupted(f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
+                                  f"written: --resume auto goes on", outcome.stop)
+            self._on_schedule()
+        progress.finish(self._note(None))
+        self._judge()
+        self._save()
+        return self._result(time.monotonic() - start, images)
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs trained, with the share of the present one."""
+        state = self.parts.loader.state_dict()
+        return state["epoch"] + state["consumed"] / len(self.parts.dataset)
+
+    # Beginning, or going on.
+
+    def _find(self, resume: str | None) -> StoredCheckpoint | None:
+        if self.mesh.is_main:
+            for left in self.out.glob(".*.tmp"):
+                left.unlink()
+        self.checkpoints.clean()
+        if resume is None:
+            return None
+        if resume == "auto":
+            return open_newest(self.checkpoints)
+        path = Path(resume)
+        if not (path / CHECKPOINTS).is_dir():
+            return open_checkpoint(path, self.mesh)
+        stored = open_newest(CheckpointFolder(path / CHECKPOINTS, self.mesh, 1))
+        if stored is None:
+            raise UsageError(f"{path} holds no finished checkpoint; --resume auto begins anew where there is none")
+        return stored
+
+    def _continue(self, stored: StoredCheckpoint) -> None:
+        self.position = on_every_rank(self.mesh, lambda: restore(self.parts, stored))
+        if stored.path.parent.resolve() == self.checkpoints.folder.resolve():
+            self._saved_at = self.position.step
+        self._say(f"resumed from {stored.path} (step {self.position.step:,}, saved by "
+                  f"{stored.state['world_size']} ranks)")
+        for change in changes(stored.state["config"], self.config):
+            self._say(f"changed on resume: {change}")
+        for later in self.checkpoints.set_aside_after(self.position.step):
+            self._say(f"set aside as superseded-{later.name}: it is of a later step")
+
+    def _write_descriptions(self) -> None:
+        if self.mesh.is_main:
+            with written_aside(self.out / CONFIG) as aside:
+                aside.write_text(configuration.to_toml(self.config), encoding="utf-8")
+            self.parts.dataset.save_label_map(self.out / CLASSES)
+
+    def _set_schedule(self) -> None:
+        optim, per_epoch = self.config.optim, steps_per_epoch(self.parts)
+        warmup = optim.warmup_steps
+        if warmup is None:
+            warmup = round((optim.warmup_epochs or 0.0) * per_epoch)
+        factor = schedule(
+            optim.schedule, total_steps=self._total_steps(), warmup_steps=warmup, power=optim.power,
+            final=optim.final, gamma=optim.gamma, milestones=[round(m * per_epoch) for m in optim.milestones],
+        )
+        self.rates = [0.0, 0.0]
+        optimizers = (self.parts.optimizer, self.parts.head_optimizer)
+        self.schedulers = [scheduler(each, factor, step=self.position.schedule_step) for each in optimizers]
+
+    def _total_steps(self) -> int:
+        if self.config.steps is not None:
+            return self.config.steps
+        assert self.config.epochs is not None
+        return self.config.epochs * steps_per_epoch(self.parts)
+
+    # Steps.
+
+    def _groups(self) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step that is left, through all epochs."""
+        while not self._finished():
+            for group in micro_batches(self.parts.loader, self.config.optim.accumulate):
+                yield group
+                if self.config.steps is not None and self._finished():
+                    return
+
+    def _finished(self) -> bool:
+        if self.config.steps is not None:
+            return self.position.step >= self.config.steps
+        assert self.config.epochs is not None
+        return self.parts.loader.epoch >= self.config.epochs
+
+    def _after_step(self, outcome: Outcome) -> None:
+        self.position.step += 1
+        self.position.schedule_step += 1
+        self.rates = [float(each.get_last_lr()[0]) for each in self.schedulers]
+        advance(self.schedulers)
+        if not outcome.skipped:
+            self.last_loss, self._skipped_in_a_row = outcome.loss, 0
+            return
+        self.position.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self.config.max_skipped_steps:
+            raise PlscError(
+                f"loss or gradients were not finite for {self._skipped_in_a_row} steps in a row, up to step "
+                f"{self.position.step:,} (learning rate {self.rates[0]:.3g}); lower optim.lr, lengthen the "
+                'warm-up, set optim.clip_norm = 5, or compute with precision = "bf16" or "fp32"; --resume auto '
+                "goes on from the last checkpoint"
+            )
+
+    def _on_schedule(self) -> None:
+        step = self.position.step
+        if _due(step, self.config.eval.every_steps):
+            self._judge()
+        if _due(step, self.config.checkpoint.every_steps):
+            self._save()
+
+    # Evaluating and saving.
+
+    def _judge(self) -> None:
+        if not self.config.eval.sets or self._judged_at == self.position.step:
+            return
+        self._judged_at = self.position.step
+        self._results = judge(self.parts)
+        self.metrics.write(self.position.step, {"epoch": self.epochs_done, "eval": brief(self._results)})
+        reached = score(self._results)
+        for name, result in self._results.items():
+            self._say(f"step {self.position.step:,}: {name}: " + _figures(result))
+        if reached is not None and reached > self.position.best.get("accuracy", -1.0):
+            self.position.best = {"step": self.position.step, "accuracy": reached}
+            save_weights(self.parts, self.out / BEST)
+
+    def _save(self) -> None:
+        step = self.position.step
+        if step in (self._saved_at, 0):
+            return
+        tensors, state = capture(self.parts, self.position)
+        self.checkpoints.save(step, tensors, state)
+        save_weights(self.parts, self.out / MODEL)
+        self._saved_at = step
+
+    # Telling.
+
+    def _progress(self) -> Progress:
+        images = len(self.parts.dataset)
+        done = round(self.epochs_done * images)
+        total = None
+        if self.config.epochs is not None:
+            total = self.config.epochs * images
+        elif self.config.steps is not None:
+            left = max(self.config.steps - self.position.step, 0)
+            per_step = images / steps_per_epoch(self.parts)
+            total = done + round(left * per_step)
+        return Progress("train", total, done=done, quiet=self.quiet)
+
+    def _note(self, outcome: Outcome | None) -> str:
+        loss = outcome.loss if outcome is not None else self.last_loss
+        note = f"step {self.position.step:,}" + (f", loss {loss:.3f}" if loss is not None else "")
+        return note + (f", {self.position.skipped} skipped" if self.position.skipped else "")
+
+    def _say(self, line: str) -> None:
+        if not self.quiet:
+            print(f"train: {line}", file=sys.stderr, flush=True)
+
+    def _result(self, seconds: float, images: int) -> dict[str, Any]:
+        return {
+            "out": str(self.out), "steps": self.position.step, "epochs": self.epochs_done, "loss": self.last_loss,
+            "skipped_steps": self.position.skipped, "images": images, "seconds": seconds,
+            "images_per_second": images / max(seconds, 1e-9), "classes": self.parts.dataset.num_classes,
+            "eval": self._results, "best": self.position.best or None,
+        }
+
+
+class Reporter:
+    """Lines of metrics, every ``log.every_steps`` steps."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._images = 0
+        self._losses: list[float] = []
+        self._since = time.monotonic()
+
+    def report(self, outcome: Outcome) -> None:
+        """Take in a step, and write a line when it is time. All ranks call: the head's norm is summed."""
+        run = self.run
+        self._images += outcome.images
+        if not outcome.skipped:
+            self._losses.append(outcome.loss)
+        if not _due(run.position.step, run.config.log.every_steps):
+            return
+        now = time.monotonic()
+        run.metrics.write(run.position.step, {
+            "epoch": run.epochs_done, "loss": outcome.loss,
+            "loss_mean": sum(self._losses) / len(self._losses) if self._losses else None,
+            "lr": run.rates[0], "head_lr": run.rates[1],
+            "grad_norm": outcome.grad_norm, "head_mean_norm": run.parts.head.mean_norm(),
+            "loss_scale": run.parts.scaler.get_scale(), "skipped_steps": run.position.skipped,
+            "images_per_second": self._images / max(now - self._since, 1e-9),
+        })
+        self._images, self._losses, self._since = 0, [], now
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _figures(result: dict[str, Any]) -> str:
+    figures = {"accuracy": result["accuracy"], "rank-1": result["rank1"]}
+    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+
+
+def _check_folder(out: Path, resume: str | None) -> None:
+    if resume is None and ((out / CHECKPOINTS).exists() or (out / METRICS).exists()):
+        raise UsageError(f"{out} holds a run already; go on with it by --resume auto, or name another --out")

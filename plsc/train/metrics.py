@@ -1,0 +1,87 @@
+"""What a run reports: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from plsc.files import written_aside
+
+METRICS = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends to RUN/metrics.jsonl and RUN/tensorboard; does nothing where ``enabled`` is false.
+
+    Lines of steps after ``step``, where the run goes on, are taken out first: a killed run wrote them, and
+    they come again. So each step stands there once.
+    """
+
+    def __init__(self, out: Path, *, step: int, tensorboard: bool, enabled: bool) -> None:
+        self._file = None
+        self._board = None
+        if not enabled:
+            return
+        _cut(out / METRICS, step)
+        self._file = (out / METRICS).open("a", encoding="utf-8")
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Report ``values`` (numbers, None, nested mappings of them) of ``step``."""
+        if self._file is not None:
+            line = {"step": step, **_without_nan(values)}
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            for name, value in _leaves(values):
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._file is not None:
+            self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def read_metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of RUN/metrics.jsonl; a last line that a killed writer left unfinished is left out."""
+    path = out / METRICS
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and isinstance(value.get("step"), int):
+            found.append(value)
+    return found
+
+
+def _cut(path: Path, step: int) -> None:
+    if path.is_file():
+        kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
+        with written_aside(path) as aside:
+            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _without_nan(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
+    found: list[tuple[str, float]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found += _leaves(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found.append((f"{prefix}{key}", float(value)))
+    return found

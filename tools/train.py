@@ -1,0 +1,98 @@
+"""Train a recognition model: a backbone and a class head with any number of classes.
+
+    plsc train configs/omniglot_mobilefacenet.toml --nproc 2 --out runs/omniglot
+
+CONFIG.toml names the data, the backbone and whatever else differs from the defaults; `plsc train --keys` lists
+every key. Any key can also be given here, and then beats the file:
+
+    plsc train my.toml --data.train faces.rec --optim.lr 0.05 --epochs 10
+
+--nproc N starts N ranks on this machine, one per GPU (or sharing the CPU's cores). On several machines, start it
+under torchrun: torchrun --nnodes 2 --nproc-per-node 8 … --no-python plsc train my.toml
+
+The run directory holds config.toml (every key), metrics.jsonl, tensorboard/, checkpoints/, classes.json (the
+name of each class number), model.safetensors (the last backbone) and best.safetensors (the best one on
+eval.sets). A run that was stopped, by whatever, goes on with --resume auto, on any number of ranks.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from plsc import config as configuration
+from plsc.config import Config
+from plsc.errors import PlscError, UsageError
+from plsc.parallel.launch import launch, launched
+from plsc.tools.entry import main
+
+HELP = "train a backbone and a class head from a TOML configuration"
+
+accepts_overrides = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments; --KEY VALUE pairs are the configuration's business."""
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", type=Path, help="what to train; see configs/")
+    parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks to start on this machine")
+    parser.add_argument("--out", metavar="RUN", type=Path, help="the run directory (default: runs/CONFIG's name)")
+    parser.add_argument(
+        "--resume", metavar="auto|FOLDER",
+        help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
+    )
+    parser.add_argument("--keys", action="store_true", help="list every configuration key and end")
+    parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --keys)"
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Check the request, then start the ranks, or be one."""
+    if args.keys:
+        print(configuration.describe())
+        return None
+    if args.config is None:
+        raise UsageError("name a configuration: plsc train CONFIG.toml (configs/ holds some)")
+    config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
+    if args.nproc == 1 or launched():
+        return _train_here(config, args)
+    code = launch(_rank_arguments(args), args.nproc)
+    if code:
+        raise SystemExit(code)  # a rank has told why
+    return None
+
+
+def _rank_arguments(args: argparse.Namespace) -> list[str]:
+    options = {"--out": args.out, "--resume": args.resume, "--json": args.json}
+    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    return ["train", str(args.config), *given, *args.overrides]
+
+
+def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
+    import plsc
+    from plsc.parallel import shutdown
+    from plsc.train import train
+    from plsc.train.failure import as_lost_rank, tells
+
+    mesh = plsc.init()
+    out = args.out if args.out is not None else Path("runs") / args.config.stem
+    try:
+        result = train(config, mesh, out=out, resume=args.resume)
+        shutdown()
+    except PlscError as error:
+        if tells(mesh):
+            raise
+        raise SystemExit(error.exit_code) from None
+    except RuntimeError as error:
+        lost = as_lost_rank(error, mesh)
+        if lost is None:
+            raise
+        if tells(mesh):
+            raise lost from None
+        raise SystemExit(lost.exit_code) from None
+    if not mesh.is_main:
+        return None
+    print(f"trained {result['steps']:,} steps ({result['epochs']:.2f} epochs) in {out}: {out / 'model.safetensors'}")
+    return result
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["train", *sys.argv[1:]]))
