@@ -11,7 +11,13 @@ from plsc.errors import PlscError
 from plsc.evaluation.draws import all_pairs_roc, bounded_by_identities, draw_pairs
 from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
 from plsc.evaluation.gallery import identification
-from plsc.evaluation.pairs import roc_summary, squared_distances, ten_folds, unit_rows, verification
+from plsc.evaluation.pairs import (
+    roc_summary,
+    squared_distances,
+    ten_folds,
+    unit_rows_float32,
+    verification,
+)
 from plsc.evaluation.roc import Roc, roc_from_scores, sampled_curve
 from plsc.evaluation.sets import EvaluationSet, open_set, set_names
 from plsc.parallel.collectives import broadcast_object
@@ -99,7 +105,7 @@ def _judge_identities(
     first, second, is_same = draw_pairs(labels, seed)
     pairs = np.stack([first, second], axis=1).reshape(-1)
     chosen = bounded_by_identities(labels, seed)
-    roc = all_pairs_roc(unit_rows(rows[chosen]).astype(np.float32), labels[chosen])
+    roc = all_pairs_roc(unit_rows_float32(rows[chosen]), labels[chosen])
     result = ten_folds(squared_distances(rows[pairs], is_same.size), is_same) | roc_summary(roc)
     found = identification(rows, labels, seed=seed)
     result |= {key: found[key] for key in ("rank1", "rank5", "open_set")}

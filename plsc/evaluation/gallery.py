@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.errors import DataError
-from plsc.evaluation.pairs import check_finite, unit_rows
+from plsc.evaluation.pairs import check_finite, unit_rows_float32
 
 FPIRS = {"1e-1": 1e-1, "1e-2": 1e-2, "1e-3": 1e-3}
 _SCORES = 8_000_000  # scores held at a time (32 MB)
@@ -27,7 +27,7 @@ def identification(
     if embeddings.ndim != 2 or len(embeddings) != len(labels):
         raise DataError(f"embeddings of shape {tuple(embeddings.shape)} do not fit {len(labels)} labels")
     check_finite(embeddings)
-    unit = unit_rows(embeddings).astype(np.float32)
+    unit = unit_rows_float32(embeddings)
     _, first, identity = np.unique(labels, return_index=True, return_inverse=True)
     probes = np.setdiff1d(np.arange(len(labels)), first)
     result: dict[str, Any] = {"rank1": None, "rank5": None, "probes": len(probes), "gallery": len(first)}

@@ -54,6 +54,14 @@ def unit_rows(embeddings: NDArray[np.floating]) -> NDArray[np.float64]:
     return np.divide(rows, np.where(norms > 0, norms, 1.0), out=rows)
 
 
+def unit_rows_float32(embeddings: NDArray[np.floating]) -> NDArray[np.float32]:
+    """:func:`unit_rows`, kept in float32 for large products; no float64 copy of the whole is made."""
+    unit = np.empty(embeddings.shape, dtype=np.float32)
+    for start in range(0, len(embeddings), _ROWS):
+        unit[start : start + _ROWS] = unit_rows(embeddings[start : start + _ROWS])
+    return unit
+
+
 def check_finite(embeddings: NDArray[np.floating], name: str = "embeddings") -> None:
     """Raise a :class:`DataError` that names the first row with a NaN or an infinity."""
     for start in range(0, len(embeddings), _ROWS):

@@ -22,7 +22,7 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
     drawn = {name: result for name, result in results.items() if result.get("roc")}
     if not drawn:
         raise UsageError("no set has both same and different pairs: there is no ROC curve to draw")
-    figure, axes = _canvas(1)
+    figure, axes = canvas(1)
     for place, (name, result) in enumerate(drawn.items()):
         curve = result["roc"]
         axes[0].plot(
@@ -51,7 +51,7 @@ def score_figure(
     drawn = {name: result for name, result in results.items() if result.get("scores")}
     if not drawn:
         raise UsageError("no set has pairs: there is no histogram of scores to draw")
-    figure, axes = _canvas(len(drawn))
+    figure, axes = canvas(len(drawn))
     for axis, (name, result) in zip(axes, drawn.items(), strict=True):
         _draw_scores(axis, result)
         axis.set_title(name, loc="left", fontsize=11, color=_INK)
@@ -107,7 +107,7 @@ def _shown_range(scores: Mapping[str, Any]) -> tuple[float, float]:
     return max(min(shown, default=-1.0) - 0.04, -1.0), min(max(shown, default=1.0) + 0.05, 1.0)
 
 
-def _canvas(rows: int) -> tuple[Any, list[Any]]:
+def canvas(rows: int) -> tuple[Any, list[Any]]:
     """A figure without a window, and its axes from top to bottom."""
     from matplotlib.figure import Figure
 

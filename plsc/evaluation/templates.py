@@ -22,7 +22,7 @@ from plsc.parallel.mesh import Mesh
 
 _UNDEFINED = ("accuracy", "accuracy_std", "threshold", "tar@far_folds", "rank1", "rank5", "open_set")
 _TEMPLATES_AT_A_TIME = 512
-_PAIRS_AT_A_TIME = 65_536
+_PAIRS_AT_A_TIME = 4096  # two chunks of 512 float32 fit a processor's cache
 
 
 def ijb(
@@ -76,10 +76,10 @@ def pool_templates(
 
 
 def pair_cosines(
-    vectors: NDArray[np.float64], first: NDArray[np.int64], second: NDArray[np.int64]
-) -> NDArray[np.float64]:
+    vectors: NDArray[np.float32], first: NDArray[np.int64], second: NDArray[np.int64]
+) -> NDArray[np.float32]:
     """Cosines (P,) between rows ``first`` and ``second`` (P,) of the unit ``vectors`` (T, D)."""
-    cosines = np.empty(len(first))
+    cosines = np.empty(len(first), dtype=np.float32)
     for start in range(0, len(first), _PAIRS_AT_A_TIME):
         part = slice(start, start + _PAIRS_AT_A_TIME)
         cosines[part] = np.einsum("ij,ij->i", vectors[first[part]], vectors[second[part]])
@@ -103,9 +103,8 @@ def _judge(faces: IjbFaces, embedded: EmbeddedImages, pairs: TemplatePairs, curv
     )
     # An unreadable face may be its template's only one: the pairs of that template are left out.
     whole = np.isin(pairs.first, names) & np.isin(pairs.second, names)
-    cosines = pair_cosines(
-        vectors, np.searchsorted(names, pairs.first[whole]), np.searchsorted(names, pairs.second[whole])
-    )
+    first, second = (np.searchsorted(names, side[whole]) for side in (pairs.first, pairs.second))
+    cosines = pair_cosines(vectors.astype(np.float32), first, second)
     roc = roc_from_scores(cosines, pairs.is_same[whole])
     counts = {"images": len(faces), "identities": None, "templates": len(names)}
     counts["unreadable"] = int(np.sum(~kept))
