@@ -176,7 +176,8 @@ _EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps")
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a TOML file (None: defaults alone), lay ``overrides`` over it, and check the whole.
 
-    ``overrides`` maps dotted keys ("optim.lr") to values, or to text as typed on a command line.
+    ``overrides`` maps dotted keys ("optim.lr") to values, or to text as typed on a command line; None takes a key
+    of the file out.
     Raises :class:`UsageError` for a missing or malformed file and for every wrong key or value.
     """
     values: dict[str, Any] = {}
@@ -189,7 +190,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     for name, value in given.items():
         entry = strict_toml.known(name, KEYS, "the command line")
         values[name] = entry.parsed(value) if isinstance(value, str) else value
-    return _build(values)
+    return _build({name: value for name, value in values.items() if value is not None})
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:

@@ -64,6 +64,8 @@ class Stepper:
         self._weights = [p for group in parts.optimizer.param_groups for p in group["params"]]
         self._buffers = list(parts.backbone.buffers())
         self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        if parts.mesh.world_size > 2:
+            self._settle_buckets()
 
     def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> Outcome:
         """Learn from ``group`` as step ``number``; ``stop`` is this rank's vote to stop (a signal's number).
@@ -130,6 +132,20 @@ class Stepper:
         with parts.autocast():
             embeddings: Tensor = parts.net(x)
         return embeddings[:count].float()
+
+    def _settle_buckets(self) -> None:
+        """Let data parallel order its buckets now, by a pass that teaches nothing.
+
+        It does so after its first backward pass. From three ranks on, the order of a sum hangs on the place in a
+        bucket: a resumed run would differ from one never stopped in its first step's last bits.
+        """
+        parts = self.parts
+        self._remember_buffers()
+        size = parts.config.data.image_size
+        blank = torch.zeros((parts.config.data.batch_size, 3, size, size), dtype=torch.uint8)
+        (self._embed(blank).sum() * 0).backward()
+        parts.optimizer.zero_grad()
+        self._restore_buffers()
 
     def _reduced_only_at_end(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Data parallel's gradients travel once per step, with the last micro-batch."""

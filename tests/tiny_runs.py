@@ -1,0 +1,148 @@
+"""Training runs that take a second: a small backbone, small avatars, and ranks that can be killed.
+
+Runs happen in worker processes only, so that the backbone is never known to the process that collects tests.
+"""
+
+import multiprocessing as mp
+import os
+import signal
+import socket
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TINY: dict[str, Any] = {
+    "backbone": "tiny", "embedding_dim": 16, "precision": "fp32", "epochs": 4,
+    "data.train": "avatars:10x6", "data.image_size": 32, "data.batch_size": 12, "data.workers": 0,
+    "head.s": 16.0, "head.m": 0.1, "optim.lr": 0.05, "optim.warmup_steps": 2,
+    "log.every_steps": 1, "log.tensorboard": False, "eval.every_steps": 0, "checkpoint.every_steps": 4,
+}  # 60 images: 5 steps an epoch, 20 in all
+
+
+def register_tiny() -> None:
+    """Make the backbone "tiny" known to this process."""
+    from plsc.models import Backbone, names, register
+
+    if "tiny" in names():
+        return
+
+    class Tiny(Backbone):
+        def __init__(self, embedding_dim: int, image_size: int) -> None:
+            super().__init__("tiny", embedding_dim, image_size)
+            self.layers = nn.Sequential(
+                nn.Conv2d(3, 8, 5, stride=4, padding=2, bias=False), nn.BatchNorm2d(8), nn.PReLU(8),
+                nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.PReLU(16),
+                nn.Flatten(), nn.Dropout(0.1), nn.Linear(16 * (image_size // 8) ** 2, embedding_dim),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            embeddings: Tensor = self.layers(x)
+            return embeddings
+
+    def tiny(embedding_dim: int, image_size: int) -> Backbone:
+        return Tiny(embedding_dim, image_size)
+
+    register(tiny)
+
+
+def run(mesh: Any, out: Path, changes: dict[str, Any] | None = None, resume: str | None = None) -> dict[str, Any]:
+    """Train in this process, which is one rank of ``mesh``."""
+    from plsc import config
+    from plsc.train import train
+
+    register_tiny()
+    return train(config.load(None, {**TINY, **(changes or {})}), mesh, out=out, resume=resume, quiet=True)
+
+
+def losses(out: Path) -> dict[int, float]:
+    """The loss of each step, as metrics.jsonl has it."""
+    from plsc.train.metrics import read_metrics
+
+    return {line["step"]: line["loss"] for line in read_metrics(out) if "loss" in line}
+
+
+class Killable:
+    """``world`` ranks of one run as processes of their own."""
+
+    def __init__(
+        self, world: int, out: Path, changes: dict[str, Any] | None = None, resume: str | None = None,
+        fault: str = "",
+    ) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "plsc.train", "tiny_runs"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.out = out
+        self.ranks: list[BaseProcess] = []
+        for rank in range(world):
+            process = context.Process(target=_be_rank, args=(rank, world, port, out, changes, resume, fault))
+            process.start()
+            self.ranks.append(process)
+
+    def wait_for_step(self, step: int) -> None:
+        """Return when metrics.jsonl has a line of ``step``."""
+        while step not in losses(self.out):
+            assert any(process.is_alive() for process in self.ranks), "the run ended before that step"
+            time.sleep(0.005)
+
+    def kill(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
+        """Send a signal."""
+        for rank in ranks:
+            pid = self.ranks[rank].pid
+            assert pid is not None
+            os.kill(pid, number)
+
+    def wait(self) -> list[int | None]:
+        """Every rank's exit code."""
+        for process in self.ranks:
+            process.join(60)
+        return [process.exitcode for process in self.ranks]
+
+
+def _be_rank(
+    rank: int, world: int, port: int, out: Path, changes: dict[str, Any] | None, resume: str | None, fault: str
+) -> None:
+    import sys
+
+    import plsc
+    from plsc.errors import PlscError
+
+    torch.set_num_threads(1)
+    sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (what a killed peer makes gloo say is expected)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if fault:
+        _arm(fault)
+    try:
+        run(plsc.init("cpu"), out, changes, resume)
+    except PlscError as error:
+        os._exit(error.exit_code)
+    except RuntimeError:
+        os._exit(70)
+    os._exit(0)
+
+
+def _arm(fault: str) -> None:
+    """Kill this process at a place in the second checkpoint's writing: before or after a function is called."""
+    from plsc.train import checkpoint
+
+    name, _, when = fault.partition(":")
+    original = getattr(checkpoint, name)
+    calls = 0
+
+    def killing(*args: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **keywords)
+        if calls == 2 and when == "after":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(checkpoint, name, killing)

@@ -1,0 +1,251 @@
+"""A run that was killed, by whatever and wherever, goes on: on as many ranks with the very same losses."""
+
+import hashlib
+import json
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_runs import TINY, Killable, losses, run
+
+from plsc.errors import IntegrityError, UsageError
+from plsc.train.metrics import read_metrics
+
+Ranks = Any
+
+
+def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None) -> dict[str, Any]:
+    return run(mesh, out, changes, resume)
+
+
+def refused(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None) -> tuple[str, str]:
+    try:
+        run(mesh, out, changes, resume)
+    except (UsageError, IntegrityError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.fixture(scope="module")
+def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, float]]:
+    """The losses of runs that nothing happened to, by world."""
+    found = {}
+    for world in (1, 2, 3):
+        out = tmp_path_factory.mktemp(f"unkilled{world}")
+        ranks(world, on_rank, out / "run", {"data.batch_size": 12 // world}, None)
+        found[world] = losses(out / "run")
+    return found
+
+
+def test_the_unkilled_learn(unkilled: dict[int, dict[int, float]]) -> None:
+    for found in unkilled.values():
+        assert sorted(found) == list(range(1, 21))
+        assert sum(found[step] for step in range(16, 21)) < 0.8 * sum(found[step] for step in range(1, 6))
+
+
+@pytest.mark.parametrize(("world", "victims"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
+def test_killed_at_a_random_step(
+    world: int, victims: list[int], unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
+) -> None:
+    changes = {"data.batch_size": 12 // world}
+    killable = Killable(world, tmp_path, changes)
+    killable.wait_for_step(random.randint(1, 14))
+    killable.kill(victims)
+    codes = killable.wait()
+    assert codes[victims[0]] == -signal.SIGKILL
+    ranks(world, on_rank, tmp_path, changes, "auto")
+    assert losses(tmp_path) == unkilled[world]
+    steps = [line["step"] for line in read_metrics(tmp_path)]
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("fault", [
+    "_write_tensors:before", "_write_tensors:after", "write_json:before", "publish_folder:before",
+    "publish_folder:after", "written_aside:before",
+])
+def test_killed_while_it_saves(
+    fault: str, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
+) -> None:
+    killable = Killable(1, tmp_path, fault=fault)
+    assert killable.wait() == [-signal.SIGKILL]
+    ranks(1, on_rank, tmp_path, {}, "auto")
+    assert losses(tmp_path) == unkilled[1]
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000020\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop(
+    number: int, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
+) -> None:
+    changes = {"data.batch_size": 6, "checkpoint.every_steps": 0}
+    killable = Killable(2, tmp_path, changes)
+    killable.wait_for_step(2)
+    killable.kill([1], number)  # one rank alone hears it, and all stop
+    assert killable.wait() == [128 + number] * 2
+    (saved,) = (tmp_path / "checkpoints").glob("step-*")
+    assert int(saved.name.removeprefix("step-")) == max(losses(tmp_path))
+    assert (tmp_path / "model.safetensors").is_file()
+    ranks(2, on_rank, tmp_path, changes, "auto")
+    assert losses(tmp_path) == unkilled[2]
+
+
+def test_three_ranks_resume_bit_for_bit(
+    unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
+) -> None:
+    changes = {"data.batch_size": 4}
+    ranks(3, on_rank, tmp_path, {**changes, "epochs": None, "steps": 7, "optim.schedule": "constant"}, None)
+    ranks(3, on_rank, tmp_path, {**changes, "optim.schedule": "constant"}, "auto")
+    ranks(3, on_rank, tmp_path / "whole", {**changes, "optim.schedule": "constant"}, None)
+    assert losses(tmp_path) == losses(tmp_path / "whole")
+
+
+def samples_seen(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None) -> list[str]:
+    """The labelled images that this rank was given, by hashes of their pixels."""
+    from plsc.train import step
+
+    seen: list[str] = []
+    original = step.Stepper._embed
+
+    def spying(self: Any, images: Any) -> Any:
+        seen.extend(hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images)
+        return original(self, images)
+
+    step.Stepper._embed = spying  # type: ignore[method-assign]
+    try:
+        run(mesh, out, changes, resume)
+    finally:
+        step.Stepper._embed = original  # type: ignore[method-assign]
+    return seen
+
+
+def test_other_numbers_of_ranks_see_each_remaining_sample_once(tmp_path: Path, ranks: Ranks) -> None:
+    base = {"data.augment": "none", "epochs": None, "head.momentum_dtype": "int8", "head.weight_dtype": "bfloat16"}
+    seen: list[str] = []
+    for world, steps, resume in ((2, 2, None), (1, 3, "auto"), (3, 4, "auto")):
+        changes = {**base, "steps": steps, "data.batch_size": 12 // world}
+        for share in ranks(world, samples_seen, tmp_path, changes, resume):
+            seen += share
+    last = {**base, "epochs": 1, "steps": None, "data.batch_size": 6}
+    for share in ranks(2, samples_seen, tmp_path, last, "auto"):
+        seen += share
+    (whole,) = ranks(1, samples_seen, tmp_path / "whole", {**base, "steps": None, "epochs": 1}, None)
+    assert len(set(whole)) == 60
+    assert sorted(seen) == sorted(whole)
+
+
+def test_adamw_average_and_scaler_survive(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"optim.name": "adamw", "optim.lr": 0.01, "ema": 0.9, "precision": "fp16", "epochs": 2,
+               "optim.accumulate": 2, "data.batch_size": 6, "head.margin": "adaface", "head.sample_rate": 0.5,
+               "head.centers": 2, "head.m": 0.4, "optim.schedule": "constant"}
+    ranks(1, on_rank, tmp_path / "whole", changes, None)
+    ranks(1, on_rank, tmp_path / "halves", {**changes, "epochs": None, "steps": 6}, None)
+    ranks(1, on_rank, tmp_path / "halves", changes, "auto")
+    assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "halves"))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture
+def finished(tmp_path: Path, ranks: Ranks) -> Path:
+    ranks(1, on_rank, tmp_path, {"epochs": 1, "checkpoint.every_steps": 2}, None)
+    return tmp_path
+
+
+def test_a_flipped_bit_is_named_and_an_older_checkpoint_offered(finished: Path, ranks: Ranks) -> None:
+    newest = finished / "checkpoints/step-00000005"
+    names = sorted(path.name for path in newest.iterdir())
+    assert {"manifest.json", "state.json", ".metadata", "__0_0.distcp"} == set(names)
+    for name in names:
+        content = (newest / name).read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 0x10
+        (newest / name).write_bytes(flipped)
+        for world in (1, 2):
+            for kind, message in ranks(world, refused, finished, {"data.batch_size": 6}, "auto"):
+                assert kind == "IntegrityError"
+                assert str(newest) in message
+                assert f"--resume {finished}/checkpoints/step-00000004" in message
+                assert "\n" not in message
+        (newest / name).write_bytes(content)
+    (newest / "__0_0.distcp").unlink()
+    assert "missing" in ranks(1, refused, finished, {}, "auto")[0][1]
+
+
+def test_going_on_from_an_older_checkpoint(finished: Path, ranks: Ranks) -> None:
+    before = losses(finished)
+    older = str(finished / "checkpoints/step-00000002")
+    ranks(1, on_rank, finished, {"epochs": 1, "checkpoint.every_steps": 0}, older)
+    assert losses(finished) == before
+    names = sorted(path.name for path in (finished / "checkpoints").glob("s*"))
+    assert names == ["step-00000002", "step-00000005", "superseded-step-00000004", "superseded-step-00000005"]
+
+
+def test_a_pickle_that_does_more_than_describe_is_refused(finished: Path, ranks: Ranks) -> None:
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (finished / "touched",)
+
+    folder = finished / "checkpoints/step-00000005"
+    content = pickle.dumps(Evil())
+    (folder / ".metadata").write_bytes(content)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][".metadata"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    kind, message = ranks(1, refused, finished, {}, "auto")[0]
+    assert kind == "IntegrityError"
+    assert "not a checkpoint's metadata" in message
+    assert not (finished / "touched").exists()
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"backbone": "mobilefacenet"}, 'backbone was "tiny" when the run began and is "mobilefacenet" now'),
+    ({"embedding_dim": 8}, "embedding_dim was 16"),
+    ({"seed": 3}, "seed was 0"),
+    ({"head.centers": 2}, "head.centers was 1"),
+    ({"optim.name": "adamw"}, 'optim.name was "sgd"'),
+    ({"head.momentum_dtype": "int8"}, "head.momentum_dtype"),
+    ({"data.train": "avatars:11x6"}, "classes were 10 and are 11"),
+    ({"data.train": "avatars:10x7"}, "images were 60 and are 70"),
+])
+def test_what_cannot_change_on_resume(
+    changes: dict[str, Any], message: str, finished: Path, ranks: Ranks
+) -> None:
+    kind, text = ranks(1, refused, finished, changes, "auto")[0]
+    if "classes" in message:
+        text = text.replace("images were 60 and are 66", "classes were 10 and are 11")
+    assert kind == "UsageError"
+    assert message in text
+    assert "--init_weights" in text
+
+
+def test_what_may_change_on_resume(finished: Path, ranks: Ranks) -> None:
+    changes = {"epochs": 2, "optim.lr": 0.01, "data.batch_size": 20, "head.m": 0.2, "ema": 0.5, "precision": "bf16"}
+    result = ranks(1, on_rank, finished, changes, "auto")[0]
+    assert result["epochs"] == 2
+    assert result["steps"] == 5 + 3
+
+
+def test_requests_that_cannot_be_met(finished: Path, tmp_path_factory: pytest.TempPathFactory, ranks: Ranks) -> None:
+    empty = tmp_path_factory.mktemp("empty")
+    for out, resume, message in [
+        (finished, None, "holds a run already; go on with it by --resume auto"),
+        (finished, str(finished / "checkpoints/step-00000099"), "there is no checkpoint"),
+        (finished, str(empty), "is no checkpoint"),
+    ]:
+        for world in (1, 2):
+            for kind, text in ranks(world, refused, out, {"data.batch_size": 6}, resume):
+                assert kind == "UsageError"
+                assert message in text
+    assert ranks(1, on_rank, empty / "fresh", {"epochs": 1}, "auto")[0]["steps"] == 5
+
+
+def test_tiny_is_20_steps() -> None:
+    assert (TINY["epochs"], TINY["data.train"], TINY["data.batch_size"]) == (4, "avatars:10x6", 12)
