@@ -18,7 +18,7 @@ from plsc.files import make_folder, publish_folder, written_aside
 from plsc.progress import Progress
 
 LIST_NAME = "images.tsv"
-_SAFE_NAME = re.compile(r"[^./\\\0][^/\\\0]{0,199}").fullmatch
+_SAFE_NAME = re.compile(rb"[^./\\\0][^/\\\0\t\n\r]{0,199}").fullmatch
 _log = logging.getLogger("plsc.data")
 
 
@@ -116,7 +116,7 @@ def _to_folder(images: _Images, out: Path) -> int:
 
 def _folder_name(name: str, label: int, used: set[str]) -> str:
     """The class's name where a folder may be called so, otherwise its number; no two classes share a folder."""
-    plain = _SAFE_NAME(name) and "\t" not in name and "\n" not in name and name.casefold() not in used
+    plain = _SAFE_NAME(name.encode("utf-8", "surrogateescape")) and name.casefold() not in used
     chosen = name if plain else f"class-{label:08d}"
     while chosen.casefold() in used:
         chosen += "-"

@@ -75,12 +75,14 @@ def stats_plot(figures: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     rows, per_class = figures["histogram"], figures["images_per_class"]
-    figure = Figure(figsize=(7.2, 4.2), dpi=150, layout="constrained")
+    figure = Figure(figsize=(8.4, 4.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     bars = axes.bar(range(len(rows)), [row["classes"] for row in rows], width=0.82, color="#3b6fb6")
     axes.bar_label(bars, labels=[f"{row['classes']:,}" if row["classes"] else "" for row in rows], padding=2)
     axes.set_xticks(range(len(rows)), [_span(row) for row in rows])
+    margin = 0.6 + max(0, 6 - len(rows)) / 2  # few bars stay slender
+    axes.set_xlim(-margin, len(rows) - 1 + margin)
     axes.set_xlabel("images per class")
     axes.set_ylabel("classes")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -91,8 +93,8 @@ def stats_plot(figures: dict[str, Any], path: Path) -> None:
     axes.margins(y=0.12)
     axes.set_title(f"{figures['images']:,} images of {figures['classes']:,} classes", loc="left", pad=22)
     axes.annotate(
-        f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}, "
-        f"{per_class['min']:,} to {per_class['max']:,}",
+        f"{per_class['min']:,} to {per_class['max']:,} images per class, "
+        f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}",
         (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points", color="#555555",
     )  # fmt: skip
     with written_aside(path) as aside:

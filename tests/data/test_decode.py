@@ -1,0 +1,180 @@
+"""Every kind of picture becomes uint8 RGB; bombs and rubbish are refused by name."""
+
+import io
+import random
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from plsc.data import decode_image, normalize, read_image
+from plsc.data.decode import _jpeg_size, image_pixels, resize_image, suffix_of
+from plsc.data.encode import encode_image
+from plsc.errors import DataError
+
+
+def stored(image: Any, kind: str, **options: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **options)
+    return out.getvalue()
+
+
+def gradient(width: int = 24, height: int = 16) -> Any:
+    rows, columns = np.mgrid[0:height, 0:width]
+    pixels = np.stack([columns * 9, rows * 12, np.full_like(rows, 90)], axis=2)
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+def test_formats(kind: str) -> None:
+    options = {"lossless": True} if kind == "WEBP" else {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
+    data = stored(gradient(), kind, **options)
+    image = decode_image(data, "x")
+    assert (image.shape, image.dtype) == ((3, 16, 24), torch.uint8)
+    expected = torch.from_numpy(np.array(gradient())).permute(2, 0, 1)
+    error = (image.int() - expected.int()).abs().max()
+    assert error <= {"JPEG": 12, "GIF": 40}.get(kind, 0)
+    assert image_pixels(data) == (16, 24)
+    assert kind == "PPM" or suffix_of(data) is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [("PNG", mode) for mode in ("1", "L", "LA", "P", "RGBA", "I;16")]
+    + [("JPEG", mode) for mode in ("L", "RGB", "CMYK")]
+    + [("TIFF", mode) for mode in ("1", "L", "LA", "P", "RGBA", "I;16", "I", "CMYK", "F")],
+)
+def test_modes(kind: str, mode: str) -> None:
+    if mode in ("I;16", "I"):
+        image: Any = Image.fromarray(np.full((6, 8), 200 << 8, np.uint16 if mode == "I;16" else np.int32))
+    else:
+        image = Image.new("L", (8, 6), 255 if mode == "1" else 200).convert("L" if mode == "LA" else mode)
+        image = image.convert(mode)
+    decoded = decode_image(stored(image, kind), "x")
+    assert (decoded.shape, decoded.dtype) == ((3, 6, 8), torch.uint8)
+    assert (decoded.int() - (255 if mode == "1" else 200)).abs().max() <= 2
+
+
+def test_transparent_pixels_are_white() -> None:
+    ink = Image.new("RGBA", (4, 4), (0, 0, 0, 0))
+    ink.putpixel((1, 1), (0, 0, 0, 255))
+    for image in (ink, ink.convert("LA"), ink.convert("P")):
+        decoded = decode_image(stored(image, "PNG"), "x")
+        assert decoded[:, 0, 0].tolist() == [255, 255, 255]
+        assert decoded[:, 1, 1].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
+def test_exif_orientation(orientation: int, kind: str) -> None:
+    upright = gradient(24, 16)
+    back = {
+        2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+        8: Image.Transpose.ROTATE_270,
+    }.get(orientation)  # fmt: skip
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = stored(upright.transpose(back) if back is not None else upright, kind, exif=exif, quality=95)
+    image = decode_image(data, "x")
+    assert image.shape == (3, 16, 24)
+    expected = torch.from_numpy(np.array(upright)).permute(2, 0, 1)
+    assert (image.int() - expected.int()).abs().float().mean() < 4
+
+
+def png_of_size(width: int, height: int) -> bytes:
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def jpeg_of_size(width: int, height: int) -> bytes:
+    data = bytearray(stored(gradient(), "JPEG"))
+    place = data.index(b"\xff\xc0")
+    struct.pack_into(">HH", data, place + 5, height, width)
+    return bytes(data)
+
+
+@pytest.mark.parametrize("size", [(13_000, 13_000), (9_000, 8_000), (60_000, 60_000)])
+@pytest.mark.parametrize("make", [png_of_size, jpeg_of_size])
+def test_bombs_are_refused_before_decoding(size: tuple[int, int], make: Any) -> None:
+    data = make(*size)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"bomb has .* pixels"):
+        decode_image(data, "bomb")
+    assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    tracemalloc.stop()
+
+
+def test_the_limit_is_a_parameter() -> None:
+    for kind in ("JPEG", "PNG"):
+        data = stored(gradient(), kind)
+        assert decode_image(data, "x", max_pixels=24 * 16).shape == (3, 16, 24)
+        with pytest.raises(DataError, match="x has 24 x 16 pixels"):
+            decode_image(data, "x", max_pixels=24 * 16 - 1)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP"])
+def test_damaged_images_never_raise_anything_else(kind: str) -> None:
+    data = stored(gradient(), kind)
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(300):
+        broken = bytearray(data)
+        for _ in range(chance.choice([1, 3, 10])):
+            broken[chance.randrange(len(broken))] = chance.randrange(256)
+        try:
+            image = decode_image(bytes(broken[: chance.choice([len(data), chance.randrange(len(data))])]), "file.x")
+        except DataError as error:
+            refused += "file.x" in str(error)
+        else:
+            assert image.dtype == torch.uint8
+    assert refused > 50
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xd8\xff", b"text", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"\x89PNG\r\n\x1a\n"])
+def test_no_images(data: bytes) -> None:
+    with pytest.raises(DataError, match="thing"):
+        decode_image(data, "thing")
+    with pytest.raises(DataError):
+        image_pixels(data)
+
+
+def test_jpeg_header_agrees_with_pillow() -> None:
+    for options in ({}, {"progressive": True}, {"exif": b"Exif\0\0" + bytes(500)}, {"comment": b"\xff\xc0" * 40}):
+        data = stored(gradient(31, 7), "JPEG", **options)
+        assert _jpeg_size(data) == (31, 7)
+
+
+def test_read_image(tmp_path: Path) -> None:
+    gradient().save(tmp_path / "x.png")
+    assert read_image(tmp_path / "x.png").shape == (3, 16, 24)
+    with pytest.raises(DataError, match=r"nowhere\.png"):
+        read_image(tmp_path / "nowhere.png")
+
+
+def test_resize_and_encode() -> None:
+    image = torch.from_numpy(np.array(gradient(40, 20))).permute(2, 0, 1)
+    assert resize_image(image, 10).shape == (3, 10, 10)
+    same = resize_image(image[:, :, :20], 20)
+    assert torch.equal(same, image[:, :, :20])
+    assert torch.equal(decode_image(encode_image(image, "png"), "x"), image)
+    assert (decode_image(encode_image(image, "jpeg"), "x").int() - image.int()).abs().float().mean() < 2
+
+
+def test_normalize() -> None:
+    levels = torch.arange(256, dtype=torch.uint8).repeat(3, 1)[None, :, :, None]
+    exact = (levels.double() / 255 - 0.5) / 0.5
+    result = normalize(levels)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=2e-7)
+    assert levels.dtype == torch.uint8

@@ -1,0 +1,134 @@
+"""Folders and lists of image files: their classes, their order, and what is wrong with them."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from plsc.data import open_dataset
+from plsc.data.labels import map_names, map_numbers
+from plsc.data.packed import PackedStrings
+from plsc.errors import DataError, UsageError
+
+
+def put(path: Path, red: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (10, 8), (red, 0, 0)).save(path)
+
+
+def test_folder_per_identity(tmp_path: Path) -> None:
+    for number, name in enumerate(["zoe/b.png", "zoe/a.JPG", "ann/x.webp", "ann/deep/er/y.bmp", "10/z.jpeg"]):
+        put(tmp_path / name, number)
+    put(tmp_path / ".hidden/q.png")
+    put(tmp_path / "ann/._x.png")
+    put(tmp_path / "loose.png")
+    (tmp_path / "ann/notes.txt").write_text("no image")
+    (tmp_path / "empty").mkdir()
+    data = open_dataset(tmp_path, image_size=12)
+    assert list(data.class_names) == ["10", "ann", "zoe"]
+    assert [data.key(i) for i in range(5)] == ["10/z.jpeg", "ann/deep/er/y.bmp", "ann/x.webp", "zoe/a.JPG", "zoe/b.png"]
+    assert data.labels.tolist() == [0, 1, 1, 2, 2]
+    assert data.num_classes == 3
+    assert data.empty_classes == ["empty"]
+    assert data.image(0).shape == (3, 12, 12)
+    assert open_dataset(tmp_path, image_size=None).image(0).shape == (3, 8, 10)
+
+
+def test_folders_without_images(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no image in any sub-folder"):
+        open_dataset(tmp_path)
+    put(tmp_path / "loose.png")
+    with pytest.raises(UsageError, match="give each identity a folder of its own"):
+        open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing", "missing.rec", "missing.txt", "set.zip", "set.bin", "two", "avatars:x"])
+def test_what_is_no_data_set(tmp_path: Path, name: str) -> None:
+    for file in ("set.zip", "set.bin", "two/a.rec", "two/b.rec"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    with pytest.raises(UsageError, match=name):
+        open_dataset(name if name.startswith("avatars") else tmp_path / name)
+
+
+def test_a_file_that_vanished_or_broke_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "a/1.png")
+    put(tmp_path / "a/2.png")
+    data = open_dataset(tmp_path)
+    (tmp_path / "a/1.png").unlink()
+    (tmp_path / "a/2.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    for index, name in enumerate(["1.png", "2.png"]):
+        with pytest.raises(DataError, match=name):
+            data.image(index)
+
+
+def test_list_with_numbers(tmp_path: Path) -> None:
+    put(tmp_path / "img/a.png", 9)
+    put(tmp_path / "elsewhere.png", 7)
+    absolute = tmp_path / "elsewhere.png"
+    (tmp_path / "l.txt").write_text(f"\ufeffimg/a.png\t100\r\n\n{absolute}\t20\n", encoding="utf-8")
+    data = open_dataset(tmp_path / "l.txt", image_size=8)
+    assert data.labels.tolist() == [1, 0]
+    assert list(data.class_names) == ["20", "100"]
+    assert [int(data.image(i)[0, 0, 0]) for i in range(2)] == [9, 7]
+    assert data.key(0) == "img/a.png"
+
+
+def test_list_with_names(tmp_path: Path) -> None:
+    (tmp_path / "l.tsv").write_text("c.png\t7\na.png\tzoe\nb.png\t007\nd.png\tÅsa\n", encoding="utf-8")
+    data = open_dataset(tmp_path / "l.tsv")
+    assert list(data.class_names) == ["007", "7", "zoe", "Åsa"]
+    assert data.labels.tolist() == [1, 2, 0, 3]
+    data.save_label_map(tmp_path / "map.json")
+    with pytest.raises(DataError, match=r"c\.png"):
+        data.image(0)
+
+
+@pytest.mark.parametrize(
+    "line", [b"only-a-path", b"a.png b", b"a\tb\tc", b"\t5", b"a.png\t ", b"\xff\xfe\t1", b"a\0.png\t1"]
+)
+def test_bad_lines_are_named_by_number(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "l.txt").write_bytes(b"ok.png\t1\n\n" + line + b"\nok.png\t2\n")
+    with pytest.raises(DataError, match=r"l\.txt line 3"):
+        open_dataset(tmp_path / "l.txt")
+
+
+def test_empty_list(tmp_path: Path) -> None:
+    (tmp_path / "l.txt").write_text("\n\n")
+    with pytest.raises(DataError, match="lists no image"):
+        open_dataset(tmp_path / "l.txt")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.one_of(st.integers(0, 40), st.integers(-(10**17), 10**17)), min_size=1, max_size=60))
+def test_numbers_are_mapped_in_order_without_gaps(numbers: list[int]) -> None:
+    labels, classes = map_numbers(np.array(numbers, dtype=np.int64))
+    assert classes.tolist() == sorted(set(numbers))
+    assert classes[labels].tolist() == numbers
+    again, names = map_names([str(number) for number in numbers])
+    assert again.tolist() == labels.tolist()
+    assert list(names) == [str(number) for number in classes]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text(min_size=1), min_size=1, max_size=30))
+def test_names_map_back(names: list[str]) -> None:
+    names = [name.encode("utf-8", "replace").decode() for name in names]
+    labels, classes = map_names(names)
+    assert [classes[int(label)] for label in labels] == names
+    assert len(set(classes)) == len(classes)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.text()), st.slices(30))
+def test_packed_strings_are_a_sequence(texts: list[str], piece: slice) -> None:
+    texts = [text.encode("utf-8", "replace").decode() for text in texts] + ["\udcff"]
+    packed = PackedStrings(texts)
+    assert list(packed) == texts
+    assert packed[piece] == texts[piece]
+    assert packed[-1] == "\udcff"
+    with pytest.raises(IndexError):
+        packed[len(texts)]

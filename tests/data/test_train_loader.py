@@ -1,0 +1,264 @@
+"""The training loader: who gets which samples, with which pixels, and where it continues."""
+
+import logging
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plsc.data import ImageDataset, TrainLoader
+from plsc.data.sampler import epoch_order, global_batches
+from plsc.data.transforms import augment_batch, sample_keys
+from plsc.errors import DataError, UsageError
+
+SIZE = 8
+
+
+class Numbered(ImageDataset):
+    """Images that carry their own number in their first column."""
+
+    def __init__(self, count: int, bad: frozenset[int] = frozenset(), size: int = SIZE) -> None:
+        super().__init__("numbered", np.arange(count, dtype=np.int64) % 5, [str(n) for n in range(5)], size)
+        self.bad, self.reads = bad, 0
+
+    def key(self, index: int) -> str:
+        return f"n{index}"
+
+    def image(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        if index in self.bad:
+            raise DataError(f"n{index} is broken")
+        assert self.image_size is not None
+        noise = torch.Generator().manual_seed(index)
+        image = torch.randint(0, 256, (3, self.image_size, self.image_size), dtype=torch.uint8, generator=noise)
+        image[0] = index % 256
+        image[1] = index // 256
+        return image
+
+
+def loaders(data: ImageDataset, world: int, batch_size: int, **options: Any) -> list[TrainLoader]:
+    options = {"seed": 3, "augment": "none"} | options
+    return [TrainLoader(data, batch_size=batch_size, rank=r, world_size=world, **options) for r in range(world)]
+
+
+def numbers(images: torch.Tensor) -> list[int]:
+    return (images[:, 0, 0, 0].int() + 256 * images[:, 1, 0, 0].int()).tolist()
+
+
+def steps(ranks: list[TrainLoader], count: int | None = None) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Up to ``count`` steps of all ranks: by step, each rank's batch."""
+    parts = [list(islice(iter(loader), count)) for loader in ranks]
+    assert len({len(part) for part in parts}) == 1
+    return [list(step) for step in zip(*parts, strict=True)]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    size=st.integers(1, 300), batch=st.integers(1, 9), worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    stops=st.lists(st.integers(0, 40), min_size=4, max_size=4), seed=st.integers(0, 2**40),
+)  # fmt: skip
+def test_each_sample_once_through_any_resumption(
+    size: int, batch: int, worlds: list[int], stops: list[int], seed: int
+) -> None:
+    order = epoch_order(size, seed=seed, epoch=1, shuffle=True)
+    seen: list[int] = []
+    consumed = 0
+    for number, (world, stop) in enumerate(zip(worlds, stops, strict=False)):
+        plan = global_batches(size, consumed=consumed, batch_size=batch, world_size=world)
+        for step in plan if number == len(worlds) - 1 else plan[:stop]:
+            parts = [order[step.part(rank, world)] for rank in range(world)]
+            lengths = [len(part) for part in parts]
+            assert max(lengths) - min(lengths) <= 1
+            assert min(lengths) >= min(2, batch, (size - consumed) // world)
+            assert max(lengths) <= batch + 2
+            seen += [int(index) for part in parts for index in part]
+            consumed = step.stop
+    assert sorted(seen) == list(range(size))
+
+
+def test_orders_differ_by_epoch_and_seed() -> None:
+    orders = [
+        tuple(epoch_order(100, seed=seed, epoch=epoch, shuffle=True)) for seed in range(3) for epoch in range(3)
+    ]
+    assert len(set(orders)) == 9
+    assert tuple(epoch_order(100, seed=1, epoch=1, shuffle=True)) == orders[4]
+    assert list(epoch_order(5, seed=1, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
+    assert epoch_order(5, seed=1, epoch=2, shuffle=True).dtype == np.uint32
+
+
+@pytest.mark.parametrize("augment", ["none", "flip", "standard"])
+def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
+    data = Numbered(55, size=24)
+    settings_of = [(1, 0, False), (2, 0, True), (3, 0, "auto"), (1, 2, True), (2, 1, False)]
+    runs = []
+    for world, workers, cache in settings_of:
+        ranks = loaders(data, world, 12 // world, augment=augment, workers=workers, cache_images=cache)
+        runs.append([steps(ranks), steps(ranks)])  # two epochs, the second from the cache
+    for run in runs:
+        for epoch, reference in zip(run, runs[0], strict=True):
+            assert len(epoch) == len(reference)
+            for step, whole in zip(epoch, reference, strict=True):
+                assert torch.equal(torch.cat([images for images, _ in step]), whole[0][0])
+                assert torch.equal(torch.cat([labels for _, labels in step]), whole[0][1])
+    assert not torch.equal(runs[0][0][0][0][0], runs[0][1][0][0][0])
+
+
+def test_batches_are_what_they_say() -> None:
+    data = Numbered(25)
+    (loader,) = loaders(data, 1, 8, augment="none")
+    batches = list(loader)
+    assert [len(labels) for _, labels in batches] == [8, 8, 9]  # the tail of one is folded
+    assert loader.steps_per_epoch == 3
+    for images, labels in batches:
+        assert (images.dtype, images.shape[1:]) == (torch.uint8, (3, SIZE, SIZE))
+        assert labels.dtype == torch.int64
+        assert labels.tolist() == [number % 5 for number in numbers(images)]
+    assert sorted(n for images, _ in batches for n in numbers(images)) == list(range(25))
+    assert loader.epoch == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_position_counts_what_the_loop_was_given(workers: int) -> None:
+    data = Numbered(100)
+    whole = [numbers(images) for images, _ in loaders(data, 1, 10)[0]]
+    (loader,) = loaders(data, 1, 10, workers=workers)
+    assert loader.state_dict() == {"epoch": 0, "consumed": 0}
+    for step, (images, _) in enumerate(loader):
+        assert numbers(images) == whole[step]
+        assert loader.state_dict() == {"epoch": 0, "consumed": 10 * (step + 1)}
+        if step == 3:
+            break
+    assert loader.steps_left == 6
+    state = loader.state_dict()
+    rest = [numbers(images) for images, _ in loader]  # the same loader goes on where it was left
+    assert rest == whole[4:]
+    (other,) = loaders(data, 1, 10)
+    other.load_state_dict(state)
+    assert [numbers(images) for images, _ in other] == whole[4:]
+    assert other.state_dict() == loader.state_dict() == {"epoch": 1, "consumed": 0}
+
+
+@pytest.mark.parametrize("worlds", [(4, 3), (1, 2), (3, 1)])
+def test_resume_on_another_number_of_ranks(worlds: tuple[int, int]) -> None:
+    data = Numbered(103)
+    before, after = loaders(data, worlds[0], 7, augment="flip"), loaders(data, worlds[1], 5, augment="flip")
+    seen = [images for step in steps(before, 2) for images, _ in step]
+    states = [loader.state_dict() for loader in before]
+    assert all(state == states[0] for state in states)
+    for loader in after:
+        loader.load_state_dict(states[0])
+    seen += [images for step in steps(after) for images, _ in step]
+    got = torch.cat(seen)
+    assert sorted(numbers(got)) == list(range(103))
+    straight = torch.cat([images for images, _ in loaders(data, 1, 50, augment="flip")[0]])
+    assert torch.equal(got, straight)
+
+
+def test_a_loop_left_at_its_last_batch_goes_on_with_the_next_epoch() -> None:
+    (loader,) = loaders(Numbered(20), 1, 10)
+    next(iter(islice(loader, 1, None)))
+    assert loader.state_dict() == {"epoch": 0, "consumed": 20}
+    (other,) = loaders(Numbered(20), 1, 10)
+    other.load_state_dict(loader.state_dict())
+    for one in (loader, other):
+        assert len(list(one)) == 2
+        assert one.epoch == 2
+
+
+def test_states_that_do_not_fit() -> None:
+    (loader,) = loaders(Numbered(20), 1, 10)
+    for state in ({"epoch": 0, "consumed": 21}, {"epoch": -1, "consumed": 0}, {"epoch": 0, "consumed": -5}):
+        with pytest.raises(DataError, match="numbered"):
+            loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_broken_images_are_left_out_and_told_once(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = Numbered(40, bad=frozenset({3, 17}))
+    (loader,) = loaders(data, 1, 10, workers=workers, max_bad_records=2)
+    with caplog.at_level(logging.WARNING, logger="plsc.data"):
+        for _ in range(2):
+            seen = []
+            for images, labels in loader:
+                assert [number % 5 for number in numbers(images)] == labels.tolist()
+                seen += numbers(images)
+            assert sorted(seen) == sorted(set(range(40)) - {3, 17})
+    assert caplog.text.count("n3 is broken") == 1
+    assert caplog.text.count("n17 is broken") == 1
+    (strict,) = loaders(data, 1, 10, workers=workers, max_bad_records=1)
+    with pytest.raises(DataError, match="more than 1 images of numbered"):
+        list(strict)
+
+
+def test_a_whole_batch_may_be_broken() -> None:
+    (loader,) = loaders(Numbered(4, bad=frozenset({0, 1, 2, 3})), 1, 2)
+    assert [tuple(images.shape) for images, _ in loader] == [(0, 3, SIZE, SIZE)] * 2
+
+
+def test_the_cache_reads_each_image_once() -> None:
+    data = Numbered(30)
+    (loader,) = loaders(data, 1, 10, cache_images=True)
+    first, second = ({n for images, _ in loader for n in numbers(images)} for _ in range(2))
+    assert first == second == set(range(30))
+    assert data.reads == 30
+    (plain,) = loaders(data, 1, 10, cache_images=False)
+    list(plain)
+    list(plain)
+    assert data.reads == 90
+
+
+def test_torchs_own_generator_is_left_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    for workers in (0, 1):
+        list(loaders(Numbered(12, size=24), 1, 6, augment="standard", workers=workers)[0])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"batch_size": 0}, "batch_size is 0"), ({"workers": -1}, "workers is -1"), ({"seed": -1}, "seed is -1"),
+        ({"augment": "strong"}, "no augmentation 'strong'"), ({"rank": 2}, "rank 2"), ({"world_size": 6}, "too few"),
+    ],
+)  # fmt: skip
+def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
+    right = {"batch_size": 2, "rank": 0, "world_size": 1, "seed": 0}
+    with pytest.raises(UsageError, match=why):
+        TrainLoader(Numbered(10), **(right | wrong))
+
+
+def test_images_of_any_size_cannot_be_trained_on() -> None:
+    data = Numbered(10)
+    data.image_size = None
+    with pytest.raises(UsageError, match="image_size"):
+        loaders(data, 1, 2)
+
+
+@pytest.mark.parametrize("name", ["none", "flip", "standard"])
+def test_augmentation_depends_on_seed_epoch_and_index_alone(name: str) -> None:
+    images = torch.stack([Numbered(64, size=32).image(index) for index in range(64)])
+    indices = np.arange(64)
+    whole = augment_batch(images, indices, name, seed=1, epoch=2)
+    assert (whole.shape, whole.dtype) == (images.shape, images.dtype)
+    turned = np.arange(64)[::-1].copy()
+    assert torch.equal(augment_batch(images[turned], turned, name, seed=1, epoch=2), whole[turned])
+    assert torch.equal(augment_batch(images[5:6], indices[5:6], name, seed=1, epoch=2), whole[5:6])
+    for seed, epoch in ((2, 2), (1, 3)):
+        other = augment_batch(images, indices, name, seed=seed, epoch=epoch)
+        assert torch.equal(whole, other) == (name == "none")
+    if name == "flip":
+        for image, result in zip(images, whole, strict=True):
+            assert torch.equal(result, image) != torch.equal(result, image.flip(-1))
+    assert augment_batch(images[:0], indices[:0], name, seed=1, epoch=2).shape == (0, 3, 32, 32)
+
+
+def test_half_of_all_images_are_mirrored() -> None:
+    for seed, epoch in ((0, 0), (0, 1), (7, 0)):
+        keys = sample_keys(np.arange(100_000), seed=seed, epoch=epoch)
+        assert len(np.unique(keys)) == 100_000
+        assert abs(int((keys >> np.uint64(63)).sum()) - 50_000) < 800
