@@ -33,6 +33,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--recall", type=float, default=0.99, metavar="R", help="least recall of an approximate kind (0.99)"
     )
     build.add_argument(
+        "--recall-at",
+        type=int,
+        choices=(1, 10),
+        default=10,
+        help="of the nearest alone, or of the ten nearest too (10)",
+    )
+    build.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
     )
     search = _action(actions, "search", "find what is most like an image or the rows of an embedding set")
@@ -86,7 +93,9 @@ def _use_threads(count: int) -> None:
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.build import build
 
-    manifest = build(args.sets, args.out, kind=args.kind, recall=args.recall, seed=args.seed)
+    manifest = build(
+        args.sets, args.out, kind=args.kind, recall=args.recall, recall_at=args.recall_at, seed=args.seed
+    )
     left = ", ".join(
         f"{count:,} with {reason.replace('_', ' ')}"
         for reason, count in manifest["left_out"].items()

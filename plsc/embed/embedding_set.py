@@ -181,10 +181,12 @@ class ChainedStrings(Sequence[str]):
 
 
 def same_contract(sets: Sequence[EmbeddingSet]) -> str:
-    """The contract that all ``sets`` share; :class:`UsageError` names two that do not go together."""
+    """The contract that all ``sets`` share, and so does their dim; :class:`UsageError` names two that differ."""
     first = sets[0]
     for other in sets[1:]:
         require_contract(other.contract_id, first.contract_id, str(other.folder), str(first.folder))
+        if other.dim != first.dim:
+            raise UsageError(f"{other.folder} holds vectors of {other.dim} and {first.folder} of {first.dim}")
     return first.contract_id
 
 

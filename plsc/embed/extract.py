@@ -234,7 +234,7 @@ def _embed_shard(job: _Job, number: int, stream: Iterator[Any], work: _Work, pro
     row = start
     while row < stop:
         before = time.monotonic()
-        images, unread = next(stream)
+        images, unread = _next(stream)
         decoded = time.monotonic()
         vectors = embed_images(job.embedder, images, settings["flip"]).numpy()
         work.waiting += decoded - before
@@ -250,6 +250,17 @@ def _embed_shard(job: _Job, number: int, stream: Iterator[Any], work: _Work, pro
     labels = np.asarray(job.dataset.labels[start:stop], dtype=np.int64)
     keys = [job.dataset.key(row) for row in range(start, stop)]
     return ShardRows(start, embeddings, np.arange(start, stop, dtype=np.int64), labels, keys, errors)
+
+
+def _next(stream: Iterator[Any]) -> Any:
+    try:
+        return next(stream)
+    except RuntimeError as error:
+        if "exited unexpectedly" not in str(error):
+            raise
+        raise DataError(
+            "a decoding process was killed, perhaps for want of memory; use fewer --workers"
+        ) from None
 
 
 def _storable(

@@ -14,7 +14,7 @@ import numpy as np
 
 from plsc.errors import UsageError
 from plsc.index.exact import Float32, Int64, load_faiss
-from plsc.index.recall import Recall, recall_of
+from plsc.index.recall import Recall, Target, recall_of
 from plsc.progress import Progress
 
 Kind = Literal["exact", "ivf", "hnsw"]
@@ -37,12 +37,11 @@ def train_and_add(kind: Kind, base: Float32, seed: int, *, quiet: bool) -> Any:
     return structure
 
 
-def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: float) -> tuple[int, Recall]:
-    """Find the smallest effort (nprobe or efSearch) whose recall@1 and recall@10 both reach ``target``, and
-    set it.
+def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: Target) -> tuple[int, Recall]:
+    """Find the smallest effort (nprobe or efSearch) whose recall meets ``target``, and set it.
 
-    queries (Q, D); truth (Q, <=10): the exact scores over the same rows. Doubles the effort until it
-    suffices, then bisects. Raises :class:`UsageError` if no effort suffices.
+    queries (Q, D); truth (Q, <=10): the exact scores over the same rows. Doubles the effort until it suffices, then
+    bisects. Raises :class:`UsageError` if no effort suffices.
     """
     k = truth.shape[1]
 
@@ -50,33 +49,34 @@ def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: f
         set_effort(structure, kind, effort)
         return recall_of(structure.search(queries, k)[0], truth)
 
-    effort, recall = smallest_effort(
-        measure, 1 if kind == "ivf" else 16, most_effort(structure, kind), target
-    )
-    if recall.worst < target:
+    least = 1 if kind == "ivf" else 16
+    effort, recall = smallest_effort(measure, least, most_effort(structure, kind), target)
+    if not target.met_by(recall):
         raise UsageError(
-            f"{kind} finds {recall.worst:.4f} of the nearest rows at most, and --recall asks for {target}; "
-            "ask for less, or for --kind exact"
+            f"{kind} finds {target.reached(recall):.4f} of the nearest rows at most, and --recall asks for "
+            f"{target.share}; ask for less, or for --kind exact"
         )
     set_effort(structure, kind, effort)
     return effort, recall
 
 
 def smallest_effort(
-    measure: Callable[[int], Recall], least: int, most: int, target: float
+    measure: Callable[[int], Recall], least: int, most: int, target: Target
 ) -> tuple[int, Recall]:
-    """Smallest effort in [least, most] whose recall reaches ``target``, taking recall to grow with it; else
-    ``most``."""
+    """Smallest effort in [least, most], within a sixteenth, that meets ``target``; ``most`` if none does.
+
+    Takes recall to grow with the effort.
+    """
     low, effort = least - 1, least
     recall = measure(effort)
-    while recall.worst < target and effort < most:
+    while not target.met_by(recall) and effort < most:
         low, effort = effort, min(effort * 2, most)
         recall = measure(effort)
     high = effort
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         tried = measure(middle)
-        if tried.worst >= target:
+        if target.met_by(tried):
             high, recall = middle, tried
         else:
             low = middle

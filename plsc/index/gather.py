@@ -17,9 +17,9 @@ CHUNK = 65536
 class Gathered:
     """The searchable rows of several sets, in the sets' order.
 
-    source_rows: (N,) positions in the sets laid one behind the other; ids (N,) unique; labels (N,) into
-    ``class_names``, -1 for none; keys: N strings; left_out: how many rows are not searchable, by reason;
-    offsets: what was added to each set's ids.
+    source_rows: (N,) positions in the sets laid one behind the other; ids: (N,), unique; labels: (N,) into
+    ``class_names``, -1 for none; source_keys: the keys of all rows of the sets; left_out: how many rows are not
+    searchable, by reason; offsets: what was added to each set's ids.
     """
 
     sets: Sequence[EmbeddingSet]
@@ -28,12 +28,16 @@ class Gathered:
     ids: Int64
     labels: Int64
     class_names: list[str]
-    keys: Sequence[str]
+    source_keys: Sequence[str]
     left_out: dict[str, int]
     offsets: list[int]
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def key(self, row: int) -> str:
+        """The key of searchable row ``row``."""
+        return self.source_keys[int(self.source_rows[row])]
 
     def unit_chunks(self) -> Iterator[tuple[int, Float32]]:
         """Pairs (first row, vectors (n, D) float32 of length 1) that cover all rows in order."""
@@ -72,21 +76,8 @@ def gather(sets: Sequence[EmbeddingSet]) -> Gathered:
     ids, offsets = _unique_ids(sets)
     labels, class_names = _merged_classes(sets)
     rows = np.flatnonzero(good).astype(np.int64)
-    keys = _Selected(ChainedStrings([source.keys for source in sets]), rows)
+    keys = ChainedStrings([source.keys for source in sets])
     return Gathered(sets, contract, rows, ids[good], labels[good], class_names, keys, left_out, offsets)
-
-
-class _Selected(Sequence[str]):
-    """Some of many strings, by position."""
-
-    def __init__(self, strings: Sequence[str], positions: Int64) -> None:
-        self._strings, self._positions = strings, positions
-
-    def __len__(self) -> int:
-        return len(self._positions)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        return self._strings[int(self._positions[index])]
 
 
 def _names(sets: Sequence[EmbeddingSet]) -> str:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plsc.embed.embedding_set import FORMAT as SET_FORMAT
 from plsc.embed.embedding_set import EmbeddingSet, require_contract
-from plsc.embed.manifest import holds_manifest
 from plsc.errors import DataError, UsageError
+from plsc.files import MANIFEST
 from plsc.index.exact import Float32
 from plsc.index.gather import searchable
 from plsc.index.index import Index
@@ -38,7 +37,7 @@ def open_queries(index: Index, source: str | Path, model: str | Path | None = No
     Images are embedded by ``model``, or by the model that the index remembers. Raises :class:`UsageError` if
     there is no such source or model, or if the model or the set is of another contract than the index.
     """
-    if holds_manifest(Path(source), SET_FORMAT):
+    if (Path(source) / MANIFEST).is_file():
         return _from_set(index, EmbeddingSet(source, verify=True))
     if not Path(source).exists() and not str(source).startswith("avatars:"):
         raise UsageError(

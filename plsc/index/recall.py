@@ -19,14 +19,25 @@ class Recall:
     at_10: float
     queries: int
 
-    @property
-    def worst(self) -> float:
-        """The lower of the two."""
-        return min(self.at_1, self.at_10)
-
     def as_json(self) -> dict[str, float | int]:
         """As manifests and ``--json`` hold it."""
-        return {"recall@1": self.at_1, "recall@10": self.at_10, "queries": self.queries}
+        return {"recall@1": round(self.at_1, 6), "recall@10": round(self.at_10, 6), "queries": self.queries}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The recall asked for: of the nearest row alone (``at`` 1), or of it and of the ten nearest (``at`` 10)."""
+
+    share: float
+    at: int = 10
+
+    def reached(self, recall: Recall) -> float:
+        """The share that counts."""
+        return recall.at_1 if self.at == 1 else min(recall.at_1, recall.at_10)
+
+    def met_by(self, recall: Recall) -> bool:
+        """Whether ``recall`` is enough."""
+        return self.reached(recall) >= self.share
 
 
 def choose_held_out(labels: Int64, count: int, seed: int) -> Int64:

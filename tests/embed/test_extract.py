@@ -283,3 +283,19 @@ def test_photos_without_identities(tmp_path: Path) -> None:
         open_images(tmp_path / "empty", SIZE)
     with pytest.raises(UsageError, match="nowhere"):
         open_images(tmp_path / "nowhere", SIZE)
+
+
+class Deadly(Pictures):
+    """Kills the process that decodes its image 9, as the system does when memory runs out."""
+
+    def image(self, index: int) -> torch.Tensor:
+        if index == 9:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().image(index)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_decoding_process_that_dies(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a decoding process was killed"):
+        run(ONE, tmp_path / "set", Deadly(30), workers=1)
+    assert run(ONE, tmp_path / "set", Pictures(30))["rows"] == 30

@@ -191,6 +191,8 @@ def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
         ([], {}, UsageError, "no embedding set"),
         ([small, other], {}, UsageError, "cannot be compared"),
         ([small, tmp_path / "s"], {}, UsageError, "given twice"),
+        ([small, make(tmp_path / "w", np.eye(5, dtype=np.float32))], {}, UsageError, "w holds vectors of 5"),
+        ([small], {"recall_at": 5}, UsageError, "recall at 5"),
         ([small], {"kind": "best"}, UsageError, "no kind 'best'"),
         ([small], {"kind": "ivf"}, UsageError, "ivf needs 400 rows and there are 4"),
         ([small], {"kind": "hnsw"}, UsageError, "hnsw needs 20 rows"),
@@ -213,7 +215,7 @@ def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
         build([small], tmp_path / "taken", quiet=True)
     with pytest.raises(UsageError, match="cannot write"):
         build([small], Path("/proc/idx"), quiet=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "o", "s", "taken", "z"], (
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "o", "s", "taken", "w", "z"], (
         "nothing is left behind"
     )
 
@@ -279,3 +281,31 @@ def test_held_out_rows_prefer_identities_that_stay_known() -> None:
     assert sorted(labels[chosen].tolist()) == [0, 1]
     assert len(choose_held_out(labels, 1000, seed=1)) == 20
     assert len(choose_held_out(labels[:5], 1000, seed=1)) == 0
+
+
+def test_a_recall_of_the_nearest_alone_takes_less_effort(faces: EmbeddingSet, tmp_path: Path) -> None:
+    ten = Index.build([faces], tmp_path / "ten", kind="ivf", recall=0.98, quiet=True).manifest
+    one = Index.build([faces], tmp_path / "one", kind="ivf", recall=0.98, recall_at=1, quiet=True).manifest
+    assert one["parameters"]["nprobe"] < ten["parameters"]["nprobe"]
+    assert min(ten["recall"]["recall@1"], ten["recall"]["recall@10"]) >= 0.98
+    assert one["recall"]["recall@1"] >= 0.98 > one["recall"]["recall@10"]
+
+
+def test_a_recall_out_of_reach_is_said_and_leaves_nothing(
+    faces: EmbeddingSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plsc.index.approximate.HNSW_WIDEST", 16)
+    with pytest.raises(UsageError, match=r"hnsw finds 0\.\d+ of the nearest rows at most, and --recall asks for 1"):
+        Index.build([faces], tmp_path / "idx", kind="hnsw", recall=1.0, quiet=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_auto_takes_ivf_only_where_it_is_faster(faces: EmbeddingSet, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
+        for speed, kind in ((3.0, "ivf"), (0.5, "exact")):
+            patch.setattr("plsc.index.build._speed_over_exact", lambda *_, speed=speed: speed)
+            index = Index.build([faces], tmp_path / "idx", recall=0.9, quiet=True)
+            assert index.kind == kind
+            assert (tmp_path / "idx" / "index.faiss").exists() == (kind == "ivf")
+            assert check(tmp_path / "idx")["kind"] == kind

@@ -165,6 +165,18 @@ def test_a_broken_query_image_and_a_model_that_moved(
         (folder / "moved.safetensors").rename(folder / "model.safetensors")
 
 
+def test_a_damaged_set_is_no_query(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(folder, "embed", "@model.safetensors", "--data", PEOPLE, "--out", "@bad.emb", "--workers", "0")
+    for name in ("shard-00000/embeddings.npy", "manifest.json"):
+        path = folder / "bad.emb" / name
+        sound = path.read_bytes()
+        path.write_bytes(sound[:300] + bytes([sound[300] ^ 4]) + sound[301:])
+        capsys.readouterr()
+        assert main(["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "bad.emb")]) == 1
+        assert f"{name} is corrupt" in capsys.readouterr().err
+        path.write_bytes(sound)
+
+
 def test_help_is_for_newcomers(capsys: pytest.CaptureFixture[str]) -> None:
     for argv in (["embed", "--help"], ["index", "--help"], ["index", "search", "--help"]):
         with pytest.raises(SystemExit, match="0"):
