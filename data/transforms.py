@@ -38,8 +38,7 @@ def augment_batch(
         return images
     keys = sample_keys(indices, seed=seed, epoch=epoch)
     if name == "flip":
-        mirrored = torch.from_numpy(keys >> np.uint64(63) == 1)
-        return torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        return _mirrored(images, keys >> np.uint64(63) == 1)
     transform = _standard(images.shape[-1])
     state = torch.default_generator.get_state()
     try:
@@ -61,6 +60,12 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _mirrored(images: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
+    pixels = images.numpy().copy()  # numpy reverses rows of bytes twice as fast as torch does
+    pixels[chosen] = pixels[chosen][..., ::-1]
+    return torch.from_numpy(pixels)
 
 
 def _keyed(transform: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, key: int) -> torch.Tensor:
@@ -87,9 +92,9 @@ def _standard(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
     coarse = max(size // 3, 8)
     steps: list[Any] = [
         v2.RandomHorizontalFlip(0.5),
-        v2.RandomApply([v2.RandomAffine(10, translate=(0.05, 0.05), scale=(0.9, 1.1), shear=5)], 0.5),
+        v2.RandomApply([v2.RandomAffine(10, translate=(0.05, 0.05), scale=(0.9, 1.1), shear=5, fill=127)], 0.5),
         v2.RandomApply([v2.RandomResizedCrop(size, scale=(0.65, 1.0), ratio=(0.85, 1.18))], 0.5),
-        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.3, 0.05)], 0.6),
+        v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.3)], 0.6),
         v2.RandomGrayscale(0.1),
         v2.RandomApply([v2.GaussianBlur(5, sigma=(0.1, 1.5))], 0.1),
         v2.RandomApply([v2.RandomResize(coarse, size), v2.Resize([size, size])], 0.15),
