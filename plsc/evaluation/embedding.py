@@ -47,9 +47,10 @@ def embed_images(
     for batch in _batches(images, batches, batch_size, image_size, unreadable):
         with torch.no_grad():
             parts.append((embed(batch).float() + embed(batch.flip(-1)).float()).to(mesh.device))
-        progress.advance(len(batch) * mesh.world_size)
+        # What this rank has done stands for the others: their shares differ by one batch at most.
+        progress.advance(min(len(batch) * mesh.world_size, len(images) - progress.count))
     rows = all_gather_rows(_concatenated(parts, mesh), mesh).cpu().numpy()
-    progress.count = len(images)
+    progress.advance(len(images) - progress.count)
     progress.finish()
     readable = _report(all_gather_object(unreadable, mesh), name, len(images), mesh)
     _check_finite(rows, readable, images, name)

@@ -54,7 +54,8 @@ def score_figure(
     figure, axes = canvas(len(drawn))
     for axis, (name, result) in zip(axes, drawn.items(), strict=True):
         _draw_scores(axis, result)
-        axis.set_title(name, loc="left", fontsize=11, color=_INK)
+        above_legend = 24 if len(name) > 22 else 6  # in points; a short name stands beside the legend
+        axis.set_title(name, loc="left", fontsize=11, color=_INK, pad=above_legend)
     ranges = [_shown_range(result["scores"]) for result in drawn.values()]
     axes[-1].set_xlim(min(low for low, _ in ranges), max(high for _, high in ranges))
     axes[-1].set_xlabel("cosine of the two embeddings")
