@@ -4,12 +4,14 @@ DTensor's Shard(0) cuts C rows into pieces of ⌈C/W⌉; the head's shards diffe
 global offsets, so this uses the hooks that DCP gives to sharded types of others.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes as long as importing torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class RowShard(Tensor):
@@ -38,18 +40,23 @@ class RowShard(Tensor):
         """For error messages."""
         return f"RowShard(rows [{self.first}, {self.first + len(self.local)}) of {tuple(self.shape)})"
 
-    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, object: object) -> "list[WriteItem]":
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         if self.local.shape[0] == 0:
             return []
         data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.local), self.shape)
         return [WriteItem(MetadataIndex(fqn, self._chunk().offsets), WriteItemType.SHARD, tensor_data=data)]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
         return [self._chunk()] if self.local.shape[0] else []
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
         return self.local
 
-    def _chunk(self) -> ChunkStorageMetadata:
+    def _chunk(self) -> "ChunkStorageMetadata":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         offsets = torch.Size((self.first, *[0] * (self.local.dim() - 1)))
         return ChunkStorageMetadata(offsets=offsets, sizes=self.local.shape)

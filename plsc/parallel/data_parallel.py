@@ -3,7 +3,6 @@
 import warnings
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from plsc.parallel.mesh import Mesh
 
@@ -21,6 +20,8 @@ def data_parallel(module: nn.Module, mesh: Mesh) -> nn.Module:
     module = module.to(mesh.device)
     if mesh.world_size == 1:
         return module
+    from torch.nn.parallel import DistributedDataParallel  # late: it takes long to import
+
     ids = [mesh.device.index] if mesh.device.type == "cuda" else None
     with warnings.catch_warnings():  # its successor also synchronises at the start, which costs nothing to leave out
         warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)

@@ -1,0 +1,33 @@
+# A fresh machine needs Python 3.11 or newer and make; every target sets up .venv by itself.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: help install quickstart test lint clean
+
+help:
+	@echo "make quickstart   train on built-in identities, evaluate on unseen ones, search; writes quickstart/report.html"
+	@echo "make test         all tests"
+	@echo "make lint         ruff and mypy --strict"
+	@echo "make install      the virtual environment in $(VENV)"
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'plsc needs Python 3.11 or newer; set PYTHON=')"
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	touch $(STAMP)
+
+quickstart: install
+	$(VENV)/bin/plsc quickstart --out quickstart
+
+test: install
+	$(VENV)/bin/python -m pytest
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info quickstart

@@ -1,0 +1,1 @@
+"""The whole way once, on the built-in identities: train, evaluate on unseen ones, embed, index, search, export."""

@@ -1,0 +1,92 @@
+"""report.html: one page that opens without a network."""
+
+import html
+import io
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from plsc import __version__
+from plsc.data.dataset import open_dataset
+from plsc.evaluation.plots import roc_figure, score_figure
+from plsc.files import written_aside
+from plsc.progress import duration
+from plsc.quickstart.course import Course, Findings
+from plsc.quickstart.figures import inline, loss_curve, thumbnail
+from plsc.quickstart.neighbours import Shown, choose
+
+PAGE = Path(__file__).with_name("page.html")
+TITLES = {"trained": "trained", "untrained": "the same network, untrained", "raw_pixels": "raw pixels"}
+PER_IDENTITY = 6
+
+
+def write_report(course: Course, findings: Findings) -> Path:
+    """Draw everything into one file beside report.json and return its path."""
+    named = {TITLES[name]: result for name, result in findings.curves.items()}
+    report = findings.report
+    slots = {
+        "version": __version__,
+        "time": duration(report["seconds"]),
+        "rate": f"{report['images_per_second']:,.0f}",
+        "classes": f"{report['training']['classes']:,}",
+        "steps": f"{report['training']['steps']:,}",
+        "training_time": duration(report["training"]["seconds"]),
+        "accuracy": f"{100 * report['trained']['accuracy']:.2f}",
+        "rank1": f"{100 * report['trained']['rank1']:.2f}",
+        "identities": f"{report['trained']['identities']:,}",
+        "images": f"{report['trained']['images']:,}",
+        "impostors": f"{report['trained']['impostor_pairs']:,}",
+        "recall": f"{100 * report['index']['recall@1']:.1f}",
+        "index_kind": html.escape(report["index"]["kind"]),
+        "error": f"{report['export']['max_abs_error']:.1e}",
+        "rows": "\n".join(_row(TITLES[name], report[name]) for name in findings.curves),
+        "examples": _examples(course),
+        "curve": loss_curve(course.run),
+        "roc": _drawn(roc_figure, named),
+        "scores": _drawn(score_figure, named),
+        "neighbours": "\n".join(_query(findings, query) for query in choose(findings.index)),
+    }
+    path = course.report.with_suffix(".html")
+    with written_aside(path) as aside:
+        aside.write_text(Template(PAGE.read_text(encoding="utf-8")).substitute(slots), encoding="utf-8")
+    return path
+
+
+def _row(title: str, result: dict[str, Any]) -> str:
+    values = [result["accuracy"], result["auc"], result["tar@far"]["1e-2"], result["tar@far"]["1e-3"],
+              result["rank1"], result["rank5"]]
+    cells = "".join(f"<td>{'–' if value is None else f'{100 * value:.2f}'}</td>" for value in values)
+    return f"<tr><th scope=row>{html.escape(title)}</th>{cells}</tr>"
+
+
+def _drawn(draw: Any, results: dict[str, dict[str, Any]]) -> str:
+    buffer = io.BytesIO()
+    draw(results, buffer, "svg")
+    return inline(buffer)
+
+
+def _examples(course: Course, identities: int = 4) -> str:
+    """Some pictures of some unseen identities, a row each, at the size at which they are drawn best."""
+    drawn = open_dataset(course.unseen, image_size=112)
+    rows = []
+    for label in range(identities):
+        places = [i for i in range(len(drawn)) if drawn.labels[i] == label][:PER_IDENTITY]
+        pictures = "".join(f'<img src="{thumbnail(drawn.image(i))}" alt="identity {label}">' for i in places)
+        rows.append(f"<div class=strip>{pictures}</div>")
+    return "\n".join(rows)
+
+
+def _query(findings: Findings, query: Shown) -> str:
+    matches = "".join(
+        f'<figure class="{"same" if match.same else "other"}">{_picture(findings, match.row)}'
+        f"<figcaption>{match.score:.2f}</figcaption></figure>"
+        for match in query.matches
+    )
+    first = f"<figure class=query>{_picture(findings, query.row)}<figcaption>query</figcaption></figure>"
+    return f"<div class=result>{first}{matches}</div>"
+
+
+def _picture(findings: Findings, row: int) -> str:
+    key = html.escape(findings.index.keys[row])
+    image = thumbnail(findings.unseen.image(int(findings.index.ids[row])))
+    return f'<img src="{image}" alt="{key}" title="{key}">'
