@@ -195,4 +195,4 @@ def _add_brow(scene: Scene, t: Traits, c: Conditions, side: int) -> None:
     slope = -side * (t.brow_tilt + c.brow_frown) * T
     y = t.eye_y - t.brow_height - c.brow_raise + slope - t.brow_arch * (BULGE - 0.5)
     taper = t.brow_thickness * (0.75 - 0.4 * side * T) * (1 - 0.5 * T**4)
-    scene.add(band(x, y, taper), mix(shade(t.hair, 0.72), t.skin, 0.08), 0.02)
+    scene.add(band(x, y, taper), t.brows, 0.02)

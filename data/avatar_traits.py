@@ -16,7 +16,11 @@ from typing import TypeVar
 Colour = tuple[int, int, int]
 T = TypeVar("T")
 
-HAIR_STYLES = ("bald", "cropped", "swept", "fringe", "curly", "bob", "long", "bun", "spiky")
+# Styles that show more of a person come more often.
+HAIR_STYLES = (
+    "bald", "cropped", "spiky", "bun", "swept", "swept", "fringe",
+    "fringe", "curly", "curly", "bob", "bob", "long", "long",
+)  # fmt: skip
 BEARD_STYLES = ("none", "none", "none", "none", "moustache", "goatee", "full", "stubble")
 
 _SKINS: Sequence[Colour] = (
@@ -31,6 +35,7 @@ _HAIRS: Sequence[Colour] = (
 _IRISES: Sequence[Colour] = (
     (70, 44, 28), (104, 66, 36), (122, 104, 54), (78, 120, 84), (80, 130, 170), (112, 128, 140),
 )  # fmt: skip
+_LIPS: Sequence[Colour] = ((196, 62, 76), (168, 48, 92), (214, 96, 84), (120, 44, 60))
 _CLOTHES: Sequence[Colour] = (
     (222, 84, 78), (240, 160, 70), (248, 208, 96), (94, 168, 110), (70, 150, 160), (74, 110, 180),
     (120, 90, 160), (220, 130, 160), (240, 238, 232), (60, 64, 76), (140, 120, 100), (160, 190, 210),
@@ -130,6 +135,8 @@ class Traits:
     mouth_curve: float  # > 0: the corners point up at rest
     lips: Colour
     hair: Colour
+    hair_below: Colour  # hair behind the head and at its ends
+    brows: Colour
     hair_style: str
     hair_volume: float
     hairline: float  # y of the hairline in the middle of the forehead
@@ -197,17 +204,17 @@ def traits_of(identity: int) -> Traits:
     style = d.one_of(HAIR_STYLES)
     return Traits(
         skin=skin,
-        face_width=d.between(0.66, 0.88),
-        face_height=d.between(0.93, 1.08),
-        jaw_width=d.between(0.5, 0.95),
+        face_width=d.between(0.64, 0.92),
+        face_height=d.between(0.9, 1.12),
+        jaw_width=d.between(0.45, 1.0),
         jaw_square=d.between(0.0, 1.0),
         forehead_width=d.between(0.86, 1.02),
         ear_size=d.between(0.12, 0.25),
         ear_y=d.between(-0.06, 0.12),
         eye_gap=d.between(0.25, 0.38),
         eye_y=d.between(-0.16, 0.06),
-        eye_width=d.between(0.11, 0.19),
-        eye_height=d.between(0.07, 0.15),
+        eye_width=d.between(0.12, 0.21),
+        eye_height=d.between(0.08, 0.18),
         eye_tilt=d.between(-0.28, 0.28),
         iris=d.near(_IRISES, 12),
         iris_size=d.between(0.68, 1.0),
@@ -215,23 +222,25 @@ def traits_of(identity: int) -> Traits:
         lashes=d.between(0.0, 1.0),
         brow_height=d.between(0.17, 0.31),
         brow_length=d.between(0.12, 0.22),
-        brow_thickness=d.between(0.014, 0.06),
+        brow_thickness=d.between(0.015, 0.08),
         brow_arch=d.between(0.0, 0.1),
         brow_tilt=d.between(-0.07, 0.07),
-        nose_length=d.between(0.2, 0.42),
-        nose_width=d.between(0.07, 0.19),
+        nose_length=d.between(0.16, 0.42),
+        nose_width=d.between(0.07, 0.22),
         nose_bridge=d.between(0.02, 0.08),
         nose_roundness=d.between(0.0, 1.0),
         mouth_y=d.between(0.5, 0.64),
-        mouth_width=d.between(0.17, 0.34),
-        upper_lip=d.between(0.02, 0.075),
-        lower_lip=d.between(0.03, 0.09),
+        mouth_width=d.between(0.16, 0.38),
+        upper_lip=d.between(0.02, 0.085),
+        lower_lip=d.between(0.03, 0.1),
         mouth_curve=d.between(-0.35, 0.6),
-        lips=mix(shade(skin, 0.86), (196, 62, 76), d.between(0.25, 0.8)),
+        lips=mix(shade(skin, 0.86), d.one_of(_LIPS), d.between(0.25, 0.9)),
         hair=hair,
+        hair_below=shade(hair, 0.72) if d.chance(0.6) else d.near(_HAIRS, 14),
+        brows=mix(shade(hair, 0.72), d.near(_HAIRS, 10), d.between(0.0, 0.5)),
         hair_style=style,
-        hair_volume=d.between(0.06, 0.24),
-        hairline=d.between(-0.72, -0.42),
+        hair_volume=d.between(0.05, 0.3),
+        hairline=d.between(-0.78, -0.36),
         hairline_arch=d.between(-0.1, 0.5),
         hair_part=d.between(-0.5, 0.5),
         hair_waves=d.between(0.0, 0.09),
@@ -257,15 +266,15 @@ def conditions_of(identity: int, image: int) -> Conditions:
     """The conditions of one picture (both indices >= 0)."""
     d = Draws(identity, image, 2)
     return Conditions(
-        yaw=d.bell(0.0, 0.3),
-        pitch=d.bell(0.0, 0.16),
-        roll=d.bell(0.0, 0.15),
-        scale=d.between(1.22, 1.5),
-        shift_x=d.bell(0.0, 0.1),
-        shift_y=d.bell(0.02, 0.09),
-        smile=d.bell(0.25, 0.5),
+        yaw=d.bell(0.0, 0.17),
+        pitch=d.bell(0.0, 0.1),
+        roll=d.bell(0.0, 0.06),
+        scale=d.between(1.2, 1.36),
+        shift_x=d.bell(0.0, 0.05),
+        shift_y=d.bell(0.06, 0.05),
+        smile=d.bell(0.25, 0.4),
         mouth_open=max(0.0, d.between(-0.12, 0.16)),
-        eye_open=0.12 if d.chance(0.06) else d.between(0.7, 1.12),
+        eye_open=0.12 if d.chance(0.05) else d.between(0.7, 1.12),
         gaze_x=d.between(-0.35, 0.35),
         gaze_y=d.between(-0.2, 0.2),
         brow_raise=d.bell(0.0, 0.03),
@@ -277,29 +286,29 @@ def conditions_of(identity: int, image: int) -> Conditions:
         clothes=d.near(_CLOTHES, 25),
         collar=d.one_of(("round", "vee", "shirt", "scarf")),
         accessory=d.near(_CLOTHES, 25),
-        glasses=_weighted(d, (("none", 0.72), ("round", 0.12), ("square", 0.11), ("dark", 0.05))),
+        glasses=_weighted(d, (("none", 0.84), ("round", 0.08), ("square", 0.06), ("dark", 0.02))),
         glasses_size=d.between(0.18, 0.25),
-        hat=_weighted(d, (("none", 0.84), ("cap", 0.08), ("beanie", 0.08))),
-        hand=_weighted(d, (("none", 0.91), ("chin", 0.06), ("cheek", 0.03))),
+        hat=_weighted(d, (("none", 0.95), ("cap", 0.025), ("beanie", 0.025))),
+        hand=_weighted(d, (("none", 0.94), ("chin", 0.04), ("cheek", 0.02))),
         hand_place=d.between(-1.0, 1.0),
-        mask=d.chance(0.03),
+        mask=d.chance(0.01),
         light_side=d.between(-1.0, 1.0),
-        light_x=d.bell(0.0, 0.22),
-        light_y=d.bell(-0.06, 0.16),
+        light_x=d.bell(0.0, 0.15),
+        light_y=d.bell(-0.04, 0.12),
         gain=_gain(d),
-        contrast=d.between(0.75, 1.15),
-        blur=d.between(2.0, 11.0) if d.chance(0.3) else 0.0,
-        noise=d.between(0.0, 9.0),
+        contrast=d.between(0.85, 1.1),
+        blur=d.between(2.0, 8.0) if d.chance(0.2) else 0.0,
+        noise=d.between(0.0, 7.0),
         noise_place=int(d.between(0, 1 << 20)),
-        quality=int(d.between(28, 96)),
+        quality=int(d.between(35, 96)),
     )
 
 
 def _gain(d: Draws) -> tuple[float, float, float]:
     """Exposure times colour cast, per channel."""
-    exposure = d.between(0.62, 1.18)
-    warmth = d.bell(0.0, 0.1)
-    tint = d.bell(0.0, 0.04)
+    exposure = d.between(0.78, 1.14)
+    warmth = d.bell(0.0, 0.05)
+    tint = d.bell(0.0, 0.03)
     return (exposure * (1 + warmth), exposure * (1 + tint), exposure * (1 - warmth))
 
 

@@ -14,20 +14,19 @@ _ARC_X, _ARC_Y = np.sin(np.pi / 2 * T), -np.cos(np.pi / 2 * T)
 
 def add_back_hair(scene: Scene, t: Traits) -> None:
     """Hair behind the head."""
-    dark = shade(t.hair, 0.72)
     width, height = t.face_width + t.hair_volume, t.face_height + t.hair_volume
     if t.hair_style in ("long", "bob"):
         length = t.hair_length if t.hair_style == "long" else 0.4 + 0.3 * t.hair_length
         x = np.sign(COS) * np.abs(COS) ** 0.6 * (width + 0.08)
         waves = 1 + t.hair_waves * np.sin(t.hair_frequency * ANGLES + t.hair_phase)
-        scene.add_flat((x + 1j * SIN * np.where(SIN > 0, length, height)) * waves, dark, -0.25)
+        scene.add_flat((x + 1j * SIN * np.where(SIN > 0, length, height)) * waves, t.hair_below, -0.25)
     elif t.hair_style == "curly":
         curls = 1 + 0.05 * np.sin(ANGLES * 10 + t.hair_phase)
-        scene.add_flat(((width + 0.12) * COS + 1j * height * SIN - 0.2j) * curls, dark, -0.15)
+        scene.add_flat(((width + 0.12) * COS + 1j * height * SIN - 0.2j) * curls, t.hair_below, -0.15)
     elif t.hair_style == "bun":
         size = 0.2 + t.hair_volume
         knot = oval(t.hair_part * 0.5, -t.face_height - 0.12, size, size * 0.9)
-        scene.add_flat(knot, dark, -0.3)
+        scene.add_flat(knot, t.hair_below, -0.3)
 
 
 def add_front_hair(scene: Scene, t: Traits) -> None:
