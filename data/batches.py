@@ -12,6 +12,8 @@ from plsc.data.dataset import ImageDataset
 from plsc.data.transforms import augment_batch
 from plsc.errors import DataError
 
+_NEIGHBOURS = 100
+
 
 @dataclass(frozen=True)
 class Request:
@@ -37,14 +39,28 @@ class BatchReader(Dataset[Batch]):
         self.dataset, self.augment, self.seed, self.cache = dataset, augment, seed, cache
 
     def __getitem__(self, request: Request) -> Batch:
+        batch = self._read(request.indices)
+        if batch.failures:
+            batch = self._with_neighbours(batch, request.indices)
+        images = augment_batch(batch.images, batch.indices, self.augment, seed=self.seed, epoch=request.epoch)
+        return Batch(images, batch.indices, batch.failures)
+
+    def _read(self, indices: NDArray[np.int64]) -> Batch:
         size = self.dataset.image_size or 0
-        images = torch.empty((len(request.indices), 3, size, size), dtype=torch.uint8)
-        good, failures = self._fill(images, request.indices)
-        indices = request.indices[good]
-        if failures:
-            images = images[torch.from_numpy(good)]
-        images = augment_batch(images, indices, self.augment, seed=self.seed, epoch=request.epoch)
-        return Batch(images, indices, failures)
+        images = torch.empty((len(indices), 3, size, size), dtype=torch.uint8)
+        good, failures = self._fill(images, indices)
+        return Batch(images[torch.from_numpy(good)] if failures else images, indices[good], failures)
+
+    def _with_neighbours(self, batch: Batch, asked: NDArray[np.int64]) -> Batch:
+        """Batch normalisation fails on one image: where too few are sound, take those that follow in the data."""
+        for distance in range(1, _NEIGHBOURS):
+            if len(batch.indices) >= min(2, len(asked)):
+                break
+            extra = self._read((asked[:1] + distance) % len(self.dataset))
+            images = torch.cat([batch.images, extra.images])
+            indices = np.concatenate([batch.indices, extra.indices])
+            batch = Batch(images, indices, batch.failures | extra.failures)
+        return batch
 
     def _fill(
         self, images: torch.Tensor, indices: NDArray[np.int64]

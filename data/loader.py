@@ -29,8 +29,9 @@ class TrainLoader:
     workers: loader processes of this rank; 0 loads in this one.
     cache_images: keep decoded images in memory over the epochs, shared by the loader processes;
         ``"auto"`` does where they take less than 1 GiB and an eighth of the free memory.
-    max_bad_records: images that do not decode are reported by key, once, and left out of their batch (which
-        may so shrink to one image, or none); one more than this many of them raises a DataError.
+    max_bad_records: images that do not decode are reported by key, once, and left out of their batch (one that
+        is left with fewer than two takes the next sound images in the data set); one more than this many of
+        them raises a DataError.
 
     The last batches of an epoch may be unequal, see :func:`plsc.data.sampler.global_batches`.
     Raises UsageError for arguments out of range and for a data set too small for the ranks.

@@ -33,12 +33,14 @@ def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[n
 def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int) -> list[GlobalBatch]:
     """Split positions [consumed, size) into global batches of ``batch_size`` samples per rank.
 
-    A last batch that would leave a rank with fewer than two samples (or than ``batch_size``, if that is one)
-    is folded onto the one before it; batch normalisation fails on one sample. Only where fewer samples than
-    that remain in all does a rank get fewer, or none.
+    No rank gets fewer than two samples (or than ``batch_size``, if that is one), for batch normalisation fails
+    on one: a last batch too small for that is folded onto the one before it. Where it is the only one, after
+    a resumption on more ranks, it is filled up with samples from just before ``consumed``.
     """
-    step = batch_size * world_size
-    starts = list(range(consumed, size, step))
-    if len(starts) > 1 and size - starts[-1] < min(2, batch_size) * world_size:
+    least = min(2, batch_size) * world_size
+    starts = list(range(consumed, size, batch_size * world_size))
+    if len(starts) > 1 and size - starts[-1] < least:
         del starts[-1]
+    if len(starts) == 1:
+        starts[0] = max(0, min(consumed, size - least))
     return [GlobalBatch(start, stop) for start, stop in pairwise([*starts, size])]

@@ -64,6 +64,7 @@ def steps(ranks: list[TrainLoader], count: int | None = None) -> list[list[tuple
 def test_each_sample_once_through_any_resumption(
     size: int, batch: int, worlds: list[int], stops: list[int], seed: int
 ) -> None:
+    size = max(size, min(2, batch) * max(worlds))
     order = epoch_order(size, seed=seed, epoch=1, shuffle=True)
     seen: list[int] = []
     consumed = 0
@@ -73,9 +74,13 @@ def test_each_sample_once_through_any_resumption(
             parts = [order[step.part(rank, world)] for rank in range(world)]
             lengths = [len(part) for part in parts]
             assert max(lengths) - min(lengths) <= 1
-            assert min(lengths) >= min(2, batch, (size - consumed) // world)
+            assert min(lengths) >= min(2, batch)
             assert max(lengths) <= batch + 2
-            seen += [int(index) for part in parts for index in part]
+            indices = [int(index) for part in parts for index in part]
+            borrowed = consumed - step.start  # from what went before, so that no rank gets too few
+            assert 0 <= borrowed < min(2, batch) * world
+            assert indices[:borrowed] == seen[len(seen) - borrowed :]
+            seen += indices[borrowed:]
             consumed = step.stop
     assert sorted(seen) == list(range(size))
 
@@ -194,9 +199,14 @@ def test_broken_images_are_left_out_and_told_once(workers: int, caplog: pytest.L
         list(strict)
 
 
-def test_a_whole_batch_may_be_broken() -> None:
-    (loader,) = loaders(Numbered(4, bad=frozenset({0, 1, 2, 3})), 1, 2)
-    assert [tuple(images.shape) for images, _ in loader] == [(0, 3, SIZE, SIZE)] * 2
+def test_a_batch_left_with_one_image_borrows_another() -> None:
+    data = Numbered(8, bad=frozenset({2, 4, 5}))
+    (loader,) = loaders(data, 1, 2, shuffle=False)
+    assert [numbers(images) for images, _ in loader] == [[0, 1], [3, 3], [6, 7], [6, 7]]
+    (again,) = loaders(data, 1, 2, shuffle=False)
+    assert [labels.tolist() for _, labels in again] == [[0, 1], [3, 3], [1, 2], [1, 2]]
+    (hopeless,) = loaders(Numbered(4, bad=frozenset(range(4))), 1, 2)
+    assert [tuple(images.shape) for images, _ in hopeless] == [(0, 3, SIZE, SIZE)] * 2
 
 
 def test_the_cache_reads_each_image_once() -> None:
