@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from types import FrameType
 
@@ -25,12 +26,8 @@ def launch(argv: list[str], nproc: int) -> int:
     if nproc < 1:
         raise UsageError(f"--nproc {nproc}: at least one rank is needed")
     port = _free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "plsc.tools.entry", *argv], env=_environment(rank, nproc, port)
-        )
-        for rank in range(nproc)
-    ]
+    ranks = [_start(argv, rank, nproc, port) for rank in range(nproc)]
+    listeners = [_Listener(process) for process in ranks[1:]]
 
     def pass_on(number: int, _: FrameType | None) -> None:
         for process in ranks:
@@ -38,11 +35,15 @@ def launch(argv: list[str], nproc: int) -> int:
 
     handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return _wait(ranks)
+        code = _wait(ranks)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         _end(ranks)
+    errors = [line for listener in listeners for line in listener.errors()]
+    if code and errors and ranks[0].returncode <= 0:  # the first rank, whose words are shown, did not fail itself
+        print(errors[0], end="", file=sys.stderr)
+    return code
 
 
 def launched() -> bool:
@@ -50,7 +51,41 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
+class _Listener:
+    """Passes a rank's standard error on, but keeps its error lines back: all ranks often fail for one reason."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._errors: list[str] = []
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self._thread.start()
+
+    def errors(self) -> list[str]:
+        """The lines kept back, once the rank has ended."""
+        self._thread.join(1.0)
+        return self._errors
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            if line.startswith("plsc ") and ": error: " in line:
+                self._errors.append(line)
+            else:
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+
+def _start(argv: list[str], rank: int, nproc: int, port: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "plsc.tools.entry", *argv],
+        env=_environment(rank, nproc, port),
+        stderr=subprocess.PIPE if rank else None,
+        text=True,
+        errors="replace",
+    )
+
+
+def _wait(ranks: list[subprocess.Popen[str]]) -> int:
     while True:
         codes = [process.poll() for process in ranks]
         failed = [(rank, code) for rank, code in enumerate(codes) if code]
@@ -67,7 +102,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
         time.sleep(0.05)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: list[subprocess.Popen[str]]) -> None:
     """Let the ranks that still run end by themselves for a while (they may be saving), then make them."""
     for process in ranks:
         if process.poll() is None:
