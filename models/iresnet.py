@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.models.backbone import Backbone, in_full_precision, recomputed
+from plsc.models.cpu_gradients import PReLU
 from plsc.models.registry import register
 
 BLOCKS = {
@@ -31,7 +32,7 @@ class IBasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels_in)
         self.conv1 = nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.prelu = nn.PReLU(channels)
+        self.prelu = PReLU(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False)
         self.bn3 = nn.BatchNorm2d(channels)
         self.downsample: nn.Sequential | None = None
@@ -58,7 +59,7 @@ class IResNet(Backbone):
         self.gradient_checkpointing = gradient_checkpointing
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
-        self.prelu = nn.PReLU(WIDTHS[0])
+        self.prelu = PReLU(WIDTHS[0])
         channels = (WIDTHS[0], *WIDTHS)
         stages = [_stage(channels[i], channels[i + 1], blocks) for i, blocks in enumerate(BLOCKS[name])]
         self.layer1, self.layer2, self.layer3, self.layer4 = stages

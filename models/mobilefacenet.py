@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from plsc.models.backbone import Backbone, in_full_precision
+from plsc.models.cpu_gradients import PReLU, StridedDepthwise
 from plsc.models.registry import register
 
 
@@ -99,7 +100,8 @@ class MobileFaceNet(Backbone):
 def _linear_convolution(
     channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> Layers:
-    convolution = nn.Conv2d(
+    kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
+    convolution = kind(
         channels_in, channels, kernel, stride=stride, padding=padding, groups=groups, bias=False
     )
     return Layers(convolution, nn.BatchNorm2d(channels))
@@ -109,7 +111,7 @@ def _convolution(
     channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> Layers:
     linear = _linear_convolution(channels_in, channels, kernel, stride=stride, padding=padding, groups=groups)
-    return Layers(*linear.layers, nn.PReLU(channels))
+    return Layers(*linear.layers, PReLU(channels))
 
 
 def _residuals(channels: int, hidden: int, count: int) -> Layers:
