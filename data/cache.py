@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from plsc.data.dataset import ImageDataset
+from plsc.errors import UsageError
 
 AUTO_LIMIT = 2**30
 
@@ -18,6 +19,7 @@ class ImageCache:
 
     The memory is mapped and shared: processes forked from this one read and fill the same cache, and what
     was never written takes no memory. Should two processes decode the same image, they write the same bytes.
+    Raises UsageError where there cannot be so much memory.
     """
 
     def __init__(self, dataset: ImageDataset) -> None:
@@ -53,7 +55,10 @@ def _side(dataset: ImageDataset) -> int:
 
 
 def _shared(count: int) -> torch.Tensor:
-    return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    try:
+        return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    except (OSError, OverflowError):
+        raise UsageError(f"{count / 2**30:,.0f} GiB of decoded images do not fit in memory; do not cache them") from None
 
 
 def _free_memory() -> int:

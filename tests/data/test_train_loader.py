@@ -221,6 +221,14 @@ def test_the_cache_reads_each_image_once() -> None:
     assert data.reads == 90
 
 
+def test_a_cache_beyond_all_memory_is_refused() -> None:
+    data = Numbered(10)
+    data.image_size = 10**7
+    with pytest.raises(UsageError, match="do not cache"):
+        loaders(data, 1, 2, cache_images=True)
+    loaders(data, 1, 2, cache_images="auto")
+
+
 def test_torchs_own_generator_is_left_alone() -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
