@@ -58,7 +58,8 @@ def _shared(count: int) -> torch.Tensor:
     try:
         return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
     except (OSError, OverflowError):
-        raise UsageError(f"{count / 2**30:,.0f} GiB of decoded images do not fit in memory; do not cache them") from None
+        size = f"{count / 2**30:,.0f} GiB"
+        raise UsageError(f"{size} of decoded images do not fit in memory; do not cache them") from None
 
 
 def _free_memory() -> int:
