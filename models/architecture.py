@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from plsc.errors import DataError
-from plsc.models import iresnet, mobilefacenet, vit
+from plsc.models import iresnet, mobilefacenet, resnet8, vit
 from plsc.models.backbone import Backbone
 from plsc.models.registry import create
 
@@ -35,9 +35,11 @@ def infer(state: Mapping[str, Tensor], origin: str) -> Architecture:
             return _iresnet(state)
         if "conv_sep.layers.0.weight" in state:
             return _mobilefacenet(state)
+        if "blocks.0.residual.0.weight" in state:
+            return _resnet8(state)
         if "patch_embed.proj.weight" in state and "feature.0.weight" in state:
             return _vit(state)
-    except (KeyError, IndexError, ZeroDivisionError) as error:
+    except (KeyError, IndexError, ValueError) as error:
         raise DataError(f"{origin} is no complete state_dict: it lacks or misshapes {error}") from None
     except StopIteration:
         raise DataError(f"{origin} holds a backbone of a depth or width that is not known here") from None
@@ -62,6 +64,11 @@ def _mobilefacenet(state: Mapping[str, Tensor]) -> Architecture:
     name = next(name for name, known in shapes if known.scale == scale and known.blocks[1] == blocks)
     embedding_dim = state["features.layers.2.weight"].shape[0]
     return Architecture(name, embedding_dim, 16 * state["features.layers.0.layers.0.weight"].shape[-1], {})
+
+
+def _resnet8(state: Mapping[str, Tensor]) -> Architecture:
+    embedding_dim, flat = state["embed.1.weight"].shape
+    return Architecture("resnet8", embedding_dim, 16 * math.isqrt(flat // resnet8.WIDTHS[-1]), {})
 
 
 def _vit(state: Mapping[str, Tensor]) -> Architecture:

@@ -1,0 +1,65 @@
+"""ResNet-8: eight layers for small images, made to learn in minutes on a CPU.
+
+Three basic blocks (He et al., 2015), each of which halves the map, after a strided stem; the shortcut averages
+before its 1x1 convolution (He et al., 2018, "ResNet-D"). The last map keeps its
+positions: it is flattened, not averaged.
+"""
+
+from itertools import pairwise
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from plsc.models.backbone import Backbone, in_full_precision
+from plsc.models.registry import register
+
+WIDTHS = (32, 64, 128, 256)
+
+
+class StridedBlock(nn.Module):
+    """Conv 3x3 of stride 2, conv 3x3, plus the averaged input. (B, C, H, W) -> (B, C', H/2, W/2)."""
+
+    def __init__(self, channels_in: int, channels: int) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            *_convolution(channels_in, channels, 3, stride=2), nn.ReLU(), *_convolution(channels, channels, 3)
+        )
+        self.shortcut = nn.Sequential(nn.AvgPool2d(2), *_convolution(channels_in, channels, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Residual and shortcut, added and rectified."""
+        return torch.relu(self.residual(x) + self.shortcut(x))
+
+
+class ResNet8(Backbone):
+    """Stem, three blocks, then one linear layer over all positions and a BatchNorm."""
+
+    def __init__(self, embedding_dim: int, image_size: int) -> None:
+        super().__init__("resnet8", embedding_dim, image_size)
+        self.stem = nn.Sequential(*_convolution(3, WIDTHS[0], 3, stride=2), nn.ReLU())
+        self.blocks = nn.Sequential(*(StridedBlock(a, b) for a, b in pairwise(WIDTHS)))
+        self.embed = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim, bias=False),
+            nn.BatchNorm1d(embedding_dim),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, D); the linear layer runs in fp32 even under autocast."""
+        x = self.blocks(self.stem(x))
+        return in_full_precision(self._embed, x, cast(nn.Linear, self.embed[1]).weight.dtype)
+
+    def _embed(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.embed(x))
+
+
+def _convolution(channels_in: int, channels: int, kernel: int, *, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    convolution = nn.Conv2d(channels_in, channels, kernel, stride=stride, padding=kernel // 2, bias=False)
+    return convolution, nn.BatchNorm2d(channels)
+
+
+@register
+def resnet8(embedding_dim: int, image_size: int) -> Backbone:
+    """1.5 M parameters at 48x48 and D = 128: for small images and for trying things out."""
+    return ResNet8(embedding_dim, image_size)
