@@ -94,10 +94,13 @@ def publish_folder(aside: Path, final: Path) -> None:
         if path.is_file():
             _sync(path)
     _sync(aside)
-    if final.exists():
-        shutil.rmtree(final)
+    former = final.with_name(f".{final.name}.former")
+    if final.exists():  # a folder cannot be replaced in one move: keep the former whole until the new one stands
+        shutil.rmtree(former, ignore_errors=True)
+        os.replace(final, former)
     os.replace(aside, final)
     _sync(final.parent)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -67,12 +67,13 @@ class _Listener:
 
     def _listen(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            if line.startswith("plsc ") and ": error: " in line:
-                self._errors.append(line)
-            else:
-                sys.stderr.write(line)
-                sys.stderr.flush()
+        with self._process.stderr as lines:
+            for line in lines:
+                if line.startswith("plsc ") and ": error: " in line:
+                    self._errors.append(line)
+                else:
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
 
 
 def _start(argv: list[str], rank: int, nproc: int, port: int) -> subprocess.Popen[str]:
