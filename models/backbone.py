@@ -55,9 +55,10 @@ def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torc
     """
     # No conversion to the same type: an exported program would keep it, and with it a check of the type.
     x = x if x.dtype == dtype else x.to(dtype)
-    if not torch.is_autocast_enabled(x.device.type):
+    kind = x.device.type        # the meta device knows no autocast
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return module(x)
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(kind, enabled=False):
         return module(x)
 
 
@@ -79,12 +80,13 @@ def _recompute_contexts(
 
 @contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    norms = [norm for norm in norms if norm.track_running_stats]
-    for norm in norms:
-        norm.track_running_stats = False
+    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:      # momentum 0 keeps the statistics, and the same tensors are saved for backward
+        norm.momentum = 0.0
+        norm.num_batches_tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, counter) in zip(norms, before, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, counter

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -86,6 +87,8 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors by key, without wrappers' prefixes, and the metadata (empty but in .safetensors)."""
     if not path.is_file():
         raise UsageError(f"{path} does not exist; name a model file (.safetensors, .pt)")
+    if path.suffix == ".onnx":
+        raise UsageError(f"{path} is an ONNX model, good for embedding alone; name a .safetensors or .pt file")
     state, metadata = _read_safetensors(path) if path.suffix == ".safetensors" else (_read_torch(path), {})
     if not state:
         raise DataError(f"{path} holds no tensors")
@@ -116,7 +119,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     if _is_program(path):
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # about pickles that are refused below
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise DataError(
             f"{path} is refused: it is no plain state_dict of tensors "

@@ -187,13 +187,20 @@ def _default_size(metadata: dict[str, str]) -> int:
 
 def _preprocessing(path: Path, model: Any, metadata: dict[str, str], size: int, dtype: Any) -> Preprocessing:
     if "mean" in metadata and "std" in metadata:
-        try:
-            return Preprocessing(size, float(metadata["mean"]), float(metadata["std"]))
-        except ValueError:
-            raise DataError(f"{path} has metadata whose mean or std is no number; export it again") from None
+        return Preprocessing(size, *_stated(path, metadata))
     if dtype is np.uint8 or _normalises_by_name(model) or _normalises_by_graph(model):
         return Preprocessing(size, 0.0, 1.0)
     return Preprocessing(size)
+
+
+def _stated(path: Path, metadata: dict[str, str]) -> tuple[float, float]:
+    try:
+        mean, std = float(metadata["mean"]), float(metadata["std"])
+    except ValueError:
+        mean, std = math.nan, math.nan
+    if not math.isfinite(mean) or not math.isfinite(std) or std <= 0:
+        raise DataError(f"{path} has metadata whose mean or std is no usable number; export it again")
+    return mean, std
 
 
 def _normalises_by_name(model: Any) -> bool:

@@ -64,7 +64,9 @@ def save_program(program: torch.export.ExportedProgram, path: Path, contract: di
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={CONTRACT_FILE: "{}"})
     contract = {**contract, "fingerprint": _fingerprint(buffer)}
-    torch.export.save(program, path, extra_files={CONTRACT_FILE: json.dumps(contract)})
+    final = io.BytesIO()        # not the path itself: torch would name the archive's folder after it
+    torch.export.save(program, final, extra_files={CONTRACT_FILE: json.dumps(contract)})
+    path.write_bytes(final.getvalue())
 
 
 def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preprocessing, int, str]:
@@ -126,7 +128,7 @@ def _checked(path: Path) -> io.BytesIO:
         with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w") as copy:
             names = archive.namelist()
             reason = "it holds a name twice" if len(set(names)) < len(names) else None
-            for name in names:
+            for name in dict.fromkeys(names):
                 content = archive.read(name)
                 reason = reason or next(_member_dangers(name.partition("/")[2], content), None)
                 copy.writestr(name, content)

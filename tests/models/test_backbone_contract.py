@@ -1,0 +1,187 @@
+"""What every backbone promises, whatever its family."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+import plsc.models
+from plsc.models import Backbone
+
+# Small in each family: what they share with the large ones is code, not numbers.
+CHEAP = {"iresnet18", "mobilefacenet", "mobilefacenet_large", "resnet8", "vit_tiny"}
+NAMES = (*plsc.models.names(), "timm:test_vit", "timm:test_resnet")
+RUN_NAMES = tuple(name for name in NAMES if name in CHEAP or name.startswith("timm:"))
+DIM = 24
+
+
+def images(count: int, size: int, seed: int = 0) -> Tensor:
+    return torch.rand(count, 3, size, size, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+
+
+def trained_a_little(name: str, size: int, **options: object) -> Backbone:
+    """A backbone whose running statistics are those of data: fresh ones leave eval outputs without meaning."""
+    torch.manual_seed(1)
+    model = plsc.models.create(name, embedding_dim=DIM, image_size=size, **options)
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.momentum = 0.9
+    model.train()
+    with torch.no_grad():
+        for seed in range(2):
+            model(images(6, size, seed))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", plsc.models.names())
+def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None:
+    for size in (32, 48, 112, 224):
+        with torch.device("meta"):
+            model = plsc.models.create(name, embedding_dim=DIM, image_size=size)
+            answer = model.eval()(torch.empty(2, 3, size, size))
+        assert (answer.shape, answer.dtype) == ((2, DIM), torch.float32)
+        assert (model.name, model.embedding_dim, model.image_size) == (name, DIM, size)
+
+
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
+@pytest.mark.parametrize("size", [32, 48, 80, 112])
+def test_embeddings_are_finite_and_differ_between_images(name: str, size: int) -> None:
+    model = trained_a_little(name, size)
+    with torch.no_grad():
+        answer = model(images(3, size, seed=9))
+    assert answer.shape == (3, DIM)
+    assert answer.isfinite().all()
+    assert torch.pdist(answer).min() > 1e-4 * answer.norm(dim=1).max()
+
+
+@pytest.mark.parametrize("name", RUN_NAMES)
+def test_gradients_reach_every_trainable_parameter(name: str) -> None:
+    torch.manual_seed(0)
+    model = plsc.models.create(name, embedding_dim=DIM, image_size=32).train()
+    answer = model(images(4, 32))
+    (answer * torch.randn_like(answer)).sum().backward()
+    for key, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, key
+            assert parameter.grad.isfinite().all(), key
+        else:
+            assert parameter.grad is None, key
+    untrained = [key for key, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert untrained in ([], ["features.weight"], ["mask_token"])
+
+
+@pytest.mark.parametrize("name", RUN_NAMES)
+def test_evaluation_is_deterministic_and_each_image_stands_for_itself(name: str) -> None:
+    model = trained_a_little(name, 32)
+    batch = images(4, 32, seed=5)
+    with torch.no_grad():
+        together, again = model(batch), model(batch)
+        alone = torch.cat([model(image[None]) for image in batch])
+    assert torch.equal(together, again)
+    torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4 * float(together.abs().max()))
+
+
+@pytest.mark.parametrize("name", RUN_NAMES)
+def test_a_state_dict_makes_a_fresh_model_the_same(name: str) -> None:
+    model = trained_a_little(name, 32)
+    other = plsc.models.create(name, embedding_dim=DIM, image_size=32).eval()
+    other.load_state_dict(copy.deepcopy(model.state_dict()), strict=True)
+    with torch.no_grad():
+        assert torch.equal(model(images(2, 32)), other(images(2, 32)))
+
+
+@pytest.mark.parametrize("name", RUN_NAMES)
+def test_bf16_autocast_trains_and_keeps_the_last_layers_in_fp32(name: str) -> None:
+    torch.manual_seed(0)
+    model = plsc.models.create(name, embedding_dim=DIM, image_size=32).train()
+    seen: list[torch.dtype] = []
+    last = [module for module in model.modules() if isinstance(module, torch.nn.Linear)][-1]
+    last.register_forward_hook(lambda module, given, answer: seen.append(answer.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        answer = model(images(4, 32))
+    answer.square().sum().backward()
+    assert answer.dtype == torch.float32
+    assert seen == [torch.float32]
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", RUN_NAMES)
+def test_bf16_autocast_embeds_nearly_as_fp32_does(name: str) -> None:
+    model = trained_a_little(name, 32)
+    with torch.no_grad():
+        exact = model(images(4, 32, seed=7))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rounded = model(images(4, 32, seed=7))
+    assert torch.nn.functional.cosine_similarity(exact, rounded).min() > 0.98
+
+
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
+def test_torch_export_keeps_the_batch_free(name: str) -> None:
+    model = trained_a_little(name, 32)
+    batch = torch.export.Dim("batch", min=1)
+    program = torch.export.export(model, (images(2, 32),), dynamic_shapes=({0: batch},)).module()
+    for count in (1, 3):
+        with torch.no_grad():
+            torch.testing.assert_close(program(images(count, 32)), model(images(count, 32)))
+
+
+def test_channels_last_changes_nothing_but_the_layout() -> None:
+    model = trained_a_little("iresnet18", 32)
+    batch = images(3, 32)
+    with torch.no_grad():
+        expected = model(batch)
+        got = model.to(memory_format=torch.channels_last)(batch.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["iresnet18", "vit_tiny"])
+def test_gradient_checkpointing_gives_the_same_gradients_and_statistics(name: str) -> None:
+    torch.manual_seed(0)
+    plain = plsc.models.create(name, embedding_dim=DIM, image_size=32)
+    saving = plsc.models.create(name, embedding_dim=DIM, image_size=32, gradient_checkpointing=True)
+    saving.load_state_dict(plain.state_dict())
+    for model in (plain, saving):
+        torch.manual_seed(3)
+        model.train()(images(4, 32)).square().sum().backward()
+    for (key, a), b in zip(plain.named_parameters(), saving.parameters(), strict=True):
+        assert (a.grad is None and b.grad is None) or torch.equal(a.grad, b.grad), key
+    for (key, left), right in zip(plain.state_dict().items(), saving.state_dict().values(), strict=True):
+        assert torch.equal(left, right), key
+
+
+def test_dropout_acts_in_training_only_and_has_no_keys() -> None:
+    torch.manual_seed(0)
+    model = plsc.models.create("iresnet18", image_size=32, dropout=0.4)
+    assert list(model.state_dict()) == list(plsc.models.create("iresnet18", image_size=32).state_dict())
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model(images(2, 32)), model(images(2, 32)))
+        for module in model.modules():
+            if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        model.dropout.train()
+        assert not torch.equal(model(images(2, 32)), model(images(2, 32)))
+
+
+def test_masked_patches_train_the_mask_token_and_leave_evaluation_alone() -> None:
+    torch.manual_seed(0)
+    model = plsc.models.create("vit_tiny", embedding_dim=DIM, image_size=32, mask_ratio=0.5, drop_path=0.0)
+    model.train()(images(4, 32)).square().sum().backward()
+    assert model.mask_token.grad is not None
+    assert model.mask_token.grad.abs().sum() > 0
+    whole = plsc.models.create("vit_tiny", embedding_dim=DIM, image_size=32)
+    whole.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images(2, 32)), whole.eval()(images(2, 32)))
+
+
+def test_unmasked_tokens_return_to_their_own_places() -> None:
+    model = plsc.models.create("vit_tiny", embedding_dim=DIM, image_size=32, mask_ratio=0.5)
+    tokens = torch.arange(2 * 16 * 256, dtype=torch.float32).view(2, 16, 256)
+    order = torch.stack([torch.randperm(16), torch.randperm(16)])
+    kept = torch.stack([tokens[i, order[i, :8]] for i in range(2)])
+    restored = model._with_mask_tokens(kept, order)
+    for i in range(2):
+        assert torch.equal(restored[i, order[i, :8]], tokens[i, order[i, :8]])
+        assert torch.equal(restored[i, order[i, 8:]], model.mask_token[0].expand(8, -1))
