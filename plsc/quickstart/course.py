@@ -118,7 +118,7 @@ def _train(course: Course) -> dict[str, Any]:
     """Train on several ranks; what `plsc train RECIPE --nproc N --resume auto` does."""
     result = course.out / "training.json"
     arguments = ["train", str(course.recipe), "--out", str(course.run), "--resume", "auto", "--json", str(result)]
-    _launched([*arguments, *course.overrides])
+    _launched([*arguments, "--eval.sets", "[]", *course.overrides])  # the next step judges
     training: dict[str, Any] = read_json(result)
     return training
 

@@ -8,7 +8,7 @@ import pytest
 
 from plsc import config
 from plsc.files import read_json
-from plsc.quickstart.course import RECIPE, Course, follow
+from plsc.quickstart.course import RECIPE, UNSEEN, Course, follow
 from plsc.quickstart.report import write_report
 
 SMALL = (
@@ -76,3 +76,4 @@ def test_recipe_loads_and_never_trains_on_the_unseen():
     recipe = config.load(RECIPE)
     identities = int(re.fullmatch(r"avatars:(\d+)x\d+", recipe.data.train).group(1))
     assert 2000 <= identities < 1_000_000
+    assert recipe.eval.sets == (UNSEEN,)
