@@ -10,7 +10,7 @@ import torch
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and ranks.py;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
-from ranks import RankPool
+from ranks import RankPool  # noqa: E402
 
 SHARED = Path(__file__).parents[2] / "shared"
 

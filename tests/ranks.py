@@ -34,7 +34,7 @@ class RankPool:
             self._workers.append(worker)
 
     def __call__(self, world: int, function: Any, *args: Any, **options: Any) -> list[Any]:
-        """Run ``function(mesh, *args, **options)`` on ``world`` ranks; the results in rank order, or :class:`RankError`."""
+        """Run ``function(mesh, *args, **options)`` on ``world`` ranks; their results in order, or a RankError."""
         for pipe in self._pipes[:world]:
             pipe.send((world, function, args, options))
         answers = [pipe.recv() for pipe in self._pipes[:world]]
