@@ -36,7 +36,7 @@ def trained_a_little(name: str, size: int, **options: object) -> Backbone:
 
 @pytest.mark.parametrize("name", plsc.models.names())
 def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None:
-    for size in (32, 48, 112, 224):
+    for size in (48, 112):
         with torch.device("meta"):
             model = plsc.models.create(name, embedding_dim=DIM, image_size=size)
             answer = model.eval()(torch.empty(2, 3, size, size))
@@ -45,7 +45,7 @@ def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
-@pytest.mark.parametrize("size", [32, 48, 80, 112])
+@pytest.mark.parametrize("size", [32, 48, 112])
 def test_embeddings_are_finite_and_differ_between_images(name: str, size: int) -> None:
     model = trained_a_little(name, size)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_bf16_autocast_embeds_nearly_as_fp32_does(name: str) -> None:
     assert torch.nn.functional.cosine_similarity(exact, rounded).min() > 0.98
 
 
-@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny"])
 def test_torch_export_keeps_the_batch_free(name: str) -> None:
     model = trained_a_little(name, 32)
     batch = torch.export.Dim("batch", min=1)

@@ -1,0 +1,186 @@
+"""Exported files: what consumers rely on, that other programs read them, and that a bad one is never left behind."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+import plsc.models
+from plsc.embed import export
+from plsc.errors import DataError, UsageError
+from plsc.tools.entry import main
+
+SIZE, DIM = 48, 16
+
+
+def small(name: str = "resnet8", size: int = SIZE) -> plsc.models.Backbone:
+    torch.manual_seed(0)
+    model = plsc.models.create(name, embedding_dim=DIM, image_size=size).train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.rand(4, 3, size, size) * 2 - 1)
+    return model.eval()
+
+
+def contents(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[plsc.models.Backbone, Path, dict[str, Any]]:
+    model, path = small(), tmp_path_factory.mktemp("onnx") / "m.onnx"
+    return model, path, export.export_onnx(model, path)
+
+
+def test_onnx_has_one_input_data_one_output_and_a_free_batch(
+    exported: tuple[plsc.models.Backbone, Path, dict[str, Any]],
+) -> None:
+    model, path, result = exported
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    (given,), (answer,) = session.get_inputs(), session.get_outputs()
+    assert (given.name, given.shape[1:], given.type) == ("data", [3, SIZE, SIZE], "tensor(float)")
+    assert isinstance(given.shape[0], str)
+    assert (answer.name, answer.shape[1:]) == ("embedding", [DIM])
+    for count in (1, 2, 3, 8):
+        images = np.random.default_rng(count).uniform(-1, 1, (count, 3, SIZE, SIZE)).astype(np.float32)
+        got = session.run(None, {"data": images})[0]
+        with torch.no_grad():
+            expected = model(torch.from_numpy(images)).numpy()
+        np.testing.assert_allclose(got, expected, atol=1e-4 * np.abs(expected).max(), rtol=0)
+    assert contents(path.parent) == ["m.onnx"]
+    assert result["bytes"] == path.stat().st_size
+    assert 0 <= result["max_abs_error"] <= 1e-4 * result["max_abs_value"]
+
+
+def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody(
+    exported: tuple[plsc.models.Backbone, Path, dict[str, Any]],
+) -> None:
+    _, path, result = exported
+    model = onnx.load(str(path))
+    onnx.checker.check_model(model, full_check=True)
+    stated = {entry.key: entry.value for entry in model.metadata_props}
+    assert (stated["plsc.image_size"], stated["plsc.mean"], stated["plsc.std"]) == (str(SIZE), "127.5", "127.5")
+    assert stated["plsc.contract_id"] == result["contract_id"]
+    early = [node.name for node in model.graph.node[:8]]
+    assert not [name for name in early if name.startswith(("Sub", "Mul", "_minus", "_mul"))]
+
+
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
+def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    result = export.export_onnx(small(name, 32), tmp_path / "m.onnx")
+    assert result["max_abs_error"] <= 1e-4 * result["max_abs_value"]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: Path) -> None:
+    model, path = small(), tmp_path / "m.pt2"
+    export.export_torch(model, path)
+    images = torch.rand(3, 3, SIZE, SIZE) * 2 - 1
+    torch.save(images, tmp_path / "images.pt")
+    script = (
+        "import sys, torch; sys.modules['plsc'] = None; "
+        "program = torch.export.load(sys.argv[1]).module(); "
+        "images = torch.load(sys.argv[2], weights_only=True); "
+        "torch.save([program(images[:n]).detach() for n in (1, 3)], sys.argv[3])"
+    )
+    answer = tmp_path / "answer.pt"
+    subprocess.run([sys.executable, "-c", script, path, tmp_path / "images.pt", answer], check=True, cwd=tmp_path)
+    one, three = torch.load(answer, weights_only=True)
+    with torch.no_grad():
+        torch.testing.assert_close(three, model(images))
+        torch.testing.assert_close(one, model(images[:1]))
+
+
+@pytest.mark.parametrize(("name", "size", "there"), [
+    ("iresnet18", 112, "r18"), ("mobilefacenet", 112, "mbf"), ("mobilefacenet", 48, None),
+])
+def test_insightface_gets_a_bare_state_dict(name: str, size: int, there: str | None, tmp_path: Path) -> None:
+    model = small(name, size)
+    result = export.export_insightface(model, tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert list(state) == list(model.state_dict())
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
+    assert (result["arcface_torch"], result["max_abs_error"]) == (there, 0.0)
+
+
+def test_insightface_has_no_timm(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="arcface_torch has no timm:test_vit"):
+        export.export_insightface(small("timm:test_vit"), tmp_path / "m.pt")
+    assert contents(tmp_path) == []
+
+
+@pytest.mark.parametrize("write", [export.export_onnx, export.export_torch])
+def test_a_file_that_is_off_is_not_left_behind(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m").write_text("the file that was there before")
+    other = small()
+    monkeypatch.setattr(export, "_program", lambda model, real=export._program: real(_disturbed(model)))
+    with pytest.raises(DataError, match="was not written: its embeddings are off"):
+        write(other, tmp_path / "m")
+    assert contents(tmp_path) == ["m"]
+    assert (tmp_path / "m").read_text() == "the file that was there before"
+
+
+def _disturbed(model: plsc.models.Backbone) -> plsc.models.Backbone:
+    torch.manual_seed(0)
+    other = plsc.models.create(model.name, embedding_dim=model.embedding_dim, image_size=model.image_size)
+    other.load_state_dict({key: t * 1.01 if t.is_floating_point() else t for key, t in model.state_dict().items()})
+    return other
+
+
+def test_a_model_that_answers_nan_is_refused(tmp_path: Path) -> None:
+    model = small()
+    with torch.no_grad():
+        next(model.parameters()).fill_(torch.nan)
+    with pytest.raises(DataError, match="not finite"):
+        export.export_onnx(model, tmp_path / "m.onnx")
+    assert contents(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    plsc.models.save_model(small("mobilefacenet", 32), folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch", "insightface"])
+def test_the_command_writes_the_file_and_its_result(
+    kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if kind != "insightface":       # a directory with a quicker backbone
+        run = tmp_path
+        plsc.models.save_model(small(), run / "model.safetensors")
+    out, result = tmp_path / "out.file", tmp_path / "result.json"
+    assert main(["export", str(run), "--format", kind, "--out", str(out), "--json", str(result)]) == 0
+    said = json.loads(result.read_text())
+    assert (said["format"], said["file"], said["bytes"]) == (kind, str(out), out.stat().st_size)
+    assert said["max_abs_error"] <= 1e-4 * said["max_abs_value"]
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.count("\n") == 1
+
+
+@pytest.mark.parametrize(("arguments", "code", "message"), [
+    (["nowhere", "--format", "onnx", "--out", "m.onnx"], 2, "nowhere does not exist"),
+    (["RUN", "--format", "onnx", "--out", "no/m.onnx"], 2, "cannot write no/m.onnx"),
+    (["bad.safetensors", "--format", "torch", "--out", "m.pt2"], 1, "truncated or corrupt"),
+    (["m.onnx", "--format", "torch", "--out", "m.pt2"], 2, "is an ONNX model"),
+])
+def test_the_command_answers_mistakes_in_one_line(
+    arguments: list[str], code: int, message: str, run: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    Path("m.onnx").write_bytes(b"x")
+    assert main(["export", *(str(run) if word == "RUN" else word for word in arguments)]) == code
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
