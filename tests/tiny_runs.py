@@ -24,19 +24,19 @@ TINY: dict[str, Any] = {
 
 
 def register_tiny() -> None:
-    """Make the backbone "tiny" known to this process."""
+    """Make three backbones known: "tiny", "plain" (without dropout), "smooth" (nor batch normalisation)."""
     from plsc.models import Backbone, names, register
 
     if "tiny" in names():
         return
 
     class Tiny(Backbone):
-        def __init__(self, embedding_dim: int, image_size: int) -> None:
-            super().__init__("tiny", embedding_dim, image_size)
+        def __init__(self, name: str, embedding_dim: int, image_size: int, dropout: float) -> None:
+            super().__init__(name, embedding_dim, image_size)
             self.layers = nn.Sequential(
                 nn.Conv2d(3, 8, 5, stride=4, padding=2, bias=False), nn.BatchNorm2d(8), nn.PReLU(8),
                 nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.PReLU(16),
-                nn.Flatten(), nn.Dropout(0.1), nn.Linear(16 * (image_size // 8) ** 2, embedding_dim),
+                nn.Flatten(), nn.Dropout(dropout), nn.Linear(16 * (image_size // 8) ** 2, embedding_dim),
             )
 
         def forward(self, x: Tensor) -> Tensor:
@@ -44,9 +44,18 @@ def register_tiny() -> None:
             return embeddings
 
     def tiny(embedding_dim: int, image_size: int) -> Backbone:
-        return Tiny(embedding_dim, image_size)
+        return Tiny("tiny", embedding_dim, image_size, 0.1)
 
-    register(tiny)
+    def plain(embedding_dim: int, image_size: int) -> Backbone:
+        return Tiny("plain", embedding_dim, image_size, 0.0)
+
+    def smooth(embedding_dim: int, image_size: int) -> Backbone:
+        model = Tiny("smooth", embedding_dim, image_size, 0.0)
+        model.layers = nn.Sequential(*[each for each in model.layers if not isinstance(each, nn.BatchNorm2d)])
+        return model
+
+    for builder in (tiny, plain, smooth):
+        register(builder)
 
 
 def run(mesh: Any, out: Path, changes: dict[str, Any] | None = None, resume: str | None = None) -> dict[str, Any]:

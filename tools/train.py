@@ -70,7 +70,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     import plsc
     from plsc.parallel import shutdown
     from plsc.train import train
-    from plsc.train.failure import as_lost_rank, tells
+    from plsc.train.failure import as_lost_rank, tells, wait_for_the_teller
 
     mesh = plsc.init()
     out = args.out if args.out is not None else Path("runs") / args.config.stem
@@ -80,6 +80,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     except PlscError as error:
         if tells(mesh):
             raise
+        wait_for_the_teller()
         raise SystemExit(error.exit_code) from None
     except RuntimeError as error:
         lost = as_lost_rank(error, mesh)
@@ -87,6 +88,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
             raise
         if tells(mesh):
             raise lost from None
+        wait_for_the_teller()
         raise SystemExit(lost.exit_code) from None
     if not mesh.is_main:
         return None

@@ -26,6 +26,11 @@ def tells(mesh: Mesh) -> bool:
         return False
 
 
+def wait_for_the_teller() -> None:
+    """Stay a moment: the end of one rank makes whoever started them end the others, the teller too."""
+    time.sleep(_PATIENCE_SECONDS)
+
+
 def as_lost_rank(error: RuntimeError, mesh: Mesh) -> LostRankError | None:
     """What an error of a collective means; None for errors that are not of that kind.
 
@@ -36,6 +41,6 @@ def as_lost_rank(error: RuntimeError, mesh: Mesh) -> LostRankError | None:
     is_of_network = isinstance(error, dist.DistError) or any(sign in text for sign in signs)
     if mesh.world_size == 1 or not is_of_network or isinstance(error, torch.cuda.OutOfMemoryError):
         return None
-    time.sleep(_PATIENCE_SECONDS)
+    wait_for_the_teller()
     return LostRankError(f"rank {mesh.rank} lost touch with another rank; --resume auto goes on from the last "
                          "checkpoint")

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.config import Config
 from plsc.data.transforms import normalize
 from plsc.evaluation.evaluator import evaluate
+from plsc.evaluation.sets import open_set, set_names
 from plsc.files import written_aside
 from plsc.models import save_model
 from plsc.train.agreement import on_every_rank
@@ -16,6 +18,13 @@ from plsc.train.parts import Parts
 from plsc.train.state import average_buffers
 
 MODEL, BEST = "model.safetensors", "best.safetensors"
+
+
+def check_sets(config: Config) -> None:
+    """Open every set once, at the start: a wrong name should not cost a run its end."""
+    sets = config.eval.sets
+    for source, name in zip(sets, set_names(sets), strict=True):
+        open_set(source, name, config.data.image_size)
 
 
 def judge(parts: Parts) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from plsc.progress import Progress
 from plsc.train.agreement import on_every_rank
 from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.interrupt import Interrupted, StopRequest
-from plsc.train.judge import BEST, MODEL, brief, judge, save_weights, score
+from plsc.train.judge import BEST, MODEL, brief, check_sets, judge, save_weights, score
 from plsc.train.metrics import METRICS, MetricsLog
 from plsc.train.parts import build
 from plsc.train.state import Position, capture, changes, restore, steps_per_epoch
@@ -69,6 +69,7 @@ class Run:
         dataset = on_every_rank(
             mesh, lambda: open_dataset(config.data.train, image_size=config.data.image_size)
         )
+        on_every_rank(mesh, lambda: check_sets(config) if mesh.is_main else None)
         self.parts = build(config, dataset, mesh)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         self.position = Position()

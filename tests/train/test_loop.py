@@ -1,0 +1,273 @@
+"""What a run does: it learns, reports, accumulates, averages, skips what is not finite, and leaves its files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import TINY, losses, register_tiny, run
+
+from plsc.errors import PlscError
+from plsc.train.metrics import read_metrics
+
+Ranks = Any
+
+
+def on_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
+    return run(mesh, out, changes)
+
+
+def failing(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
+    try:
+        run(mesh, out, changes)
+    except PlscError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"eval.sets": ["avatars:6x3@100", "avatars:5x3@200"], "eval.every_steps": 8, "log.every_steps": 5,
+               "log.tensorboard": True, "checkpoint.keep": 2, "data.batch_size": 6}
+    first, second = ranks(2, on_rank, tmp_path, changes)
+    assert first["steps"] == 20
+    assert first["epochs"] == 4
+    assert first["classes"] == 10
+    assert first["images"] == 240
+    assert first["eval"] == second["eval"]
+    assert set(first["eval"]) == {"avatars:6x3@100", "avatars:5x3@200"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "classes.json",
+                     "model.safetensors", "best.safetensors"}
+    assert len(json.loads((tmp_path / "classes.json").read_text())["classes"]) == 10
+    folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert folders == ["latest", "step-00000016", "step-00000020"]
+    lines = read_metrics(tmp_path)
+    assert [line["step"] for line in lines if "loss" in line] == [5, 10, 15, 20]
+    assert [line["step"] for line in lines if "eval" in line] == [8, 16, 20]
+    evaluations = {line["step"]: line["eval"].values() for line in lines if "eval" in line}
+    accuracies = {step: sum(r["accuracy"] for r in results) / 2 for step, results in evaluations.items()}
+    assert first["best"]["accuracy"] == pytest.approx(max(accuracies.values()))
+    assert accuracies[first["best"]["step"]] == max(accuracies.values())
+    assert next((tmp_path / "tensorboard").iterdir()).stat().st_size > 0
+    expected = {"step", "epoch", "loss", "loss_mean", "lr", "head_lr", "grad_norm", "head_mean_norm", "loss_scale",
+                "skipped_steps", "images_per_second"}
+    assert set(lines[0]) == expected
+
+
+def reloaded(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[Any, Any]:
+    from plsc import config
+
+    register_tiny()
+    written = config.load(out / "config.toml")
+    return written, config.load(None, {**TINY, **changes})
+
+
+def test_the_resolved_configuration_loads_back_equal(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"epochs": 1, "head.margin": "magface", "head.m": None, "head.m_low": 0.2, "optim.betas": "0.8,0.99"}
+    ranks(1, on_rank, tmp_path, changes)
+    ((written, given),) = ranks(1, reloaded, tmp_path, changes)
+    assert written == given
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"data.train": "avatars:12x6", "data.batch_size": 24, "sync_batchnorm": True, "epochs": 5,
+               "data.augment": "standard", "backbone": "plain", "checkpoint.every_steps": 0}
+    if world == 2:
+        changes |= {"optim.clip_norm": 1.0, "optim.clip_head": True, "head.sample_rate": 1.0, "ema": 0.5}
+    ranks(1, on_rank, tmp_path / "one", changes)
+    ranks(world, on_rank, tmp_path / "many", {**changes, "data.batch_size": 24 // world})
+    one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
+    assert len(one) == 15
+    for step, loss in one.items():
+        assert many[step] == pytest.approx(loss, abs=1e-3)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_micro_batches_step_as_one_large_batch(world: int, tmp_path: Path, ranks: Ranks) -> None:
+    """Batch normalisation sees micro-batches; but for that (it is taken out here) k of them are one batch."""
+    changes = {"backbone": "smooth", "data.train": "avatars:10x7", "optim.lr": 0.01, "epochs": 2, "seed": 3,
+               "optim.clip_norm": 0.5, "data.batch_size": 24 // world, "checkpoint.every_steps": 0}
+    small = {**changes, "data.batch_size": 8 // world, "optim.accumulate": 3}
+    ranks(world, on_rank, tmp_path / "large", changes)
+    ranks(world, on_rank, tmp_path / "small", small)
+    large, small_losses = losses(tmp_path / "large"), losses(tmp_path / "small")
+    assert large.keys() == small_losses.keys()
+    for step, loss in large.items():
+        assert small_losses[step] == pytest.approx(loss, rel=2e-4)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_learns_like_full(precision: str, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"backbone": "plain", "data.batch_size": 6, "sync_batchnorm": True}
+    ranks(1, on_rank, tmp_path / "full", {**changes, "data.batch_size": 12})
+    result = ranks(2, on_rank, tmp_path / "low", {**changes, "precision": precision})
+    full, low = losses(tmp_path / "full"), losses(tmp_path / "low")
+    skipped = result[0]["skipped_steps"]  # the scale of fp16 begins too high, and finds its place
+    assert skipped <= (5 if precision == "fp16" else 0)
+    assert low[20] == pytest.approx(full[20 - skipped], rel=0.2)
+    scales = [line["loss_scale"] for line in read_metrics(tmp_path / "low")]
+    assert scales[-1] == (2.0 ** (16 - skipped) if precision == "fp16" else 1.0)
+
+
+def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int], rank: int) -> tuple[Any, list[Any]]:
+    """Train with one rank's embeddings multiplied by infinity in some steps; the result, and states around them."""
+    from plsc.train import step
+
+    states: list[Any] = []
+    embed, take = step.Stepper._embed, step.Stepper.step
+    now = -1
+
+    def state(self: Any) -> list[torch.Tensor]:
+        parts = self.parts
+        tensors = [*parts.backbone.state_dict().values(), parts.head.weight.detach()]
+        tensors += [shard.local for shard in parts.head_optimizer.sharded_state().values()]
+        return [tensor.clone() for tensor in tensors]
+
+    def poisoning(self: Any, images: Any) -> Any:
+        embeddings = embed(self, images)
+        return embeddings * float("inf") if now in bad_steps and mesh.rank == rank else embeddings
+
+    def stepping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+        nonlocal now
+        now = number
+        before = state(self)
+        outcome = take(self, group, number, stop)
+        same = all(torch.equal(a, b) for a, b in zip(before, state(self), strict=True))
+        states.append((outcome.skipped, same))
+        return outcome
+
+    step.Stepper._embed, step.Stepper.step = poisoning, stepping  # type: ignore[method-assign]
+    try:
+        return run(mesh, out, changes), states
+    except PlscError as error:
+        return str(error), states
+    finally:
+        step.Stepper._embed, step.Stepper.step = embed, take  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_loss_that_is_not_finite_changes_nothing(precision: str, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"data.batch_size": 6, "precision": precision, "head.margin": "adaface", "head.m": 0.1}
+    for result, states in ranks(2, poisoned, tmp_path, changes, [0, 7, 8], 1):
+        bad = [number for number, (skipped, _) in enumerate(states) if skipped]
+        assert result["skipped_steps"] == len(bad)
+        assert bad == [0, 7, 8] or (precision == "fp16" and {0, 7, 8} < set(bad) and len(bad) < 8)
+        assert all(same == skipped for skipped, same in states)
+    lines = {line["step"]: line for line in read_metrics(tmp_path)}
+    assert lines[8]["loss"] is None
+    assert lines[20]["loss"] < lines[2]["loss"]
+    assert lines[20]["loss_scale"] == (2.0 ** (16 - len(bad)) if precision == "fp16" else 1.0)
+
+
+def test_too_many_in_a_row_end_the_run(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"data.batch_size": 6, "max_skipped_steps": 4}
+    for message, _ in ranks(2, poisoned, tmp_path, changes, list(range(6, 20)), 0):
+        assert "not finite for 4 steps in a row, up to step 10" in message
+        assert "optim.lr" in message
+        assert "--resume auto" in message
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("step*")) == ["step-00000004", "step-00000008"]
+
+
+def average_by_hand(mesh: Any, out: Path) -> list[tuple[str, float]]:
+    """The largest difference between the run's average and one computed from its steps' weights."""
+    from plsc.train import step
+
+    register_tiny()
+    expected: dict[str, torch.Tensor] = {}
+    last: dict[str, torch.Tensor] = {}
+    take = step.Stepper.step
+
+    def stepping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+        if not expected:
+            expected.update({k: v.double() for k, v in self.parts.backbone.state_dict().items()})
+        outcome = take(self, group, number, stop)
+        decay = min(0.7, (1 + number) / (10 + number))
+        for name, value in self.parts.backbone.state_dict().items():
+            expected[name] = decay * expected[name] + (1 - decay) * value.double()
+        last.update({k: v.double() for k, v in self.parts.average.model.state_dict().items()})
+        return outcome
+
+    step.Stepper.step = stepping  # type: ignore[method-assign]
+    try:
+        run(mesh, out, {"ema": 0.7, "epochs": 2})
+    finally:
+        step.Stepper.step = take  # type: ignore[method-assign]
+    from safetensors.torch import load_file
+
+    stored = load_file(out / "model.safetensors")
+    return [(name, float((value - expected[name]).abs().max() + (stored[name].double() - value).abs().max()))
+            for name, value in last.items() if not name.endswith("num_batches_tracked")]
+
+
+def test_the_moving_average_is_what_is_shipped(tmp_path: Path, ranks: Ranks) -> None:
+    for _, difference in ranks(1, average_by_hand, tmp_path)[0]:
+        assert difference < 1e-5
+
+
+def test_steps_schedules_and_rates(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"epochs": None, "steps": 8, "optim.schedule": "step", "optim.milestones": "1",
+               "optim.head_lr": 0.5, "optim.warmup_steps": 2, "checkpoint.every_steps": 0}
+    result = ranks(1, on_rank, tmp_path, changes)[0]
+    assert result["steps"] == 8
+    lines = read_metrics(tmp_path)
+    assert [line["lr"] for line in lines] == pytest.approx([0.025, 0.05, 0.05, 0.05, 0.05, 0.005, 0.005, 0.005])
+    assert [line["head_lr"] / line["lr"] for line in lines] == pytest.approx([10] * 8)
+    assert [line["epoch"] for line in lines] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4, 1.6])
+
+
+def fine_tuned(mesh: Any, first: Path, second: Path) -> list[tuple[str, float]]:
+    """How far each weight is from those that the second run was given, after a step too small to matter."""
+    from safetensors.torch import load_file
+
+    run(mesh, first, {"epochs": 1, "checkpoint.every_steps": 0})
+    given = first / "model.safetensors"
+    run(mesh, second, {"epochs": None, "steps": 1, "optim.lr": 1e-12, "data.train": "avatars:8x6",
+                       "init_weights": str(given), "channels_last": True, "ema": 0.5})
+    before, after = load_file(given), load_file(second / "model.safetensors")
+    return [(name, float((after[name] - before[name]).abs().max())) for name in before
+            if "running" not in name and "tracked" not in name]
+
+
+def test_fine_tuning_with_another_number_of_classes(tmp_path: Path, ranks: Ranks) -> None:
+    distances = ranks(1, fine_tuned, tmp_path / "first", tmp_path / "second")[0]
+    assert distances
+    assert all(distance < 1e-6 for _, distance in distances)
+    assert len(json.loads((tmp_path / "second/classes.json").read_text())["classes"]) == 8
+
+
+def test_unreadable_pictures_cost_themselves_alone(tmp_path: Path, ranks: Ranks) -> None:
+    from PIL import Image
+
+    for person in range(3):
+        (tmp_path / "data" / f"p{person}").mkdir(parents=True)
+        for number in range(4):
+            path = tmp_path / "data" / f"p{person}" / f"{number}.png"
+            Image.new("RGB", (40, 40), (person * 90, number * 60, 7)).save(path)
+            if (person, number) in ((0, 1), (2, 2), (2, 3)):
+                path.write_bytes(b"\x89PNG no more")
+    changes = {"data.train": str(tmp_path / "data"), "data.batch_size": 2, "epochs": 3}
+    result = ranks(2, on_rank, tmp_path / "run", changes)
+    assert result[0]["epochs"] == 3
+    (message,) = ranks(1, failing, tmp_path / "strict", {**changes, "data.max_bad_records": 0})
+    assert "could not be read" in message
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"data.train": "/nowhere/at/all"}, "UsageError: there is no /nowhere/at/all"),
+    ({"data.image_size": 33}, "UsageError: image_size is 33"),
+    ({"init_weights": "/nowhere.pt"}, "/nowhere.pt"),
+    ({"head.margin": "sphereface", "head.m": 0.5}, "UsageError: [head] margin sphereface: "),
+    ({"data.train": "avatars:1x2"}, "UsageError: "),
+    ({"eval.sets": "/no/set.bin"}, "/no/set.bin"),
+])
+def test_what_is_wrong_is_one_line_on_every_rank(
+    changes: dict[str, Any], message: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    for text in ranks(2, failing, tmp_path, changes):
+        assert message in text
+        assert "\n" not in text
+    assert not losses(tmp_path)
+
+

@@ -1,0 +1,99 @@
+"""plsc train from the outside: its arguments, its ranks, its one line for what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from plsc.tools.entry import main
+
+SMALL = """
+backbone = "mobilefacenet"
+embedding_dim = 32
+precision = "fp32"
+steps = 3
+[data]
+train = "avatars:4x4"
+image_size = 32
+batch_size = 4
+workers = 1
+[log]
+every_steps = 1
+tensorboard = false
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return path
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "name a configuration"),
+    (["/no/such.toml"], "/no/such.toml does not exist"),
+    (["RECIPE", "--optim.lrr", "1"], "did you mean optim.lr?"),
+    (["RECIPE", "--epochs"], "--epochs needs a value"),
+    (["RECIPE", "--epochs", "three"], 'epochs = "three" is a string; it takes an integer'),
+    (["RECIPE", "stray"], "'stray' belongs to no key"),
+    (["RECIPE", "--data.train", "/no/pictures"], "there is no /no/pictures"),
+    (["RECIPE", "--nproc", "0"], "--nproc 0"),
+    (["RECIPE", "--out", "/proc/here"], "cannot write into /proc/here"),
+    (["RECIPE", "--resume", "/no/where"], "/no/where is no checkpoint"),
+    (["RECIPE", "--backbone", "iresnet5"], "did you mean iresnet50?"),
+])
+def test_one_line_and_exit_code_2(
+    words: list[str], message: str, recipe: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *[str(recipe) if word == "RECIPE" else word for word in words]]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--keys"]) == 0
+    assert "optim.warmup_epochs (unset)" in capsys.readouterr().out
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, "-m", "plsc.tools.entry", "train", *words], env=environment,
+                          capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "run")
+    first = command(str(recipe), "--nproc", "2", "--out", out, "--json", str(tmp_path / "result.json"))
+    assert first.returncode == 0, first.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert (result["steps"], result["classes"]) == (3, 4)
+    assert "trained 3 steps" in first.stdout
+    again = command(str(recipe), "--nproc", "2", "--out", out)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "holds a run already" in again.stderr
+
+
+def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    for person in range(2):
+        folder = tmp_path / "data" / f"p{person}"
+        folder.mkdir(parents=True)
+        for number in range(8):
+            Image.new("RGB", (32, 32), (person * 99, number * 30, 9)).save(folder / f"{number}.png")
+    (folder / "7.png").write_bytes(b"no picture")
+    words = ["--data.train", str(tmp_path / "data"), "--data.max_bad_records", "0", "--steps", "9"]
+    failed = command(str(recipe), "--nproc", "2", "--out", str(tmp_path / "run"), *words)
+    assert failed.returncode == 1
+    errors = [line for line in failed.stderr.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert "7.png" in errors[0]
+    assert "Traceback" not in failed.stderr
