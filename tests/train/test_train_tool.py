@@ -94,6 +94,6 @@ def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None
     failed = command(str(recipe), "--nproc", "2", "--out", str(tmp_path / "run"), *words)
     assert failed.returncode == 1
     errors = [line for line in failed.stderr.splitlines() if "error" in line]
-    assert len(errors) == 1
+    assert len(errors) == 1, failed.stderr
     assert "7.png" in errors[0]
     assert "Traceback" not in failed.stderr
