@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from plsc import config as configuration
-from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.embed.embedder import Embedder, backbone_engine, open_embedder
 from plsc.embed.export import export_onnx
 from plsc.errors import PlscError
@@ -23,6 +22,7 @@ from plsc.parallel import Mesh
 from plsc.parallel.launch import launch
 
 T = TypeVar("T")
+Embed = Callable[[torch.Tensor], torch.Tensor]
 
 RECIPE = Path(__file__).with_name("recipe.toml")
 UNSEEN = "avatars:400x6@1000000"  # identities far beyond those that any recipe trains on
@@ -65,7 +65,6 @@ class Findings:
 
     report: dict[str, Any]
     curves: dict[str, dict[str, Any]]
-    unseen: ImageDataset
     index: Index
 
 
@@ -78,7 +77,6 @@ def follow(course: Course) -> Findings:
     curves = _step("2/6 judge it on identities it has never seen, beside two baselines", lambda: _judge(course))
     _step("3/6 embed the unseen identities", lambda: _embed(course))
     index = _step("4/6 build a search index", lambda: Index.build([course.embeddings], course.index, quiet=True))
-    unseen = open_dataset(course.unseen, image_size=_image_size(course))
     identified = _step("5/6 search", lambda: _search(index))
     exported = _step("6/6 export to ONNX, and compare", lambda: _export(course))
     report = {
@@ -90,7 +88,7 @@ def follow(course: Course) -> Findings:
         "training": {key: training[key] for key in ("steps", "epochs", "classes", "seconds", "images", "loss")},
     }
     write_json(course.report, report)
-    return Findings(report, curves, unseen, index)
+    return Findings(report, curves, index)
 
 
 def _step(title: str, action: Callable[[], T]) -> T:
@@ -138,7 +136,7 @@ def _judge(course: Course) -> dict[str, dict[str, Any]]:
     fresh = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     untrained = Embedder(backbone_engine(fresh, device), "untrained")
-    judged = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
+    judged: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
     curves = {name: _evaluated(embed, course.unseen, trained.image_size) for name, embed in judged.items()}
     for name, result in curves.items():
         print(f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}   "
@@ -146,7 +144,7 @@ def _judge(course: Course) -> dict[str, dict[str, Any]]:
     return curves
 
 
-def _evaluated(embed: Callable[[torch.Tensor], torch.Tensor], unseen: str, image_size: int) -> dict[str, Any]:
+def _evaluated(embed: Embed, unseen: str, image_size: int) -> dict[str, Any]:
     single = Mesh(0, 1, 0, torch.device("cpu"))
     results = evaluate(embed, [unseen], image_size=image_size, mesh=single, curves=True, quiet=True)
     return next(iter(results.values()))
@@ -169,10 +167,6 @@ def _export(course: Course) -> dict[str, Any]:
     result = export_onnx(load_model(course.run / "model.safetensors"), course.out / "model.onnx")
     print(f"   {result['file']}: largest difference {result['max_abs_error']:.1e}")
     return result
-
-
-def _image_size(course: Course) -> int:
-    return configuration.load(course.run / "config.toml").data.image_size
 
 
 def _figures(result: dict[str, Any]) -> dict[str, Any]:

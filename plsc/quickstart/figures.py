@@ -43,4 +43,4 @@ def inline(buffer: io.BytesIO) -> str:
 
 def thumbnail(image: Tensor) -> str:
     """A picture uint8 (3, H, W) as a data: URL."""
-    return "data:image/png;base64," + base64.b64encode(encode_image(image, "png")).decode("ascii")
+    return "data:image/jpeg;base64," + base64.b64encode(encode_image(image, "jpeg")).decode("ascii")

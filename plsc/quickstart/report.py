@@ -6,10 +6,13 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+import numpy as np
+
 from plsc import __version__
-from plsc.data.dataset import open_dataset
+from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.evaluation.plots import roc_figure, score_figure
 from plsc.files import written_aside
+from plsc.index import Index
 from plsc.progress import duration
 from plsc.quickstart.course import Course, Findings
 from plsc.quickstart.figures import inline, loss_curve, thumbnail
@@ -18,12 +21,14 @@ from plsc.quickstart.neighbours import Shown, choose
 PAGE = Path(__file__).with_name("page.html")
 TITLES = {"trained": "trained", "untrained": "the same network, untrained", "raw_pixels": "raw pixels"}
 PER_IDENTITY = 6
+SHOWN_SIZE = 112  # pixels of a side; the network may see fewer
 
 
 def write_report(course: Course, findings: Findings) -> Path:
     """Draw everything into one file beside report.json and return its path."""
     named = {TITLES[name]: result for name, result in findings.curves.items()}
     report = findings.report
+    pictures = open_dataset(course.unseen, image_size=SHOWN_SIZE)
     slots = {
         "version": __version__,
         "time": duration(report["seconds"]),
@@ -40,11 +45,11 @@ def write_report(course: Course, findings: Findings) -> Path:
         "index_kind": html.escape(report["index"]["kind"]),
         "error": f"{report['export']['max_abs_error']:.1e}",
         "rows": "\n".join(_row(TITLES[name], report[name]) for name in findings.curves),
-        "examples": _examples(course),
+        "examples": _examples(pictures),
         "curve": loss_curve(course.run),
         "roc": _drawn(roc_figure, named),
         "scores": _drawn(score_figure, named),
-        "neighbours": "\n".join(_query(findings, query) for query in choose(findings.index)),
+        "neighbours": "\n".join(_query(findings.index, pictures, query) for query in choose(findings.index)),
     }
     path = course.report.with_suffix(".html")
     with written_aside(path) as aside:
@@ -65,28 +70,27 @@ def _drawn(draw: Any, results: dict[str, dict[str, Any]]) -> str:
     return inline(buffer)
 
 
-def _examples(course: Course, identities: int = 4) -> str:
-    """Some pictures of some unseen identities, a row each, at the size at which they are drawn best."""
-    drawn = open_dataset(course.unseen, image_size=112)
+def _examples(pictures: ImageDataset, identities: int = 4) -> str:
+    """The first pictures of some unseen identities, a row each."""
     rows = []
     for label in range(identities):
-        places = [i for i in range(len(drawn)) if drawn.labels[i] == label][:PER_IDENTITY]
-        pictures = "".join(f'<img src="{thumbnail(drawn.image(i))}" alt="identity {label}">' for i in places)
-        rows.append(f"<div class=strip>{pictures}</div>")
+        places = np.flatnonzero(pictures.labels == label)[:PER_IDENTITY]
+        images = "".join(_picture(pictures, int(place)) for place in places)
+        rows.append(f"<div class=strip>{images}</div>")
     return "\n".join(rows)
 
 
-def _query(findings: Findings, query: Shown) -> str:
+def _query(index: Index, pictures: ImageDataset, query: Shown) -> str:
+    """A query and its neighbours; the index' ids are places in the set that was embedded."""
     matches = "".join(
-        f'<figure class="{"same" if match.same else "other"}">{_picture(findings, match.row)}'
+        f'<figure class="{"same" if match.same else "other"}">{_picture(pictures, int(index.ids[match.row]))}'
         f"<figcaption>{match.score:.2f}</figcaption></figure>"
         for match in query.matches
     )
-    first = f"<figure class=query>{_picture(findings, query.row)}<figcaption>query</figcaption></figure>"
-    return f"<div class=result>{first}{matches}</div>"
+    first = _picture(pictures, int(index.ids[query.row]))
+    return f"<div class=result><figure class=query>{first}<figcaption>query</figcaption></figure>{matches}</div>"
 
 
-def _picture(findings: Findings, row: int) -> str:
-    key = html.escape(findings.index.keys[row])
-    image = thumbnail(findings.unseen.image(int(findings.index.ids[row])))
-    return f'<img src="{image}" alt="{key}" title="{key}">'
+def _picture(pictures: ImageDataset, place: int) -> str:
+    key = html.escape(pictures.key(place))
+    return f'<img src="{thumbnail(pictures.image(place))}" alt="{key}" title="{key}">'
