@@ -109,17 +109,18 @@ def samples_seen(mesh: Any, out: Path, changes: dict[str, Any], resume: str | No
     from plsc.train import step
 
     seen: list[str] = []
-    original = step.Stepper._embed
+    original = step.Stepper.step
 
-    def spying(self: Any, images: Any) -> Any:
+    def spying(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+        images = [image for batch in group for image in batch.images]
         seen.extend(hashlib.sha256(image.numpy().tobytes()).hexdigest() for image in images)
-        return original(self, images)
+        return original(self, group, number, stop)
 
-    step.Stepper._embed = spying  # type: ignore[method-assign]
+    step.Stepper.step = spying  # type: ignore[method-assign]
     try:
         run(mesh, out, changes, resume)
     finally:
-        step.Stepper._embed = original  # type: ignore[method-assign]
+        step.Stepper.step = original  # type: ignore[method-assign]
     return seen
 
 
