@@ -6,19 +6,14 @@ prints a line per size and adds it to benchmarks/results/avatars_rate.csv.
 """
 
 import argparse
-import csv
-import platform
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
-import numpy as np
 import PIL
 import torch
+from results_file import add_row
 
 from plsc.data.avatars import AvatarDataset
 
-RESULTS = Path(__file__).parent / "results" / "avatars_rate.csv"
 IMAGES_PER_IDENTITY = 10
 
 
@@ -32,36 +27,17 @@ def pictures_per_second(size: int, pictures: int) -> float:
     return pictures / (time.process_time() - start)
 
 
-def processor() -> str:
-    """The processor's name, where the system tells it."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def add_row(row: dict[str, str | int]) -> None:
-    is_new = not RESULTS.exists()
-    with RESULTS.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pictures", type=int, default=1000)
     pictures = parser.parse_args().pictures
     torch.set_num_threads(1)
-    versions = f"python {platform.python_version()}, numpy {np.__version__}, pillow {PIL.__version__}"
     for size in (32, 48, 112, 224):
         rate = round(pictures_per_second(size, pictures))
         print(f"{size:>4} x {size:<4} {rate:>6,} pictures/s per core")
-        date = datetime.now(UTC).date().isoformat()
-        add_row({
-            "date": date, "device": processor(), "versions": versions, "image_size": size,
-            "pictures": pictures, "pictures_per_second_per_core": rate,
-        })  # fmt: skip
+        add_row("avatars_rate", {
+            "pillow": PIL.__version__, "image_size": size, "pictures": pictures, "pictures_per_second_per_core": rate,
+        })
 
 
 if __name__ == "__main__":

@@ -79,7 +79,10 @@ class HeadConfig:
         choices=("exact", "straight_through"),
     )
     centers: int = key(1, "sub-centres per class", least=1)
-    sample_rate: float = key(1.0, "share of the classes in a step (Partial FC); 1 is exact", above=0, most=1)
+    sample_rate: float = key(
+        1.0, "share of the classes in a step (Partial FC); 1 is exact, 0 takes the batch's own classes alone",
+        least=0, most=1,
+    )
     weight_dtype: str = key("float32", "class weights' storage", choices=("float32", "bfloat16"))
     momentum_dtype: str = key(
         "float32", "momentum's storage; none trains without", choices=("float32", "bfloat16", "int8", "none")

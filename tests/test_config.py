@@ -123,7 +123,7 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
     ('precision = "bf 16"', "did you mean bf16?"),
     ('[head]\nmargin = "arc_face"', "did you mean arcface?"),
     ("[head]\nm1 = 1.0", "head.m1 is no key of the margin arcface, which takes s, gradient, m"),
-    ("[head]\nsample_rate = 0.0", "above 0 and at most 1"),
+    ("[head]\nsample_rate = -0.1", "at least 0 and at most 1"),
     ("[optim]\nbetas = [0.9]", "it takes two"),
     ("[optim]\nmilestones = [3, 2]", "must rise"),
     ("[data]\nbatch_size = 1", "give 2 or more"),

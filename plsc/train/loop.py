@@ -67,7 +67,10 @@ class Run:
         self.quiet = quiet or not mesh.is_main
         on_every_rank(mesh, lambda: _check_folder(out, resume))
         dataset = on_every_rank(
-            mesh, lambda: open_dataset(config.data.train, image_size=config.data.image_size)
+            mesh,
+            lambda: open_dataset(
+                config.data.train, image_size=config.data.image_size, max_bad_records=config.data.max_bad_records
+            ),
         )
         on_every_rank(mesh, lambda: check_sets(config) if mesh.is_main else None)
         self.parts = build(config, dataset, mesh)
