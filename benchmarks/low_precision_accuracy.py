@@ -14,11 +14,9 @@ from typing import Any
 
 from results_file import add_row
 
-import plsc
-from plsc import config
-from plsc.parallel import Mesh
+from plsc.files import read_json
+from plsc.parallel.launch import launch
 from plsc.quickstart.course import RECIPE, UNSEEN
-from plsc.train.loop import train
 
 TABLES = {"float32": ("float32", "float32"), "bfloat16+int8": ("bfloat16", "int8")}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -27,16 +25,20 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(mesh: Mesh, seed: int, table: str, optimizer: str, sample_rate: float) -> dict[str, Any]:
-    """Train from scratch and return the figures on unseen identities."""
+def trained(seed: int, table: str, optimizer: str, sample_rate: float) -> dict[str, Any]:
+    """Train from scratch on two ranks and return the figures on unseen identities."""
     weight, momentum = TABLES[table]
     settings = {
-        "data.train": "avatars:1000x20", "data.batch_size": 128, "epochs": 4, "seed": seed,
-        "head.weight_dtype": weight, "head.momentum_dtype": momentum, "head.sample_rate": sample_rate,
-        "log.tensorboard": False, **OPTIMIZERS[optimizer],
+        "data.train": "avatars:1000x20", "epochs": 4, "seed": seed, "head.weight_dtype": weight,
+        "head.momentum_dtype": momentum, "head.sample_rate": sample_rate, "log.tensorboard": False,
+        **OPTIMIZERS[optimizer],
     }
+    overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower())]
     with tempfile.TemporaryDirectory() as folder:
-        result = train(config.load(RECIPE, settings), mesh, out=Path(folder) / "run", quiet=True)
+        result_file = Path(folder) / "result.json"
+        if launch(["train", str(RECIPE), "--out", f"{folder}/run", "--json", str(result_file), *overrides], nproc=2):
+            raise SystemExit("the training did not end well: see above")
+        result = read_json(result_file)
     judged: dict[str, Any] = result["eval"][UNSEEN]
     return judged | {"loss": result["loss"], "seconds": result["seconds"]}
 
@@ -47,12 +49,11 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--sample-rates", type=float, nargs="+", default=[1.0])
     args = parser.parse_args()
-    mesh = plsc.init()
     means: dict[str, list[float]] = {}
     for seed in range(args.seeds):
         for rate in args.sample_rates:
             for table in TABLES:
-                figures = trained(mesh, seed, table, args.optimizer, rate)
+                figures = trained(seed, table, args.optimizer, rate)
                 row = {"optimizer": args.optimizer, "table": table, "sample_rate": rate, "seed": seed,
                        "accuracy": round(figures["accuracy"], 5), "rank1": round(figures["rank1"], 5),
                        "loss": round(figures["loss"], 4), "seconds": round(figures["seconds"], 1)}

@@ -5,14 +5,13 @@ whatever else the data set holds, on every machine and in any order; other indic
 """
 
 import re
-from collections.abc import Sequence
-from typing import overload
 
 import numpy as np
 import torch
 
 from plsc.data.avatar_camera import MAX_SIZE, MIN_SIZE, render_avatar
 from plsc.data.dataset import ImageDataset
+from plsc.data.lazy_strings import LazyStrings
 from plsc.errors import UsageError
 
 DEFAULT_SIZE = 112
@@ -75,7 +74,7 @@ class AvatarDataset(ImageDataset):
         return self.first + position, image
 
 
-class _Names(Sequence[str]):
+class _Names(LazyStrings):
     """Class names, made when asked for: millions of identities cost nothing."""
 
     def __init__(self, first: int, count: int) -> None:
@@ -84,11 +83,6 @@ class _Names(Sequence[str]):
     def __len__(self) -> int:
         return len(self._identities)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [f"avatar-{identity}" for identity in self._identities[index]]
-        return f"avatar-{self._identities[index]}"
+    def at(self, position: int) -> str:
+        """The name of the identity at ``position``."""
+        return f"avatar-{self._identities[position]}"

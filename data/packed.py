@@ -1,13 +1,14 @@
 """Many strings in two arrays: 42 million paths in a list take gigabytes, and each process copies them."""
 
-from collections.abc import Iterable, Sequence
-from typing import overload
+from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.lazy_strings import LazyStrings
 
-class PackedStrings(Sequence[str]):
+
+class PackedStrings(LazyStrings):
     """An immutable sequence of strings, held as their joined UTF-8 bytes; undecodable file names survive."""
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -18,23 +19,13 @@ class PackedStrings(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"string {index} of {len(self)}")
-        index %= len(self)
-        piece = self._bytes[self._ends[index] : self._ends[index + 1]]
+    def at(self, position: int) -> str:
+        """The string at ``position``."""
+        piece = self._bytes[self._ends[position] : self._ends[position + 1]]
         return piece.tobytes().decode("utf-8", "surrogateescape")
 
 
-class NumberNames(Sequence[str]):
+class NumberNames(LazyStrings):
     """The names of numbered classes: the decimal digits of an int64 array."""
 
     def __init__(self, numbers: NDArray[np.int64]) -> None:
@@ -43,13 +34,6 @@ class NumberNames(Sequence[str]):
     def __len__(self) -> int:
         return len(self._numbers)
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [str(number) for number in self._numbers[index]]
-        return str(self._numbers[index])
+    def at(self, position: int) -> str:
+        """The digits of the number at ``position``."""
+        return str(self._numbers[position])

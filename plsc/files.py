@@ -33,7 +33,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         yield aside
         _sync(aside)
-        os.replace(aside, path)
+        aside.replace(path)
         _sync(path.parent)
     except FileNotFoundError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; make its folder first") from None
@@ -97,8 +97,8 @@ def publish_folder(aside: Path, final: Path) -> None:
     former = final.with_name(f".{final.name}.former")
     if final.exists():  # a folder cannot be replaced in one move: keep the former whole until the new one stands
         shutil.rmtree(former, ignore_errors=True)
-        os.replace(final, former)
-    os.replace(aside, final)
+        final.replace(former)
+    aside.replace(final)
     _sync(final.parent)
     shutil.rmtree(former, ignore_errors=True)
 

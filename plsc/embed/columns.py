@@ -5,13 +5,14 @@ other, and ``keys.offsets.npy``, int64 (N + 1,): string i is the bytes [offsets[
 i of 10^8 costs one seek.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from plsc.data.lazy_strings import LazyStrings
 from plsc.errors import IntegrityError
 
 Array = npt.NDArray[Any]
@@ -45,7 +46,7 @@ def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
     return array
 
 
-class StringColumn(Sequence[str]):
+class StringColumn(LazyStrings):
     """N strings in memory-mapped UTF-8; a string is decoded when it is asked for."""
 
     def __init__(self, data: Array, offsets: Array) -> None:
@@ -54,16 +55,8 @@ class StringColumn(Sequence[str]):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"string {index} of {len(self)}")
+    def at(self, position: int) -> str:
+        """The string at ``position``."""
         first, last = int(self._offsets[position]), int(self._offsets[position + 1])
         return bytes(self._data[first:last]).decode("utf-8", errors="replace")
 

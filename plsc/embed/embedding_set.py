@@ -22,11 +22,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from plsc.data.lazy_strings import LazyStrings
 from plsc.embed.columns import open_array, open_strings, string_files
 from plsc.embed.manifest import Manifest, read_manifest
 from plsc.errors import DataError, IntegrityError, UsageError
@@ -156,7 +157,7 @@ class EmbeddingSet:
         return Shard(folder, entry, self.dim, self.manifest["dtype"])
 
 
-class ChainedStrings(Sequence[str]):
+class ChainedStrings(LazyStrings):
     """Several string sequences one behind the other, none of them read before it is needed."""
 
     def __init__(self, parts: Sequence[Sequence[str]]) -> None:
@@ -166,16 +167,8 @@ class ChainedStrings(Sequence[str]):
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = index + len(self) if index < 0 else index
-        if not 0 <= position < len(self):
-            raise IndexError(f"string {index} of {len(self)}")
+    def at(self, position: int) -> str:
+        """The string at ``position``."""
         part = int(np.searchsorted(self._ends, position, side="right"))
         return self._parts[part][position - int(self._ends[part]) + len(self._parts[part])]
 

@@ -1,16 +1,13 @@
 """The global batch: every rank's embeddings and labels on every rank, once all have found each other's input right."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
 from plsc.parallel.collectives import all_gather_equal, all_gather_rows
-
-if TYPE_CHECKING:
-    from plsc.head.sharded_head import ShardedHead
+from plsc.parallel.mesh import Mesh
 
 SMALLEST_NORM = 1e-12
 _FITTING, _EMBEDDINGS, _LABELS = range(3)
@@ -33,10 +30,18 @@ class GlobalBatch:
     norms: Tensor | None
 
 
-def gather_batch(embeddings: Tensor, labels: Tensor, head: "ShardedHead") -> GlobalBatch:
-    """Check and gather this rank's embeddings (b, D) and labels (b,). Moves B·D numbers in the table's dtype."""
-    mesh, dtype = head.mesh, head.weight.dtype
-    sizes = _agreed_sizes(embeddings, labels, head)
+def gather_batch(
+    embeddings: Tensor,
+    labels: Tensor,
+    *,
+    dim: int,
+    num_classes: int,
+    dtype: torch.dtype,
+    with_norms: bool,
+    mesh: Mesh,
+) -> GlobalBatch:
+    """Check and gather this rank's embeddings (b, dim) and labels (b,). Moves B·dim numbers of ``dtype``."""
+    sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh)
     wide = torch.promote_types(dtype, torch.float32)
     norm = torch.linalg.vector_norm(embeddings.to(wide), dim=1).clamp(min=SMALLEST_NORM)
     unit = (embeddings.to(wide) / norm[:, None]).to(dtype)
@@ -44,23 +49,23 @@ def gather_batch(embeddings: Tensor, labels: Tensor, head: "ShardedHead") -> Glo
         sizes,
         all_gather_rows(unit, mesh, sizes),
         all_gather_rows(labels.to(mesh.device, torch.int64), mesh, sizes),
-        all_gather_rows(norm, mesh, sizes) if head.margin.uses_norm else None,
+        all_gather_rows(norm, mesh, sizes) if with_norms else None,
     )
 
 
-def _agreed_sizes(embeddings: Tensor, labels: Tensor, head: "ShardedHead") -> list[int]:
+def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int, mesh: Mesh) -> list[int]:
     """Every rank's batch size. One small exchange tells every rank of any rank's bad input, so that all raise."""
-    problem = _problem(embeddings, labels, head.dim)
+    problem = _problem(embeddings, labels, dim)
     facts = [0, 0, 0, problem]
     if not problem and labels.numel():
         facts = [labels.numel(), int(labels.min()), int(labels.max()), problem]
-    everyone = all_gather_equal(torch.tensor(facts, device=head.mesh.device), head.mesh).tolist()
+    everyone = all_gather_equal(torch.tensor(facts, device=mesh.device), mesh).tolist()
     for rank, (_, low, high, problem) in enumerate(everyone):
         if problem:
-            raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=head.dim)}")
-        if low < 0 or high >= head.num_classes:
+            raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=dim)}")
+        if low < 0 or high >= num_classes:
             wrong = low if low < 0 else high
-            raise LabelError(f"rank {rank}: label {wrong} lies outside [0, {head.num_classes}), the head's classes; "
+            raise LabelError(f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes; "
                              "mend the labels, or make the head with as many classes as they need")
     sizes = [size for size, *_ in everyone]
     if sum(sizes) == 0:

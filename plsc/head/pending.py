@@ -2,16 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.softmax import Batch, second_pass
-
-if TYPE_CHECKING:
-    from plsc.head.sharded_head import ShardedHead
 
 
 @dataclass
@@ -32,37 +28,37 @@ class Pending:
     gradient: Tensor | None = None
 
 
-def gradient_chunks(head: "ShardedHead", pending: list[Pending]) -> Iterator[tuple[Chunk, Tensor]]:
-    """Pass 2 over the concatenation of ``pending``, so that table traffic is paid once, however many they are."""
-    rows, member = _union(head, pending)
-    labels = torch.cat([p.labels for p in pending]) - head.class_range[0]
+def gradient_chunks(
+    rows: ClassRows, member: Tensor | None, pending: list[Pending], first_class: int, chunk_size: int
+) -> Iterator[tuple[Chunk, Tensor]]:
+    """Pass 2 over the concatenation of ``pending``, so that table traffic is paid once, however many they are.
+
+    ``rows`` and ``member`` are those of :func:`visited`; ``first_class`` is the shard's first.
+    """
     batch = Batch(
         torch.cat([p.batch.features for p in pending]),
-        rows.positions(labels),
+        rows.positions(torch.cat([p.labels for p in pending]) - first_class),
         torch.cat([p.batch.phi for p in pending]),
-        head.margin,
+        pending[0].batch.margin,
         _states(pending),
     )
     log_z = torch.cat([p.log_z for p in pending])
     scale = torch.cat([p.scale * _gradient_of(p) for p in pending])
     target_pull = torch.cat([p.target_pull * _gradient_of(p) for p in pending])
-    return second_pass(rows, batch, log_z, scale, target_pull, head.chunk_size(len(labels)), member)
+    return second_pass(rows, batch, log_z, scale, target_pull, chunk_size, member)
 
 
-def _union(head: "ShardedHead", pending: list[Pending]) -> tuple[ClassRows, Tensor | None]:
-    """The classes that any batch visited, and which of them each sample's softmax held."""
+def visited(pending: list[Pending]) -> tuple[Tensor | None, Tensor | None]:
+    """The classes that any batch visited (None: all), and which of them each sample's softmax held (None: all)."""
     sets = [p.selected for p in pending if p.selected is not None]
     if not sets:
-        return head.rows(None), None
+        return None, None
     if len(sets) == 1:
-        return head.rows(sets[0]), None
+        return sets[0], None
     union = torch.cat(sets).unique()
-    columns = [
-        torch.isin(union, p.selected)[:, None].expand(-1, len(p.log_z))
-        for p in pending
-        if p.selected is not None
-    ]
-    return head.rows(union), torch.cat(columns, dim=1)
+    held = [torch.isin(union, chosen) for chosen in sets]
+    columns = [column[:, None].expand(-1, len(p.log_z)) for column, p in zip(held, pending, strict=True)]
+    return union, torch.cat(columns, dim=1)
 
 
 def _states(pending: list[Pending]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plsc.errors import UsageError
 from plsc.head.global_batch import SMALLEST_NORM, gather_batch
 from plsc.head.partition import class_range, fill_normal
-from plsc.head.pending import Pending, gradient_chunks
+from plsc.head.pending import Pending, gradient_chunks, visited
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import sample_classes
 from plsc.losses.class_rows import Chunk, ClassRows
@@ -190,7 +190,15 @@ class ShardedHead(nn.Module):
         self, embeddings: Tensor, labels: Tensor, differentiate: bool
     ) -> tuple[Tensor, Tensor | None, Pending]:
         """The loss, this rank's embedding gradient (b, D) if ``differentiate``, and what the update needs."""
-        gathered = gather_batch(embeddings, labels, self)
+        gathered = gather_batch(
+            embeddings,
+            labels,
+            dim=self.dim,
+            num_classes=self.num_classes,
+            dtype=self.weight.dtype,
+            with_norms=self.margin.uses_norm,
+            mesh=self.mesh,
+        )
         local = gathered.labels - self.class_range[0]
         selected = self._select(local)
         rows = self.rows(selected)
@@ -305,7 +313,9 @@ class ShardedHead(nn.Module):
 
     def gradient_chunks(self, pending: list[Pending]) -> Iterator[tuple[Chunk, Tensor]]:
         """Pass 2: the rows that the pending batches touch, chunk by chunk, with their gradients."""
-        return gradient_chunks(self, pending)
+        selected, member = visited(pending)
+        size = self.chunk_size(sum(len(p.log_z) for p in pending))
+        return gradient_chunks(self.rows(selected), member, pending, self.class_range[0], size)
 
 
 class _HeadLoss(torch.autograd.Function):
