@@ -13,7 +13,8 @@ from plsc.parallel.mesh import Mesh
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose mean and variance are those of all ranks' samples together; ranks may hold unequal batches.
 
-    Takes (B, C) or (B, C, …). Communication per layer: 2C + 1 numbers forward, 2C backward.
+    Takes (B, C) or (B, C, …). Sums run in float64, so that how the batch is split does not show in the last bits.
+    Communication per layer: 2C + 1 float64 numbers forward, 2C backward.
     """
 
     mesh: Mesh
@@ -24,7 +25,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input`` (B, C, …); in eval mode this is ordinary batch normalisation."""
-        if not self.training or self.mesh.world_size == 1:
+        if not self.training:
             return super().forward(input)
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.mesh)
         self._update_running(mean, variance, count)
@@ -69,14 +70,14 @@ class _Normalise(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mesh: Mesh
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         axes = [0, *range(2, x.dim())]
-        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-        here = x32.new_tensor([x.numel() / max(x.shape[1], 1)])
-        totals = all_reduce_sum(torch.cat([x32.sum(axes), here]), mesh)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        here = x.new_tensor([x.numel() / max(x.shape[1], 1)], dtype=torch.float64)
+        totals = all_reduce_sum(torch.cat([x.sum(axes, dtype=torch.float64), here]), mesh)
         count, mean = totals[-1], totals[:-1] / totals[-1]
-        centred = x32 - _spread(mean, x)
+        centred = x.to(wide) - _spread(mean.to(wide), x)
         # the second moment about the global mean: E[x²] − mean² would cancel
-        variance = all_reduce_sum(centred.square().sum(axes), mesh) / count
-        inverse = (variance + eps).rsqrt()
+        variance = all_reduce_sum(centred.square().sum(axes, dtype=torch.float64), mesh) / count
+        inverse = (variance + eps).rsqrt().to(wide)
         hat = centred * _spread(inverse, x)
         ctx.save_for_backward(hat, weight, inverse, count)
         ctx.mesh, ctx.has_bias = mesh, bias is not None
@@ -91,15 +92,16 @@ class _Normalise(torch.autograd.Function):
         hat, weight, inverse, count = ctx.saved_tensors
         axes = [0, *range(2, grad.dim())]
         grad32 = grad.to(hat.dtype)
-        grad_bias, grad_weight = grad32.sum(axes), (grad32 * hat).sum(axes)
-        totals = all_reduce_sum(torch.stack([grad_bias, grad_weight]), ctx.mesh) / count
+        mine = torch.stack([grad32.sum(axes, dtype=torch.float64), (grad32 * hat).sum(axes, dtype=torch.float64)])
+        grad_bias, grad_weight = mine.clone()
+        totals = (all_reduce_sum(mine, ctx.mesh) / count).to(hat.dtype)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         inner = grad32 - _spread(totals[0], grad) - hat * _spread(totals[1], grad)
         grad_x = (_spread(scale, grad) * inner).to(grad.dtype)
         return (
             grad_x,
             None if weight is None else grad_weight.to(weight.dtype),
-            grad_bias if ctx.has_bias else None,
+            grad_bias.to(hat.dtype) if ctx.has_bias else None,
             None,
             None,
         )
