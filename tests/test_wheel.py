@@ -31,7 +31,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_nothing_but_plsc_lands_in_site_packages(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"plsc", next(n for n in names if "dist-info" in n).split("/")[0]}
-    for expected in ("py.typed", "quickstart/page.html", "quickstart/recipe.toml", "models/iresnet.py", "tools/train.py"):
+    for expected in ("py.typed", "quickstart/page.html", "quickstart/recipe.toml", "models/iresnet.py"):
         assert f"plsc/{expected}" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
