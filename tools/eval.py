@@ -8,9 +8,10 @@ input and one output, or raw-pixels: a baseline that compares the pixels themsel
                     compared, and every image is searched for among the first images of the identities
   --ijb DIR         the folder IJBB or IJBC, with meta/ and loose_crop/ in it: template verification
 
-Accuracy is the LFW protocol's: ten folds, each image embedded together with its mirror image. TAR at FAR f
-is the share of same pairs accepted when a share f of the different pairs is; it is a dash where the set has
-fewer than 1/f different pairs.
+Accuracy is the LFW protocol's: ten folds; on .bin and IJB sets each image is embedded together with its mirror
+image (--flip no leaves that out of .bin sets; --flip yes does it with --data too). TAR at FAR f is the share of
+same pairs accepted when a share f of the different pairs is; it is a dash where the set has fewer than 1/f
+different pairs.
 
   plsc eval runs/first --data unseen/ --plot roc.png
   plsc eval model.onnx --pairs lfw.bin agedb_30.bin --json result.json
@@ -29,6 +30,7 @@ from plsc.errors import UsageError
 
 HELP = "judge a model: verification, identification, IJB"
 RAW_PIXELS = "raw-pixels"
+FLIP = {"auto": None, "yes": True, "no": False}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
     add("--image-size", type=int, default=112, metavar="N", help="of raw-pixels (default: 112)")
     add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
+    add("--flip", choices=tuple(FLIP), default="auto", help="add mirror images (auto: not with --data)")
     add("--nproc", type=int, default=1, metavar="N", help="share the work among N ranks here")
 
 
@@ -86,7 +89,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
         argv += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
     return [
         *argv, "--precision", args.precision, "--batch-size", str(args.batch_size),
-        "--image-size", str(args.image_size), "--seed", str(args.seed),
+        "--image-size", str(args.image_size), "--seed", str(args.seed), "--flip", args.flip,
     ]  # fmt: skip
 
 
@@ -101,7 +104,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
         options: dict[str, Any] = {
             "image_size": image_size, "mesh": mesh, "batch_size": args.batch_size, "curves": True,
         }  # fmt: skip
-        sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, **options)
+        sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, flip=FLIP[args.flip], **options)
         if args.ijb is not None:
             sets |= ijb(embed, args.ijb, **options)
     finally:

@@ -1,4 +1,4 @@
-"""Embedding a set's images on many ranks: each image plus its mirror image, whatever the number of ranks."""
+"""Embedding a set's images on many ranks: the same rows, whatever the number of ranks."""
 
 import os
 import sys
@@ -29,9 +29,9 @@ class EmbeddedImages:
 
 def embed_images(
     embed: Embed, images: ImageSource, name: str, *, image_size: int, mesh: Mesh, batch_size: int,
-    quiet: bool = False,
+    flip: bool = True, quiet: bool = False,
 ) -> EmbeddedImages:
-    """The sum of the embeddings of every image and of its mirror image, the same rows on every rank.
+    """The embedding of every image, with ``flip`` plus that of its mirror image; the same rows on every rank.
 
     Batches are cut alike for any number of ranks and each rank embeds whole ones, so that the result does not
     depend on the number of ranks. An unreadable image is reported by name.
@@ -46,7 +46,8 @@ def embed_images(
     unreadable: list[tuple[int, str]] = []
     for batch in _batches(images, batches, batch_size, image_size, unreadable):
         with torch.no_grad():
-            parts.append((embed(batch).float() + embed(batch.flip(-1)).float()).to(mesh.device))
+            rows_here = embed(batch).float()
+            parts.append((rows_here + embed(batch.flip(-1)).float() if flip else rows_here).to(mesh.device))
         # What this rank has done stands for the others: their shares differ by one batch at most.
         progress.advance(min(len(batch) * mesh.world_size, len(images) - progress.count))
     rows = all_gather_rows(_concatenated(parts, mesh), mesh).cpu().numpy()

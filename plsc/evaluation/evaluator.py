@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def evaluate(
     embed: Embed, sets: Sequence[str], *, image_size: int, mesh: Mesh, batch_size: int = 64, seed: int = 0,
-    curves: bool = False, quiet: bool = False,
+    flip: bool | None = None, curves: bool = False, quiet: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Judge ``embed`` on every set; the same answer on every rank and for every number of ranks.
 
@@ -44,6 +44,8 @@ def evaluate(
         mesh: the ranks that share the work; all must call.
         batch_size: images per call of ``embed``.
         seed: draws the pairs for accuracy and the identities unknown to the open set.
+        flip: add each image's mirror image to its embedding. None does so for .bin sets, as the LFW protocol has it,
+            and not for identities, which are judged as they will be searched (and a mirrored letter is another letter).
         curves: add ``roc`` ({"far", "tar"}) and ``scores`` (histograms of cosines), for drawing.
         quiet: print no progress.
 
@@ -60,7 +62,8 @@ def evaluate(
     for source, name in zip(sets, set_names(sets), strict=True):
         data = open_set(source, name, image_size)
         embedded = embed_images(
-            embed, data.images, name, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet
+            embed, data.images, name, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet,
+            flip=data.is_same is not None if flip is None else flip,
         )
         results[name] = on_main(partial(_judge, data, embedded, seed, curves), mesh)
     return results

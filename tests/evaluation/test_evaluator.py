@@ -78,11 +78,13 @@ def test_a_bin_set_is_judged_on_its_own_pairs(pairs):
     assert list(result["tar@far"]) == FARS
 
 
-def test_a_folder_is_judged_on_all_its_pairs_and_searched(folder):
-    result = judge(raw_pixels, [folder])["unseen"]
+@pytest.mark.parametrize("flip", [None, True])
+def test_a_folder_is_judged_on_all_its_pairs_and_searched(folder, flip):
+    result = judge(raw_pixels, [folder], flip=flip)["unseen"]
     files = sorted(folder.glob("*/*.png"))
     labels = np.array([int(file.parent.name[2:]) for file in files])
-    rows = both_sides(decoded([file.read_bytes() for file in files]))
+    images = decoded([file.read_bytes() for file in files])
+    rows = both_sides(images) if flip else raw_pixels(images).numpy()  # mirror images only where they are asked for
     found = identification(rows, labels)
     assert set(result) >= KEYS
     assert (result["rank1"], result["rank5"]) == (found["rank1"], found["rank5"])
