@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from plsc.errors import PlscError
-from plsc.files import write_json
+from plsc.files import make_folder, write_json
 
 COMMANDS = ("quickstart", "train", "eval", "embed", "export", "index", "data")
 
@@ -55,6 +55,8 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     else:
         args = parser.parse_args(argv)
     try:
+        if args.json is not None:
+            make_folder(args.json.absolute().parent)  # found out now, not after hours of work
         result = tool.run(args)
         if args.json is not None and result is not None:
             write_json(args.json, result)
