@@ -2,12 +2,13 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from types import FrameType
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plsc.errors import UsageError
 
@@ -25,8 +26,9 @@ def launch(argv: list[str], nproc: int) -> int:
     """
     if nproc < 1:
         raise UsageError(f"--nproc {nproc}: at least one rank is needed")
-    port = _free_port()
-    ranks = [_start(argv, rank, nproc, port) for rank in range(nproc)]
+    # The ranks meet in a store of this process, as torchrun's do: nobody can take its port in the meantime.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [_start(argv, rank, nproc, store.port) for rank in range(nproc)]
     listeners = [_Listener(process) for process in ranks[1:]]
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -128,10 +130,6 @@ def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
