@@ -1,6 +1,7 @@
 """Does a class table in bfloat16 with int8 state learn as well as one in float32? On avatars, judged on unseen ones.
 
-    python benchmarks/low_precision_accuracy.py [--seeds 3] [--optimizer adamw|sgd] [--sample-rates 1.0 …]
+    python benchmarks/low_precision_accuracy.py [--data avatars:1000x20] [--epochs 4] [--seeds 3]
+                                                [--optimizer adamw|sgd] [--sample-rates 1.0 …]
 
 trains the same recipe once per seed and kind of table, in turn, and adds a row per run to
 benchmarks/results/low_precision_accuracy.csv. About two minutes a run on two CPU cores.
@@ -25,11 +26,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(seed: int, table: str, optimizer: str, sample_rate: float) -> dict[str, Any]:
+def trained(data: str, epochs: int, seed: int, table: str, optimizer: str, sample_rate: float) -> dict[str, Any]:
     """Train from scratch on two ranks and return the figures on unseen identities."""
     weight, momentum = TABLES[table]
     settings = {
-        "data.train": "avatars:1000x20", "epochs": 4, "seed": seed, "head.weight_dtype": weight,
+        "data.train": data, "epochs": epochs, "seed": seed, "head.weight_dtype": weight,
         "head.momentum_dtype": momentum, "head.sample_rate": sample_rate, "log.tensorboard": False,
         **OPTIMIZERS[optimizer],
     }
@@ -45,6 +46,8 @@ def trained(seed: int, table: str, optimizer: str, sample_rate: float) -> dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="avatars:1000x20")
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--sample-rates", type=float, nargs="+", default=[1.0])
@@ -53,8 +56,8 @@ def main() -> None:
     for seed in range(args.seeds):
         for rate in args.sample_rates:
             for table in TABLES:
-                figures = trained(seed, table, args.optimizer, rate)
-                row = {"optimizer": args.optimizer, "table": table, "sample_rate": rate, "seed": seed,
+                figures = trained(args.data, args.epochs, seed, table, args.optimizer, rate)
+                row = {"data": args.data, "epochs": args.epochs, "optimizer": args.optimizer, "table": table, "sample_rate": rate, "seed": seed,
                        "accuracy": round(figures["accuracy"], 5), "rank1": round(figures["rank1"], 5),
                        "loss": round(figures["loss"], 4), "seconds": round(figures["seconds"], 1)}
                 print(row, flush=True)

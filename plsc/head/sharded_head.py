@@ -144,7 +144,7 @@ class ShardedHead(nn.Module):
 
     def mean_norm(self) -> float:
         """The mean ‖W‖ over all classes and sub-centres of all ranks; a norm that keeps growing is a bad sign."""
-        sums = (1 / self.inverse_norms().double()).sum().reshape(1)
+        sums = self.inverse_norms().reciprocal().sum(dtype=torch.float64).reshape(1)
         return float(all_reduce_sum(sums, self.mesh) / (self.num_classes * self.centers))
 
     def rows(self, selected: Tensor | None) -> ClassRows:
