@@ -57,7 +57,8 @@ def main() -> None:
         for rate in args.sample_rates:
             for table in TABLES:
                 figures = trained(args.data, args.epochs, seed, table, args.optimizer, rate)
-                row = {"data": args.data, "epochs": args.epochs, "optimizer": args.optimizer, "table": table, "sample_rate": rate, "seed": seed,
+                row = {"data": args.data, "epochs": args.epochs, "optimizer": args.optimizer, "table": table,
+                       "sample_rate": rate, "seed": seed,
                        "accuracy": round(figures["accuracy"], 5), "rank1": round(figures["rank1"], 5),
                        "loss": round(figures["loss"], 4), "seconds": round(figures["seconds"], 1)}
                 print(row, flush=True)
