@@ -15,7 +15,7 @@ from plsc.head.row_shard import RowShard
 from plsc.head.sampling import sample_classes
 from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.margins import ArcFace, Margin, TargetLogit
-from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded
+from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded, through_norm
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
@@ -312,7 +312,7 @@ class ShardedHead(nn.Module):
         return cast(Tensor, gradient)
 
     def gradient_chunks(self, pending: list[Pending]) -> Iterator[tuple[Chunk, Tensor]]:
-        """Pass 2: the rows that the pending batches touch, chunk by chunk, with their gradients."""
+        """Pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows."""
         selected, member = visited(pending)
         size = self.chunk_size(sum(len(p.log_z) for p in pending))
         return gradient_chunks(self.rows(selected), member, pending, self.class_range[0], size)
@@ -355,7 +355,7 @@ def _dense_gradient(head: ShardedHead, pending: Pending) -> Tensor:
     gradient = torch.zeros_like(head.weight)
     with torch.autocast(head.mesh.device.type, enabled=False):
         for chunk, rows in head.gradient_chunks([pending]):
-            gradient[chunk.index] = rows.to(gradient.dtype)
+            gradient[chunk.index] = through_norm(rows, chunk).to(gradient.dtype)
     return gradient
 
 

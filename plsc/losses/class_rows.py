@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,14 +12,24 @@ from torch import Tensor
 class Chunk:
     """Some consecutive classes of those a pass visits: positions [start, stop), and their rows of the table.
 
-    ``index`` selects the rows in the table; ``weight`` (n·K, D) and ``inverse_norm`` (n·K,) are those rows.
+    ``index`` selects the rows in ``table``. The rows themselves are read when asked for, since kernels that take
+    the table and the index need no copy of them.
     """
 
     start: int
     stop: int
     index: slice | Tensor
-    weight: Tensor
-    inverse_norm: Tensor
+    table: "ClassRows"
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The chunk's rows (n·K, D): a view of consecutive rows, a copy of scattered ones."""
+        return self.table.weight[self.index]
+
+    @cached_property
+    def inverse_norm(self) -> Tensor:
+        """Their 1/norms (n·K,)."""
+        return self.table.inverse_norm[self.index]
 
 
 @dataclass(frozen=True)
@@ -53,8 +64,7 @@ class ClassRows:
         """The visited classes in order, ``size`` at a time."""
         for start in range(0, self.num_classes, size):
             stop = min(start + size, self.num_classes)
-            index = self.row_index(start, stop)
-            yield Chunk(start, stop, index, self.weight[index], self.inverse_norm[index])
+            yield Chunk(start, stop, self.row_index(start, stop), self)
 
     def row_index(self, start: int, stop: int) -> slice | Tensor:
         """Which table rows the classes at positions [start, stop) have."""

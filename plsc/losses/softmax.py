@@ -113,7 +113,9 @@ def second_pass(
     chunk_size: int,
     member: Tensor | None = None,
 ) -> Iterator[tuple[Chunk, Tensor]]:
-    """Give each chunk with its rows' gradient (n·K, D), in float32 (float64 for float64 tables).
+    """Give each chunk with the gradient (n·K, D) by its rows divided by their norms; see :func:`through_norm`.
+
+    It is float32 (float64 for float64 tables).
 
     Args:
         rows: the shard, as pass 1 saw it.
@@ -135,8 +137,7 @@ def second_pass(
             probabilities.mul_(member[chunk.start : chunk.stop])
         batch.put_targets(chunk, probabilities, target_pull)
         weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), rows.centers)
-        gradient = product(weighted.to(chunk.weight.dtype), batch.features)
-        yield chunk, _through_norm(gradient, chunk)
+        yield chunk, product(weighted.to(batch.features.dtype), batch.features)
 
 
 def _on_rows(matrix: Tensor, logits: Logits, centers: int) -> Tensor:
@@ -149,8 +150,8 @@ def _on_rows(matrix: Tensor, logits: Logits, centers: int) -> Tensor:
     return spread.scatter_(1, logits.winner[:, None], matrix[:, None]).flatten(0, 1)
 
 
-def _through_norm(gradient: Tensor, chunk: Chunk) -> Tensor:
-    """From the gradient by unit rows to the gradient by the rows: ρ(g − Ŵ⟨g, Ŵ⟩)."""
+def through_norm(gradient: Tensor, chunk: Chunk) -> Tensor:
+    """From the gradient by unit rows to the gradient by the rows, in place: ρ(g − Ŵ⟨g, Ŵ⟩)."""
     inverse = chunk.inverse_norm[:, None]
     unit = chunk.weight.to(gradient.dtype) * inverse
     along = (gradient * unit).sum(1, keepdim=True)

@@ -11,6 +11,7 @@ from plsc.head.low_precision import Dice, Rounding, RowState, store
 from plsc.head.row_shard import RowShard
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.class_rows import Chunk
+from plsc.losses.softmax import through_norm
 from plsc.parallel.collectives import all_reduce_sum
 
 
@@ -74,8 +75,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2."""
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self.head.pending:
-            for _, gradient in self._gradients():
-                total += gradient.double().square().sum()
+            for chunk, gradient in self._unit_gradients():
+                total += through_norm(gradient, chunk).double().square().sum()
         return all_reduce_sum(total, self.head.mesh).sqrt()
 
     def scale_gradients(self, factor: Tensor | float) -> None:
@@ -119,17 +120,21 @@ class HeadOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _update(self, factor: float) -> None:
-        head = self.head
-        table = head.weight.detach()
-        for chunk, gradient in self._gradients():
-            dice = self._dice(chunk)
-            weight = chunk.weight.to(gradient.dtype, copy=True)
-            self._rows_updated(weight, gradient.mul_(factor), chunk.index, dice)
-            store(table, chunk.index, weight, dice.low if dice is not None else None, self.rounding)
-            head.renew_norms(chunk.index)
-        head.norms_are_current()
+        for chunk, gradient in self._unit_gradients():
+            self._update_chunk(chunk, gradient, factor)
+        self.head.norms_are_current()
 
-    def _gradients(self) -> Iterator[tuple[Chunk, Tensor]]:
+    def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
+        """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
+        gradient = through_norm(unit_gradient, chunk).mul_(factor)
+        dice = self._dice(chunk)
+        weight = chunk.weight.to(gradient.dtype, copy=True)
+        self._rows_updated(weight, gradient, chunk.index, dice)
+        low = dice.low if dice is not None else None
+        store(self.head.weight.detach(), chunk.index, weight, low, self.rounding)
+        self.head.renew_norms(chunk.index)
+
+    def _unit_gradients(self) -> Iterator[tuple[Chunk, Tensor]]:
         with torch.autocast(self.head.mesh.device.type, enabled=False):
             yield from self.head.gradient_chunks(self.head.pending)
 
