@@ -129,15 +129,11 @@ class ShardedHead(nn.Module):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             self._inverse_norm = torch.empty(self.weight.shape[0], dtype=wide, device=self.weight.device)
             for start in range(0, self.weight.shape[0], _NORM_ROWS):
-                self.renew_norms(slice(start, start + _NORM_ROWS))
+                renew_norms(whole, slice(start, start + _NORM_ROWS))
             self.norms_are_current()
         return self._inverse_norm
 
-    @torch.no_grad()
-    def renew_norms(self, index: slice | Tensor) -> None:
-        """Recompute 1/‖W‖ of some rows from their stored values."""
-        self._inverse_norm[index] = _inverse_norms(self.weight[index])
-
+            whole = ClassRows(self.weight.detach(), self._inverse_norm)
     def norms_are_current(self) -> None:
         """Say that every row written so far has its norm renewed."""
         self._norm_version = self.weight._version
@@ -359,10 +355,11 @@ def _dense_gradient(head: ShardedHead, pending: Pending) -> Tensor:
     return gradient
 
 
-def _inverse_norms(weight: Tensor) -> Tensor:
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(weight, dim=1, dtype=wide)
-    return norms.clamp_(min=SMALLEST_NORM).reciprocal_()
+def renew_norms(table: ClassRows, index: slice | Tensor) -> None:
+    """Recompute 1/‖W‖ of rows ``index`` of ``table`` from their stored values."""
+    wide = torch.promote_types(table.weight.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(table.weight[index], dim=1, dtype=wide)
+    table.inverse_norm[index] = norms.clamp_(min=SMALLEST_NORM).reciprocal_()
 
 
 def _check_arguments(

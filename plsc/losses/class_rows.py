@@ -31,6 +31,11 @@ class Chunk:
         """Their 1/norms (n·K,)."""
         return self.table.inverse_norm[self.index]
 
+    @property
+    def local_rows(self) -> Tensor:
+        """The rows' numbers (n·K,) in this rank's shard, wherever ``table`` keeps them."""
+        return self.table.local_rows(self.index)
+
 
 @dataclass(frozen=True)
 class ClassRows:
@@ -71,6 +76,13 @@ class ClassRows:
         if self.selected is None:
             return slice(start * self.centers, stop * self.centers)
         return self.rows_of(self.selected[start:stop])
+
+    def local_rows(self, index: slice | Tensor) -> Tensor:
+        """The numbers that rows ``index`` of ``weight`` have in this rank's shard."""
+        if isinstance(index, Tensor):
+            return index
+        start, stop, _ = index.indices(self.weight.shape[0])
+        return torch.arange(start, stop, device=self.weight.device)
 
     def rows_of(self, classes: Tensor) -> Tensor:
         """The table rows (n·K,) of local classes (n,)."""

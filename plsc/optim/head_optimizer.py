@@ -9,7 +9,7 @@ from torch import Tensor
 from plsc.errors import PlscError, UsageError
 from plsc.head.low_precision import Dice, Rounding, RowState, store
 from plsc.head.row_shard import RowShard
-from plsc.head.sharded_head import ShardedHead
+from plsc.head.sharded_head import ShardedHead, renew_norms
 from plsc.losses.class_rows import Chunk
 from plsc.losses.softmax import through_norm
 from plsc.parallel.collectives import all_reduce_sum
@@ -131,8 +131,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         weight = chunk.weight.to(gradient.dtype, copy=True)
         self._rows_updated(weight, gradient, chunk.index, dice)
         low = dice.low if dice is not None else None
-        store(self.head.weight.detach(), chunk.index, weight, low, self.rounding)
-        self.head.renew_norms(chunk.index)
+        store(chunk.table.weight, chunk.index, weight, low, self.rounding)
+        renew_norms(chunk.table, chunk.index)
 
     def _unit_gradients(self) -> Iterator[tuple[Chunk, Tensor]]:
         with torch.autocast(self.head.mesh.device.type, enabled=False):
@@ -144,10 +144,8 @@ class HeadOptimizer(torch.optim.Optimizer):
             table.values.dtype in low_precision for table in self.tables.values()
         ):
             return None
-        rows = chunk.index
-        if isinstance(rows, slice):
-            rows = torch.arange(rows.start, rows.start + len(chunk.weight), device=self.head.weight.device)
-        return Dice.throw(self.head.seed, self.steps, rows + self.head.first_row, self.head.dim)
+        rows = chunk.local_rows + self.head.first_row
+        return Dice.throw(self.head.seed, self.steps, rows, self.head.dim)
 
     def _table(self, dtype: torch.dtype) -> RowState:
         weight = self.head.weight
