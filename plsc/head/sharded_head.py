@@ -128,12 +128,12 @@ class ShardedHead(nn.Module):
         if self._norm_version != self.weight._version:
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             self._inverse_norm = torch.empty(self.weight.shape[0], dtype=wide, device=self.weight.device)
+            whole = ClassRows(self.weight.detach(), self._inverse_norm)
             for start in range(0, self.weight.shape[0], _NORM_ROWS):
                 renew_norms(whole, slice(start, start + _NORM_ROWS))
             self.norms_are_current()
         return self._inverse_norm
 
-            whole = ClassRows(self.weight.detach(), self._inverse_norm)
     def norms_are_current(self) -> None:
         """Say that every row written so far has its norm renewed."""
         self._norm_version = self.weight._version
