@@ -67,10 +67,10 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
     net = data_parallel(backbone, mesh)
     if config.compile:
         net = torch.compile(net)  # type: ignore[assignment]
-    head = on_every_rank(mesh, lambda: _head(config, dataset.num_classes, mesh))
+    head = on_every_rank(mesh, lambda: make_head(config, dataset.num_classes, mesh))
     return Parts(
         config, mesh, dataset, fingerprint(dataset), on_every_rank(mesh, lambda: make_loader(config, dataset, mesh)),
-        backbone, net, head, _optimizer(config, net), _head_optimizer(config, head), average,
+        backbone, net, head, _optimizer(config, net), make_head_optimizer(config, head), average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
     )
 
@@ -114,7 +114,8 @@ def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | No
     return convert_sync_batchnorm(backbone, mesh) if config.sync_batchnorm else backbone, average
 
 
-def _head(config: Config, num_classes: int, mesh: Mesh) -> ShardedHead:
+def make_head(config: Config, num_classes: int, mesh: Mesh) -> ShardedHead:
+    """The class head that [head] describes."""
     head = config.head
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "none": None}
     weight_dtype = dtypes[head.weight_dtype]
@@ -136,7 +137,8 @@ def _optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(weights, optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
 
 
-def _head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:
+def make_head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:
+    """The head's optimizer, as [optim] describes it."""
     optim = config.optim
     lr = optim.lr if optim.head_lr is None else optim.head_lr
     if optim.name == "sgd":
