@@ -151,8 +151,7 @@ class ShardedHead(nn.Module):
         """Classes per chunk for a global batch of this many samples."""
         if self.chunk_classes is not None:
             return self.chunk_classes
-        budget = _CHUNK_BYTES.get(self.weight.device.type, _CHUNK_BYTES["cpu"])
-        return max(budget // (4 * max(batch, self.dim // 2) * self.centers), 256)
+        return default_chunk_size(batch, self.dim, self.centers, self.weight.device.type)
 
     def sharded_state(self) -> dict[str, RowShard]:
         """What torch.distributed.checkpoint saves, and loads at any number of ranks."""
@@ -312,6 +311,12 @@ class ShardedHead(nn.Module):
         selected, member = visited(pending)
         size = self.chunk_size(sum(len(p.log_z) for p in pending))
         return gradient_chunks(self.rows(selected), member, pending, self.class_range[0], size)
+
+
+def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
+    """Classes per chunk for ``batch`` samples where nobody chose: what keeps a chunk's block within its budget."""
+    budget = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cpu"])
+    return max(budget // (4 * max(batch, dim // 2) * centers), 256)
 
 
 class _HeadLoss(torch.autograd.Function):
