@@ -1,5 +1,6 @@
 """Fixtures that every test may use."""
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and ranks.py;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
+from interpreter import Interpreter  # noqa: E402
 from ranks import RankPool  # noqa: E402
 
 SHARED = Path(__file__).parents[2] / "shared"
@@ -26,6 +28,16 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """``interpreter(function, *args)``: its result where Triton's kernels are interpreted on the CPU."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs triton")
+    process = Interpreter()
+    yield process
+    process.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
