@@ -74,11 +74,17 @@ class RowState:
         device: torch.device,
         rounding: Rounding = "stochastic",
     ) -> None:
-        if dtype not in STATE_DTYPES:
-            raise UsageError(f"state cannot be kept as {dtype}; take float32, bfloat16 or int8")
+        check_state_dtype(dtype)
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
         self.scale = torch.zeros(rows, device=device) if dtype == torch.int8 else None
         self.rounding = rounding
+
+    @classmethod
+    def over(cls, values: Tensor, scale: Tensor | None, rounding: Rounding) -> "RowState":
+        """A table over memory that someone else holds: ``values`` (rows, D), and ``scale`` (rows,) where int8."""
+        state = cls.__new__(cls)
+        state.values, state.scale, state.rounding = values, scale, rounding
+        return state
 
     def read(self, index: slice | Tensor, dtype: torch.dtype) -> Tensor:
         """Some rows as ``dtype``, a copy."""
@@ -95,7 +101,18 @@ class RowState:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors that hold it, by name."""
-        return {name: self.values} | ({f"{name}_scale": self.scale} if self.scale is not None else {})
+        return {name: self.values} | ({scale_name(name): self.scale} if self.scale is not None else {})
+
+
+def scale_name(name: str) -> str:
+    """What the scales of the int8 table ``name`` are called."""
+    return f"{name}_scale"
+
+
+def check_state_dtype(dtype: torch.dtype) -> None:
+    """UsageError for a dtype that optimizer state cannot have."""
+    if dtype not in STATE_DTYPES:
+        raise UsageError(f"state cannot be kept as {dtype}; take float32, bfloat16 or int8")
 
 
 def store(

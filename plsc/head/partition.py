@@ -1,5 +1,7 @@
 """Which classes a rank owns, and their first weights."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,20 @@ def fill_normal(weight: Tensor, first_row: int, seed: int, std: float = 0.01) ->
     A row's values depend on the seed and its global number alone, so that every number of ranks starts from the same
     table, and no two ranks from the same rows.
     """
-    stop = first_row + weight.shape[0]
+    for rows, values in normal_rows(weight.shape, first_row, seed, weight.device, std):
+        weight[rows] = values.to(weight.dtype)
+
+
+def normal_rows(
+    shape: tuple[int, ...], first_row: int, seed: int, device: torch.device, std: float = 0.01
+) -> Iterator[tuple[slice, Tensor]]:
+    """:func:`fill_normal`'s values for a table (n, D) = ``shape``, in float32 on ``device``, some rows at a time."""
+    stop = first_row + shape[0]
     for block in range(first_row // _BLOCK, -(-stop // _BLOCK)):
-        generator = torch.Generator(weight.device).manual_seed(
+        generator = torch.Generator(device).manual_seed(
             (seed * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03) % 2**63
         )
         low = block * _BLOCK
-        values = torch.randn(_BLOCK, weight.shape[1], generator=generator, device=weight.device) * std
+        values = torch.randn(_BLOCK, shape[1], generator=generator, device=device) * std
         start, end = max(low, first_row), min(low + _BLOCK, stop)
-        weight[start - first_row : end - first_row] = values[start - low : end - low].to(weight.dtype)
+        yield slice(start - first_row, end - first_row), values[start - low : end - low]

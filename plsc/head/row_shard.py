@@ -2,8 +2,12 @@
 
 DTensor's Shard(0) cuts C rows into pieces of ⌈C/W⌉; the head's shards differ by one row at most. Checkpoints hold
 global offsets, so this uses the hooks that DCP gives to sharded types of others.
+
+A shard is written in pieces, each an item of its own, since DCP copies an item before it writes it. Loading reads the
+stored items one after another, whatever their sizes, and copies each to its place: never a second copy of the table.
 """
 
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,21 +18,30 @@ if TYPE_CHECKING:  # importing torch.distributed.checkpoint takes as long as imp
     from torch.distributed.checkpoint.planner import WriteItem
 
 
+_PIECE_BYTES = 64 << 20
+
+
 class RowShard(Tensor):
     """``local`` holds rows [first, first + len) of a table of ``total`` rows; loading writes into ``local``.
 
     It has the whole table's shape and no data beyond ``local``. It is a handle for checkpoints, not for arithmetic.
+    ``release`` is called before each piece is handed out: memory that maps a file then gives back the former's pages.
     """
 
     local: Tensor
     first: int
+    _release: Callable[[], None] | None
+    _saving: bool
 
     @staticmethod
-    def __new__(cls, local: Tensor, first: int, total: int) -> "RowShard":
+    def __new__(
+        cls, local: Tensor, first: int, total: int, release: Callable[[], None] | None = None
+    ) -> "RowShard":
         """Wrap ``local`` (n, …) without copying it."""
         shape = (total, *local.shape[1:])
         shard: RowShard = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        shard.local, shard.first = local, first
+        shard.local, shard.first, shard._release = local, first, release
+        shard._saving = False
         return shard
 
     @classmethod
@@ -44,19 +57,42 @@ class RowShard(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        if self.local.shape[0] == 0:
-            return []
-        data = TensorWriteData(self._chunk(), TensorProperties.create_from_tensor(self.local), self.shape)
-        return [WriteItem(MetadataIndex(fqn, self._chunk().offsets), WriteItemType.SHARD, tensor_data=data)]
+        self._saving = True
+        properties = TensorProperties.create_from_tensor(self.local)
+        items = []
+        for piece in map(self._chunk, self._pieces()):
+            data = TensorWriteData(piece, properties, self.shape)
+            items.append(WriteItem(MetadataIndex(fqn, piece.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        return [self._chunk()] if self.local.shape[0] else []
+        self._saving = False
+        return [self._chunk(slice(0, len(self.local)))] if self.local.shape[0] else []
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
-        return self.local
+        """What DCP reads or writes next: a piece where it planned to save, all of ``local`` where it planned to load.
 
-    def _chunk(self) -> "ChunkStorageMetadata":
+        It then narrows the latter to the stored item's rows.
+        """
+        if self._release is not None:
+            self._release()
+        if not self._saving:
+            return self.local
+        assert index.offset is not None
+        first = index.offset[0] - self.first
+        return next(self.local[piece] for piece in self._pieces() if piece.start == first)
+
+    def _pieces(self) -> Iterator[slice]:
+        """``local`` in parts whose bounds, but for its own, are the same at every number of ranks."""
+        size = max(_PIECE_BYTES // max(self.local[:1].nbytes, 1), 1)
+        start, stop = self.first, self.first + len(self.local)
+        while start < stop:
+            end = min((start // size + 1) * size, stop)
+            yield slice(start - self.first, end - self.first)
+            start = end
+
+    def _chunk(self, rows: slice) -> "ChunkStorageMetadata":
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        offsets = torch.Size((self.first, *[0] * (self.local.dim() - 1)))
-        return ChunkStorageMetadata(offsets=offsets, sizes=self.local.shape)
+        offsets = torch.Size((self.first + rows.start, *[0] * (self.local.dim() - 1)))
+        return ChunkStorageMetadata(offsets=offsets, sizes=self.local[rows].shape)

@@ -77,6 +77,10 @@ class ClassRows:
             return slice(start * self.centers, stop * self.centers)
         return self.rows_of(self.selected[start:stop])
 
+    def picked(self, index: Tensor) -> "ClassRows":
+        """Rows ``index`` (n,) alone, in that order."""
+        return ClassRows(self.weight[index], self.inverse_norm[index], self.centers)
+
     def local_rows(self, index: slice | Tensor) -> Tensor:
         """The numbers that rows ``index`` of ``weight`` have in this rank's shard."""
         if isinstance(index, Tensor):

@@ -1,0 +1,181 @@
+"""Memory outside the compute device for tables of rows: ordinary memory, pinned for a GPU, or a mapped file.
+
+A mapped file's pages count as this process's memory once they were touched. Every access here therefore goes over a
+few rows at a time and gives the pages back behind itself: the kernel keeps what was written.
+"""
+
+import errno
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.errors import DataError, UsageError
+
+PLACEMENTS = 'placement is "device", "host" or "mmap:FILE"'
+_CONSECUTIVE_BYTES = 16 << 20  # of consecutive rows between two releases of a mapped file's pages
+_SCATTERED_ROWS = 512  # likewise of scattered rows: the kernel maps up to 64 KiB around each
+_PIN_BYTES = 1 << 30  # pinned at a time; torch's own pinned memory is rounded up to a power of two
+
+
+def mapped_file(placement: str) -> Path | None:
+    """FILE of ``"mmap:FILE"``, None for ``"device"`` and ``"host"``; UsageError for anything else."""
+    kind, _, file = placement.partition(":")
+    if placement in ("device", "host"):
+        return None
+    if kind != "mmap" or not file or Path(file).name in ("", ".."):
+        raise UsageError(f"{PLACEMENTS}, not {placement!r}")
+    return Path(file)
+
+
+class Column:
+    """One value, or one row of values, for each row of a table: ``values`` (rows,) or (rows, D) in host memory.
+
+    Args:
+        values: the memory.
+        mapping: of the file that it is mapped from, if it is.
+        pinned: whether a GPU may copy to and from it directly.
+    """
+
+    def __init__(self, values: Tensor, mapping: mmap.mmap | None = None, pinned: bool = False) -> None:
+        self.values, self.pinned = values, pinned
+        self._mapping = mapping
+        self._row_bytes = values[:1].numel() * values.element_size()
+
+    def read(self, rows: slice | Tensor, out: Tensor) -> None:
+        """Copy rows (a slice, or int64 numbers (n,) on the CPU) into ``out`` (n, …), a CPU tensor of the same dtype."""
+        for start, stop, part in self._parts(rows):
+            if isinstance(part, slice):
+                self._will_need(part)
+                out[start:stop] = self.values[part]
+            else:
+                torch.index_select(self.values, 0, part, out=out[start:stop])
+            self.release(part)
+
+    def write(self, rows: slice | Tensor, values: Tensor) -> None:
+        """Store ``values`` (n, …), on the CPU and of the same dtype, as rows without repeats."""
+        for start, stop, part in self._parts(rows):
+            if isinstance(part, slice):
+                self.values[part] = values[start:stop]
+            else:
+                self.values.index_copy_(0, part, values[start:stop])
+            self.release(part)
+
+    def release(self, rows: slice | Tensor | None = None) -> None:
+        """Give back the pages between the first and the last of ``rows`` (None: all), where a file is mapped."""
+        if self._mapping is None:
+            return
+        first, stop = 0, len(self.values)
+        if isinstance(rows, slice):
+            first, stop, _ = rows.indices(len(self.values))
+        elif rows is not None:
+            first, stop = int(rows.min()), int(rows.max()) + 1
+        self._advise(mmap.MADV_DONTNEED, first, stop)
+
+    def _will_need(self, rows: slice) -> None:
+        """Let the kernel read consecutive rows ahead, which it does not do for a file of scattered accesses."""
+        if self._mapping is not None:
+            first, stop, _ = rows.indices(len(self.values))
+            self._advise(mmap.MADV_WILLNEED, first, stop)
+
+    def _advise(self, advice: int, first: int, stop: int) -> None:
+        assert self._mapping is not None
+        start = first * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop > first:
+            self._mapping.madvise(advice, start, stop * self._row_bytes - start)
+
+    def _parts(self, rows: slice | Tensor) -> Iterator[tuple[int, int, slice | Tensor]]:
+        """(start, stop, rows[start:stop]) of parts small enough; one part of all where nothing needs giving back."""
+        scattered = isinstance(rows, Tensor)
+        first, last, _ = (0, len(rows), 1) if isinstance(rows, Tensor) else rows.indices(len(self.values))
+        size = _SCATTERED_ROWS if scattered else max(_CONSECUTIVE_BYTES // max(self._row_bytes, 1), 1)
+        if self._mapping is None:
+            size = max(last - first, 1)
+        for start in range(0, last - first, size):
+            stop = min(start + size, last - first)
+            yield start, stop, rows[start:stop] if isinstance(rows, Tensor) else slice(first + start, first + stop)
+
+
+class HostMemory:
+    """Gives out the memory of one rank's table and of its optimizer's state.
+
+    Args:
+        file: None for ordinary memory. Else the path whose siblings ``FILE.rankR-of-W.NAME`` hold the rows. They are
+            working memory and no checkpoint: files of these names are replaced, and may be deleted after the run.
+        rank, world_size: R and W.
+        pinned: pin ordinary memory, for a GPU.
+    """
+
+    def __init__(self, file: Path | None, rank: int, world_size: int, pinned: bool) -> None:
+        self.file, self.rank, self.world_size, self.pinned = file, rank, world_size, pinned
+
+    def table(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Column:
+        """A column of zeros (rows, columns).
+
+        Raises:
+            UsageError: the file's folder does not exist or cannot be written.
+            DataError: the disk has no room for it.
+        """
+        size = rows * columns * dtype.itemsize
+        if size == 0:
+            return Column(torch.zeros(rows, columns, dtype=dtype))
+        if self.file is None:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            memory = _map_file(self.path(name), size)
+        values = torch.frombuffer(memory, dtype=dtype).view(rows, columns)
+        if self.file is not None:
+            return Column(values, memory)
+        column = Column(values, pinned=self.pinned)
+        if self.pinned:
+            _pin(column)
+        return column
+
+    def numbers(self, rows: int, dtype: torch.dtype) -> Column:
+        """A column of zeros (rows,). One number to a row stays in ordinary memory."""
+        return Column(torch.zeros(rows, dtype=dtype))
+
+    def path(self, name: str) -> Path:
+        """This rank's file for ``name``."""
+        assert self.file is not None
+        return self.file.with_name(f"{self.file.name}.rank{self.rank}-of-{self.world_size}.{name}")
+
+
+def _map_file(path: Path, size: int) -> mmap.mmap:
+    """A new file of ``size`` bytes of zeros, its room on the disk reserved, mapped for scattered access."""
+    try:
+        path.unlink(missing_ok=True)  # another run's mapping of the old file stays whole
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    except FileNotFoundError:
+        raise UsageError(f"cannot make the table's file {path}: make its folder first") from None
+    except OSError as error:
+        raise UsageError(f"cannot make the table's file {path}: {error.strerror}; name another place") from None
+    try:
+        os.posix_fallocate(descriptor, 0, size)  # a full disk must not show as a SIGBUS in the middle of a step
+        memory = mmap.mmap(descriptor, size)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"cannot reserve {size / 1e9:.1f} GB for the table's file {path}: {error.strerror}; name a larger disk"
+        ) from None
+    finally:
+        os.close(descriptor)
+    memory.madvise(mmap.MADV_RANDOM)
+    return memory
+
+
+def _pin(column: Column) -> None:
+    """Register the column's memory with the GPU, and take that back when the column goes."""
+    runtime: Any = torch.cuda.cudart()
+    start, size = column.values.data_ptr(), column.values.nbytes
+    for offset in range(0, size, _PIN_BYTES):
+        piece = start + offset
+        torch.cuda.check_error(int(runtime.cudaHostRegister(piece, min(_PIN_BYTES, size - offset), 0)))
+        weakref.finalize(column, runtime.cudaHostUnregister, piece)

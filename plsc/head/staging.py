@@ -1,0 +1,222 @@
+"""Rows on their way between a table in host memory and the compute device: fetched ahead, written back behind.
+
+One thread reads and one writes, so that both go on while the device computes. Neither waits for the other: a fetch
+may read a row whose new value has not landed. Such rows are forwarded: every :class:`Stage` remembers which updated
+stages were in flight when it was fetched, or were updated since, and takes their rows over, oldest first, before it is
+used.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.head.host_memory import Column
+
+_BUFFER_BYTES = 16 << 20  # through which scattered rows go between host and device
+_MOST_LANDING = 3  # updated stages in flight, before an update waits for the first of them
+
+
+class Stage:
+    """Copies on the compute device of some rows of the table.
+
+    ``rows`` are their numbers: a slice, or int64 (n,) on the compute device, sorted if the stage is to be updated.
+    """
+
+    def __init__(self, rows: slice | Tensor, count: int) -> None:
+        self.rows, self.count = rows, count
+        self.columns: dict[Column, Tensor] = {}
+        self.newer: list[Stage] = []
+        self.moving: list[Future[None]] = []
+
+    def wait(self) -> None:
+        """Wait until the copies under way are made; raises what kept them from it."""
+        for future in self.moving:
+            future.result()
+        self.moving.clear()
+
+    def take_over(self, source: "Stage") -> None:
+        """Overwrite the rows that ``source`` has too with its copies of them."""
+        here, there = common_rows(self.rows, source.rows)
+        for column, values in self.columns.items():
+            if column in source.columns:
+                values[here] = source.columns[column][there]
+
+
+def common_rows(rows: slice | Tensor, others: slice | Tensor) -> tuple[slice | Tensor, slice | Tensor]:
+    """The positions in ``rows`` and in ``others`` of the rows in both. ``others`` must be sorted, if numbers."""
+    if isinstance(others, slice):
+        if isinstance(rows, slice):
+            first, stop = max(rows.start, others.start), min(rows.stop, others.stop)
+            stop = max(first, stop)
+            return slice(first - rows.start, stop - rows.start), slice(first - others.start, stop - others.start)
+        here = torch.where((rows >= others.start) & (rows < others.stop))[0]
+        return here, rows[here] - others.start
+    if isinstance(rows, slice):
+        there = torch.where((others >= rows.start) & (others < rows.stop))[0]
+        return others[there] - rows.start, there
+    if others.numel() == 0:
+        return others, others
+    place = torch.searchsorted(others, rows).clamp(max=others.numel() - 1)
+    here = torch.where(others[place] == rows)[0]
+    return here, place[here]
+
+
+class Staging:
+    """Moves stages of rows for computations on ``device``. Its methods are one thread's to call.
+
+    Attributes:
+        updates: how many stages were written back.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.updates = 0
+        self._reader, self._writer = _Lane(device), _Lane(device)
+        self._fetched: weakref.WeakSet[Stage] = weakref.WeakSet()
+        self._landing: list[Stage] = []
+
+    def fetch(self, rows: slice | Tensor, columns: Iterable[Column]) -> Stage:
+        """Begin to copy rows of ``columns`` to the device; :meth:`ready` ends it."""
+        count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
+        stage = Stage(rows, count)
+        self._prune()
+        stage.newer = list(self._landing)
+        self._begin(stage, columns)
+        self._fetched.add(stage)
+        return stage
+
+    def ready(self, stage: Stage) -> Stage:
+        """Wait for ``stage``, and bring it up to date with all updates so far."""
+        stage.wait()
+        for source in stage.newer:
+            stage.take_over(source)
+        stage.newer = []
+        self._fetched.discard(stage)
+        return stage
+
+    def complete(self, stage: Stage, columns: Iterable[Column]) -> None:
+        """Fetch what a ready ``stage`` lacks of ``columns``, and wait for it. Its other copies are left alone."""
+        missing = [column for column in columns if column not in stage.columns]
+        if missing:
+            late = self.ready(self.fetch(stage.rows, missing))
+            stage.columns |= late.columns
+
+    def combine(self, rows: Tensor, stages: list[Stage]) -> Stage:
+        """Sorted ``rows`` out of ready stages that have them all between them, without a look at the host's memory."""
+        union = Stage(rows, rows.numel())
+        for column in stages[0].columns.keys() & set.intersection(*(set(s.columns) for s in stages)):
+            union.columns[column] = self._empty(column, union.count)
+        for stage in stages:
+            union.take_over(stage)
+        return union
+
+    def write_back(self, stage: Stage) -> None:
+        """Begin to store an updated stage's rows. They are the newest for all that is fetched, and will be."""
+        self.updates += 1
+        for fetched in self._fetched:
+            fetched.newer.append(stage)
+        self._prune()
+        if len(self._landing) >= _MOST_LANDING:
+            self._landing[0].wait()
+        stage.moving.append(self._writer.submit(self._writer.store, stage.rows, dict(stage.columns)))
+        self._landing.append(stage)
+
+    def settle(self) -> None:
+        """Wait until every update has landed."""
+        for stage in self._landing:
+            stage.wait()
+        self._landing.clear()
+
+    def _begin(self, stage: Stage, columns: Iterable[Column]) -> None:
+        stage.columns = {column: self._empty(column, stage.count) for column in columns}
+        stage.moving.append(self._reader.submit(self._reader.load, stage.rows, dict(stage.columns)))
+
+    def _prune(self) -> None:
+        while self._landing and all(future.done() for future in self._landing[0].moving):
+            self._landing.pop(0).wait()
+
+    def _empty(self, column: Column, count: int) -> Tensor:
+        return torch.empty(count, *column.values.shape[1:], dtype=column.values.dtype, device=self.device)
+
+
+class _Lane:
+    """A thread, on a GPU with a stream of its own, that moves rows in the order in which it is asked to.
+
+    Scattered rows go through a (pinned) buffer of bounded size. A task ends when its copies are made, not only begun.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = ThreadPoolExecutor(1, "plsc-rows")
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def submit(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Begin ``task`` when what the device was told to do so far is done."""
+        if self._stream is None:
+            return self._pool.submit(task, *arguments)
+        told = torch.cuda.current_stream(self._device).record_event()
+        return self._pool.submit(self._on_stream, told, task, arguments)
+
+    def load(self, rows: slice | Tensor, columns: dict[Column, Tensor]) -> None:
+        """Copy rows of the host's columns into the device's tensors (n, …)."""
+        numbers = rows.cpu() if isinstance(rows, Tensor) else rows
+        for column, copies in columns.items():
+            if isinstance(numbers, slice) and self._reaches(column):
+                self._copy_directly(column, numbers, copies)
+                continue
+            for part, piece, buffer in self._pieces(numbers, copies):
+                column.read(part, buffer)
+                piece.copy_(buffer, non_blocking=True)
+                self._finish()
+
+    def store(self, rows: slice | Tensor, columns: dict[Column, Tensor]) -> None:
+        """Copy the device's tensors (n, …) into rows of the host's columns."""
+        numbers = rows.cpu() if isinstance(rows, Tensor) else rows
+        for column, copies in columns.items():
+            for part, piece, buffer in self._pieces(numbers, copies):
+                buffer.copy_(piece, non_blocking=True)
+                self._finish()
+                column.write(part, buffer)
+
+    def _on_stream(self, told: torch.cuda.Event, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        with torch.cuda.stream(self._stream):
+            assert self._stream is not None
+            self._stream.wait_event(told)
+            task(*arguments)
+            self._stream.synchronize()
+
+    def _finish(self) -> None:
+        """The buffer may be used again after this."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _reaches(self, column: Column) -> bool:
+        return self._device.type == "cpu" or column.pinned
+
+    def _copy_directly(self, column: Column, rows: slice, copies: Tensor) -> None:
+        if self._device.type == "cpu":
+            column.read(rows, copies)
+        else:
+            copies.copy_(column.values[rows], non_blocking=True)
+
+    def _pieces(
+        self, rows: slice | Tensor, copies: Tensor
+    ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+        """Some rows' numbers, their part of ``copies``, and a host tensor like that part, in turn."""
+        if copies.numel() == 0:
+            return
+        if self._memory.numel() == 0:
+            self._memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)
+        row_bytes = copies[0].nbytes
+        size = max(_BUFFER_BYTES // row_bytes, 1)
+        memory = self._memory if row_bytes <= _BUFFER_BYTES else torch.empty(row_bytes, dtype=torch.uint8)
+        for start in range(0, len(copies), size):
+            piece = copies[start : start + size]
+            stop = start + len(piece)
+            part = rows[start:stop] if isinstance(rows, Tensor) else slice(rows.start + start, rows.start + stop)
+            yield part, piece, memory[: piece.nbytes].view(piece.dtype).view(piece.shape)
