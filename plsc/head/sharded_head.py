@@ -19,7 +19,7 @@ from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded, through_
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
-_NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
+NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
 _CHUNK_BYTES = {
     "cpu": 4 << 20,
     "cuda": 512 << 20,
@@ -129,8 +129,8 @@ class ShardedHead(nn.Module):
             wide = torch.promote_types(self.weight.dtype, torch.float32)
             self._inverse_norm = torch.empty(self.weight.shape[0], dtype=wide, device=self.weight.device)
             whole = ClassRows(self.weight.detach(), self._inverse_norm)
-            for start in range(0, self.weight.shape[0], _NORM_ROWS):
-                renew_norms(whole, slice(start, start + _NORM_ROWS))
+            for start in range(0, self.weight.shape[0], NORM_ROWS):
+                renew_norms(whole, slice(start, start + NORM_ROWS))
             self.norms_are_current()
         return self._inverse_norm
 
