@@ -20,10 +20,9 @@ from plsc.parallel.collectives import all_reduce_max, all_reduce_sum, reduce_sca
 from plsc.parallel.mesh import Mesh
 
 NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
-_CHUNK_BYTES = {
-    "cpu": 4 << 20,
-    "cuda": 512 << 20,
-}  # of one float32 (classes, B) block; in cache, or past launch costs
+_CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block: in cache
+_GPU_CHUNK_BYTES = 512 << 20  # of all that a chunk needs: 64k classes at B = D = 512, where launches cost nothing
+_GPU_CHUNK_STEP = 1024  # whole blocks of every kernel, so that sums over classes are grouped alike in every chunk
 
 
 class ShardedHead(nn.Module):
@@ -315,8 +314,11 @@ class ShardedHead(nn.Module):
 
 def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
     """Classes per chunk for ``batch`` samples where nobody chose: what keeps a chunk's block within its budget."""
-    budget = _CHUNK_BYTES.get(device_type, _CHUNK_BYTES["cpu"])
-    return max(budget // (4 * max(batch, dim // 2) * centers), 256)
+    if device_type == "cuda":
+        logits, gradients = 6 * batch, 8 * dim  # float32 and bfloat16; float32, this chunk's and the last one's
+        fitting = _GPU_CHUNK_BYTES // ((logits + gradients) * centers)
+        return max(fitting // _GPU_CHUNK_STEP, 1) * _GPU_CHUNK_STEP
+    return max(_CPU_CHUNK_BYTES // (4 * max(batch, dim // 2) * centers), 256)
 
 
 class _HeadLoss(torch.autograd.Function):
