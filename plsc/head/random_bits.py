@@ -20,12 +20,16 @@ def random_bits(seed: int, step: int, rows: Tensor, columns: int) -> Tensor:
     Returns:
         (n, D) int32.
     """
-    key = _mix_int(seed & 0xFFFFFFFF) ^ _mix_int((step + _GOLDEN) & 0xFFFFFFFF)
-    low = (rows & 0xFFFFFFFF) ^ key
+    low = (rows & 0xFFFFFFFF) ^ key_of(seed, step)
     high = (rows >> 32) * _GOLDEN
     row_key = _mix(_as_int32((low + high) & 0xFFFFFFFF))
     column = torch.arange(columns, device=rows.device, dtype=torch.int64) * _GOLDEN & 0xFFFFFFFF
     return _mix(row_key[:, None] ^ _as_int32(column)[None])
+
+
+def key_of(seed: int, step: int) -> int:
+    """32 bits that stand for this seed and step."""
+    return _mix_int(seed & 0xFFFFFFFF) ^ _mix_int((step + _GOLDEN) & 0xFFFFFFFF)
 
 
 def _mix(x: Tensor) -> Tensor:

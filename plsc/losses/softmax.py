@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plsc.losses import triton_softmax
 from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.margins import Margin
 from plsc.losses.product import product
+from plsc.native import kernels
 
 _SAFE_LOGIT = 78.0  # exp(78)·50 million classes is still a float32
 _LOWEST = -1e30
@@ -79,6 +81,10 @@ class Batch:
 
 def first_pass(rows: ClassRows, batch: Batch, chunk_size: int, *, with_pull: bool) -> Partial:
     """Visit every chunk once and sum its exponentials; with ``with_pull`` also what pulls the embeddings."""
+    if _is_plain(rows, batch) and triton_softmax.supports(rows, batch.features):
+        return _triton_first_pass(rows, batch, chunk_size, with_pull)
+    if _is_plain(rows, batch) and kernels.fits_tiles(rows.weight):
+        return _tiled_first_pass(rows, batch, chunk_size, with_pull)
     features = batch.features
     wide = torch.promote_types(features.dtype, torch.float32)
     bounded = is_bounded(batch.margin)
@@ -115,7 +121,7 @@ def second_pass(
 ) -> Iterator[tuple[Chunk, Tensor]]:
     """Give each chunk with the gradient (n·K, D) by its rows divided by their norms; see :func:`through_norm`.
 
-    It is float32 (float64 for float64 tables).
+    It is float32 (float64 for float64 tables), and may be overwritten when the next is asked for.
 
     Args:
         rows: the shard, as pass 1 saw it.
@@ -128,6 +134,13 @@ def second_pass(
     """
     wide = torch.promote_types(batch.features.dtype, torch.float32)
     log_z, scale, target_pull = log_z.to(wide), scale.to(wide), target_pull.to(wide)
+    if _is_plain(rows, batch) and member is None and triton_softmax.supports(rows, batch.features):
+        samples = (batch.features, batch.position, batch.margin.s, log_z, scale, target_pull)
+        yield from triton_softmax.second_pass(rows, *samples, chunk_size)
+        return
+    if _is_plain(rows, batch) and member is None and kernels.fits_tiles(rows.weight):
+        yield from _tiled_second_pass(rows, batch, log_z, scale, target_pull, chunk_size)
+        return
     for chunk in rows.chunks(chunk_size):
         logits = batch.logits(chunk, rows.centers)
         probabilities = logits.z.sub_(log_z).exp_().mul_(scale)
@@ -138,6 +151,42 @@ def second_pass(
         batch.put_targets(chunk, probabilities, target_pull)
         weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), rows.centers)
         yield chunk, product(weighted.to(batch.features.dtype), batch.features)
+
+
+def _is_plain(rows: ClassRows, batch: Batch) -> bool:
+    """Whether logits are s·cos but for the targets', one row to a class: what the kernels compute."""
+    return rows.centers == 1 and not batch.margin.changes_negatives and is_bounded(batch.margin)
+
+
+def _triton_first_pass(rows: ClassRows, batch: Batch, chunk_size: int, with_pull: bool) -> Partial:
+    total, pull = triton_softmax.first_pass(
+        rows, batch.features, batch.position, batch.margin.s, chunk_size, with_pull=with_pull
+    )
+    return Partial(torch.zeros_like(total, dtype=torch.float32), total, pull)
+
+
+def _tiled_first_pass(rows: ClassRows, batch: Batch, chunk_size: int, with_pull: bool) -> Partial:
+    sums = kernels.FirstPass(kernels.PackedBatch(batch.features, batch.position), batch.margin.s, with_pull)
+    for chunk in rows.chunks(kernels.whole_blocks(chunk_size)):
+        sums.add(_rows_of(chunk), chunk.start)
+    return Partial(batch.features.new_zeros(len(batch.position), dtype=torch.float32), *sums.result())
+
+
+def _tiled_second_pass(
+    rows: ClassRows, batch: Batch, log_z: Tensor, scale: Tensor, target_pull: Tensor, chunk_size: int
+) -> Iterator[tuple[Chunk, Tensor]]:
+    packed = kernels.PackedBatch(batch.features, batch.position)
+    log_z, scale, target_pull = (packed.pad(values) for values in (log_z, scale, target_pull))
+    size = kernels.whole_blocks(min(chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
+    scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
+    for chunk in rows.chunks(size):
+        yield chunk, kernels.gradient(
+            _rows_of(chunk), packed, batch.margin.s, chunk.start, log_z, scale, target_pull, scratch
+        )
+
+
+def _rows_of(chunk: Chunk) -> kernels.Table:
+    return kernels.Table.visiting(chunk.table.weight, chunk.table.inverse_norm, chunk.index)
 
 
 def _on_rows(matrix: Tensor, logits: Logits, centers: int) -> Tensor:

@@ -4,8 +4,12 @@ import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
+from plsc.head import triton_update
 from plsc.head.low_precision import Dice, Rounding
+from plsc.head.random_bits import key_of
 from plsc.head.sharded_head import ShardedHead
+from plsc.losses.class_rows import Chunk
+from plsc.native import kernels
 from plsc.optim.head_optimizer import HeadOptimizer
 
 
@@ -44,7 +48,50 @@ class HeadSGD(HeadOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
         super().__init__(head, defaults, rounding)
         if momentum and head.momentum_dtype is not None:
-            self.tables["momentum"] = self._table(head.momentum_dtype)
+            self.tables["momentum"] = self._table("momentum", head.momentum_dtype)
+
+    def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
+        if triton_update.supports(chunk.table.weight, self.tables.get("momentum")):
+            return self._update_chunk_by_triton(chunk, unit_gradient, factor)
+        if self.rounding != "stochastic" or not kernels.fits_update(chunk.table.weight):
+            return super()._update_chunk(chunk, unit_gradient, factor)
+        state = self.tables.get("momentum")
+        if state is not None and state.values.dtype == torch.float64:
+            return super()._update_chunk(chunk, unit_gradient, factor)
+        group = self.param_groups[0]
+        return kernels.sgd(
+            kernels.Table.visiting(chunk.table.weight, chunk.table.inverse_norm, chunk.index),
+            unit_gradient,
+            factor=factor,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            state=state.values if state is not None else None,
+            state_scale=state.scale if state is not None else None,
+            key=key_of(self.head.seed, self.steps),
+            numbers=chunk.local_rows,
+            first_number=self.head.first_row,
+        )
+
+    def _update_chunk_by_triton(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
+        group = self.param_groups[0]
+        triton_update.update_rows(
+            chunk.table.weight,
+            chunk.table.inverse_norm,
+            chunk.index,
+            unit_gradient,
+            self.tables.get("momentum"),
+            factor=factor,
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            rounding=self.rounding,
+            key=key_of(self.head.seed, self.steps),
+            numbers=chunk.local_rows,
+            first_number=self.head.first_row,
+        )
 
     def _rows_updated(
         self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None

@@ -1,0 +1,228 @@
+"""The compiled kernels as functions of tensors.
+
+The two passes need a processor with bf16 matrix tiles (Intel AMX); the row update runs on any. Work is cut among
+torch's number of threads in multiples of the kernels' own blocks, so that no row's result depends on the cut.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plsc.native.build import library
+
+BLOCK = 256  # classes that the kernels work on together
+IN_CACHE = 1024  # classes whose gradient a core's cache keeps until the update takes it
+_TILE = 32  # what D and the padded batch are multiples of
+_KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.int8: 3}
+
+
+def whole_blocks(classes: int) -> int:
+    """``classes`` rounded up to a multiple of BLOCK."""
+    return -(-classes // BLOCK) * BLOCK
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether the passes can run here."""
+    compiled = library()
+    return compiled is not None and bool(compiled.plsc_has_tiles())
+
+
+def fits_tiles(weight: Tensor) -> bool:
+    """Whether the passes take this table (rows, D): bfloat16 on a CPU that has tiles, D a multiple of 32."""
+    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+    return on_cpu and weight.shape[1] % _TILE == 0 and weight.is_contiguous() and has_tiles()
+
+
+def fits_update(weight: Tensor) -> bool:
+    """Whether :func:`sgd` takes this table: float32 or bfloat16 on a CPU with a compiler."""
+    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    return weight.is_contiguous() and library() is not None
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows (n, D) that a call visits: those at ``index`` (int64), or all from ``first`` on where it is None."""
+
+    weight: Tensor
+    inverse_norm: Tensor
+    index: Tensor | None
+    first: int
+    count: int
+
+    @classmethod
+    def visiting(cls, weight: Tensor, inverse_norm: Tensor, index: slice | Tensor) -> "Table":
+        """The rows that ``index``, consecutive or a list, selects."""
+        if isinstance(index, slice):
+            first, stop, _ = index.indices(weight.shape[0])
+            return cls(weight, inverse_norm, None, first, stop - first)
+        return cls(weight, inverse_norm, index.contiguous(), 0, index.numel())
+
+    def part(self, start: int, stop: int) -> tuple[int | None, int, int]:
+        """The arguments (index, first, count) of the rows at places [start, stop)."""
+        if self.index is None:
+            return None, self.first + start, stop - start
+        return self.index.data_ptr() + 8 * start, 0, stop - start
+
+
+class PackedBatch:
+    """Unit features (B, D) laid out for the tiles, B filled up to a multiple of 32 with zeros.
+
+    Args:
+        features: (B, D) bfloat16.
+        position: (B,) int64, the target's place among the visited classes, −1 for none.
+    """
+
+    def __init__(self, features: Tensor, position: Tensor) -> None:
+        self.batch, self.dim = features.shape
+        self.padded = -(-self.batch // _TILE) * _TILE
+        padded = features.new_zeros(self.padded, self.dim)
+        padded[: self.batch] = features
+        self.columns, self.pairs = torch.empty_like(padded), torch.empty_like(padded)
+        self.position = self.pad(position, -1)
+        _call("plsc_pack", padded, _i64(self.padded), _i64(self.dim), self.columns, self.pairs)
+
+    def pad(self, values: Tensor, filling: float = 0) -> Tensor:
+        """A vector (B,) filled up to the padded batch."""
+        return torch.nn.functional.pad(values, (0, self.padded - self.batch), value=filling).contiguous()
+
+
+class FirstPass:
+    """Σ exp(s·cos) over the classes visited but each sample's target, and Σ exp(s·cos)·ρ·W where ``with_pull``."""
+
+    def __init__(self, batch: PackedBatch, s: float, with_pull: bool) -> None:
+        self._batch, self._s = batch, s
+        threads = max(torch.get_num_threads(), 1)
+        self._totals = torch.zeros(threads, batch.padded, dtype=torch.float64)
+        self._pulls = torch.zeros(threads, batch.padded, batch.dim) if with_pull else None
+
+    def add(self, table: Table, place: int) -> None:
+        """Visit rows whose first is at ``place`` among the classes that the batch's positions count."""
+        batch = self._batch
+
+        def work(thread: int, start: int, stop: int) -> None:
+            index, first, count = table.part(start, stop)
+            _call(
+                "plsc_first_pass", table.weight, table.inverse_norm, index, _i64(first), _i64(count), batch.columns,
+                _i64(batch.padded), _i64(batch.dim), ctypes.c_float(self._s), batch.position - (place + start),
+                self._totals[thread], None if self._pulls is None else self._pulls[thread],
+            )  # fmt: skip
+
+        _in_threads(work, table.count)
+
+    def result(self) -> tuple[Tensor, Tensor | None]:
+        """The sums (B,) in float64, and (B, D) in float32 or None."""
+        count = self._batch.batch
+        return self._totals.sum(0)[:count], None if self._pulls is None else self._pulls.sum(0)[:count]
+
+
+def gradient(
+    table: Table,
+    batch: PackedBatch,
+    s: float,
+    place: int,
+    log_z: Tensor,
+    scale: Tensor,
+    target_pull: Tensor,
+    out: Tensor,
+) -> Tensor:
+    """Σ_b P·x of the visited rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_pull for targets.
+
+    Args:
+        table: the rows.
+        batch: the samples.
+        s: the logits' scale.
+        place: of the first of these rows among the classes that the batch's positions count.
+        log_z, scale, target_pull: (padded B,) float32, see :meth:`PackedBatch.pad`.
+        out: scratch, float32, with room for the rows filled up to a multiple of :data:`BLOCK`. The result is a part.
+    """
+
+    def work(thread: int, start: int, stop: int) -> None:
+        index, first, count = table.part(start, stop)
+        _call(
+            "plsc_gradient", table.weight, table.inverse_norm, index, _i64(first), _i64(count), batch.columns,
+            batch.pairs, _i64(batch.padded), _i64(batch.dim), ctypes.c_float(s), batch.position - (place + start),
+            log_z, scale, target_pull, out[start:],
+        )  # fmt: skip
+
+    _in_threads(work, table.count)
+    return out[: table.count]
+
+
+def sgd(
+    table: Table,
+    unit_gradient: Tensor,
+    *,
+    factor: float,
+    lr: float,
+    momentum: float,
+    weight_decay: float,
+    nesterov: bool,
+    state: Tensor | None,
+    state_scale: Tensor | None,
+    key: int,
+    numbers: Tensor,
+    first_number: int,
+) -> None:
+    """torch.optim.SGD on the visited rows, in place, with their state and 1/norms.
+
+    Args:
+        table: the rows.
+        unit_gradient: (count, D) float32, by the rows divided by their norms.
+        factor: multiplies it.
+        lr, momentum, weight_decay, nesterov: as torch.optim.SGD's.
+        state: the momentum (rows, D) in float32, bfloat16 or int8 (with ``state_scale`` (rows,)), or None.
+        key: of the random bits, see :func:`plsc.head.random_bits.key_of`.
+        numbers: (count,) int64, the rows' numbers in the whole table less ``first_number``; they key the bits.
+    """
+
+    def work(thread: int, start: int, stop: int) -> None:
+        index, first, count = table.part(start, stop)
+        _call(
+            "plsc_sgd", table.weight, ctypes.c_int(_KINDS[table.weight.dtype]), table.inverse_norm, index, _i64(first),
+            _i64(count), _i64(table.weight.shape[1]), unit_gradient[start:], ctypes.c_float(factor), ctypes.c_float(lr),
+            ctypes.c_float(momentum), ctypes.c_float(weight_decay), ctypes.c_int(nesterov), state,
+            ctypes.c_int(_KINDS[None if state is None else state.dtype]), state_scale, ctypes.c_uint32(key),
+            numbers[start:], _i64(first_number),
+        )  # fmt: skip
+
+    _in_threads(work, table.count)
+    torch.autograd.graph.increment_version(table.weight)
+
+
+_i64 = ctypes.c_int64
+
+
+def _call(name: str, *arguments: object) -> None:
+    compiled = library()
+    assert compiled is not None
+    pointers = [_pointer(argument) for argument in arguments]
+    getattr(compiled, name)(*pointers)
+
+
+def _pointer(argument: object) -> object:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_void_p(argument) if argument is None or isinstance(argument, int) else argument
+
+
+def _in_threads(work: Callable[[int, int, int], None], count: int) -> None:
+    """``work(thread, start, stop)`` over [0, count), cut among torch's threads at multiples of BLOCK."""
+    blocks = -(-count // BLOCK)
+    threads = min(torch.get_num_threads(), blocks)
+    if threads <= 1:
+        return work(0, 0, count)
+    cuts = [min(blocks * i // threads * BLOCK, count) for i in range(threads + 1)]
+    for _ in _pool(threads).map(work, range(threads), cuts[:-1], cuts[1:]):
+        pass  # map() raises what a thread raised only where its results are taken
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="plsc-head")

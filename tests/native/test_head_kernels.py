@@ -1,0 +1,211 @@
+"""The compiled kernels against the float64 oracle, and against PyTorch's path, whose results they must give."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from reference import Oracle, relative_error
+
+import plsc
+from plsc.losses.softmax import through_norm
+from plsc.native import build, kernels
+
+compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
+tiles = pytest.mark.skipif(not kernels.has_tiles(), reason="needs a processor with bf16 matrix tiles (AMX)")
+LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
+MARGIN = plsc.ArcFace(s=32.0, m=0.3)
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A function that switches the kernels off."""
+
+    def switch_off():
+        monkeypatch.setattr(kernels, "fits_tiles", lambda weight: False)
+        monkeypatch.setattr(kernels, "fits_update", lambda weight: False)
+
+    return switch_off
+
+
+def some_batch(batch, dim, classes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, dim, generator=generator)
+    return (x / x.norm(dim=1, keepdim=True)).bfloat16().float(), torch.randint(classes, (batch,), generator=generator)
+
+
+def trained(batch, dim, classes, steps=3, threads=1, **options):
+    """(losses, the embeddings' gradients, head, optimizer) after some steps on a table of wide rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        head = plsc.ShardedHead(dim, classes, margin=MARGIN, **{**LOW, **options})
+        with torch.no_grad():
+            head.weight.mul_(100)
+        momentum = 0.9 if head.momentum_dtype is not None else 0.0
+        optimizer = plsc.HeadSGD(head, lr=0.5, momentum=momentum, weight_decay=1e-3)
+        losses, gradients = [], []
+        for step in range(steps):
+            x, y = some_batch(batch, dim, classes, seed=step)
+            x.requires_grad_()
+            loss = head(x, y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            gradients.append(x.grad)
+        return losses, gradients, head, optimizer
+    finally:
+        torch.set_num_threads(before)
+
+
+@tiles
+@pytest.mark.parametrize(("batch", "dim", "classes"), [(5, 32, 7), (32, 64, 256), (130, 96, 700), (300, 512, 1000)])
+def test_loss_and_gradients_are_the_oracles_within_bf16(batch, dim, classes):
+    x, y = some_batch(batch, dim, classes)
+    head = plsc.ShardedHead(dim, classes, margin=MARGIN, weight_dtype=torch.bfloat16, momentum_dtype=None)
+    weight = head.weight.detach().double().requires_grad_()
+    wide, own = x.double().requires_grad_(), x.clone().requires_grad_()
+    expected = Oracle("arcface", s=32.0, parameters={"m": 0.3}).loss(wide, y, weight)
+    expected.backward()
+    loss = head(own, y)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)  # bf16 of unit embeddings is exact here but for ‖x‖
+    assert relative_error(own.grad, wide.grad) < 1e-2
+    by_rows = torch.cat([through_norm(g, chunk).clone() for chunk, g in head.gradient_chunks(head.pending)])
+    assert relative_error(by_rows, weight.grad) < 1e-2
+
+
+@tiles
+@pytest.mark.parametrize("options", [
+    {}, {"momentum_dtype": torch.bfloat16}, {"momentum_dtype": torch.float32}, {"momentum_dtype": None},
+    {"sample_rate": 0.3}, {"sample_rate": 0.0},
+])  # fmt: skip
+def test_the_kernels_and_pytorch_agree(options, plain):
+    own = trained(90, 64, 700, **options)
+    plain()
+    other = trained(90, 64, 700, **options)
+    assert own[0] == pytest.approx(other[0], rel=2e-4)
+    for mine, theirs in zip(own[1], other[1], strict=True):
+        assert relative_error(mine, theirs) < 5e-3
+    mine, theirs = own[2].weight.detach().float(), other[2].weight.detach().float()
+    assert relative_error(mine, theirs) < 2e-3
+    assert ((mine - theirs).abs() > theirs.abs() / 64 + 1e-3).float().mean() < 1e-3  # one unit, rounded the other way
+    assert torch.allclose(own[2].inverse_norms(), own[2].weight.detach().float().norm(dim=1).reciprocal(), rtol=1e-5)
+
+
+@compiled
+@pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16, torch.int8, None])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(weight_dtype, momentum_dtype, nesterov, plain):
+    """With the same gradient: the random bits are the same, so at most the last place differs, and rarely."""
+
+    def updated():
+        head = plsc.ShardedHead(40, 300, weight_dtype=weight_dtype, momentum_dtype=momentum_dtype, seed=3)
+        look_ahead = nesterov and momentum_dtype is not None
+        optimizer = plsc.HeadSGD(
+            head, lr=0.1, momentum=0.9 if momentum_dtype is not None else 0, weight_decay=0.01, nesterov=look_ahead
+        )
+        for step in range(3):
+            optimizer.steps = step
+            chunks = list(head.rows(None).chunks(1000))
+            gradient = torch.randn(300, 40, generator=torch.Generator().manual_seed(step))
+            optimizer._update_chunk(chunks[0], gradient, 0.5)
+        tables = [head.weight.detach().float(), head.rows(None).inverse_norm]
+        return tables + [table.read(slice(None), torch.float32) for table in optimizer.tables.values()]
+
+    own = updated()
+    plain()
+    other = updated()
+    rounded = weight_dtype == torch.bfloat16 or momentum_dtype in (torch.bfloat16, torch.int8)
+    for mine, theirs in zip(own, other, strict=True):
+        assert relative_error(mine, theirs) < (1e-2 if rounded else 1e-6)
+    if weight_dtype == torch.bfloat16:
+        assert (own[0] == other[0]).float().mean() > 0.99
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_dtype": torch.float32, "momentum_dtype": torch.float32}])
+@pytest.mark.parametrize("own", [True, False])
+def test_weights_are_the_same_bits_for_every_chunk_size_and_number_of_threads(options, own, plain):
+    if not own:
+        plain()
+    ways = [{"chunk_classes": size} for size in (256, 512, 768, 4096)]
+    ways += [{"threads": 3}] if own else []
+    results = [trained(70, 64, 1500, steps=1, **way, **options)[2].weight.detach() for way in ways]
+    for result in results[1:]:
+        assert torch.equal(results[0], result)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_rows_that_take_no_part_keep_every_bit(own, plain):
+    if not own:
+        plain()
+    head = plsc.ShardedHead(64, 2000, margin=MARGIN, sample_rate=0.05, **LOW)
+    optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
+    for step in range(3):
+        before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
+        head(*some_batch(16, 64, 2000, seed=step)).backward()
+        untouched = torch.ones(2000, dtype=torch.bool)
+        untouched[head.pending[0].selected] = False
+        optimizer.step()
+        after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
+        assert all(torch.equal(a[untouched], b[untouched]) for a, b in zip(before, after, strict=True))
+        assert not torch.equal(before[0], after[0])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_no_bit(poison):
+    head = plsc.ShardedHead(64, 600, margin=MARGIN, **LOW)
+    optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
+    x, y = some_batch(40, 64, 600)
+    head(x, y).backward()
+    optimizer.step()
+    before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
+    x[3, 5] = poison
+    head(x, y).backward()
+    optimizer.step()
+    after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
+    assert optimizer.skipped
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@compiled
+def test_rounding_depends_on_the_seed_and_the_global_row():
+    tables = [trained(40, 64, 300, steps=1, seed=seed)[2].weight.detach() for seed in (1, 1, 2)]
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+
+
+def test_without_a_compiler_pytorch_computes():
+    """The switch, and a compiler that fails: training goes on, and a failing compiler is said once."""
+    program = (
+        "import torch, plsc; from plsc.native import build\n"
+        "head = plsc.ShardedHead(32, 50, weight_dtype=torch.bfloat16, momentum_dtype=None)\n"
+        "head(torch.randn(4, 32), torch.arange(4)).backward(); plsc.HeadSGD(head, lr=0.1).step()\n"
+        "print(build.library())"
+    )
+    for name, value, said in (("PLSC_NATIVE", "0", ""), ("CXX", "/bin/false", "could not be compiled")):
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | {name: value}, capture_output=True, text=True, check=True
+        )
+        assert run.stdout.strip() == "None"
+        assert said in run.stderr
+
+
+@compiled
+def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
+    folder = tmp_path / "plsc"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    program = "from plsc.native import build; print(build.library())"
+    run = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    assert run.stdout.strip() == "None"
+    assert "can be written by others" in run.stderr
+
+
+def _state(optimizer):
+    return [tensor for table in optimizer.tables.values() for tensor in table.tensors("state").values()]
