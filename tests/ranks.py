@@ -33,10 +33,13 @@ class RankPool:
             self._pipes.append(here)
             self._workers.append(worker)
 
-    def __call__(self, world: int, function: Any, *args: Any, **options: Any) -> list[Any]:
-        """Run ``function(mesh, *args, **options)`` on ``world`` ranks; their results in order, or a RankError."""
+    def __call__(self, world: int, function: Any, *args: Any, head_ranks: int = 0, **options: Any) -> list[Any]:
+        """Run ``function(mesh, *args, **options)`` on ``world`` ranks; their results in order, or a RankError.
+
+        With ``head_ranks`` the mesh has head groups of so many ranks.
+        """
         for pipe in self._pipes[:world]:
-            pipe.send((world, function, args, options))
+            pipe.send(((world, head_ranks or world), function, args, options))
         answers = [pipe.recv() for pipe in self._pipes[:world]]
         failures = [text for ok, text in answers if not ok]
         if failures:
@@ -54,17 +57,33 @@ class RankPool:
 def _serve(rank: int, port: int, pipe: Connection) -> None:
     import torch.distributed as dist
 
-    from plsc.parallel import Mesh
-
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=MAX_WORLD)
-    groups = {world: dist.new_group(list(range(world))) for world in range(2, MAX_WORLD + 1)}
+    meshes = _meshes(rank)
     while (task := pipe.recv()) is not None:
-        world, function, args, options = task
-        mesh = Mesh(rank, world, rank, torch.device("cpu"), groups.get(world))
+        place, function, args, options = task
         try:
-            pipe.send((True, function(mesh, *args, **options)))
+            pipe.send((True, function(meshes[place], *args, **options)))
         except Exception:
-            pipe.send((False, f"rank {rank} of {world}:\n{traceback.format_exc()}"))
+            pipe.send((False, f"rank {rank} of {place[0]}:\n{traceback.format_exc()}"))
     dist.destroy_process_group()
+
+
+def _meshes(rank: int) -> dict[tuple[int, int], Any]:
+    """This rank's mesh by (world, ranks of a head group).
+
+    The largest world splits first: a process group's members must have made equally many before.
+    """
+    import torch.distributed as dist
+
+    from plsc.parallel import Mesh, with_head_groups
+
+    groups = {world: dist.new_group(list(range(world))) for world in range(2, MAX_WORLD + 1)}
+    meshes = {}
+    for world in range(MAX_WORLD, rank, -1):
+        whole = Mesh(rank, world, rank, torch.device("cpu"), groups.get(world))
+        for head_ranks in range(1, world + 1):
+            if world % head_ranks == 0:
+                meshes[world, head_ranks] = with_head_groups(whole, head_ranks)
+    return meshes

@@ -1,4 +1,8 @@
-"""The global batch: every rank's embeddings and labels on every rank, once all have found each other's input right."""
+"""The global batch: every rank's embeddings and labels on every rank, once all have found each other's input right.
+
+Where the table is replicated over groups of ranks, a rank holds its own group's part of it, and of the rest no more
+than a few numbers per sample.
+"""
 
 from dataclasses import dataclass
 
@@ -19,15 +23,38 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """Unit ``features`` (B, D) in the table's dtype, ``labels`` (B,) int64, ``norms`` (B,) where the margin asks.
+    """What a rank holds of the global batch of ``total`` samples B, whose order is that of the ranks.
 
-    ``sizes`` are the ranks' batch sizes; their samples follow each other in rank order.
+    Its head group's samples b: unit ``features`` (b, D) in the table's dtype, ``labels`` (b,) int64, ``norms`` (b,)
+    where the margin asks. ``sizes`` are the batch sizes of that group's ranks, ``group_sizes`` those of all groups,
+    of which this one is number ``group``.
     """
 
-    sizes: list[int]
     features: Tensor
     labels: Tensor
     norms: Tensor | None
+    sizes: list[int]
+    group_sizes: list[int]
+    group: int
+
+    @property
+    def total(self) -> int:
+        """B, over all groups."""
+        return sum(self.group_sizes)
+
+    @property
+    def largest(self) -> int:
+        """The largest group's number of samples: equal on all ranks."""
+        return max(self.group_sizes)
+
+    def everyones(self, values: Tensor, mesh: Mesh) -> Tensor:
+        """The whole batch's (B, …), of which this group computed (b, …). Moves B of them between the replicas."""
+        return all_gather_rows(values, mesh.replicas, self.group_sizes)
+
+    def ours(self, values: Tensor) -> Tensor:
+        """This group's (b, …) of the whole batch's (B, …)."""
+        ours: Tensor = values.split(self.group_sizes)[self.group]
+        return ours
 
 
 def gather_batch(
@@ -40,16 +67,24 @@ def gather_batch(
     with_norms: bool,
     mesh: Mesh,
 ) -> GlobalBatch:
-    """Check and gather this rank's embeddings (b, dim) and labels (b,). Moves B·dim numbers of ``dtype``."""
+    """Check this rank's embeddings (b, dim) and labels (b,), and gather those of its head group.
+
+    Moves 32 bytes per rank of the world, then b·dim numbers of ``dtype`` and 8 to 16 bytes per sample of the group.
+    """
     sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh)
+    head = mesh.head
+    groups = [sizes[start : start + head.world_size] for start in range(0, mesh.world_size, head.world_size)]
+    ours = groups[mesh.replicas.rank]
     wide = torch.promote_types(dtype, torch.float32)
     norm = torch.linalg.vector_norm(embeddings.to(wide), dim=1).clamp(min=SMALLEST_NORM)
     unit = (embeddings.to(wide) / norm[:, None]).to(dtype)
     return GlobalBatch(
-        sizes,
-        all_gather_rows(unit, mesh, sizes),
-        all_gather_rows(labels.to(mesh.device, torch.int64), mesh, sizes),
-        all_gather_rows(norm, mesh, sizes) if with_norms else None,
+        all_gather_rows(unit, head, ours),
+        all_gather_rows(labels.to(mesh.device, torch.int64), head, ours),
+        all_gather_rows(norm, head, ours) if with_norms else None,
+        ours,
+        [sum(group) for group in groups],
+        mesh.replicas.rank,
     )
 
 

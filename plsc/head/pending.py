@@ -14,6 +14,7 @@ from plsc.losses.softmax import Batch, second_pass
 class Pending:
     """What one forward leaves for the update: pass 2 needs the batch, log Z and the loss's derivative.
 
+    The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
     ``gradient`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
     table's when the batch was seen.
     """
@@ -25,6 +26,7 @@ class Pending:
     scale: Tensor
     target_pull: Tensor
     version: int
+    largest_group: int
     gradient: Tensor | None = None
 
 

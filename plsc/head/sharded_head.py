@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.head.global_batch import SMALLEST_NORM, gather_batch
+from plsc.head.global_batch import SMALLEST_NORM, GlobalBatch, gather_batch
 from plsc.head.partition import class_range, fill_normal
 from plsc.head.pending import Pending, gradient_chunks, visited
 from plsc.head.row_shard import RowShard
@@ -16,7 +16,7 @@ from plsc.head.sampling import sample_classes
 from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.margins import ArcFace, Margin, TargetLogit
 from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded, through_norm
-from plsc.parallel.collectives import all_reduce_max, all_reduce_sum, reduce_scatter_rows
+from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
 NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
@@ -32,9 +32,18 @@ class ShardedHead(nn.Module):
     multiplied by the number of ranks, so that data parallelism's average gives those of one process. The table itself
     is updated by :class:`plsc.HeadSGD` or :class:`plsc.HeadAdamW`, which run the second pass.
 
+    Where the mesh has head groups (``plsc.init(head_ranks=K)``), the table is sharded over the K ranks of a group and
+    replicated over the G groups; all of the above holds as without groups, and replicas stay equal bit for bit.
+
+    Communication, in bytes received per rank and step, with b samples of this rank's group among B of all (b = B
+    without groups): b·D weights' numbers for the features and 4·b·D for their gradient, 32 bytes per sample of the
+    group. With groups also 8·B for target cosines (4·B more for margins that use norms, 8·B more where classes are
+    sampled), and 8·D·(G − 1)/G for each row of this rank's that took part: the replicas' sum of its gradient. Groups
+    pay where b·D is large beside the rows that a step touches: many ranks, a sampled or small table.
+
     Args:
         dim: width D of embeddings and class weights.
-        num_classes: C. Rank r owns a contiguous range; the first C mod W ranks own one class more.
+        num_classes: C. Rank r of a head group of K owns a contiguous range; the first C mod K own one class more.
         mesh: from :func:`plsc.init`; a single process where left out.
         margin: one of :mod:`plsc.losses`; ArcFace(s=64, m=0.5) by default.
         sample_rate: 1 computes the exact softmax; below 1, all positives and this share of the shard's classes take
@@ -81,7 +90,7 @@ class ShardedHead(nn.Module):
         self.margin = margin if margin is not None else ArcFace()
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
         self.momentum_dtype, self.chunk_classes = momentum_dtype, chunk_classes
-        self.class_range = class_range(num_classes, self.mesh.rank, self.mesh.world_size)
+        self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         rows = (self.class_range[1] - self.class_range[0]) * centers
         weight = torch.empty(rows, dim, dtype=weight_dtype, device=self.mesh.device)
         if weight.device.type != "meta":
@@ -138,16 +147,16 @@ class ShardedHead(nn.Module):
         self._norm_version = self.weight._version
 
     def mean_norm(self) -> float:
-        """The mean ‖W‖ over all classes and sub-centres of all ranks; a norm that keeps growing is a bad sign."""
+        """The mean ‖W‖ over all classes and sub-centres of all shards; a norm that keeps growing is a bad sign."""
         sums = self.inverse_norms().reciprocal().sum(dtype=torch.float64).reshape(1)
-        return float(all_reduce_sum(sums, self.mesh) / (self.num_classes * self.centers))
+        return float(all_reduce_sum(sums, self.mesh.head) / (self.num_classes * self.centers))
 
     def rows(self, selected: Tensor | None) -> ClassRows:
         """The table, or ``selected`` local classes of it, for a pass."""
         return ClassRows(self.weight.detach(), self.inverse_norms(), self.centers, selected)
 
     def chunk_size(self, batch: int) -> int:
-        """Classes per chunk for a global batch of this many samples."""
+        """Classes per chunk for this many samples."""
         if self.chunk_classes is not None:
             return self.chunk_classes
         return default_chunk_size(batch, self.dim, self.centers, self.weight.device.type)
@@ -193,16 +202,16 @@ class ShardedHead(nn.Module):
             with_norms=self.margin.uses_norm,
             mesh=self.mesh,
         )
-        local = gathered.labels - self.class_range[0]
-        selected = self._select(local)
+        selected = self._select(gathered)
         rows = self.rows(selected)
-        position = rows.positions(local)
+        position = rows.positions(gathered.labels - self.class_range[0])
         cos, own_row = self._target_cosines(rows, gathered.features, position)
-        target = self._margin_target(cos, gathered.norms, differentiate and self.training)
+        target = self._margin_target(cos, gathered, differentiate and self.training)
         batch = Batch(gathered.features, position, target.phi, self.margin, self.margin_state)
         partial = first_pass(rows, batch, self.chunk_size(len(position)), with_pull=differentiate)
-        loss, log_z, probability, pull = self._normalise(partial, target)
-        scale = self.margin.s / max(len(position), 1)
+        losses, log_z, probability, pull = self._normalise(partial, target)
+        loss = self._mean(losses, gathered.total).to(partial.maximum.dtype)
+        scale = self.margin.s / gathered.total
         target_pull = (probability - 1) * target.slope * scale
         pending = Pending(
             batch,
@@ -212,19 +221,22 @@ class ShardedHead(nn.Module):
             torch.full_like(log_z, scale),
             target_pull,
             self.weight._version,
+            gathered.largest,
         )
         if differentiate and self.training:
             self.forwards += 1
         if pull is None:
             return loss, None, pending
         pull.mul_(scale).index_add_(*self._target_rows(position, own_row, target_pull, pull.dtype))
-        mine = reduce_scatter_rows(pull, gathered.sizes, self.mesh)
-        return loss, self._through_norm(embeddings, mine, target, probability, gathered.sizes), pending
+        mine = reduce_scatter_rows(pull, gathered.sizes, self.mesh.head)
+        return loss, self._through_norm(embeddings, mine, target, probability, gathered), pending
 
-    def _select(self, local_labels: Tensor) -> Tensor | None:
+    def _select(self, gathered: GlobalBatch) -> Tensor | None:
+        """This step's classes, the same on all replicas: the positives are those of all groups."""
         if self.sample_rate >= 1:
             return None
         first, stop = self.class_range
+        local_labels = gathered.everyones(gathered.labels, self.mesh) - first
         owned = local_labels[(local_labels >= 0) & (local_labels < stop - first)]
         generator = self._generator(self.weight.device, salt=first + 1)
         return sample_classes(stop - first, owned, self.sample_rate, generator)
@@ -234,7 +246,7 @@ class ShardedHead(nn.Module):
         return torch.Generator(device).manual_seed(key % 2**63)
 
     def _target_cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines (B,) of samples with their own classes, from all shards, in float64; and the winning local row.
+        """Cosines (b,) of the group's samples with their own classes, float64, from all shards; the winning local row.
 
         Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
         """
@@ -249,21 +261,32 @@ class ShardedHead(nn.Module):
         cos[owned] = best
         own_row = torch.full_like(position, -1)
         own_row[owned] = classes * self.centers + winner
-        return all_reduce_sum(cos, self.mesh), own_row
+        return all_reduce_sum(cos, self.mesh.head), own_row
 
-    def _margin_target(self, cos: Tensor, norms: Tensor | None, learning: bool) -> TargetLogit:
+    def _margin_target(self, cos: Tensor, gathered: GlobalBatch, learning: bool) -> TargetLogit:
+        """The margin at the group's targets. Statistics, and margins drawn at random, are those of the whole batch."""
+        cos = gathered.everyones(cos, self.mesh)
+        norms = gathered.everyones(gathered.norms, self.mesh) if gathered.norms is not None else None
         if learning:
             self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
-        return self.margin.target(cos, norms, self.margin_state, self._generator(torch.device("cpu"), salt=0))
+        all_targets = self.margin.target(
+            cos, norms, self.margin_state, self._generator(torch.device("cpu"), salt=0)
+        )
+        optional = all_targets.norm_slope, all_targets.penalty, all_targets.penalty_slope
+        return TargetLogit(
+            gathered.ours(all_targets.phi),
+            gathered.ours(all_targets.slope),
+            *[None if values is None else gathered.ours(values) for values in optional],
+        )
 
     def _normalise(
         self, partial: Partial, target: TargetLogit
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Bring the shards' sums together: mean loss, log Z (B,), the target's p (B,), and this shard's pull / Z."""
+        """Bring the shards' sums together: losses, log Z and the target's p, all (b,), and this shard's pull / Z."""
         logit = target.phi * self.margin.s
         here = partial.maximum.double()
-        maximum = here if is_bounded(self.margin) else all_reduce_max(torch.maximum(here, logit), self.mesh)
-        total = all_reduce_sum(partial.total * (here - maximum).exp(), self.mesh) + (logit - maximum).exp()
+        maximum = here if is_bounded(self.margin) else all_reduce_max(torch.maximum(here, logit), self.mesh.head)
+        total = all_reduce_sum(partial.total * (here - maximum).exp(), self.mesh.head) + (logit - maximum).exp()
         log_z = maximum + total.log()
         losses = log_z - logit
         if target.penalty is not None:
@@ -271,7 +294,11 @@ class ShardedHead(nn.Module):
         pull = partial.pull
         if pull is not None:
             pull.mul_(((here - maximum).exp() / total).to(pull.dtype)[:, None])
-        return losses.mean().to(partial.maximum.dtype), log_z, (logit - log_z).exp(), pull
+        return losses, log_z, (logit - log_z).exp(), pull
+
+    def _mean(self, losses: Tensor, total: int) -> Tensor:
+        """The mean over the whole batch of ``total``. Sums are gathered and added here: the same bits on every rank."""
+        return all_gather_equal(losses.sum(), self.mesh.replicas).sum() / total
 
     def _target_rows(
         self, position: Tensor, own_row: Tensor, target_pull: Tensor, dtype: torch.dtype
@@ -288,9 +315,9 @@ class ShardedHead(nn.Module):
         unit_gradient: Tensor,
         target: TargetLogit,
         probability: Tensor,
-        sizes: list[int],
+        gathered: GlobalBatch,
     ) -> Tensor:
-        """From the gradient by unit embeddings (b, D) to the gradient by the embeddings."""
+        """From the gradient by this rank's unit embeddings to the gradient by the embeddings."""
         x = embeddings.to(unit_gradient.dtype)
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
         unit = x / norm
@@ -301,15 +328,19 @@ class ShardedHead(nn.Module):
         if target.penalty_slope is not None:
             by_norm += target.penalty_slope
         if self.margin.uses_norm:
-            mine = torch.split(by_norm, sizes)[self.mesh.rank] / len(by_norm)
+            mine = torch.split(by_norm, gathered.sizes)[self.mesh.head.rank] / gathered.total
             gradient = gradient + unit * mine.to(gradient.dtype)[:, None]
         return cast(Tensor, gradient)
 
     def gradient_chunks(self, pending: list[Pending]) -> Iterator[tuple[Chunk, Tensor]]:
-        """Pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows."""
+        """Pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows.
+
+        Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Every rank calls.
+        """
         selected, member = visited(pending)
-        size = self.chunk_size(sum(len(p.log_z) for p in pending))
-        return gradient_chunks(self.rows(selected), member, pending, self.class_range[0], size)
+        size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
+        for chunk, gradient in gradient_chunks(self.rows(selected), member, pending, self.class_range[0], size):
+            yield chunk, all_reduce_sum(gradient, self.mesh.replicas)
 
 
 def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:

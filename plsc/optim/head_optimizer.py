@@ -12,7 +12,7 @@ from plsc.head.row_shard import RowShard
 from plsc.head.sharded_head import ShardedHead, renew_norms
 from plsc.losses.class_rows import Chunk
 from plsc.losses.softmax import through_norm
-from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 
 
 class HeadOptimizer(torch.optim.Optimizer):
@@ -77,7 +77,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         if self.head.pending:
             for chunk, gradient in self._unit_gradients():
                 total += through_norm(gradient, chunk).double().square().sum()
-        return all_reduce_sum(total, self.head.mesh).sqrt()
+        return all_reduce_sum(total, self.head.mesh.head).sqrt()
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply the gradient that step() will apply."""
@@ -86,7 +86,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             pending.gradient *= factor
 
     def gradients_are_finite(self) -> bool:
-        """Whether step() would go through. The same on every rank, since loss and log Z are."""
+        """Whether step() would go through, the same on every rank. Every rank calls."""
         return self._finite()
 
     def sharded_state(self) -> dict[str, RowShard]:
@@ -158,10 +158,12 @@ class HeadOptimizer(torch.optim.Optimizer):
             )
 
     def _finite(self) -> bool:
-        if float(getattr(self, "found_inf", 0.0)) > 0:
-            return False
+        """The verdict of all ranks: head groups see other samples. Moves 8 bytes, and waits for the device."""
         facts = [
             torch.stack([p.log_z.sum(), p.target_pull.sum(), cast(Tensor, p.gradient).double()])
             for p in self.head.pending
         ]
-        return bool(torch.isfinite(torch.stack(facts)).all()) if facts else True
+        bad = torch.tensor(float(getattr(self, "found_inf", 0.0)), device=self.head.mesh.device)
+        if facts:
+            bad += ~torch.isfinite(torch.stack(facts)).all()
+        return not all_reduce_max(bad, self.head.mesh).item()

@@ -51,6 +51,8 @@ def all_gather_rows(tensor: Tensor, mesh: Mesh, sizes: list[int] | None = None) 
     if sizes is None:
         count = torch.tensor([tensor.shape[0]], device=tensor.device)
         sizes = all_gather_equal(count, mesh).flatten().tolist()
+    if max(sizes) == 0:
+        return tensor
     gathered = all_gather_equal(_pad_rows(tensor, max(sizes)), mesh)
     if min(sizes) == max(sizes):
         return gathered.flatten(0, 1)
@@ -59,7 +61,7 @@ def all_gather_rows(tensor: Tensor, mesh: Mesh, sizes: list[int] | None = None) 
 
 def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
     """Sum (Σ n_r, …) over the ranks and return this rank's n_r rows of it."""
-    if mesh.world_size == 1:
+    if mesh.world_size == 1 or max(sizes) == 0:
         return tensor
     if mesh.device.type != "cuda":  # gloo: one all-reduce, of which a slice is kept
         return torch.split(all_reduce_sum(tensor, mesh), sizes)[mesh.rank]
@@ -85,14 +87,14 @@ def broadcast_object(value: T, mesh: Mesh, source: int = 0) -> T:
     if mesh.world_size == 1:
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, src=source, group=mesh.group)
+    dist.broadcast_object_list(holder, group=mesh.group, group_src=source)
     return holder[0]
 
 
 def broadcast(tensor: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
     """Overwrite ``tensor`` with ``source``'s on every rank, in place."""
     if mesh.world_size > 1:
-        dist.broadcast(tensor, src=source, group=mesh.group)
+        dist.broadcast(tensor, group=mesh.group, group_src=source)
     return tensor
 
 

@@ -1,7 +1,7 @@
 """Who this process is among its peers, and which device it owns."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,8 @@ from plsc.errors import UsageError
 class Mesh:
     """One rank's place: ``rank`` of ``world_size`` in ``group``, computing on ``device``.
 
-    ``group`` is None where there is one rank only; no process group is needed then.
+    ``group`` is None where there is one rank only; no process group is needed then. ``head_group`` and
+    ``replica_group`` are those of :func:`with_head_groups`, None where all ranks share one class table.
     """
 
     rank: int
@@ -21,25 +22,88 @@ class Mesh:
     local_rank: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    head_group: "Mesh | None" = None
+    replica_group: "Mesh | None" = None
 
     @property
     def is_main(self) -> bool:
         """Whether this is the rank that prints and writes the files that exist once."""
         return self.rank == 0
 
+    @property
+    def head(self) -> "Mesh":
+        """The ranks over which one class table is sharded, this one among them: all, unless there are groups."""
+        return self if self.head_group is None else self.head_group
 
-def init(device: str | torch.device | None = None) -> Mesh:
+    @property
+    def replicas(self) -> "Mesh":
+        """The ranks, one of each group, that hold the same shard of the table; this one alone without groups."""
+        return Mesh(0, 1, self.local_rank, self.device) if self.replica_group is None else self.replica_group
+
+
+def init(device: str | torch.device | None = None, head_ranks: int = 0) -> Mesh:
     """Join the run that torchrun's environment describes; without one, be a single process.
 
     Args:
         device: where this rank computes; by default its GPU (one per local rank), else the CPU.
+        head_ranks: over how many ranks a class table is sharded; the other ranks hold replicas of it, as
+            :func:`with_head_groups` says. 0: over all.
 
     Returns:
         The mesh. The backend is NCCL on GPUs and gloo elsewhere; a process group that exists already is used.
 
     Raises:
-        UsageError: torchrun's environment is incomplete or contradicts itself, or there are fewer GPUs than ranks.
+        UsageError: torchrun's environment is incomplete or contradicts itself, there are fewer GPUs than ranks, or
+            ``head_ranks`` does not divide the number of ranks.
     """
+    return with_head_groups(_joined(device, head_ranks), head_ranks)
+
+
+def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
+    """``mesh`` with the class table sharded over ``head_ranks`` consecutive ranks and replicated over the rest.
+
+    What the head gathers within a group then grows with the group and not with the world; in return the replicas
+    sum the gradients of their rows in every step (:class:`plsc.ShardedHead` counts the bytes). Every rank of
+    ``mesh`` calls, after the same calls that made process groups.
+
+    Args:
+        mesh: all ranks.
+        head_ranks: ranks in a group; 0, or as many as there are, leaves one group, as it is without this call.
+
+    Raises:
+        UsageError: ``head_ranks`` does not divide the number of ranks.
+    """
+    _check_head_ranks(head_ranks, mesh.world_size)
+    if head_ranks in (0, mesh.world_size):
+        return replace(mesh, head_group=None, replica_group=None)
+    group, place = divmod(mesh.rank, head_ranks)
+    members = range(group * head_ranks, (group + 1) * head_ranks)
+    replicas = range(place, mesh.world_size, head_ranks)
+    # Heads first, on every rank: each call waits for its own members alone, and two orders could wait for each other.
+    return replace(mesh, head_group=_submesh(mesh, members), replica_group=_submesh(mesh, replicas))
+
+
+def _submesh(mesh: Mesh, members: range) -> Mesh:
+    """Those ranks of ``mesh``, this one among them, with a process group of their own where they are several."""
+    group = None
+    if len(members) > 1:
+        ranks = dist.get_process_group_ranks(mesh.group)
+        made = dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
+        assert isinstance(made, dist.ProcessGroup)  # this rank is a member
+        group = made
+    return Mesh(members.index(mesh.rank), len(members), mesh.local_rank, mesh.device, group)
+
+
+def _check_head_ranks(head_ranks: int, world_size: int) -> None:
+    if head_ranks < 0 or (head_ranks and world_size % head_ranks):
+        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
+        raise UsageError(
+            f"head_ranks = {head_ranks} does not divide the {world_size} ranks of this run; give one of {divisors}, "
+            "or 0 for all"
+        )
+
+
+def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
     rank, world_size, local_rank = (
         _integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
@@ -55,6 +119,7 @@ def init(device: str | torch.device | None = None) -> Mesh:
             chosen,
             group if dist.get_world_size() > 1 else None,
         )
+    _check_head_ranks(head_ranks, world_size)  # before any rank waits for the others
     if world_size == 1:
         return Mesh(0, 1, 0, chosen)
     if not 0 <= rank < world_size:
