@@ -88,6 +88,12 @@ def gather_batch(
     )
 
 
+def gather_labels(labels: Tensor, *, num_classes: int, mesh: Mesh) -> Tensor:
+    """Check every rank's labels (b,) and gather them, (B,) in rank order."""
+    sizes = _agreed_sizes(labels.new_empty((labels.numel(), 1), dtype=torch.float32), labels, 1, num_classes, mesh)
+    return all_gather_rows(labels.to(mesh.device, torch.int64), mesh, sizes)
+
+
 def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int, mesh: Mesh) -> list[int]:
     """Every rank's batch size. One small exchange tells every rank of any rank's bad input, so that all raise."""
     problem = _problem(embeddings, labels, dim)

@@ -16,7 +16,7 @@ class Pending:
 
     The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
     ``gradient`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
-    table's when the batch was seen.
+    table's when the batch was seen, and ``rows`` what pass 1 saw of it.
     """
 
     batch: Batch
@@ -27,6 +27,7 @@ class Pending:
     target_pull: Tensor
     version: int
     largest_group: int
+    rows: ClassRows
     gradient: Tensor | None = None
 
 

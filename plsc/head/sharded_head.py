@@ -1,15 +1,19 @@
 """ShardedHead: the class table, one shard per rank, and its exact margin softmax."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.head.global_batch import SMALLEST_NORM, GlobalBatch, gather_batch
-from plsc.head.partition import class_range, fill_normal
+from plsc.head.global_batch import SMALLEST_NORM, GlobalBatch, gather_batch, gather_labels
+from plsc.head.host_memory import Column, HostMemory, mapped_file
+from plsc.head.host_table import HostTable
+from plsc.head.norms import renew_norms
+from plsc.head.partition import class_range, fill_normal, normal_rows
 from plsc.head.pending import Pending, gradient_chunks, visited
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import sample_classes
@@ -55,13 +59,20 @@ class ShardedHead(nn.Module):
         update: "fused" lets the head's optimizers do pass 2 and the step, chunk by chunk; "autograd" leaves
             ``weight.grad`` for any optimizer instead.
         chunk_classes: classes per chunk; by default chosen from the batch and the device. Results do not depend on it.
+        placement: where the table and the optimizer's state lie. "device": in the memory of the device that computes.
+            "host": in ordinary memory, pinned for a GPU. "mmap:FILE": in files FILE.rankR-of-W.NAME, mapped; they are
+            working memory of this run, not a checkpoint, and are overwritten by the next. From host and file, rows
+            come to the device while it computes (see :meth:`prefetch`) and go back behind it: results are those of
+            "device", bit for bit. Only 1/norms and int8 scales of a mapped table stay in ordinary memory.
 
     Attributes:
-        weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed.
+        weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
+            device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
 
     Raises:
-        UsageError: an argument is out of its range.
+        UsageError: an argument is out of its range; the mapped file's folder is missing or cannot be written.
+        DataError: the disk has no room for the mapped file.
 
     Source: Deng et al., CVPR 2019 (ArcFace); An et al., CVPR 2022 (Partial FC); Milakov & Gimelshein, 2018 (online
     maximum).
@@ -82,19 +93,20 @@ class ShardedHead(nn.Module):
         seed: int = 0,
         update: Literal["fused", "autograd"] = "fused",
         chunk_classes: int | None = None,
+        placement: str = "device",
     ) -> None:
         super().__init__()
-        _check_arguments(dim, num_classes, sample_rate, weight_dtype, centers, update, chunk_classes)
+        _check_arguments(dim, num_classes, sample_rate, weight_dtype, centers, update, chunk_classes, placement)
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
         self.mesh = mesh if mesh is not None else Mesh(0, 1, 0, torch.device("cpu"))
         self.margin = margin if margin is not None else ArcFace()
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
         self.momentum_dtype, self.chunk_classes = momentum_dtype, chunk_classes
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
-        rows = (self.class_range[1] - self.class_range[0]) * centers
-        weight = torch.empty(rows, dim, dtype=weight_dtype, device=self.mesh.device)
-        if weight.device.type != "meta":
-            fill_normal(weight, self.first_row, seed)
+        self.placement = placement
+        self.host = self._host_table(weight_dtype) if is_staged(placement, self.mesh.device) else None
+        # .data counts writes by itself: those by way of the parameter are from outside
+        weight = self.host.weight.values.data if self.host is not None else self._resident_table(weight_dtype)
         self.weight = nn.Parameter(weight, requires_grad=update == "autograd")
         self.margin_state = {
             name: value.to(self.mesh.device) for name, value in self.margin.initial_state().items()
@@ -111,6 +123,21 @@ class ShardedHead(nn.Module):
         """The global number of this rank's first row."""
         return self.class_range[0] * self.centers
 
+    @property
+    def table(self) -> nn.Parameter:
+        """``weight``, without waiting for the updates on their way to it."""
+        return cast(nn.Parameter, self._parameters["weight"])
+
+    @property
+    def version(self) -> int:
+        """Another number after every update, and after every write from outside."""
+        return self.table._version + (self.host.staging.updates if self.host is not None else 0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight" and self.__dict__.get("host") is not None:
+            self.settle()
+        return super().__getattr__(name)
+
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The mean loss over the global batch.
 
@@ -125,49 +152,97 @@ class ShardedHead(nn.Module):
             LabelError: a label is out of range, on whatever rank: every rank raises it, and it names the label.
             UsageError: shapes or dtypes do not fit (likewise on every rank).
         """
-        weight = self.weight if self.update == "autograd" else None
+        weight = self.table if self.update == "autograd" else None
         loss: Tensor = _HeadLoss.apply(
             embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled()
         )
         return loss
 
+    @torch.no_grad()
+    def prefetch(self, labels: Tensor) -> None:
+        """Begin to fetch the rows of a coming training batch, while this one computes.
+
+        Announce each batch once, in order, at any time before its loss. Results do not depend on it: the classes drawn
+        are those that the step would draw, and rows that are being updated meanwhile are taken from their updates.
+        Without effect where the table lies on the device, and where nothing is sampled. Every rank calls.
+
+        Args:
+            labels: this rank's (b,) of that batch. Moves 8 bytes per sample of all ranks.
+
+        Raises:
+            LabelError, UsageError: as :meth:`forward` does.
+        """
+        if self.host is None or self.sample_rate >= 1:
+            return
+        everyones = gather_labels(labels, num_classes=self.num_classes, mesh=self.mesh)
+        self._notice_writes()
+        key = self.forwards + self.host.announced
+        self.host.announce(key, everyones, self._draw(everyones, key))
+
+    def settle(self) -> None:
+        """Wait until all updates have landed in a table that is not on the device."""
+        if self.host is not None:
+            self.host.settle()
+
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""
-        if self._norm_version != self.weight._version:
-            wide = torch.promote_types(self.weight.dtype, torch.float32)
-            self._inverse_norm = torch.empty(self.weight.shape[0], dtype=wide, device=self.weight.device)
-            whole = ClassRows(self.weight.detach(), self._inverse_norm)
-            for start in range(0, self.weight.shape[0], NORM_ROWS):
-                renew_norms(whole, slice(start, start + NORM_ROWS))
-            self.norms_are_current()
+        self.settle()
+        self._notice_writes()
         return self._inverse_norm
+
+    @torch.no_grad()
+    def _notice_writes(self) -> None:
+        """Renew all norms, and forget what was fetched ahead, if someone else wrote into the weights."""
+        table = self.table
+        if self._norm_version == table._version:
+            return
+        if self.host is not None:
+            self.host.settle(forget=True)
+            self._inverse_norm = self.host.inverse_norm.values
+        else:
+            wide = torch.promote_types(table.dtype, torch.float32)
+            self._inverse_norm = torch.empty(table.shape[0], dtype=wide, device=table.device)
+        whole = ClassRows(table.detach(), self._inverse_norm)
+        for start in range(0, table.shape[0], NORM_ROWS):
+            rows = slice(start, min(start + NORM_ROWS, table.shape[0]))
+            if self.host is not None:
+                self.host.renew_norms(rows)
+            else:
+                renew_norms(whole, rows)
+        self.norms_are_current()
 
     def norms_are_current(self) -> None:
         """Say that every row written so far has its norm renewed."""
-        self._norm_version = self.weight._version
+        self._norm_version = self.table._version
 
     def mean_norm(self) -> float:
         """The mean ‖W‖ over all classes and sub-centres of all shards; a norm that keeps growing is a bad sign."""
-        sums = self.inverse_norms().reciprocal().sum(dtype=torch.float64).reshape(1)
+        sums = self.inverse_norms().reciprocal().sum(dtype=torch.float64).reshape(1).to(self.mesh.device)
         return float(all_reduce_sum(sums, self.mesh.head) / (self.num_classes * self.centers))
 
-    def rows(self, selected: Tensor | None) -> ClassRows:
-        """The table, or ``selected`` local classes of it, for a pass."""
-        return ClassRows(self.weight.detach(), self.inverse_norms(), self.centers, selected)
+    def rows(self, selected: Tensor | None, *, learning: bool = False) -> ClassRows:
+        """The table, or ``selected`` local classes of it, for a pass; ``learning``, if an update may follow."""
+        self._notice_writes()
+        if self.host is not None:
+            return self.host.visited(selected, learning=learning)
+        return ClassRows(self.table.detach(), self._inverse_norm, self.centers, selected)
 
     def chunk_size(self, batch: int) -> int:
         """Classes per chunk for this many samples."""
         if self.chunk_classes is not None:
             return self.chunk_classes
-        return default_chunk_size(batch, self.dim, self.centers, self.weight.device.type)
+        return default_chunk_size(batch, self.dim, self.centers, self.mesh.device.type)
 
     def sharded_state(self) -> dict[str, RowShard]:
         """What torch.distributed.checkpoint saves, and loads at any number of ranks."""
-        return {"weight": self.row_shard(self.weight.detach())}
+        return {"weight": self.row_shard(self.table.detach(), self.host.weight if self.host is not None else None)}
 
-    def row_shard(self, local: Tensor) -> RowShard:
-        """Some per-row tensor of this rank as its part of the global one."""
-        return RowShard(local, self.first_row, self.num_classes * self.centers)
+    def row_shard(self, local: Tensor, column: Column | None = None) -> RowShard:
+        """Some per-row tensor of this rank as its part of the global one; ``column``, if it is a host table's."""
+        if self.host is not None:
+            self.host.settle(forget=True)
+        release = column.release if column is not None else None
+        return RowShard(local, self.first_row, self.num_classes * self.centers, release)
 
     def get_extra_state(self) -> dict[str, Any]:
         """Small state, equal on all ranks: the margin's statistics and the number of batches seen."""
@@ -184,7 +259,7 @@ class ShardedHead(nn.Module):
         first, stop = self.class_range
         return (
             f"dim={self.dim}, num_classes={self.num_classes}, classes [{first}, {stop}) here, {self.margin}, "
-            f"sample_rate={self.sample_rate}, {self.weight.dtype}"
+            f"sample_rate={self.sample_rate}, {self.table.dtype}, on {self.placement}"
         )
 
     # Forward, in the order in which it happens.
@@ -198,14 +273,13 @@ class ShardedHead(nn.Module):
             labels,
             dim=self.dim,
             num_classes=self.num_classes,
-            dtype=self.weight.dtype,
+            dtype=self.table.dtype,
             with_norms=self.margin.uses_norm,
             mesh=self.mesh,
         )
-        selected = self._select(gathered)
-        rows = self.rows(selected)
+        selected, rows = self._visit(gathered, differentiate and self.training)
         position = rows.positions(gathered.labels - self.class_range[0])
-        cos, own_row = self._target_cosines(rows, gathered.features, position)
+        cos, own = self._target_cosines(rows, gathered.features, position)
         target = self._margin_target(cos, gathered, differentiate and self.training)
         batch = Batch(gathered.features, position, target.phi, self.margin, self.margin_state)
         partial = first_pass(rows, batch, self.chunk_size(len(position)), with_pull=differentiate)
@@ -220,48 +294,61 @@ class ShardedHead(nn.Module):
             log_z,
             torch.full_like(log_z, scale),
             target_pull,
-            self.weight._version,
+            self.version,
             gathered.largest,
+            rows,
         )
         if differentiate and self.training:
             self.forwards += 1
         if pull is None:
             return loss, None, pending
-        pull.mul_(scale).index_add_(*self._target_rows(position, own_row, target_pull, pull.dtype))
+        pull.mul_(scale).index_add_(*own.pull(target_pull, pull.dtype))
         mine = reduce_scatter_rows(pull, gathered.sizes, self.mesh.head)
         return loss, self._through_norm(embeddings, mine, target, probability, gathered), pending
 
-    def _select(self, gathered: GlobalBatch) -> Tensor | None:
-        """This step's classes, the same on all replicas: the positives are those of all groups."""
+    def _visit(self, gathered: GlobalBatch, learning: bool) -> tuple[Tensor | None, ClassRows]:
+        """This step's local classes (None: all), the same on all replicas, and their rows."""
         if self.sample_rate >= 1:
-            return None
+            return None, self.rows(None)
+        labels = gathered.everyones(gathered.labels, self.mesh)
+        if self.host is not None and learning:
+            self._notice_writes()
+            ahead = self.host.take_announced(self.forwards, labels)
+            if ahead is not None:
+                return ahead.classes, ahead
+        selected = self._draw(labels, self.forwards)
+        return selected, self.rows(selected, learning=learning)
+
+    def _draw(self, labels: Tensor, batch: int) -> Tensor:
+        """The local classes that training batch number ``batch``, with these labels of all ranks, visits."""
         first, stop = self.class_range
-        local_labels = gathered.everyones(gathered.labels, self.mesh) - first
-        owned = local_labels[(local_labels >= 0) & (local_labels < stop - first)]
-        generator = self._generator(self.weight.device, salt=first + 1)
+        local = labels - first
+        owned = local[(local >= 0) & (local < stop - first)]
+        generator = self._generator(self.mesh.device, first + 1, batch)
         return sample_classes(stop - first, owned, self.sample_rate, generator)
 
-    def _generator(self, device: torch.device, salt: int) -> torch.Generator:
-        key = (self.seed * 1_000_003 + self.forwards) * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03
+    def _generator(self, device: torch.device, salt: int, batch: int) -> torch.Generator:
+        key = (self.seed * 1_000_003 + batch) * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03
         return torch.Generator(device).manual_seed(key % 2**63)
 
-    def _target_cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines (b,) of the group's samples with their own classes, float64, from all shards; the winning local row.
+    def _target_cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, "_OwnRows"]:
+        """Cosines (b,) of the group's samples with their own classes, float64, from all shards; the rows owned here.
 
         Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
         """
         owned = torch.where(position >= 0)[0]
         classes = position[owned] if rows.selected is None else rows.selected[position[owned]]
-        weight = rows.weight[rows.rows_of(classes)].double().view(len(owned), self.centers, self.dim)
+        picked = rows.picked(rows.rows_of(classes))
+        weight = picked.weight.double().view(len(owned), self.centers, self.dim)
         x = features[owned].double()
         norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
         each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
         best, winner = each.max(dim=1) if self.centers > 1 else (each[:, 0], torch.zeros_like(classes))
         cos = features.new_zeros(len(position), dtype=torch.float64)
         cos[owned] = best
-        own_row = torch.full_like(position, -1)
-        own_row[owned] = classes * self.centers + winner
-        return all_reduce_sum(cos, self.mesh.head), own_row
+        nearest = torch.arange(len(owned), device=winner.device) * self.centers + winner
+        own = _OwnRows(owned, picked.weight[nearest], picked.inverse_norm[nearest])
+        return all_reduce_sum(cos, self.mesh.head), own
 
     def _margin_target(self, cos: Tensor, gathered: GlobalBatch, learning: bool) -> TargetLogit:
         """The margin at the group's targets. Statistics, and margins drawn at random, are those of the whole batch."""
@@ -270,7 +357,7 @@ class ShardedHead(nn.Module):
         if learning:
             self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
         all_targets = self.margin.target(
-            cos, norms, self.margin_state, self._generator(torch.device("cpu"), salt=0)
+            cos, norms, self.margin_state, self._generator(torch.device("cpu"), 0, self.forwards)
         )
         optional = all_targets.norm_slope, all_targets.penalty, all_targets.penalty_slope
         return TargetLogit(
@@ -300,15 +387,6 @@ class ShardedHead(nn.Module):
         """The mean over the whole batch of ``total``. Sums are gathered and added here: the same bits on every rank."""
         return all_gather_equal(losses.sum(), self.mesh.replicas).sum() / total
 
-    def _target_rows(
-        self, position: Tensor, own_row: Tensor, target_pull: Tensor, dtype: torch.dtype
-    ) -> tuple[int, Tensor, Tensor]:
-        """index_add_'s arguments that put the owned targets' share into the embeddings' gradient."""
-        owned = torch.where(position >= 0)[0]
-        rows = own_row[owned]
-        strength = target_pull[owned].to(dtype) * self.inverse_norms()[rows].to(dtype)
-        return 0, owned, self.weight.detach()[rows].to(dtype) * strength[:, None]
-
     def _through_norm(
         self,
         embeddings: Tensor,
@@ -332,15 +410,62 @@ class ShardedHead(nn.Module):
             gradient = gradient + unit * mine.to(gradient.dtype)[:, None]
         return cast(Tensor, gradient)
 
-    def gradient_chunks(self, pending: list[Pending]) -> Iterator[tuple[Chunk, Tensor]]:
+    def gradient_chunks(
+        self, pending: list[Pending], update: Mapping[str, Column] | None = None
+    ) -> Iterator[tuple[Chunk, Tensor]]:
         """Pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows.
 
         Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Every rank calls.
+        Where the caller updates each chunk as it comes, ``update`` holds its columns of a host table's state.
         """
         selected, member = visited(pending)
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
-        for chunk, gradient in gradient_chunks(self.rows(selected), member, pending, self.class_range[0], size):
+        if self.host is None:
+            rows = self.rows(selected)
+        else:
+            rows = self.host.visited_again(selected, [p.rows for p in pending], update)
+        for chunk, gradient in gradient_chunks(rows, member, pending, self.class_range[0], size):
             yield chunk, all_reduce_sum(gradient, self.mesh.replicas)
+
+    # Creation.
+
+    def _resident_table(self, dtype: torch.dtype) -> Tensor:
+        """Rows with their first values, on the device, or in the host's memory where the device reads that in place."""
+        weight = torch.empty(self._local_rows, self.dim, dtype=dtype, device=self.mesh.device)
+        if weight.device.type != "meta":
+            fill_normal(weight, self.first_row, self.seed)
+        return weight
+
+    def _host_table(self, dtype: torch.dtype) -> HostTable:
+        """The same rows in host memory. Their values come from the device's generator, as those on it do."""
+        device = self.mesh.device
+        file = mapped_file(self.placement)
+        memory = HostMemory(file, self.mesh.rank, self.mesh.world_size, pinned=device.type == "cuda")
+        table = HostTable(memory, self._local_rows, self.dim, dtype, self.centers, device)
+        for rows, values in normal_rows((self._local_rows, self.dim), self.first_row, self.seed, device):
+            table.weight.write(rows, values.to(dtype).cpu())
+        return table
+
+    @property
+    def _local_rows(self) -> int:
+        return (self.class_range[1] - self.class_range[0]) * self.centers
+
+
+@dataclass(frozen=True)
+class _OwnRows:
+    """The nearest rows of the samples' own classes, where those are of this shard.
+
+    ``samples`` (n,) are the samples' positions; ``weight`` (n, D) and ``inverse_norm`` (n,) their rows.
+    """
+
+    samples: Tensor
+    weight: Tensor
+    inverse_norm: Tensor
+
+    def pull(self, target_pull: Tensor, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
+        """index_add_'s arguments that put the owned targets' share into the embeddings' gradient."""
+        strength = target_pull[self.samples].to(dtype) * self.inverse_norm.to(dtype)
+        return 0, self.samples, self.weight.to(dtype) * strength[:, None]
 
 
 def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
@@ -393,11 +518,11 @@ def _dense_gradient(head: ShardedHead, pending: Pending) -> Tensor:
     return gradient
 
 
-def renew_norms(table: ClassRows, index: slice | Tensor) -> None:
-    """Recompute 1/‖W‖ of rows ``index`` of ``table`` from their stored values."""
-    wide = torch.promote_types(table.weight.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(table.weight[index], dim=1, dtype=wide)
-    table.inverse_norm[index] = norms.clamp_(min=SMALLEST_NORM).reciprocal_()
+def is_staged(placement: str, device: torch.device) -> bool:
+    """Whether rows are copied to compute with them: a processor reads its own memory in place, but not a file."""
+    if placement == "device" or device.type == "meta":
+        return False
+    return device.type != "cpu" or mapped_file(placement) is not None
 
 
 def _check_arguments(
@@ -408,7 +533,11 @@ def _check_arguments(
     centers: int,
     update: str,
     chunk_classes: int | None,
+    placement: str,
 ) -> None:
+    mapped_file(placement)
+    if placement != "device" and update != "fused":
+        raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
     for name, value in (
         ("dim", dim),
         ("num_classes", num_classes),

@@ -45,8 +45,8 @@ class HeadAdamW(HeadOptimizer):
             head, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, rounding
         )
         low = head.momentum_dtype in (torch.bfloat16, torch.int8)
-        self.tables["first_moment"] = self._table(head.momentum_dtype)
-        self.tables["second_moment"] = self._table(torch.bfloat16 if low else head.momentum_dtype)
+        self.tables["first_moment"] = self._table("first_moment", head.momentum_dtype)
+        self.tables["second_moment"] = self._table("second_moment", torch.bfloat16 if low else head.momentum_dtype)
 
     def _rows_updated(
         self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None

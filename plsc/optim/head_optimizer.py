@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from plsc.errors import PlscError, UsageError
-from plsc.head.low_precision import Dice, Rounding, RowState, store
+from plsc.head.host_memory import Column
+from plsc.head.host_table import FetchedRows
+from plsc.head.low_precision import Dice, Rounding, RowState, check_state_dtype, scale_name, store
+from plsc.head.norms import renew_norms
 from plsc.head.row_shard import RowShard
-from plsc.head.sharded_head import ShardedHead, renew_norms
+from plsc.head.sharded_head import ShardedHead
 from plsc.losses.class_rows import Chunk
 from plsc.losses.softmax import through_norm
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
@@ -37,11 +40,14 @@ class HeadOptimizer(torch.optim.Optimizer):
         for name in ("lr", "weight_decay"):
             if not defaults[name] >= 0:
                 raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
-        super().__init__([head.weight], defaults)
+        super().__init__([head.table], defaults)
         self.head, self.rounding = head, rounding
         self.steps = 0
         self.skipped = False
         self.tables: dict[str, RowState] = {}
+        self._columns: dict[str, Column] = {}  # of the tables, where the head's table lies in host memory
+        if head.host is not None:
+            head.host.state = self._columns
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -92,7 +98,7 @@ class HeadOptimizer(torch.optim.Optimizer):
     def sharded_state(self) -> dict[str, RowShard]:
         """State tables for torch.distributed.checkpoint, loadable at any number of ranks."""
         return {
-            name: self.head.row_shard(tensor)
+            name: self.head.row_shard(tensor, self._columns.get(name))
             for key, table in self.tables.items()
             for name, tensor in table.tensors(key).items()
         }
@@ -120,9 +126,26 @@ class HeadOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _update(self, factor: float) -> None:
-        for chunk, gradient in self._unit_gradients():
-            self._update_chunk(chunk, gradient, factor)
+        whole = self.tables
+        try:
+            for chunk, gradient in self._unit_gradients(self._columns):
+                self.tables = self._tables_of(chunk)
+                self._update_chunk(chunk, gradient, factor)
+        finally:
+            self.tables = whole
         self.head.norms_are_current()
+
+    def _tables_of(self, chunk: Chunk) -> dict[str, RowState]:
+        """The state tables that ``chunk.index`` counts in: those of fetched rows were fetched with them."""
+        rows = chunk.table
+        if not isinstance(rows, FetchedRows):
+            return self.tables
+        return {
+            name: RowState.over(
+                rows.state(name), rows.state(scale_name(name)) if table.scale is not None else None, self.rounding
+            )
+            for name, table in self.tables.items()
+        }
 
     def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
         """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
@@ -134,25 +157,33 @@ class HeadOptimizer(torch.optim.Optimizer):
         store(chunk.table.weight, chunk.index, weight, low, self.rounding)
         renew_norms(chunk.table, chunk.index)
 
-    def _unit_gradients(self) -> Iterator[tuple[Chunk, Tensor]]:
+    def _unit_gradients(self, update: dict[str, Column] | None = None) -> Iterator[tuple[Chunk, Tensor]]:
         with torch.autocast(self.head.mesh.device.type, enabled=False):
-            yield from self.head.gradient_chunks(self.head.pending)
+            yield from self.head.gradient_chunks(self.head.pending, update)
 
     def _dice(self, chunk: Chunk) -> Dice | None:
         low_precision = (torch.bfloat16, torch.int8)
-        if self.head.weight.dtype not in low_precision and not any(
+        if self.head.table.dtype not in low_precision and not any(
             table.values.dtype in low_precision for table in self.tables.values()
         ):
             return None
         rows = chunk.local_rows + self.head.first_row
         return Dice.throw(self.head.seed, self.steps, rows, self.head.dim)
 
-    def _table(self, dtype: torch.dtype) -> RowState:
-        weight = self.head.weight
-        return RowState(weight.shape[0], weight.shape[1], dtype, weight.device, self.rounding)
+    def _table(self, name: str, dtype: torch.dtype) -> RowState:
+        """State of zeros beside the weights, wherever those lie."""
+        (rows, columns), host = self.head.table.shape, self.head.host
+        if host is None:
+            return RowState(rows, columns, dtype, self.head.table.device, self.rounding)
+        check_state_dtype(dtype)
+        self._columns[name] = values = host.memory.table(name, rows, columns, dtype)
+        if dtype != torch.int8:
+            return RowState.over(values.values, None, self.rounding)
+        self._columns[scale_name(name)] = scale = host.memory.numbers(rows, torch.float32)
+        return RowState.over(values.values, scale.values, self.rounding)
 
     def _check_version(self) -> None:
-        if any(pending.version != self.head.weight._version for pending in self.head.pending):
+        if any(pending.version != self.head.version for pending in self.head.pending):
             raise PlscError(
                 "head.weight was written to between a loss and its step(); write after step() or zero_grad()"
             )
