@@ -55,25 +55,20 @@ _forced_method: Method | None = None
 _forced_block: Block | None = None
 
 
-def supports(rows: ClassRows, features: Tensor, *, changes_negatives: bool, bounded: bool) -> bool:
-    """Whether these passes are for this problem.
+def supports(rows: ClassRows, features: Tensor) -> bool:
+    """Whether these passes are for this table and batch.
+
+    Besides, one row to a class, negatives' logits s·cos and a finite float32 exp() of every logit are taken for given.
 
     Args:
-        rows: float32 or bfloat16 and one centre to a class; all classes or some.
-        features: (B, D) of the table's dtype, on the same device, which is one that Triton runs on.
-        changes_negatives: whether the margin does; such margins take the plain path.
-        bounded: whether exp() of every logit is a finite float32.
+        rows: float32 or bfloat16; all classes or some.
+        features: (B, D) of the table's dtype, where chunks come to, on a device that Triton runs on.
     """
-    weight = rows.weight
     return (
-        bounded
-        and not changes_negatives
-        and rows.centers == 1
-        and weight.dtype == features.dtype
-        and weight.dtype in (torch.float32, torch.bfloat16)
-        and weight.device == features.device
+        rows.weight.dtype == features.dtype
+        and features.dtype in (torch.float32, torch.bfloat16)
         and features.shape[0] > 0
-        and runs_on(weight.device)
+        and runs_on(features.device)
     )
 
 
@@ -133,7 +128,7 @@ def exponentials(chunk: Chunk, features: Tensor, position: Tensor, s: float, tot
     """
     from plsc.losses import softmax_kernels as kernels
 
-    block = _block(chunk)
+    block = _block(features)
     n, batch = chunk.stop - chunk.start, features.shape[0]
     out = torch.empty(n, batch, dtype=features.dtype, device=features.device)
     partial = torch.empty(-(-n // block.classes), batch, dtype=torch.float32, device=features.device)
@@ -155,7 +150,7 @@ def probabilities(
     """
     from plsc.losses import softmax_kernels as kernels
 
-    block = _block(chunk)
+    block = _block(features)
     out = torch.empty(chunk.stop - chunk.start, features.shape[0], dtype=features.dtype, device=features.device)
     kernel = kernels.probabilities_of_product if block.depth else kernels.probabilities_of_logits
     _launch(kernel, block, chunk, features, (chunk.inverse_norm, log_z, scale, out), (s,))
@@ -179,17 +174,16 @@ def forced(method: Method, block: Block | None = None) -> Iterator[None]:
         _forced_method, _forced_block = before
 
 
-def _block(chunk: Chunk) -> Block:
-    """The block for a chunk; its depth is 0 where logits are to be in memory."""
-    weight = chunk.table.weight
-    method = _forced_method or ("product" if weight.dtype == torch.bfloat16 else "logits")
+def _block(features: Tensor) -> Block:
+    """The block for a table of the features' dtype; its depth is 0 where logits are to be in memory."""
     if _forced_block is not None:
         return _forced_block
+    method = _forced_method or ("product" if features.dtype == torch.bfloat16 else "logits")
     if is_interpreted():
         return _INTERPRETED_BLOCK if method == "product" else Block(16, 16)
     if method == "logits":
         return LOGITS_BLOCK
-    shared = torch.cuda.get_device_properties(weight.device).shared_memory_per_block_optin
+    shared = torch.cuda.get_device_properties(features.device).shared_memory_per_block_optin
     return next(block for least, block in PRODUCT_BLOCKS if shared >= least)
 
 

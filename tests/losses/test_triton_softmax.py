@@ -31,7 +31,7 @@ def problem(classes: int, batch: int, dim: int, dtype: torch.dtype, some: bool =
 def by_kernels(given: dict, method: str, chunk: int) -> tuple[torch.Tensor, ...]:
     """Sums, pull and gradient."""
     rows, x, position = given["rows"], given["features"], given["position"]
-    assert triton_softmax.supports(rows, x, changes_negatives=False, bounded=True)
+    assert triton_softmax.supports(rows, x)
     samples = (given["log_z"], given["scale"], given["target_pull"])
     with triton_softmax.forced(method):
         total, pull = triton_softmax.first_pass(rows, x, position, S, chunk, with_pull=True)
@@ -78,21 +78,15 @@ def test_chunks_of_whole_blocks_leave_no_trace(interpreter, dtype, method):
         assert relative_error(other[2], one[2]) < 1e-7  # the library's product may sum in another order
 
 
-def refused(**changes: object) -> bool:
-    given = problem(10, 4, 8, torch.float32)
-    rows, x = given["rows"], given["features"]
-    case = {"changes_negatives": False, "bounded": True, "rows": rows, "features": x, **changes}
-    return not triton_softmax.supports(case.pop("rows"), case.pop("features"), **case)
+def refused(rows: ClassRows, features: torch.Tensor) -> bool:
+    return not triton_softmax.supports(rows, features)
 
 
 def test_other_cases_are_left_to_the_plain_path(interpreter):
     given = problem(10, 4, 8, torch.float32)
-    rows = given["rows"]
-    assert not interpreter(refused)
-    assert interpreter(refused, changes_negatives=True)
-    assert interpreter(refused, bounded=False)
-    assert interpreter(refused, rows=ClassRows(rows.weight, rows.inverse_norm, 2))
-    assert interpreter(refused, rows=ClassRows(rows.weight.double(), rows.inverse_norm.double()))
-    assert interpreter(refused, features=given["features"].bfloat16())
-    assert interpreter(refused, features=given["features"][:0])
+    rows, x = given["rows"], given["features"]
+    assert not interpreter(refused, rows, x)
+    assert interpreter(refused, ClassRows(rows.weight.double(), rows.inverse_norm.double()), x.double())
+    assert interpreter(refused, rows, x.bfloat16())
+    assert interpreter(refused, rows, x[:0])
     assert not runs_on(torch.device("cpu"))  # in this process, where nothing is interpreted
