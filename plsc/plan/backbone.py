@@ -1,0 +1,139 @@
+"""What a backbone's forward and backward pass keep, compute and move, found by a run on tensors without memory."""
+
+import copy
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation: the precision it computes in, its FLOPs (0 unless a product), the bytes it reads and writes."""
+
+    precision: str
+    flops: int
+    traffic: int
+
+
+@dataclass(frozen=True)
+class BackboneProfile:
+    """A backbone at a batch, in bytes.
+
+    ``weights`` and ``trainable`` parameters, the ``largest`` of these, ``buffers``; ``activations`` are what the
+    forward pass keeps, images included; ``peak`` is the most that both passes hold above weights and buffers.
+    With gradients kept, ``peak`` has them; without, each is gone once it is whole (they lie in buckets elsewhere).
+    """
+
+    images: int
+    weights: int
+    trainable: int
+    largest: int
+    buffers: int
+    activations: int
+    peak: int
+    operations: tuple[Operation, ...]
+
+    @property
+    def flops(self) -> int:
+        """Of all products, forward and backward; an addition counts as well as a multiplication."""
+        return sum(operation.flops for operation in self.operations)
+
+
+def profile_backbone(
+    backbone: nn.Module, images: int, image_size: int, precision: str, *, keep_gradients: bool
+) -> BackboneProfile:
+    """Run ``backbone`` forward and backward on fake tensors: as long as its Python takes, no memory, any batch."""
+    from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+
+    mode = FakeTensorMode()
+    with FakeCopyMode(mode):
+        fake = copy.deepcopy(backbone)
+    fake.train()
+    if not keep_gradients:
+        for parameter in fake.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_forget_gradient)
+    weights = [(p.nbytes, p.requires_grad) for p in fake.parameters()]
+    with mode, Ledger(fake) as ledger:
+        x = torch.empty(images, 3, image_size, image_size)
+        dtype = AUTOCAST.get(precision)
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            embeddings = fake(x)
+        embeddings = embeddings.float()
+        activations = ledger.live
+        embeddings.backward(torch.empty_like(embeddings))
+    trainable = [size for size, learns in weights if learns]
+    return BackboneProfile(
+        images, sum(size for size, _ in weights), sum(trainable), max(trainable, default=0),
+        sum(buffer.nbytes for buffer in fake.buffers()), activations, ledger.peak, tuple(ledger.operations),
+    )  # fmt: skip
+
+
+def _forget_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class Ledger(TorchDispatchMode):
+    """Counts the bytes of the storages that operations make while they live, and what each operation costs.
+
+    ``live`` and ``peak`` leave out ``known``'s parameters and buffers.
+    """
+
+    def __init__(self, known: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = self.peak = 0
+        self.operations: list[Operation] = []
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        for tensor in (*known.parameters(), *known.buffers()):
+            self._seen.add(tensor.untyped_storage())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` and enter what it made."""
+        out = func(*args, **(kwargs or {}))
+        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not func.is_view and made:
+            self.operations.append(_operation(func, args, kwargs or {}, out, taken, made))
+        for tensor in made:
+            self._enter(tensor.untyped_storage())
+        return out
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._leave, size).atexit = False
+
+    def _leave(self, size: int) -> None:
+        self.live -= size
+
+
+def _operation(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: list[Tensor], made: list[Tensor]
+) -> Operation:
+    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    flops = count(*args, **kwargs, out_val=out) if count is not None else 0
+    traffic = sum(_bytes(tensor) for tensor in (*taken, *made))
+    if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.detach, torch.ops.aten.empty_like):
+        traffic = 0
+    return Operation(_PRECISIONS.get((taken or made)[0].dtype, "fp32"), flops, traffic)
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What of it lies in memory: a broadcast view's elements count once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())

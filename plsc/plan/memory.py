@@ -1,0 +1,170 @@
+"""Bytes on a rank by what holds them: what stays, and the most that a step needs on top."""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from plsc.config import Config
+from plsc.head.sharded_head import NORM_ROWS, ShardedHead, default_chunk_size
+from plsc.parallel.mesh import Mesh
+from plsc.plan.backbone import BackboneProfile
+from plsc.plan.devices import Device
+from plsc.plan.setup import Setup
+from plsc.train.parts import make_head, make_head_optimizer
+
+# The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
+CONTEXT_BYTES = 1 << 30
+NCCL_BYTES = 512 << 20
+# What an allocator holds back in pieces too small for the next request, as a share of what a step takes and returns.
+FRAGMENTED_SHARE = 0.05
+# Copies of a chunk's rows in float32 that the update in plain PyTorch has at a time: gradient, unit rows, weights,
+# state, random bits and what is computed from them. The fused kernels have the gradient alone.
+_PLAIN_COPIES = 7
+_STAGES = 5  # copies of a table in host memory: in use, fetched ahead, and up to three whose updates return
+_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank: ``kept`` all the time, ``phases`` of a step in turn, ``allowed`` but not computed.
+
+    ``host`` is what its share of the table takes of its machine's memory.
+    """
+
+    kept: dict[str, int]
+    phases: dict[str, int]
+    allowed: dict[str, int]
+    host: int = 0
+
+    @property
+    def computed(self) -> int:
+        """The step's peak without allowances."""
+        return sum(self.kept.values()) + max(self.phases.values())
+
+    @property
+    def total(self) -> int:
+        """What the device has to have."""
+        return self.computed + sum(self.allowed.values())
+
+
+@functools.cache
+def row_bytes(config: Config) -> dict[str, int]:
+    """Bytes that one row of the table takes, by what holds them: read off the head and its optimizer themselves."""
+    head = _one_row(config)
+    optimizer = make_head_optimizer(config, head)
+    parts = {"class weights": head.weight.nbytes}
+    for name, shard in optimizer.sharded_state().items():
+        parts[_spoken(name)] = shard.local.nbytes
+    wide = torch.promote_types(head.weight.dtype, torch.float32)
+    return {**parts, "1/norms": wide.itemsize}
+
+
+def plan_memory(setup: Setup, profile: BackboneProfile, device: Device) -> Memory:
+    """The bytes of ``setup``'s fullest rank. ``profile`` is the backbone's at the setup's batch and precision."""
+    table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()}
+    host = 0
+    if setup.placement == "host":
+        host, table = sum(table.values()), _staging(setup, device)
+    kept = {**table, **_backbone_state(setup, profile)}
+    phases = _phases(setup, profile, device)
+    allowed = {}
+    if device.kind == "cuda":
+        allowed["CUDA context and libraries"] = CONTEXT_BYTES + (NCCL_BYTES if setup.world > 1 else 0)
+        allowed["allocator's fragments"] = int(FRAGMENTED_SHARE * max(phases.values()))
+    return Memory(kept, phases, allowed, host)
+
+
+def keeps_gradients(setup: Setup) -> bool:
+    """Whether the backbone's gradients come and go with a step; else they lie in data parallel's buckets for good."""
+    return setup.world == 1 and setup.micro_batches == 1
+
+
+def chunk_rows(setup: Setup, device: Device, samples: int) -> int:
+    """Rows that a pass over ``samples`` has in hand at a time."""
+    head, dim = setup.config.head, setup.config.embedding_dim
+    classes = default_chunk_size(samples, dim, head.centers, device.kind)
+    return min(classes * head.centers, setup.visited_rows)
+
+
+def _one_row(config: Config) -> ShardedHead:
+    one = replace(config, head=replace(config.head, centers=1))
+    return make_head(one, 1, Mesh(0, 1, 0, torch.device("meta")))
+
+
+def _spoken(name: str) -> str:
+    return {"momentum_scale": "int8 scales", "first_moment_scale": "int8 scales"}.get(name, name.replace("_", " "))
+
+
+def _backbone_state(setup: Setup, profile: BackboneProfile) -> dict[str, int]:
+    config = setup.config
+    states = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
+    kept = {
+        "backbone weights": profile.weights,
+        "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
+        "backbone optimizer state": states * profile.trainable,
+    }
+    if not keeps_gradients(setup):
+        kept["backbone gradients"] = profile.trainable
+    if config.ema:
+        kept["moving average"] = profile.weights + profile.buffers
+    return kept
+
+
+def _phases(setup: Setup, profile: BackboneProfile, device: Device) -> dict[str, int]:
+    """What each part of a step holds on top, activations where they live."""
+    gradients = profile.trainable if keeps_gradients(setup) else 0
+    waiting = setup.micro_batches * _features(setup)
+    first = chunk_rows(setup, device, setup.group_batch)
+    second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
+    # torch's optimizers work on all weights at a time on GPUs, and copy them once
+    copied = profile.trainable if device.kind == "cuda" else profile.largest
+    phases = {
+        "head, first pass": profile.activations + waiting + _sums(setup) + _block(setup, device, first, passes=1),
+        "backbone, backward pass": profile.peak + waiting,
+        "head, second pass": gradients + waiting + _block(setup, device, second, passes=2),
+        "backbone, update": gradients + copied,
+    }
+    if device.kind == "cpu" and setup.storage[0] == "bfloat16":  # widened there, and only there, to take their norms
+        phases["head, first norms"] = min(setup.rows, NORM_ROWS) * setup.config.embedding_dim * 4
+    return phases
+
+
+def _features(setup: Setup) -> int:
+    return setup.group_batch * setup.config.embedding_dim * _WIDTH[setup.config.head.weight_dtype]
+
+
+def _sums(setup: Setup) -> int:
+    """The rows pulled together, (B, D) float32, and a chunk's share of them."""
+    return 2 * setup.group_batch * setup.config.embedding_dim * 4
+
+
+def _block(setup: Setup, device: Device, rows: int, *, passes: int) -> int:
+    """A chunk's scratch: its (rows, B) block in float32, rounded for the product; its rows' gradient and copies."""
+    samples = setup.group_batch * (setup.micro_batches if passes == 2 else 1)
+    width = _WIDTH[setup.config.head.weight_dtype]
+    rounded = width if width < 4 else 0
+    block = rows * samples * (4 + rounded)
+    wide_rows = rows * setup.config.embedding_dim * 4
+    gathered = rows * setup.config.embedding_dim * width if setup.config.head.sample_rate < 1 else 0
+    if passes == 1:
+        return block + gathered
+    fused = device.has_kernels and setup.config.optim.name == "sgd"
+    return block + gathered + wide_rows * (1 if fused else _PLAIN_COPIES)
+
+
+def _staging(setup: Setup, device: Device) -> dict[str, int]:
+    """Rows of a table in host memory are fetched: a chunk's, or all that a sampled step visits."""
+    rows = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
+    if setup.config.head.sample_rate < 1:
+        rows = setup.visited_rows
+    return {"rows on their way": _STAGES * rows * sum(row_bytes(setup.config).values())}
+
+
+def as_dict(memory: Memory) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "kept": memory.kept, "step_phases": memory.phases, "allowed": memory.allowed,
+        "computed": memory.computed, "total": memory.total, "host": memory.host,
+    }  # fmt: skip

@@ -1,0 +1,116 @@
+"""A plan as text for people."""
+
+from collections.abc import Iterable
+
+from plsc.plan.advice import gib, spoken
+from plsc.plan.estimate import Estimate
+from plsc.plan.memory import row_bytes
+from plsc.plan.planner import Plan
+from plsc.plan.timing import BACKBONE_SHARE, HEAD_SHARE
+
+_WIDTH = 48
+
+
+def as_text(plan: Plan) -> str:
+    """Everything of a plan in aligned columns."""
+    blocks = [
+        _heading(plan), _memory(plan), _time(plan), _recommended(plan), _largest(plan), _assumptions(plan),
+    ]  # fmt: skip
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _heading(plan: Plan) -> Iterable[str]:
+    setup = plan.configured.setup
+    config, links = setup.config, plan.machine.links
+    nodes = -(-setup.world // setup.per_node)
+    linked = f"{nodes:,} node{'s' if nodes > 1 else ''}; "
+    linked += f"{links.inside / 1e9:,.0f} GB/s inside a node" if setup.per_node > 1 else "one GPU to a node"
+    linked += f", {links.between / 1e9:,.0f} GB/s between nodes" if nodes > 1 else ""
+    yield "A plan, not a measurement."
+    yield ""
+    side = config.data.image_size
+    batches = f" and micro-batch, {setup.micro_batches} micro-batches to a step" if setup.micro_batches > 1 else ""
+    yield f"{config.backbone}, {config.precision}, {setup.batch} images of {side}x{side} per GPU{batches}"
+    yield f"{setup.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
+    yield (
+        f"{setup.world:,} GPU{'s' if setup.world > 1 else ''} with {gib(plan.machine.memory)} usable each "
+        f"({plan.machine.device.name})" + (f", {linked}" if setup.world > 1 else "")
+    )
+
+
+def _head(estimate: Estimate) -> str:
+    setup = estimate.setup
+    rate = setup.config.head.sample_rate
+    sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
+    where = "" if setup.placement == "device" else ", in host memory"
+    ranks = "" if setup.world == 1 else f", sharded over {setup.head_ranks:,} ranks"
+    return f"stored as {spoken(setup.storage)}, {sampled}{ranks}{where}"
+
+
+def _memory(plan: Plan) -> Iterable[str]:
+    memory = plan.configured.memory
+    unit, size_of = ("GiB", 2**30) if memory.total >= 2**32 else ("MiB", 2**20)
+
+    def amount(size: float) -> str:
+        return f"{size / size_of:9,.2f}"
+
+    yield _line("Memory of the fullest GPU, as configured", f"  {unit:>9}").removeprefix("  ")
+    for name, size in memory.kept.items():
+        yield _line(name, amount(size))
+    worst = max(memory.phases, key=lambda name: memory.phases[name])
+    yield _line(f"the most of a step, in: {worst}", amount(memory.phases[worst]))
+    for name, size in memory.allowed.items():
+        yield _line(f"{name} (allowed for)", amount(size))
+    verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
+    yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.machine.memory)}")
+    if memory.host:
+        yield _line("its share of the table, in its host's memory", amount(memory.host))
+    phases = ", ".join(f"{name} {amount(size).strip()}" for name, size in memory.phases.items())
+    yield f"  (a step holds on top, in turn: {phases})"
+
+
+def _time(plan: Plan) -> Iterable[str]:
+    timing = plan.configured.timing
+    yield _line("Time of a step, as configured", f"  {'ms':>9}").removeprefix("  ")
+    for name, seconds in timing.parts.items():
+        yield _line(name, f"{seconds * 1e3:9.2f}")
+    yield _line("in all", f"{timing.seconds * 1e3:9.2f}   {_rate(plan, plan.configured)}")
+    for name, seconds in timing.hidden.items():
+        yield _line(f"(hidden: {name}", f"{seconds * 1e3:9.2f})")
+
+
+def _rate(plan: Plan, estimate: Estimate) -> str:
+    epoch = plan.epoch_seconds(estimate)
+    rate = f"{estimate.timing.images_per_second:,.0f} images/s"
+    return rate if epoch is None else f"{rate}, {epoch / 3600:,.2f} hours an epoch"
+
+
+def _recommended(plan: Plan) -> Iterable[str]:
+    choice = plan.advice.choice
+    yield f"Recommended: {_head(choice)}"
+    yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
+    for name, sentence in plan.advice.why.items():
+        yield f"  {name:<10} {sentence}"
+
+
+def _largest(plan: Plan) -> Iterable[str]:
+    setup = plan.configured.setup
+    yield "The most classes on these GPUs, exact"
+    for (storage, placement), classes in plan.largest.items():
+        row = sum(row_bytes(setup.stored_as(*storage).config).values()) * setup.config.head.centers
+        where = "" if placement == "device" else ", in host memory"
+        yield _line(spoken(storage) + where, f"{classes:>15,}   ({row:,} bytes each)")
+
+
+def _assumptions(plan: Plan) -> Iterable[str]:
+    device = plan.machine.device
+    speeds = ", ".join(f"{name} {speed / 1e12:,.3g} TFLOP/s" for name, speed in device.products.items())
+    yield "Assumed"
+    yield f"  products reach {speeds}; copies {device.bandwidth / 1e9:,.0f} GB/s"
+    yield f"  a backbone reaches {BACKBONE_SHARE:.0%} of what its operations allow at these speeds"
+    yield f"  the head's products reach {HEAD_SHARE:.0%} of the speed of large ones"
+    yield "  images are there when they are needed: reading and decoding them is not planned"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{_WIDTH}}{value}"

@@ -1,0 +1,86 @@
+"""What is planned for: a configuration, a number of classes, the ranks and how the table lies on them."""
+
+from dataclasses import dataclass, replace
+
+from plsc.config import Config
+from plsc.errors import UsageError
+
+# How the table can be stored, from the most exact down: (weights, momentum or moments).
+STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "none"))
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run on ``world`` ranks, one GPU each, ``per_node`` to a machine.
+
+    The class table is sharded over ``head_ranks`` ranks and replicated over the others; ``placement`` is where it lies:
+    "device", or "host" for its machine's memory.
+    """
+
+    config: Config
+    classes: int
+    world: int
+    per_node: int
+    head_ranks: int
+    placement: str = "device"
+
+    @property
+    def batch(self) -> int:
+        """Samples per rank in one micro-batch."""
+        return self.config.data.batch_size
+
+    @property
+    def group_batch(self) -> int:
+        """Samples per head group in one micro-batch: what a rank gathers."""
+        return self.batch * self.head_ranks
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a step."""
+        return self.config.optim.accumulate
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the table."""
+        return self.world // self.head_ranks
+
+    @property
+    def rows(self) -> int:
+        """Rows of the table on the rank that has most."""
+        return -(-self.classes // self.head_ranks) * self.config.head.centers
+
+    @property
+    def visited_rows(self) -> int:
+        """Rows of this rank that take part in a step. Positives, all of them others, are shared out evenly."""
+        rate, centers = self.config.head.sample_rate, self.config.head.centers
+        if rate >= 1:
+            return self.rows
+        owned = self.rows // centers
+        positives = -(-self.batch * self.world * self.micro_batches // self.head_ranks)
+        return min(max(round(rate * owned), min(positives, owned)), owned) * centers
+
+    @property
+    def storage(self) -> tuple[str, str]:
+        """(weights, momentum)."""
+        return self.config.head.weight_dtype, self.config.head.momentum_dtype
+
+    def stored_as(self, weights: str, momentum: str) -> "Setup":
+        """The same with another storage of the table."""
+        return self._with_head(weight_dtype=weights, momentum_dtype=momentum)
+
+    def sampled(self, rate: float) -> "Setup":
+        """The same with another sample rate."""
+        return self._with_head(sample_rate=rate)
+
+    def _with_head(self, **changes: object) -> "Setup":
+        head = replace(self.config.head, **changes)  # type: ignore[arg-type]
+        return replace(self, config=replace(self.config, head=head))
+
+
+def check_ranks(world: int, per_node: int, head_ranks: int) -> None:
+    """UsageError unless these numbers of ranks go together."""
+    for option, value in (("--gpus", world), ("--gpus-per-node", per_node)):
+        if value < 1:
+            raise UsageError(f"{option} {value}: at least one is needed")
+    if head_ranks < 1 or world % head_ranks:
+        raise UsageError(f"the table's {head_ranks} ranks do not divide the run's {world}; give a divisor")

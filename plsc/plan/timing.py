@@ -1,0 +1,147 @@
+"""Seconds of a step by part: a model of what the operations compute and move, at speeds that are given or named."""
+
+import math
+from dataclasses import dataclass
+
+from plsc.plan.backbone import BackboneProfile
+from plsc.plan.devices import LINK_SHARE, LINKS, Device
+from plsc.plan.memory import row_bytes
+from plsc.plan.setup import Setup
+
+# Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
+# this share: 0.40 where arcface_torch publishes 4,803 images/s (IResNet-50, fp16, 8 V100), 0.38 where PLSC publishes
+# 10,744 (8 A100).
+BACKBONE_SHARE = 0.4
+# Of the speed of large products, the head's four reach this share: exp and rounding between them count into it.
+HEAD_SHARE = 0.5
+LATENCY = {"inside": 10e-6, "between": 20e-6}  # seconds per doubling of the ranks that a collective joins
+OVERLAPPED_SHARE = 0.8  # of the backward pass, during which data parallel's all-reduce is under way already
+BACKWARD_SHARE = 2 / 3  # of a backbone's time
+HOST_COPY = LINKS["pcie"] * LINK_SHARE  # bytes per second and direction between host and device
+_WIDTH = {"float32": 4, "bfloat16": 2}
+_PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second, GPU and direction that collectives reach ``inside`` a node and ``between`` nodes."""
+
+    inside: float
+    between: float
+    bus: float = HOST_COPY
+
+    def seconds(self, moved: float, ranks: int, per_node: int, stride: int = 1) -> float:
+        """Of a collective over ``ranks`` ranks, ``stride`` apart, of which each sends ``moved`` bytes."""
+        if ranks == 1:
+            return 0.0
+        outside = ranks * stride > per_node
+        speed = min(self.inside, self.between) if outside else self.inside
+        return moved / speed + LATENCY["between" if outside else "inside"] * math.log2(ranks)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of a step by part, which add up; ``hidden`` ones pass beside them. ``samples``: of all ranks."""
+
+    parts: dict[str, float]
+    hidden: dict[str, float]
+    samples: int
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def images_per_second(self) -> float:
+        """Over all ranks."""
+        return self.samples / self.seconds
+
+
+def plan_time(setup: Setup, profile: BackboneProfile, device: Device, links: Links) -> Timing:
+    """The parts of a step of ``setup``. Reading the data, and waiting for it, is not among them."""
+    backbone = setup.micro_batches * backbone_seconds(profile, device)
+    products, traffic = _products(setup, device), _table_traffic(setup, device)
+    reduce, exposed = _data_parallel(setup, profile, links, backbone)
+    bus = _bus(setup, links)
+    parts = {
+        "backbone, forward and backward": backbone,
+        "head, products": products,
+        "head, table traffic": traffic,
+        **{name: seconds for name, seconds in _head_collectives(setup, links).items() if seconds},
+        "backbone, all-reduce not hidden": exposed,
+        "backbone, update": _update_traffic(setup, profile) / device.bandwidth,
+        "host bus, not hidden": max(bus - products - traffic, 0.0),
+    }
+    hidden = {"backbone, all-reduce": reduce - exposed, "host bus": min(bus, products + traffic)}
+    samples = setup.batch * setup.world * setup.micro_batches
+    return Timing(_positive(parts), _positive(hidden), samples)
+
+
+def backbone_seconds(profile: BackboneProfile, device: Device) -> float:
+    """Forward and backward of one micro-batch."""
+    bound = sum(
+        max(operation.flops / device.products[operation.precision], operation.traffic / device.bandwidth)
+        for operation in profile.operations
+    )
+    return bound / BACKBONE_SHARE
+
+
+def _products(setup: Setup, device: Device) -> float:
+    """Two products in each pass: 8·B·C·D over all, shared out between the ranks."""
+    samples = setup.group_batch * setup.micro_batches
+    flops = 8 * samples * setup.visited_rows * setup.config.embedding_dim
+    return flops / (device.products[_PRECISION[setup.storage[0]]] * HEAD_SHARE)
+
+
+def _table_traffic(setup: Setup, device: Device) -> float:
+    """The first pass reads weights, once per micro-batch; the second reads and writes all of a row."""
+    row = row_bytes(setup.config)
+    per_row = setup.micro_batches * row["class weights"] + 2 * sum(row.values())
+    return per_row * setup.visited_rows / device.bandwidth
+
+
+def _head_collectives(setup: Setup, links: Links) -> dict[str, float]:
+    """Per micro-batch: features, sums over shards, the features' gradient. Per step: that of a replicated table."""
+    ranks, dim = setup.head_ranks, setup.config.embedding_dim
+    sent = setup.group_batch * (ranks - 1) / ranks
+
+    def seconds(bytes_per_sample: float) -> float:
+        return setup.micro_batches * links.seconds(sent * bytes_per_sample, ranks, setup.per_node)
+
+    copies = setup.replicas
+    replicated = 8 * dim * setup.visited_rows * (copies - 1) / copies
+    return {
+        "head, features gathered": seconds(dim * _WIDTH[setup.storage[0]]),
+        "head, sums over shards": seconds(32),
+        "head, gradient scattered": seconds(dim * 4),
+        "head, replicas' gradients summed": links.seconds(replicated, copies, setup.per_node, stride=ranks),
+    }
+
+
+def _data_parallel(setup: Setup, profile: BackboneProfile, links: Links, backbone: float) -> tuple[float, float]:
+    """Seconds of the gradients' all-reduce, and of its part that the backward pass does not hide."""
+    world = setup.world
+    reduce = links.seconds(2 * profile.trainable * (world - 1) / world, world, setup.per_node)
+    last_backward = backbone / setup.micro_batches * BACKWARD_SHARE
+    return reduce, max(reduce - OVERLAPPED_SHARE * last_backward, 0.1 * reduce)
+
+
+def _update_traffic(setup: Setup, profile: BackboneProfile) -> int:
+    """Bytes: gradients twice (norm, update), weights and states there and back; the moving average likewise."""
+    states = 2 if setup.config.optim.name == "adamw" else int(setup.config.optim.momentum > 0)
+    average = 3 * profile.weights if setup.config.ema else 0
+    return (4 + 2 * states) * profile.trainable + average
+
+
+def _bus(setup: Setup, links: Links) -> float:
+    """Rows of a table in host memory: weights for both passes and state come, both return; directions do not share."""
+    if setup.placement == "device":
+        return 0.0
+    row = row_bytes(setup.config)
+    again = row["class weights"] if setup.config.head.sample_rate >= 1 else 0  # sampled rows stay between the passes
+    return (sum(row.values()) + again) * setup.visited_rows / links.bus
+
+
+def _positive(parts: dict[str, float]) -> dict[str, float]:
+    return {name: seconds for name, seconds in parts.items() if seconds > 0}

@@ -1,0 +1,262 @@
+"""The plan: bytes against a real step and published figures, seconds against arithmetic, advice that holds."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from plsc import config as configuration
+from plsc.config import Config
+from plsc.errors import UsageError
+from plsc.models import create
+from plsc.plan import CapacityError, Links, Machine, link_speed, named_device, parse_memory, plan
+from plsc.plan.advice import storages
+from plsc.plan.backbone import profile_backbone
+from plsc.plan.devices import GIB, given_speeds
+from plsc.plan.estimate import estimate, largest_classes
+from plsc.plan.memory import row_bytes
+from plsc.plan.report import as_text
+from plsc.plan.setup import Setup
+from plsc.plan.timing import HEAD_SHARE
+from plsc.tools.entry import main
+
+ROOT = Path(__file__).parents[1]
+H100 = named_device("h100")
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+CARD = Machine(H100, parse_memory("80GB"), Links(360e9, 40e9))
+
+
+def settings(weights: str = "bfloat16", momentum: str = "int8", batch: int = 32, **more: object) -> Config:
+    tree = {
+        "backbone": "resnet8", "embedding_dim": 512, "data": {"image_size": 48, "batch_size": batch},
+        "head": {"weight_dtype": weights, "momentum_dtype": momentum}, **more,
+    }  # fmt: skip
+    return configuration.from_dict(tree)
+
+
+def one_rank(config: Config, classes: int) -> Setup:
+    return Setup(config, classes, world=1, per_node=1, head_ranks=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--classes", "60000", "--weights", "float32", "--momentum", "float32"],
+        ["--classes", "150000", "--weights", "bfloat16", "--momentum", "int8"],
+        ["--classes", "500", "--dim", "128", "--backbone", "mobilefacenet", "--precision", "bf16", "--batch", "32"],
+    ],
+    ids=["table", "low precision", "activations"],
+)
+def test_planned_bytes_are_those_of_a_real_step(arguments):
+    script = ROOT / "benchmarks" / "plan_memory.py"
+    command = [sys.executable, str(script), "--measure-here", "--image-size", "64", "--batch", "16", *arguments]
+    done = subprocess.run(command, env=os.environ | RETURN_MEMORY, stdout=subprocess.PIPE, text=True, check=True)
+    figures = json.loads(done.stdout)
+    assert figures["planned_state_bytes"] == figures["state_bytes"]
+    assert figures["planned_peak_bytes"] == pytest.approx(figures["peak_bytes"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("weights", "momentum", "expected"),
+    [
+        ("float32", "float32", 4096),
+        ("bfloat16", "bfloat16", 2048),
+        ("bfloat16", "int8", 1540),
+        ("bfloat16", "none", 1024),
+    ],
+)
+def test_a_row_takes_its_state_and_its_norm(weights, momentum, expected):
+    assert sum(row_bytes(settings(weights, momentum)).values()) == expected + 4
+
+
+def test_adamw_keeps_two_moments():
+    config = settings("bfloat16", "int8", optim={"name": "adamw"})
+    assert sum(row_bytes(config).values()) == 512 * (2 + 1 + 2) + 4 + 4
+    assert ("bfloat16", "none") not in list(storages(one_rank(config, 10)))
+
+
+def test_fifty_million_classes_fit_one_80_gb_card_in_one_storage_with_momentum():
+    fits = {
+        storage: estimate(one_rank(settings(*storage, batch=512), 50_000_000), CARD).fits
+        for storage in storages(one_rank(settings(), 1))
+    }
+    assert [storage for storage, fit in fits.items() if fit] == [("bfloat16", "int8"), ("bfloat16", "none")]
+
+
+def test_products_take_the_floor_over_their_share():
+    machine = replace(CARD, device=given_speeds(H100, 798.0, 3000.0))
+    timing = estimate(one_rank(settings(batch=512), 50_000_000), machine).timing
+    assert timing.parts["head, products"] * HEAD_SHARE == pytest.approx(0.131, rel=0.01)
+    assert timing.parts["head, table traffic"] == pytest.approx(50e6 * 4 * 1024 / 3e12, rel=0.02)
+    assert not any("gather" in name or "reduce" in name for name in timing.parts)
+
+
+def test_the_time_follows_the_speeds():
+    setup = replace(one_rank(settings(), 100_000), world=8, per_node=8, head_ranks=8)
+    slow = replace(CARD, device=given_speeds(H100, 79.1, 300.0), links=Links(1e9, 1e9))
+    fast, slowed = (estimate(setup, machine).timing for machine in (CARD, slow))
+    assert slowed.parts["head, products"] == pytest.approx(10 * fast.parts["head, products"], rel=0.01)
+    assert set(fast.parts) == set(slowed.parts)
+    assert all(slowed.parts[name] > fast.parts[name] for name in fast.parts if name != "head, sums over shards")
+
+
+def test_a_backbone_is_profiled_as_it_computes():
+    backbone = create("resnet8", embedding_dim=64, image_size=48)
+    profile = profile_backbone(backbone, 4, 48, "fp32", keep_gradients=True)
+    own = {p.untyped_storage().data_ptr() for p in (*backbone.parameters(), *backbone.buffers())}
+    saved: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        backbone(torch.randn(4, 3, 48, 48)).sum().backward()
+    assert profile.flops == counter.get_total_flops()
+    assert sum(saved.values()) <= profile.activations <= 1.1 * sum(saved.values())
+    assert profile.peak >= max(profile.activations, profile.trainable)
+    assert profile.weights == sum(p.nbytes for p in backbone.parameters())
+
+
+def test_activations_grow_with_the_batch_and_shrink_with_the_precision():
+    backbone = create("resnet8", embedding_dim=64, image_size=48)
+    small, large, half = (
+        profile_backbone(backbone, images, 48, precision, keep_gradients=False)
+        for images, precision in ((8, "fp32"), (64, "fp32"), (64, "bf16"))
+    )
+    assert large.activations == pytest.approx(8 * small.activations, rel=0.01)
+    assert 0.4 * large.activations < half.activations < 0.85 * large.activations
+
+
+def test_a_timm_model_is_planned_too():
+    setup = one_rank(settings(backbone="timm:resnet18"), 1000)
+    assert estimate(setup, CARD).memory.kept["backbone weights"] > 40e6
+
+
+@pytest.mark.parametrize("world", [1, 6])
+@pytest.mark.parametrize("centers", [1, 3])
+@pytest.mark.parametrize("storage", [("float32", "float32"), ("bfloat16", "int8")])
+def test_the_largest_number_of_classes_is_the_edge(world, centers, storage):
+    config = settings(*storage)
+    config = replace(config, head=replace(config.head, centers=centers))
+    setup = replace(one_rank(config, 1), world=world, per_node=6, head_ranks=world)
+    most = largest_classes(setup, CARD)
+    assert estimate(replace(setup, classes=most), CARD).fits
+    assert not estimate(replace(setup, classes=most + world), CARD).fits
+
+
+def test_groups_stop_what_is_gathered_from_growing():
+    def features(world: int, ranks: int) -> float:
+        setup = replace(one_rank(settings(batch=128), 1_000_000), world=world, per_node=8, head_ranks=ranks)
+        return estimate(setup, CARD).timing.parts["head, features gathered"]
+
+    assert features(64, 8) == features(8, 8)
+    assert features(64, 64) > 8 * features(8, 8)
+
+
+def test_advice_fits_is_exact_and_says_why():
+    result = plan(settings("float32", "float32"), 50_000_000, CARD)
+    assert not result.configured.fits
+    choice = result.advice.choice
+    assert choice.fits
+    assert choice.setup.storage == ("bfloat16", "int8")
+    assert choice.setup.config.head.sample_rate == 1
+    assert set(result.advice.why) == {"storage", "sampling", "placement", "groups"}
+    text = as_text(result)
+    assert "DOES NOT FIT" in text
+    assert all(sentence in text for sentence in result.advice.why.values())
+
+
+def test_sampling_is_advised_only_for_a_rate_that_exact_misses():
+    def advised(wanted: float | None) -> tuple[float, float]:
+        choice = plan(settings(batch=256), 20_000_000, CARD, wanted=wanted).advice.choice
+        return choice.setup.config.head.sample_rate, choice.timing.images_per_second
+
+    rate, exact = advised(None)
+    assert rate == 1
+    assert advised(0.9 * exact) == (1, exact)
+    rate, reached = advised(3 * exact)
+    assert 0 < rate < 1
+    assert reached >= 3 * exact
+    assert advised(1e12) == (1, exact)
+
+
+def test_nothing_fits_until_what_the_error_says_is_done():
+    card = replace(CARD, memory=24 * GIB)
+    with pytest.raises(CapacityError, match=r"--gpus 4\b") as caught:
+        plan(settings(), 50_000_000, card)
+    assert "\n" not in str(caught.value)
+    assert plan(settings(), 50_000_000, card, gpus=4).advice.choice.fits
+    host = plan(settings(), 50_000_000, replace(card, host_memory=200 * GIB)).advice.choice
+    assert host.setup.placement == "host"
+    assert host.memory.total < 24 * GIB < host.memory.host < 200 * GIB
+    with pytest.raises(CapacityError, match=r"lower data\.batch_size"):
+        plan(settings(batch=4096), 1000, replace(CARD, memory=2 * GIB))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("80GB", 78 * GIB), ("80 gb", 78 * GIB), ("78GiB", 78 * GIB), ("84e9", 84_000_000_000), ("512MiB", GIB // 2)],
+)
+def test_amounts_of_memory(text, size):
+    assert parse_memory(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "80", "GB", "-80GB", "80 bananas", "1.2.3GB", "nan", "inf"])
+def test_what_is_no_amount_of_memory(text):
+    with pytest.raises(UsageError, match="80GB"):
+        parse_memory(text)
+
+
+def test_links_are_named_or_given():
+    assert link_speed("100", H100, "--link") == 100e9
+    nvlink, infiniband, pcie = (link_speed(name, H100, "--link") for name in ("nvlink", "infiniband", "pcie"))
+    assert nvlink > infiniband > pcie
+    for text in ("rope", "0", "-1", "nan", "inf"):
+        with pytest.raises(UsageError, match="--link"):
+            link_speed(text, H100, "--link")
+    with pytest.raises(UsageError, match="nvlink"):
+        link_speed("nvlink", named_device("l40s"), "--link")
+
+
+def test_the_command_counts_the_data_and_writes_json(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    recipe = str(ROOT / "configs" / "avatars_quickstart.toml")
+    assert main(["plan", recipe, "--gpus", "2", "--gpu-memory", "16GiB", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert (result["classes"], result["gpus"], result["gpu_memory"]) == (2000, 2, 16 * GIB)
+    for name in ("configured", "recommended"):
+        part = result[name]
+        assert part["fits"]
+        assert part["seconds"] == pytest.approx(sum(part["seconds_by_part"].values()))
+        kept, phases, allowed = (part["memory"][key] for key in ("kept", "step_phases", "allowed"))
+        assert part["memory"]["total"] == sum(kept.values()) + max(phases.values()) + sum(allowed.values())
+    assert result["epoch_seconds"] == pytest.approx(60000 / result["configured"]["images_per_second"])
+    assert "not a measurement" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--data.train", "nowhere.rec"], 2, "--classes"),
+        (["--classes", "0"], 2, "--classes 0"),
+        (["--classes", "10", "--gpus", "0"], 2, "--gpus 0"),
+        (["--classes", "10", "--gpu-memory", "much"], 2, "80GB"),
+        (["--classes", "10", "--device", "abacus"], 2, "h100"),
+        (["--classes", "10", "--head.wieght_dtype", "bfloat16"], 2, "head.weight_dtype"),
+        (["--classes", "10000000000"], 1, "--gpus"),
+    ],
+)
+def test_what_is_wrong_gets_one_line(arguments, code, says, capsys):
+    assert main(["plan", str(ROOT / "configs" / "avatars_quickstart.toml"), *arguments]) == code
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert says in error

@@ -1,0 +1,100 @@
+"""Plan a training run before a GPU is rented: what fits, how long a step takes, what to choose and why.
+
+    plsc plan configs/webface42m_iresnet100_exact.toml --classes 2059906 --gpus 8 --gpu-memory 80GB
+
+CONFIG.toml is the one that would be trained; any of its keys can be given here too, as to plsc train. The number of
+classes is that of [data].train where it is at hand, else --classes. The answer is a model of the work at named,
+given or measured speeds: a plan, not a measurement.
+
+--gpu-memory 80GB is a card sold as such: 97.5% of 80 GiB is taken as usable. 78GiB and 84e9 are taken as they are.
+Exit code 1 where nothing fits, with what to change.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from plsc import config as configuration
+from plsc.config import Config
+from plsc.errors import UsageError
+from plsc.tools.entry import main
+
+HELP = "what fits on which GPUs and how long a step takes, before one is rented"
+
+accepts_overrides = True
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments; --KEY VALUE pairs are the configuration's business."""
+    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", type=Path, help="what would be trained")
+    parser.add_argument("--gpus", metavar="N", type=int, default=1, help="GPUs, a rank each (default: 1)")
+    parser.add_argument("--gpus-per-node", metavar="N", type=int, default=8, help="GPUs of a machine (default: 8)")
+    parser.add_argument("--gpu-memory", metavar="80GB", help="memory of a GPU (default: the named device's)")
+    parser.add_argument("--host-memory", metavar="1TB", help="memory of a machine that tables may take (default: none)")
+    parser.add_argument("--classes", metavar="C", type=int, help="number of classes, where the data is not at hand")
+    parser.add_argument("--images", metavar="N", type=int, help="images of an epoch, likewise")
+    parser.add_argument("--device", metavar="NAME", default="h100", help="h100 (default), h200, b200, a100, v100, …")
+    parser.add_argument("--measure", action="store_true", help="measure the speeds of this machine instead")
+    parser.add_argument("--tflops", metavar="X", type=float, help="TFLOP/s that large bf16 products reach")
+    parser.add_argument("--bandwidth", metavar="GB/s", type=float, help="what a copy reads and writes per second")
+    parser.add_argument(
+        "--link", metavar="NAME|GB/s", help="inside a machine: nvlink (default, where there is one), pcie, or GB/s"
+    )
+    parser.add_argument(
+        "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"
+    )
+    parser.add_argument("--images-per-second", metavar="R", type=float, help="sampling is considered below this rate")
+    parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --head.weight_dtype bfloat16 (plsc train --keys)"
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Plan, and print it."""
+    from plsc.plan import plan
+    from plsc.plan.report import as_text
+
+    config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
+    machine = _machine(args)
+    classes, images = _counts(config, args)
+    result = plan(
+        config, classes, machine, gpus=args.gpus, gpus_per_node=args.gpus_per_node, images=images,
+        wanted=args.images_per_second,
+    )  # fmt: skip
+    print(as_text(result))
+    return result.as_dict()
+
+
+def _machine(args: argparse.Namespace) -> Any:
+    from plsc.plan import Links, Machine, link_speed, measure_device, named_device, parse_memory
+    from plsc.plan.devices import given_speeds
+
+    device = measure_device() if args.measure else named_device(args.device)
+    device = given_speeds(device, args.tflops, args.bandwidth)
+    inside = args.link if args.link is not None else ("nvlink" if device.nvlink else "pcie")
+    links = Links(link_speed(inside, device, "--link"), link_speed(args.between, device, "--between"))
+    memory = parse_memory(args.gpu_memory) if args.gpu_memory is not None else device.memory
+    if memory is None:
+        raise UsageError("how much memory a rank has is not known here; give --gpu-memory, as in 16GiB")
+    host = parse_memory(args.host_memory, "--host-memory") if args.host_memory is not None else None
+    return Machine(device, memory, links, host)
+
+
+def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
+    """Classes and images: as given, else the data's."""
+    if args.images is not None and args.images < 1:
+        raise UsageError(f"--images {args.images}: at least one is needed")
+    if args.images_per_second is not None and not args.images_per_second > 0:
+        raise UsageError(f"--images-per-second {args.images_per_second}: it has to be above 0")
+    if args.classes is not None:
+        return args.classes, args.images
+    from plsc.data.dataset import open_dataset
+
+    source = config.data.train
+    if not source.startswith("avatars:") and not Path(source).exists():
+        raise UsageError(f"data.train = {source} is not here to count its classes; give --classes C")
+    dataset = open_dataset(source, image_size=config.data.image_size, max_bad_records=config.data.max_bad_records)
+    return dataset.num_classes, args.images if args.images is not None else len(dataset)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["plan", *sys.argv[1:]]))
