@@ -153,6 +153,10 @@ class Config:
     steps: int | None = key(None, "steps to train (instead of epochs)", least=1)
     seed: int = key(0, "everything random follows from it", least=0, below=2**31)
     init_weights: str = key("", "weights to fine-tune from: .safetensors, arcface_torch's .pt; empty: none")
+    head_ranks: int = key(
+        0, "ranks over which the class table is sharded, a divisor of all; the others hold replicas of it; 0: all",
+        least=0,
+    )
     sync_batchnorm: bool = key(False, "batch normalisation over the batch of all ranks")
     channels_last: bool = key(False, "memory format NHWC (faster convolutions on GPUs)")
     compile: bool = key(False, "torch.compile the backbone")

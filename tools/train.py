@@ -24,6 +24,7 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
 from plsc.parallel.launch import launch, launched
+from plsc.parallel.mesh import check_head_ranks
 from plsc.tools.entry import main
 
 HELP = "train a backbone and a class head from a TOML configuration"
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
     if args.nproc == 1 or launched():
         return _train_here(config, args)
+    check_head_ranks(config.head_ranks, args.nproc)
     code = launch(_rank_arguments(args), args.nproc)
     if code:
         raise SystemExit(code)  # a rank has told why
@@ -72,7 +74,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.train import train
     from plsc.train.failure import as_lost_rank, tells, wait_for_the_teller
 
-    mesh = plsc.init()
+    mesh = plsc.init(head_ranks=config.head_ranks)
     out = args.out if args.out is not None else Path("runs") / args.config.stem
     try:
         result = train(config, mesh, out=out, resume=args.resume)

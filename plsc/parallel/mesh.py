@@ -73,7 +73,7 @@ def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
     Raises:
         UsageError: ``head_ranks`` does not divide the number of ranks.
     """
-    _check_head_ranks(head_ranks, mesh.world_size)
+    check_head_ranks(head_ranks, mesh.world_size)
     if head_ranks in (0, mesh.world_size):
         return replace(mesh, head_group=None, replica_group=None)
     group, place = divmod(mesh.rank, head_ranks)
@@ -94,12 +94,13 @@ def _submesh(mesh: Mesh, members: range) -> Mesh:
     return Mesh(members.index(mesh.rank), len(members), mesh.local_rank, mesh.device, group)
 
 
-def _check_head_ranks(head_ranks: int, world_size: int) -> None:
+def check_head_ranks(head_ranks: int, world_size: int) -> None:
+    """UsageError unless ``head_ranks`` divides the number of ranks, or is 0."""
     if head_ranks < 0 or (head_ranks and world_size % head_ranks):
         divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise UsageError(
-            f"head_ranks = {head_ranks} does not divide the {world_size} ranks of this run; give one of {divisors}, "
-            "or 0 for all"
+            f"head_ranks = {head_ranks} does not divide the number of ranks, {world_size}; "
+            f"give {divisors}, or 0 for all"
         )
 
 
@@ -119,7 +120,7 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
             chosen,
             group if dist.get_world_size() > 1 else None,
         )
-    _check_head_ranks(head_ranks, world_size)  # before any rank waits for the others
+    check_head_ranks(head_ranks, world_size)  # before any rank waits for the others
     if world_size == 1:
         return Mesh(0, 1, 0, chosen)
     if not 0 <= rank < world_size:

@@ -33,7 +33,8 @@ def train(
 
     Args:
         config: see :mod:`plsc.config`.
-        mesh: the ranks, from :func:`plsc.init`. They share one file system.
+        mesh: the ranks, from :func:`plsc.init`, with the head groups that ``config.head_ranks`` asks for. They share
+            one file system.
         out: config.toml, classes.json, metrics.jsonl, tensorboard/, checkpoints/, model.safetensors (the last
             weights) and best.safetensors (those of the best mean accuracy).
         resume: None begins a run; "auto" goes on from the newest checkpoint of ``out``, or begins where there
@@ -45,7 +46,8 @@ def train(
         "classes", "eval", "best"}, the same on every rank but for the times.
 
     Raises:
-        UsageError: the configuration or the request is off; ``out`` holds a run and ``resume`` is None.
+        UsageError: the configuration or the request is off, or the mesh has other head groups than the configuration;
+            ``out`` holds a run and ``resume`` is None.
         IntegrityError: the checkpoint to resume from is corrupt.
         DataError: too many unreadable pictures; a full disk.
         PlscError: the loss was not finite for too long.
@@ -65,6 +67,7 @@ class Run:
     def __init__(self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool) -> None:
         self.config, self.mesh, self.out = config, mesh, out
         self.quiet = quiet or not mesh.is_main
+        _check_groups(config, mesh)
         on_every_rank(mesh, lambda: _check_folder(out, resume))
         dataset = on_every_rank(
             mesh,
@@ -307,6 +310,14 @@ def _due(step: int, every: int) -> bool:
 def _figures(result: dict[str, Any]) -> str:
     figures = {"accuracy": result["accuracy"], "rank-1": result["rank1"]}
     return ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+
+
+def _check_groups(config: Config, mesh: Mesh) -> None:
+    if mesh.head.world_size != (config.head_ranks or mesh.world_size):
+        raise UsageError(
+            f"head_ranks = {config.head_ranks}, but the mesh shards a class table over {mesh.head.world_size} of its "
+            f"{mesh.world_size} ranks; give plsc.init(head_ranks={config.head_ranks})"
+        )
 
 
 def _check_folder(out: Path, resume: str | None) -> None:

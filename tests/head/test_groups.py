@@ -135,6 +135,23 @@ def test_a_group_without_samples_and_fewer_classes_than_ranks(ranks):
     assert_equal_steps(got, dense_steps(MARGINS["arcface"][1], problem, 3), problem[0], 1e-11)
 
 
+class ChunkedByBatch(plsc.ShardedHead):
+    """A head whose chunks hold as many classes as the batch has samples."""
+
+    def chunk_size(self, batch: int) -> int:
+        return max(batch, 1)
+
+
+def chunks_of_the_update(mesh: Mesh) -> list[tuple[int, int]]:
+    head = ChunkedByBatch(24, 53, mesh)
+    head(*batch_of(make_problem(), 0, mesh, uneven(12, mesh.world_size))).backward()
+    return [(chunk.start, chunk.stop) for chunk, _ in head.gradient_chunks(head.pending)]
+
+
+def test_replicas_visit_the_same_chunks_whatever_their_batches(ranks):
+    assert ranks(2, chunks_of_the_update, head_ranks=1) == [[(n, min(n + 9, 53)) for n in range(0, 53, 9)]] * 2
+
+
 @pytest.mark.parametrize("name", RANDOM)
 @pytest.mark.parametrize(("world", "head_ranks"), GROUPS)
 def test_random_margins_are_those_of_one_process(ranks, world, head_ranks, name):
@@ -401,7 +418,7 @@ def test_groups_are_of_consecutive_ranks(ranks):
 
 @pytest.mark.parametrize("head_ranks", [-1, 3, 8])
 def test_groups_must_divide_the_ranks(head_ranks):
-    with pytest.raises(UsageError, match=f"head_ranks = {head_ranks} does not divide the 4 ranks .* 1, 2, 4"):
+    with pytest.raises(UsageError, match=f"head_ranks = {head_ranks} does not divide .* 4; give 1, 2, 4,"):
         with_head_groups(Mesh(0, 4, 0, torch.device("cpu")), head_ranks)
 
 

@@ -42,6 +42,8 @@ def recipe(tmp_path: Path) -> Path:
     (["RECIPE", "stray"], "'stray' belongs to no key"),
     (["RECIPE", "--data.train", "/no/pictures"], "there is no /no/pictures"),
     (["RECIPE", "--nproc", "0"], "--nproc 0"),
+    (["RECIPE", "--nproc", "2", "--head_ranks", "3"], "head_ranks = 3 does not divide the number of ranks, 2"),
+    (["RECIPE", "--head_ranks", "2"], "head_ranks = 2 does not divide the number of ranks, 1"),
     (["RECIPE", "--out", "/proc/here"], "cannot write into /proc/here"),
     (["RECIPE", "--resume", "/no/where"], "/no/where is no checkpoint"),
     (["RECIPE", "--backbone", "iresnet5"], "did you mean iresnet50?"),
@@ -79,6 +81,17 @@ def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path)
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert "holds a run already" in again.stderr
+
+
+def test_two_ranks_with_a_replica_of_the_table_each(recipe: Path, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import FileSystemReader
+
+    out = tmp_path / "run"
+    trained = command(str(recipe), "--nproc", "2", "--head_ranks", "1", "--out", str(out))
+    assert trained.returncode == 0, trained.stderr
+    assert "head_ranks = 1" in (out / "config.toml").read_text()
+    stored = FileSystemReader(out / "checkpoints/step-00000003").read_metadata().state_dict_metadata["head.weight"]
+    assert [chunk.sizes[0] for chunk in stored.chunks] == [4]
 
 
 def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None:
