@@ -46,7 +46,7 @@ class TrainLoader:
         check_augmentation(augment)
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
-        self._epoch = self._consumed = 0
+        self._epoch = self._consumed = self._given = 0
         self._bad_keys: set[str] = set()
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
         reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None)
@@ -68,6 +68,15 @@ class TrainLoader:
         """Steps from the position to the end of its epoch."""
         return len(self._plan(consumed=self._consumed))
 
+    @property
+    def next_labels(self) -> torch.Tensor | None:
+        """The labels (b,) that this rank is given next, unless pictures turn out unreadable; None at an epoch's end.
+
+        To know them ahead moves nothing: the position stays that of the batches given.
+        """
+        part = self._requests.part_at(self._given)
+        return None if part is None else torch.from_numpy(self.dataset.labels[part.astype(np.int64)])
+
     def state_dict(self) -> dict[str, int]:
         """``{"epoch", "consumed"}``: samples of the epoch that all ranks together have been given."""
         return {"epoch": self._epoch, "consumed": self._consumed}
@@ -87,11 +96,12 @@ class TrainLoader:
             self._epoch, self._consumed = self._epoch + 1, 0
         plan = self._plan(self._consumed)
         order = epoch_order(len(self.dataset), seed=self.seed, epoch=self._epoch, shuffle=self.shuffle)
+        self._given = 0
         self._requests.epoch = self._epoch
         self._requests.parts = [order[batch.part(self.rank, self.world_size)] for batch in plan]
-        for batch, loaded in zip(plan, self._batches, strict=True):
+        for given, (batch, loaded) in enumerate(zip(plan, self._batches, strict=True), start=1):
             self._report(loaded.failures)
-            self._consumed = batch.stop
+            self._consumed, self._given = batch.stop, given
             yield loaded.images, torch.from_numpy(self.dataset.labels[loaded.indices])
         self._epoch, self._consumed = self._epoch + 1, 0
 
@@ -124,6 +134,10 @@ class _Requests:
 
     def __len__(self) -> int:
         return len(self.parts)
+
+    def part_at(self, number: int) -> NDArray[np.unsignedinteger] | None:
+        """The part of that number, if there is one."""
+        return self.parts[number] if number < len(self.parts) else None
 
 
 def _open_batches(reader: BatchReader, requests: _Requests, workers: int) -> DataLoader[Batch]:

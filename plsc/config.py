@@ -87,6 +87,9 @@ class HeadConfig:
     momentum_dtype: str = key(
         "float32", "momentum's storage; none trains without", choices=("float32", "bfloat16", "int8", "none")
     )
+    placement: str = key(
+        "device", "where class weights and momentum lie: device; host, in its memory; mmap:FILE, in a file per rank",
+    )
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,9 @@ def _check_together(config: Config) -> None:
         raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
     if config.optim.name == "adamw" and config.head.momentum_dtype == "none":
         raise UsageError('head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8')
+    kind, _, file = config.head.placement.partition(":")
+    if config.head.placement not in ("device", "host") and (kind != "mmap" or not file):
+        raise UsageError(f'head.placement is "device", "host" or "mmap:FILE", not "{config.head.placement}"')
     for name in dict.fromkeys(name for names in MARGINS.values() for name in names):
         if getattr(config.head, name) is not None and name not in MARGINS[config.head.margin]:
             takes = ", ".join(MARGINS[config.head.margin])

@@ -152,9 +152,10 @@ class FetchedRows(ClassRows):
 
     def local_rows(self, index: slice | Tensor) -> Tensor:
         """The numbers that rows ``index`` have in this rank's shard."""
-        if isinstance(self.stage.rows, Tensor):
-            return self.stage.rows[index]
-        return ClassRows.local_rows(self, index) + self.stage.rows.start
+        rows = self.stage.rows
+        if isinstance(rows, Tensor):
+            return rows[index]
+        return ClassRows.local_rows(self, index) + int(rows.start)
 
     def state(self, name: str) -> Tensor:
         """The updating optimizer's column ``name`` for these rows, (n,) or (n, D)."""

@@ -123,7 +123,7 @@ def make_head(config: Config, num_classes: int, mesh: Mesh) -> ShardedHead:
     return ShardedHead(
         dim=config.embedding_dim, num_classes=num_classes, mesh=mesh, margin=make_margin(head),
         sample_rate=head.sample_rate, weight_dtype=weight_dtype, momentum_dtype=dtypes[head.momentum_dtype],
-        centers=head.centers, seed=config.seed,
+        centers=head.centers, seed=config.seed, placement=head.placement,
     )
 
 

@@ -104,9 +104,16 @@ class Stepper:
             share = batch.size / samples
             with self._reduced_only_at_end(last=position == len(group) - 1):
                 loss = parts.head(self._embed(batch.images), batch.labels.to(parts.mesh.device))
+                self._announce(group[position + 1].labels if position + 1 < len(group) else parts.loader.next_labels)
                 parts.scaler.scale(loss * share).backward()
             total += loss.detach().double() * share
         return total
+
+    def _announce(self, labels: Tensor | None) -> None:
+        """Let a head whose table is not on the device fetch the next batch's rows while this one goes back."""
+        head = self.parts.head
+        if labels is not None and head.placement != "device":
+            head.prefetch(labels.to(self.parts.mesh.device))
 
     def _seed(self, number: int) -> None:
         """Dropout and its like follow from (seed, step, rank): a resumed run needs no generator's state."""
