@@ -15,7 +15,7 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import UsageError
 from plsc.models import create
-from plsc.plan import CapacityError, Links, Machine, link_speed, named_device, parse_memory, plan
+from plsc.plan import CapacityError, Links, Machine, Plan, link_speed, named_device, parse_memory, plan
 from plsc.plan.advice import storages
 from plsc.plan.backbone import profile_backbone
 from plsc.plan.devices import GIB, given_speeds
@@ -160,6 +160,30 @@ def test_groups_stop_what_is_gathered_from_growing():
 
     assert features(64, 8) == features(8, 8)
     assert features(64, 64) > 8 * features(8, 8)
+
+
+def test_a_table_elsewhere_leaves_the_gpu_free_and_costs_its_bus():
+    def planned(placement: str) -> Plan:
+        tree = configuration.to_dict(settings(batch=256))
+        tree["head"]["placement"] = placement
+        return plan(configuration.from_dict(tree), 20_000_000, replace(CARD, host_memory=100 * GIB))
+
+    device, host, file = (planned(placement).configured for placement in ("device", "host", "mmap:table.bin"))
+    assert host.memory.host == file.memory.host == 20_000_000 * 1544 > host.memory.total
+    assert device.memory.total > 20_000_000 * 1544
+    assert host.timing.seconds == file.timing.seconds > device.timing.seconds
+    assert host.timing.parts["host bus, not hidden"] > 0
+    assert all(estimate.fits for estimate in (device, host, file))
+
+
+def test_groups_are_those_of_the_configuration():
+    tree = configuration.to_dict(settings(batch=128))
+    tree["head_ranks"] = 8
+    grouped = plan(configuration.from_dict(tree), 1_000_000, CARD, gpus=64).configured
+    assert (grouped.setup.head_ranks, grouped.setup.rows) == (8, 125_000)
+    assert grouped.timing.parts["head, replicas' gradients summed"] > 0
+    with pytest.raises(UsageError, match="head_ranks"):
+        plan(configuration.from_dict(tree), 1_000_000, CARD, gpus=12)
 
 
 def test_advice_fits_is_exact_and_says_why():

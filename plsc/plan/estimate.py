@@ -50,7 +50,7 @@ def estimate(setup: Setup, machine: Machine) -> Estimate:
     profile = profile_of(setup)
     memory = plan_memory(setup, profile, machine.device)
     on_host = machine.host_memory is not None and memory.host * setup.per_node <= machine.host_memory
-    fits = memory.total <= machine.memory and (setup.placement == "device" or on_host)
+    fits = memory.total <= machine.memory and (setup.placement != "host" or on_host)
     return Estimate(setup, memory, plan_time(setup, profile, machine.device, machine.links), fits)
 
 

@@ -30,7 +30,7 @@ _WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2}
 class Memory:
     """Bytes of a rank: ``kept`` all the time, ``phases`` of a step in turn, ``allowed`` but not computed.
 
-    ``host`` is what its share of the table takes of its machine's memory.
+    ``host`` is what its share of the table takes of its machine's memory, or disk.
     """
 
     kept: dict[str, int]
@@ -65,7 +65,7 @@ def plan_memory(setup: Setup, profile: BackboneProfile, device: Device) -> Memor
     """The bytes of ``setup``'s fullest rank. ``profile`` is the backbone's at the setup's batch and precision."""
     table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()}
     host = 0
-    if setup.placement == "host":
+    if setup.placement != "device":
         host, table = sum(table.values()), _staging(setup, device)
     kept = {**table, **_backbone_state(setup, profile)}
     phases = _phases(setup, profile, device)
@@ -89,7 +89,7 @@ def chunk_rows(setup: Setup, device: Device, samples: int) -> int:
 
 
 def _one_row(config: Config) -> ShardedHead:
-    one = replace(config, head=replace(config.head, centers=1))
+    one = replace(config, head=replace(config.head, centers=1, placement="device"))
     return make_head(one, 1, Mesh(0, 1, 0, torch.device("meta")))
 
 
@@ -127,7 +127,8 @@ def _phases(setup: Setup, profile: BackboneProfile, device: Device) -> dict[str,
         "backbone, update": gradients + copied,
     }
     if device.kind == "cpu" and setup.storage[0] == "bfloat16":  # widened there, and only there, to take their norms
-        phases["head, first norms"] = min(setup.rows, NORM_ROWS) * setup.config.embedding_dim * 4
+        widened = min(setup.rows, NORM_ROWS) * setup.config.embedding_dim * 4
+        phases["head, first norms"] = profile.activations + waiting + widened
     return phases
 
 

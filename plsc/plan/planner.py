@@ -56,8 +56,6 @@ def plan(
     *,
     gpus: int = 1,
     gpus_per_node: int = 8,
-    head_ranks: int = 0,
-    placement: str = "device",
     images: int | None = None,
     wanted: float | None = None,
 ) -> Plan:
@@ -68,8 +66,6 @@ def plan(
         classes: C.
         machine: what a rank has, and what links the ranks.
         gpus: ranks, one GPU each; ``gpus_per_node`` of them to a machine.
-        head_ranks: over how many the table is sharded as configured; 0: all.
-        placement: of the table as configured, "device" or "host".
         images: of an epoch, if known.
         wanted: images per second, below which sampling is considered.
 
@@ -77,12 +73,13 @@ def plan(
         UsageError: numbers that cannot be.
         CapacityError: no storage and placement of the table fits; the message says what to change.
     """
-    check_ranks(gpus, gpus_per_node, head_ranks or gpus)
+    check_ranks(gpus, gpus_per_node, config.head_ranks)
     if classes < 1:
         raise UsageError(f"--classes {classes}: at least one is needed")
     if machine.memory < GIB // 64:
         raise UsageError(f"{machine.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
-    setup = Setup(config, classes, gpus, min(gpus_per_node, gpus), head_ranks or gpus, placement)
+    placement = config.head.placement.partition(":")[0]
+    setup = Setup(config, classes, gpus, min(gpus_per_node, gpus), config.head_ranks or gpus, placement)
     advice = advise(setup, machine, wanted)
     return Plan(machine, estimate(setup, machine), advice, _largest(setup, machine), images)
 

@@ -42,7 +42,7 @@ def _head(estimate: Estimate) -> str:
     setup = estimate.setup
     rate = setup.config.head.sample_rate
     sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
-    where = "" if setup.placement == "device" else ", in host memory"
+    where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[setup.placement]
     ranks = "" if setup.world == 1 else f", sharded over {setup.head_ranks:,} ranks"
     return f"stored as {spoken(setup.storage)}, {sampled}{ranks}{where}"
 
@@ -64,7 +64,8 @@ def _memory(plan: Plan) -> Iterable[str]:
     verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
     yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.machine.memory)}")
     if memory.host:
-        yield _line("its share of the table, in its host's memory", amount(memory.host))
+        where = "in its host's memory" if plan.configured.setup.placement == "host" else "on its host's disk"
+        yield _line(f"its share of the table, {where}", amount(memory.host))
     phases = ", ".join(f"{name} {amount(size).strip()}" for name, size in memory.phases.items())
     yield f"  (a step holds on top, in turn: {phases})"
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from plsc.config import Config
 from plsc.errors import UsageError
+from plsc.parallel.mesh import check_head_ranks
 
 # How the table can be stored, from the most exact down: (weights, momentum or moments).
 STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("bfloat16", "none"))
@@ -14,7 +15,7 @@ class Setup:
     """A run on ``world`` ranks, one GPU each, ``per_node`` to a machine.
 
     The class table is sharded over ``head_ranks`` ranks and replicated over the others; ``placement`` is where it lies:
-    "device", or "host" for its machine's memory.
+    "device", "host" for its machine's memory, or "mmap" for a file on its machine's disk.
     """
 
     config: Config
@@ -78,9 +79,8 @@ class Setup:
 
 
 def check_ranks(world: int, per_node: int, head_ranks: int) -> None:
-    """UsageError unless these numbers of ranks go together."""
+    """UsageError unless these numbers of ranks go together. ``head_ranks`` 0 stands for all."""
     for option, value in (("--gpus", world), ("--gpus-per-node", per_node)):
         if value < 1:
             raise UsageError(f"{option} {value}: at least one is needed")
-    if head_ranks < 1 or world % head_ranks:
-        raise UsageError(f"the table's {head_ranks} ranks do not divide the run's {world}; give a divisor")
+    check_head_ranks(head_ranks, world)

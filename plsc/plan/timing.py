@@ -135,7 +135,10 @@ def _update_traffic(setup: Setup, profile: BackboneProfile) -> int:
 
 
 def _bus(setup: Setup, links: Links) -> float:
-    """Rows of a table in host memory: weights for both passes and state come, both return; directions do not share."""
+    """Rows of a table in host memory: weights for both passes and state come, both return; directions do not share.
+
+    A file's rows are taken to be in the page cache: a disk is slower.
+    """
     if setup.placement == "device":
         return 0.0
     row = row_bytes(setup.config)
