@@ -34,8 +34,8 @@ def _loaded(logits, classes, samples, n, batch):
 
 @triton.jit
 def _multiplied(
-    weight, features, classes, samples, n, batch, dim,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+    weight, features, classes, samples, n, batch, dim: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """The same block, from weight (n, dim) and features (batch, dim), summed in float32.
 
@@ -47,7 +47,7 @@ def _multiplied(
     right = features + tl.minimum(samples, batch - 1).to(tl.int64)[None, :] * dim + k[:, None]
     total = tl.zeros((BLOCK_N, BLOCK_B), dtype=tl.float32)
     for first in range(0, dim, BLOCK_K):
-        if EVEN_K:
+        if dim % BLOCK_K == 0:
             a = tl.load(left)
             b = tl.load(right)
         else:
@@ -114,14 +114,12 @@ def exponentials_of_logits(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def exponentials_of_product(
-    weight, features, inverse_norm, position, out, partial, n, batch, dim, start, s,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+    weight, features, inverse_norm, position, out, partial, n, batch, dim: tl.constexpr, start, s,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Pass 1, with its product."""
     block, classes, samples = _block(batch, BLOCK_N, BLOCK_B)
-    product = _multiplied(
-        weight, features, classes, samples, n, batch, dim, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, WIDEN
-    )
+    product = _multiplied(weight, features, classes, samples, n, batch, dim, BLOCK_N, BLOCK_B, BLOCK_K, WIDEN)
     _put_exponentials(product, block, classes, samples, inverse_norm, position, out, partial, n, batch, start, s)
 
 
@@ -138,12 +136,10 @@ def probabilities_of_logits(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def probabilities_of_product(
-    weight, features, inverse_norm, log_z, scale, out, n, batch, dim, s,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+    weight, features, inverse_norm, log_z, scale, out, n, batch, dim: tl.constexpr, s,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Pass 2, with its product."""
     _, classes, samples = _block(batch, BLOCK_N, BLOCK_B)
-    product = _multiplied(
-        weight, features, classes, samples, n, batch, dim, BLOCK_N, BLOCK_B, BLOCK_K, EVEN_K, WIDEN
-    )
+    product = _multiplied(weight, features, classes, samples, n, batch, dim, BLOCK_N, BLOCK_B, BLOCK_K, WIDEN)
     _put_probabilities(product, classes, samples, inverse_norm, log_z, scale, out, n, batch, s)

@@ -195,8 +195,8 @@ def _launch(
     grid = (-(-n // block.classes) * -(-batch // block.samples),)
     with torch.cuda.device_of(features):
         if block.depth:
-            inner = {"EVEN_K": dim % block.depth == 0, "WIDEN": is_interpreted()}
-            kernel[grid](chunk.weight, features, *tensors, n, batch, dim, *numbers, **inner, **block.options)
+            widen = is_interpreted()
+            kernel[grid](chunk.weight, features, *tensors, n, batch, dim, *numbers, WIDEN=widen, **block.options)
         else:
             logits = product(chunk.weight, features.t())
             kernel[grid](logits, *tensors, n, batch, *numbers, **block.options)

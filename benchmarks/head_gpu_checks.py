@@ -1,0 +1,246 @@
+"""Is the class head right on a GPU? Each check raises AssertionError, or returns a line that says what was found.
+
+They also run where TRITON_INTERPRET=1, on the CPU, at smaller sizes.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+import plsc
+from plsc.head import triton_update
+from plsc.head.low_precision import RowState
+from plsc.losses import triton_softmax
+from plsc.losses.class_rows import ClassRows
+from plsc.parallel import Mesh
+
+LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
+FAR_ROWS, FAR_DIM = (1 << 22) + 1024, 512  # 2³¹ elements, and some more
+
+
+@contextmanager
+def plain_path() -> Iterator[None]:
+    """Within, no Triton kernel runs."""
+    with (
+        patch.object(triton_softmax, "supports", lambda *_: False),
+        patch.object(triton_update, "supports", lambda *_: False),
+    ):
+        yield
+
+
+def some_head(device: torch.device, classes: int, dim: int, **options: Any) -> tuple[plsc.ShardedHead, plsc.HeadSGD]:
+    """A head whose rows have norms around √dim, and its optimizer."""
+    head = plsc.ShardedHead(dim, classes, Mesh(0, 1, 0, device), **(LOW | options))
+    with torch.no_grad():
+        head.weight.mul_(100)
+    has_momentum = head.momentum_dtype is not None
+    return head, plsc.HeadSGD(head, lr=0.1, momentum=0.9 if has_momentum else 0.0, weight_decay=5e-4)
+
+
+def some_batch(device: torch.device, classes: int, dim: int, batch: int) -> tuple[Tensor, Tensor]:
+    """Embeddings that have something to do with their labels' rows."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(batch, dim, generator=generator, device=device)
+    return x, torch.randint(classes, (batch,), generator=generator, device=device)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖."""
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def passes_agree(device: torch.device, classes: int = 5000, dim: int = 512, batch: int = 200) -> str:
+    """Sums, pull and gradient of every method against the formula in float64."""
+    worst = 0.0
+    for dtype, method in (
+        (torch.float32, "logits"),
+        (torch.bfloat16, "logits"),
+        (torch.bfloat16, "product"),
+    ):
+        generator = torch.Generator(device).manual_seed(1)
+        weight = torch.randn(classes, dim, generator=generator, device=device).to(dtype)
+        x = torch.nn.functional.normalize(torch.randn(batch, dim, generator=generator, device=device)).to(dtype)
+        rows = ClassRows(weight, weight.float().norm(dim=1).reciprocal())
+        position = torch.randint(-1, classes, (batch,), generator=generator, device=device)
+        log_z, pull = torch.full((batch,), 9.0, device=device), torch.full((batch,), -0.5, device=device)
+        with triton_softmax.forced(method):  # type: ignore[arg-type]
+            got = triton_softmax.first_pass(rows, x, position, 64.0, 2048, with_pull=True)
+            pieces = triton_softmax.second_pass(rows, x, position, 64.0, log_z, log_z, pull, 2048)
+            gradient = torch.cat([piece for _, piece in pieces])
+        unit = weight.double() / weight.double().norm(dim=1, keepdim=True)
+        target = torch.arange(classes, device=device)[:, None] == position
+        z = 64.0 * unit @ x.double().T
+        e = z.exp().masked_fill(target, 0)
+        p = torch.where(target, pull.double(), (z - log_z).exp() * log_z)
+        assert got[1] is not None
+        errors = [
+            relative_error(got[0], e.sum(0)),
+            relative_error(got[1], e.T @ unit),
+            relative_error(gradient, p @ x.double()),
+        ]
+        limit = 2e-5 if dtype == torch.float32 else 1.2e-2
+        assert errors[0] < 2e-5, (dtype, method, errors)
+        assert max(errors) < limit, (dtype, method, errors)
+        worst = max(worst, *errors)
+    return f"largest relative error {worst:.1e}"
+
+
+def updates_agree(device: torch.device, rows: int = 3000, dim: int = 512) -> str:
+    """The kernel against the plain path on the same gradient: bits may differ where a sum's last place does."""
+    worst = 0.0
+    for weight_dtype in (torch.float32, torch.bfloat16):
+        for momentum_dtype in (None, torch.float32, torch.bfloat16, torch.int8):
+            kinds = {"weight_dtype": weight_dtype, "momentum_dtype": momentum_dtype}
+            tables = [_two_steps(device, rows, dim, plain, **kinds) for plain in (False, True)]
+            for mine, theirs in zip(*tables, strict=True):
+                if mine.dtype in (torch.bfloat16, torch.int8):
+                    worst = max(worst, float((mine != theirs).double().mean()))
+                assert relative_error(mine, theirs) < 1e-3, (weight_dtype, momentum_dtype)
+    assert worst < 2e-3, worst
+    return f"at most {worst:.1e} of a table's low-precision numbers differ"
+
+
+def _two_steps(device: torch.device, rows: int, dim: int, plain: bool, **kinds: Any) -> list[Tensor]:
+    """Weights, norms and state after two updates of every row by made-up gradients."""
+    head, optimizer = some_head(device, rows, dim, **kinds)
+    (chunk,) = head.rows(None).chunks(rows)
+    generator = torch.Generator(device).manual_seed(2)
+    for _ in range(2):
+        gradient = torch.randn(rows, dim, generator=generator, device=device)
+        if plain:
+            with plain_path(), patch("plsc.native.kernels.fits_update", lambda *_: False):
+                optimizer._update_chunk(chunk, gradient, 0.5)
+        else:
+            optimizer._update_chunk(chunk, gradient, 0.5)
+        head.norms_are_current()
+        chunk.__dict__.pop("weight", None), chunk.__dict__.pop("inverse_norm", None)
+        optimizer.steps += 1
+    return [head.weight.detach(), head.inverse_norms(), *_state(optimizer)]
+
+
+def _state(optimizer: plsc.HeadSGD) -> list[Tensor]:
+    return [tensor for table in optimizer.tables.values() for tensor in table.tensors("state").values()]
+
+
+def steps_agree(device: torch.device, classes: int = 20_000, dim: int = 512, batch: int = 256) -> str:
+    """Three steps of the whole head with kernels and without."""
+    runs = []
+    for plain in (False, True):
+        head, optimizer = some_head(device, classes, dim)
+        x, y = some_batch(device, classes, dim, batch)
+        with plain_path() if plain else nullcontext():
+            for _ in range(3):
+                mine = x.clone().requires_grad_()
+                loss = head(mine, y)
+                loss.backward()
+                optimizer.step()
+        runs.append((loss.detach(), mine.grad, head.weight.detach()))
+    errors = [relative_error(mine, theirs) for mine, theirs in zip(*runs, strict=True)]
+    assert max(errors) < 1e-2, errors
+    return f"relative differences of loss, gradient, weights: {', '.join(f'{error:.1e}' for error in errors)}"
+
+
+def chunks_agree(
+    device: torch.device,
+    classes: int = 20_000,
+    dim: int = 512,
+    batch: int = 256,
+    sizes: tuple[int, ...] = (4096, 1024),
+) -> str:
+    """Weights after two steps, bit by bit, at several chunk sizes."""
+    tables = []
+    for chunk in (classes, *sizes):
+        head, optimizer = some_head(device, classes, dim, chunk_classes=chunk)
+        x, y = some_batch(device, classes, dim, batch)
+        for _ in range(2):
+            head(x, y).backward()
+            optimizer.step()
+        tables.append(head.weight.detach())
+    unequal = max(float((other != tables[0]).double().mean()) for other in tables[1:])
+    assert unequal < 1e-3, unequal
+    return "weights are bit-identical" if unequal == 0 else f"{unequal:.1e} of the weights differ"
+
+
+def skipped_step_changes_nothing(device: torch.device, classes: int = 5000, dim: int = 512) -> str:
+    """A step with found_inf leaves weights, norms and state, bit for bit."""
+    head, optimizer = some_head(device, classes, dim)
+    x, y = some_batch(device, classes, dim, 64)
+    head(x, y).backward()
+    optimizer.step()
+    tables = [head.weight.detach(), head.inverse_norms(), *_state(optimizer)]
+    before = [table.clone() for table in tables]
+    head(x, y).backward()
+    optimizer.found_inf = torch.ones((), device=device)  # type: ignore[attr-defined]
+    optimizer.step()
+    assert optimizer.skipped
+    assert all(torch.equal(*pair) for pair in zip(tables, before, strict=True))
+    return "every bit stays"
+
+
+def far_rows_are_reached(device: torch.device) -> str:
+    """A step on a table of more than 2³¹ elements moves all rows that take part, the others not at all."""
+    head, optimizer = some_head(device, FAR_ROWS, FAR_DIM, sample_rate=0.0)
+    edge = (1 << 31) // FAR_DIM
+    touched = torch.tensor([0, 1, edge - 1, edge, edge + 1, FAR_ROWS - 1], device=device)
+    x, _ = some_batch(device, FAR_ROWS, FAR_DIM, len(touched))
+    near = torch.cat([touched - 1, touched + 1]).clamp(0, FAR_ROWS - 1)
+    others = near[~torch.isin(near, touched)]
+    weight = head.weight.detach()
+    before, kept = weight[touched].clone(), weight[others].clone()
+    head(x, touched).backward()
+    optimizer.step()
+    assert (weight[touched] != before).any(1).all()
+    assert torch.equal(weight[others], kept)
+    fresh = weight[touched].float().norm(dim=1).reciprocal()
+    assert torch.allclose(head.inverse_norms()[touched], fresh)
+    whole = plsc.ShardedHead(FAR_DIM, FAR_ROWS, Mesh(0, 1, 0, device), **LOW)  # type: ignore[arg-type]
+    exact = plsc.HeadSGD(whole, lr=0.1, momentum=0.9, weight_decay=5e-4)
+    last = whole.weight.detach()[-3:].clone()
+    whole(x, touched).backward()
+    exact.step()
+    assert (whole.weight.detach()[-3:] != last).any(1).all()
+    return f"element {FAR_ROWS * FAR_DIM:,} and its neighbours"
+
+
+def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 512) -> str:
+    """Nothing in the loops over chunks waits for the device."""
+    head, _ = some_head(device, classes, dim)
+    x, y = some_batch(device, classes, dim, 128)
+    rows, features = head.rows(None), torch.nn.functional.normalize(x).bfloat16()
+    log_z, scale, pull = (torch.full((128,), value, device=device) for value in (9.0, 1.0, -1.0))
+    state = RowState(classes, dim, torch.int8, device)
+    for mode in ("default", "error"):  # kernels are compiled before
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            triton_softmax.first_pass(rows, features, y, 64.0, 4096, with_pull=True)
+            for chunk, gradient in triton_softmax.second_pass(rows, features, y, 64.0, log_z, scale, pull, 4096):
+                triton_update.update_rows(
+                    chunk.table.weight, chunk.table.inverse_norm, chunk.index, gradient, state,
+                    factor=1.0, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False, rounding="stochastic",
+                    key=1, numbers=chunk.local_rows, first_number=0,
+                )  # fmt: skip
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return "no wait"
+
+
+CHECKS: tuple[Callable[[torch.device], str], ...] = (
+    passes_agree,
+    updates_agree,
+    steps_agree,
+    chunks_agree,
+    skipped_step_changes_nothing,
+    chunks_never_wait,
+    far_rows_are_reached,
+)
+SMALL: dict[Callable[..., str], dict[str, Any]] = {  # for the interpreter
+    passes_agree: {"classes": 70, "dim": 24, "batch": 19},
+    updates_agree: {"rows": 40, "dim": 24},
+    steps_agree: {"classes": 90, "dim": 24, "batch": 9},
+    chunks_agree: {"classes": 150, "dim": 16, "batch": 9, "sizes": (64, 32)},
+    skipped_step_changes_nothing: {"classes": 90, "dim": 16},
+}
