@@ -40,7 +40,7 @@ class ShardedHead(nn.Module):
     replicated over the G groups; all of the above holds as without groups, and replicas stay equal bit for bit.
 
     Communication, in bytes received per rank and step, with b samples of this rank's group among B of all (b = B
-    without groups): b·D weights' numbers for the features and 4·b·D for their gradient, 32 bytes per sample of the
+    without groups): b·D weights' numbers for the features and 4·b·D for their gradient, 40 bytes per sample of the
     group. With groups also 8·B for target cosines (4·B more for margins that use norms, 8·B more where classes are
     sampled), and 8·D·(G − 1)/G for each row of this rank's that took part: the replicas' sum of its gradient. Groups
     pay where b·D is large beside the rows that a step touches: many ranks, a sampled or small table.
