@@ -88,8 +88,8 @@ def first_pass(
     Returns:
         Σ exp(z) (B,) float64, and Σ exp(z)·ρ·W (B, D) float32 or None.
     """
-    batch = features.shape[0]
-    total = torch.zeros(batch, dtype=torch.float64, device=features.device)
+    features, position = features.contiguous(), position.contiguous()
+    total = torch.zeros(features.shape[0], dtype=torch.float64, device=features.device)
     pull = torch.zeros(features.shape, dtype=torch.float32, device=features.device) if with_pull else None
     for chunk in rows.chunks(chunk_size):
         weighted = exponentials(chunk, features, position, s, total)
@@ -113,6 +113,7 @@ def second_pass(
     ``log_z``, ``scale`` and ``target_pull`` (B,) are those of :func:`plsc.losses.softmax.second_pass`; the other
     arguments are :func:`first_pass`'s.
     """
+    features, position = features.contiguous(), position.contiguous()
     log_z, scale, target_pull = (values.float().contiguous() for values in (log_z, scale, target_pull))
     for chunk in rows.chunks(chunk_size):
         yield chunk, product(probabilities(chunk, features, position, s, log_z, scale, target_pull), features)

@@ -78,6 +78,17 @@ def test_chunks_of_whole_blocks_leave_no_trace(interpreter, dtype, method):
         assert relative_error(other[2], one[2]) < 1e-7  # the library's product may sum in another order
 
 
+@pytest.mark.parametrize(("dtype", "method"), KINDS)
+def test_features_may_lie_in_memory_in_any_order(interpreter, dtype, method):
+    given = problem(20, 6, 8, dtype)
+    turned = {**given, "features": given["features"].t().contiguous().t(), "log_z": given["log_z"].repeat(2)[::2]}
+    straight = {**given, "log_z": turned["log_z"].contiguous()}
+    assert not turned["features"].is_contiguous()
+    results = [interpreter(by_kernels, case, method, chunk=16) for case in (turned, straight)]
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
 def refused(rows: ClassRows, features: torch.Tensor) -> bool:
     return not triton_softmax.supports(rows, features)
 
