@@ -160,7 +160,9 @@ class Config:
         0, "ranks over which the class table is sharded, a divisor of all; the others hold replicas of it; 0: all",
         least=0,
     )
-    sync_batchnorm: bool = key(False, "batch normalisation over the batch of all ranks")
+    sync_batchnorm: bool = key(
+        False, "batch normalisation over the batch of all ranks; in fp32 on CPUs, all sums over samples in float64"
+    )
     channels_last: bool = key(False, "memory format NHWC (faster convolutions on GPUs)")
     compile: bool = key(False, "torch.compile the backbone")
     ema: float = key(

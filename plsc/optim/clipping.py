@@ -23,7 +23,7 @@ def clip_grad_norm_(
         The norm before clipping, a scalar equal on every rank.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
+    norm = total_norm(gradients)
     if head is not None:
         norm = torch.hypot(norm.double(), head.gradient_norm().to(norm.device))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -32,3 +32,11 @@ def clip_grad_norm_(
     if head is not None:
         head.scale_gradients(factor.double())
     return norm
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together. On CPUs it is summed in float64: float32's last bits hang on the threads."""
+    if any(gradient.device.type != "cpu" for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+    return torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum().sqrt()

@@ -1,6 +1,6 @@
 """Batch normalisation over the global batch, on any device (torch's own SyncBatchNorm computes on GPUs only)."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from plsc.parallel.wide_gradients import WideGradients
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -18,6 +21,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     mesh: Mesh
+    wide_gradients: "WideGradients | None" = None
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -27,7 +31,7 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise ``input`` (B, C, …); in eval mode this is ordinary batch normalisation."""
         if not self.training:
             return super().forward(input)
-        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.mesh)
+        output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self)
         self._update_running(mean, variance, count)
         return output  # type: ignore[no-any-return]
 
@@ -67,9 +71,9 @@ def _converted(old: _BatchNorm, mesh: Mesh) -> SyncBatchNorm:
 class _Normalise(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, mesh: Mesh
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        axes = [0, *range(2, x.dim())]
+        axes, mesh = [0, *range(2, x.dim())], layer.mesh
         wide = torch.promote_types(x.dtype, torch.float32)
         here = x.new_tensor([x.numel() / max(x.shape[1], 1)], dtype=torch.float64)
         totals = all_reduce_sum(torch.cat([x.sum(axes, dtype=torch.float64), here]), mesh)
@@ -77,10 +81,10 @@ class _Normalise(torch.autograd.Function):
         centred = x.to(wide) - _spread(mean.to(wide), x)
         # the second moment about the global mean: E[x²] − mean² would cancel
         variance = all_reduce_sum(centred.square().sum(axes, dtype=torch.float64), mesh) / count
-        inverse = (variance + eps).rsqrt().to(wide)
+        inverse = (variance + layer.eps).rsqrt().to(wide)
         hat = centred * _spread(inverse, x)
         ctx.save_for_backward(hat, weight, inverse, count)
-        ctx.mesh, ctx.has_bias = mesh, bias is not None
+        ctx.layer = layer
         output = hat if weight is None else hat * _spread(weight.to(hat.dtype), x)
         if bias is not None:
             output = output + _spread(bias.to(hat.dtype), x)
@@ -94,15 +98,18 @@ class _Normalise(torch.autograd.Function):
         grad32 = grad.to(hat.dtype)
         mine = torch.stack([grad32.sum(axes, dtype=torch.float64), (grad32 * hat).sum(axes, dtype=torch.float64)])
         grad_bias, grad_weight = mine.clone()
-        totals = (all_reduce_sum(mine, ctx.mesh) / count).to(hat.dtype)
+        layer: SyncBatchNorm = ctx.layer
+        if layer.wide_gradients is not None:
+            layer.wide_gradients.add(layer.weight, grad_weight)
+            layer.wide_gradients.add(layer.bias, grad_bias)
+        totals = (all_reduce_sum(mine, layer.mesh) / count).to(hat.dtype)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         inner = grad32 - _spread(totals[0], grad) - hat * _spread(totals[1], grad)
         grad_x = (_spread(scale, grad) * inner).to(grad.dtype)
         return (
             grad_x,
             None if weight is None else grad_weight.to(weight.dtype),
-            grad_bias.to(hat.dtype) if ctx.has_bias else None,
-            None,
+            grad_bias.to(hat.dtype) if layer.bias is not None else None,
             None,
         )
 

@@ -22,6 +22,7 @@ from plsc.optim.head_adamw import HeadAdamW
 from plsc.optim.head_optimizer import HeadOptimizer
 from plsc.optim.head_sgd import HeadSGD
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
+from plsc.parallel.wide_gradients import sum_gradients_in_float64
 from plsc.train.agreement import on_every_rank
 from plsc.train.ema import MovingAverage
 
@@ -64,10 +65,11 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
     """Make every part; every rank calls. UsageError where the configuration asks for what cannot be."""
     torch.manual_seed(config.seed)  # the same first weights on every rank
     backbone, average = on_every_rank(mesh, lambda: _backbone(config, mesh))
-    net = data_parallel(backbone, mesh)
+    exact = _sums_exactly(config, mesh)
+    net = data_parallel(backbone, mesh, sum_gradients_in_float64(backbone, mesh) if exact else None)
     if config.compile:
         net = torch.compile(net)  # type: ignore[assignment]
-    head = on_every_rank(mesh, lambda: make_head(config, dataset.num_classes, mesh))
+    head = on_every_rank(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
     return Parts(
         config, mesh, dataset, fingerprint(dataset), on_every_rank(mesh, lambda: make_loader(config, dataset, mesh)),
         backbone, net, head, _optimizer(config, net), make_head_optimizer(config, head), average,
@@ -114,12 +116,20 @@ def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | No
     return convert_sync_batchnorm(backbone, mesh) if config.sync_batchnorm else backbone, average
 
 
-def make_head(config: Config, num_classes: int, mesh: Mesh) -> ShardedHead:
-    """The class head that [head] describes."""
+def _sums_exactly(config: Config, mesh: Mesh) -> bool:
+    """Whether sums over samples and classes run in float64, so that losses do not hang on the number of ranks."""
+    plain = config.precision == "fp32" and not config.compile
+    return config.sync_batchnorm and plain and mesh.device.type == "cpu"
+
+
+def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
+    """The class head that [head] describes; with ``exact``, a float32 table becomes float64, and so do all sums."""
     head = config.head
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "none": None}
     weight_dtype = dtypes[head.weight_dtype]
     assert weight_dtype is not None
+    if exact and weight_dtype == torch.float32:
+        weight_dtype = torch.float64
     return ShardedHead(
         dim=config.embedding_dim, num_classes=num_classes, mesh=mesh, margin=make_margin(head),
         sample_rate=head.sample_rate, weight_dtype=weight_dtype, momentum_dtype=dtypes[head.momentum_dtype],

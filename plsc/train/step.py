@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import normalize
-from plsc.optim.clipping import clip_grad_norm_
+from plsc.optim.clipping import clip_grad_norm_, total_norm
 from plsc.parallel.collectives import all_reduce_max
 from plsc.train.parts import Parts
 
@@ -138,7 +138,7 @@ class Stepper:
             x = x.contiguous(memory_format=torch.channels_last)
         with parts.autocast():
             embeddings: Tensor = parts.net(x)
-        return embeddings[:count].float()
+        return embeddings[:count].to(torch.promote_types(embeddings.dtype, torch.float32))
 
     def _settle_buckets(self) -> None:
         """Let data parallel order its buckets now, by a pass that teaches nothing.
@@ -168,7 +168,7 @@ class Stepper:
         if optim.clip_norm:
             head = self.parts.head_optimizer if optim.clip_head else None
             return clip_grad_norm_(self._weights, optim.clip_norm, head)
-        return nn.utils.get_total_norm([w.grad for w in self._weights if w.grad is not None])
+        return total_norm([w.grad for w in self._weights if w.grad is not None])
 
     def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> tuple[bool, int]:
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
