@@ -81,7 +81,7 @@ class _Listener:
 def _start(argv: list[str], rank: int, nproc: int, port: int) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "plsc.tools.entry", *argv],
-        env=_environment(rank, nproc, port),
+        env=rank_environment(rank, nproc, port),
         stderr=subprocess.PIPE if rank else None,
         text=True,
         errors="replace",
@@ -119,7 +119,8 @@ def _end(ranks: list[subprocess.Popen[str]]) -> None:
             process.wait()
 
 
-def _environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+    """torchrun's variables for a local rank that meets the others in the store at ``port``; cores shared out."""
     threads = max((os.cpu_count() or 1) // nproc, 1)
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -35,7 +35,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
             start = launcher._start
             def patched(argv, rank, nproc, port):
                 import subprocess
-                return subprocess.Popen([sys.executable, __file__], env=launcher._environment(rank, nproc, port),
+                return subprocess.Popen([sys.executable, __file__], env=launcher.rank_environment(rank, nproc, port),
                                         stderr=subprocess.PIPE if rank else None, text=True)
             launcher._start = patched
             sys.exit(launcher.launch([], 2))

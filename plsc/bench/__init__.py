@@ -1,0 +1,1 @@
+"""Measurements of this project beside its peers, taken in one run."""

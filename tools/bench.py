@@ -1,0 +1,113 @@
+"""Measure this project beside its peers, in one run and in turn.
+
+  plsc bench head                                     class heads on this machine, in about two minutes
+  plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plsc.errors import UsageError
+
+HELP = "measure the class head beside its peers"
+_SIZES: dict[str, dict[str, list[int]]] = {
+    "cpu": {"classes": [10_000, 100_000], "batch": [64]},
+    "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
+}
+_HEAD = """Compare class heads: a step is forward, backward and update, of the head alone.
+
+Each contestant runs in freshly started ranks of its own, so that its memory is its own; all take their turn, and
+that --rounds times. Shown are medians, per step and rank. The floor is what the machine's rate at one bfloat16
+product, measured in the same run, implies for the four products of an exact step (8·B·C·D operations).
+
+contestants: plsc (bf16 weights, int8 momentum), plsc-no-momentum (bf16), plsc-fp32, plsc-sampled,
+plsc-fp32-sampled; dense (all logits, autograd) and linear-cross-entropy (torch's fused loss, no margin), both with
+DistributedDataParallel; partial-fc and partial-fc-sampled (insightface's PartialFC_V2, read from the folder that
+--partial-fc names); floor.
+
+A contestant that fails or does not fit gets a row that says why.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the sub-commands."""
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    head = commands.add_parser(
+        "head", help="class heads: time and memory over the number of classes", description=_HEAD,
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = head.add_argument
+    add("--classes", type=int, nargs="+", metavar="C", help="(10000 100000; on a GPU 100000 1000000 10000000)")
+    add("--batch", type=int, nargs="+", metavar="B", help="samples per rank (64; on a GPU 1024)")
+    add("--dim", type=int, default=512, metavar="D", help="width of the embeddings (512)")
+    add("--nproc", type=int, metavar="N", help="ranks (2; on GPUs as many as there are)")
+    add("--threads", type=int, default=1, metavar="T", help="CPU threads of a rank (1)")
+    add("--rounds", type=int, default=2, metavar="N", help="turns of every contestant (2)")
+    add("--steps", type=int, default=3, metavar="N", help="measured steps of a turn, after one that is not (3)")
+    add("--sample-rate", type=float, default=0.1, metavar="R", help="of the sampled contestants (0.1)")
+    add("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
+    add("--partial-fc", type=Path, metavar="FOLDER", help="recognition/arcface_torch of an insightface checkout")
+    add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
+    add("--limit", type=float, default=300, metavar="S", help="seconds that a turn may take (300)")
+    add("--out", type=Path, metavar="FOLDER", help="write head.csv and head.png into it")
+    # The outer parser has --json too, before the sub-command; here it may follow.
+    add("--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the sub-command; its result is what --json writes."""
+    return {"head": _head}[args.command](args)
+
+
+def _head(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.bench.compare import compare
+    from plsc.bench.report import draw, ratio_lines, table, write_csv
+    from plsc.files import make_folder
+
+    plan = _plan(args)
+    if args.out is not None:
+        make_folder(args.out)
+    if args.json is not None:
+        make_folder(args.json.absolute().parent)
+    if args.partial_fc is None:
+        print("PartialFC_V2 is left out: --partial-fc FOLDER names a checkout that has it", file=sys.stderr)
+    result = compare(plan)
+    print(table(result["rows"]))
+    if text := ratio_lines(result["ratios"], result["rows"]):
+        print(f"\n{text}")
+    if args.out is not None:
+        write_csv(result["rows"], args.out / "head.csv")
+        draw(result["rows"], args.out / "head.png")
+        print(f"\nwritten: {args.out / 'head.csv'}, {args.out / 'head.png'}")
+    return result
+
+
+def _plan(args: argparse.Namespace) -> Any:
+    from plsc.bench.compare import Plan
+    from plsc.bench.contestants import CONTESTANTS, FLOOR, NEED_PARTIAL_FC
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on the CPU")
+    everyone = [FLOOR, *(name for name in CONTESTANTS if args.partial_fc is not None or name not in NEED_PARTIAL_FC)]
+    nproc = args.nproc
+    if nproc is None:
+        nproc = torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)
+    return Plan(
+        contestants=args.contestants if args.contestants is not None else everyone,
+        classes=args.classes if args.classes is not None else _SIZES[device]["classes"],
+        batches=args.batch if args.batch is not None else _SIZES[device]["batch"],
+        dim=args.dim, nproc=nproc, threads=args.threads, rounds=args.rounds, steps=args.steps, device=device,
+        sample_rate=args.sample_rate, partial_fc=args.partial_fc, limit=args.limit,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    from plsc.tools.entry import main
+
+    raise SystemExit(main(["bench", *sys.argv[1:]]))
