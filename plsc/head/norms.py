@@ -6,9 +6,16 @@ from torch import Tensor
 from plsc.head.global_batch import SMALLEST_NORM
 from plsc.losses.class_rows import ClassRows
 
+WIDENED_ROWS = 4096  # at a time
+
 
 def renew_norms(table: ClassRows, index: slice | Tensor) -> None:
-    """Recompute 1/‖W‖ of rows ``index`` of ``table`` from their stored values."""
-    wide = torch.promote_types(table.weight.dtype, torch.float32)
-    norms: Tensor = torch.linalg.vector_norm(table.weight[index], dim=1, dtype=wide)
+    """Recompute 1/‖W‖ of rows ``index`` of ``table`` from their stored values.
+
+    Sums are taken in float64 and then rounded, as the updates' kernels do: whoever takes them, in whatever order, the
+    float32 norm is the same, and a resumed run goes on as one that never stopped.
+    """
+    rows = table.weight[index]
+    parts = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows.split(WIDENED_ROWS)]
+    norms = torch.cat(parts).to(table.inverse_norm.dtype)
     table.inverse_norm[index] = norms.clamp_(min=SMALLEST_NORM).reciprocal_()

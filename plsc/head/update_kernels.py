@@ -112,5 +112,6 @@ def sgd_rows(
         w = kept.to(tl.float32)
     else:
         tl.store(weight + in_table, w, mask=inside)
-    norm = tl.sqrt(tl.sum(tl.where(inside, w * w, 0.0), axis=1))
-    tl.store(inverse_norm + rows, 1.0 / tl.maximum(norm, smallest_norm), mask=held)
+    square = tl.sum(tl.where(inside, w.to(tl.float64) * w.to(tl.float64), 0.0), axis=1)  # see renew_norms
+    norm = tl.maximum(tl.sqrt(square).to(tl.float32), smallest_norm)
+    tl.store(inverse_norm + rows, tl.div_rn(tl.full((BLOCK_N,), 1.0, tl.float32), norm), mask=held)

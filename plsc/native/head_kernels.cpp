@@ -301,10 +301,10 @@ void update_rows(const Table& table, const Visit& visit, int64_t count, const fl
         for (int64_t d = 0; d < dim; d++) w[d] -= sgd.rate * step[d];
         write_row<weight_kind>(table.weight, offset, dim, bits, 0, nullptr, w);
         read_row<weight_kind>(table.weight, offset, dim, 1.0f, w);
-        float square = 0.0f;
+        double square = 0.0;  // see renew_norms, which must find the same
 #pragma omp simd reduction(+ : square)
-        for (int64_t d = 0; d < dim; d++) square += w[d] * w[d];
-        const float norm = std::sqrt(square);
+        for (int64_t d = 0; d < dim; d++) square += double(w[d]) * double(w[d]);
+        const float norm = float(std::sqrt(square));
         table.inverse_norm[row] = 1.0f / (norm < kSmallestNorm ? kSmallestNorm : norm);
     }
 }

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from plsc.config import Config
-from plsc.head.sharded_head import NORM_ROWS, ShardedHead, default_chunk_size
+from plsc.head.norms import WIDENED_ROWS
+from plsc.head.sharded_head import ShardedHead, default_chunk_size
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import Device
@@ -126,9 +127,8 @@ def _phases(setup: Setup, profile: BackboneProfile, device: Device) -> dict[str,
         "head, second pass": gradients + waiting + _block(setup, device, second, passes=2),
         "backbone, update": gradients + copied,
     }
-    if device.kind == "cpu" and setup.storage[0] == "bfloat16":  # widened there, and only there, to take their norms
-        widened = min(setup.rows, NORM_ROWS) * setup.config.embedding_dim * 4
-        phases["head, first norms"] = profile.activations + waiting + widened
+    widened = min(setup.rows, WIDENED_ROWS) * setup.config.embedding_dim * 8
+    phases["head, first norms"] = profile.activations + waiting + widened
     return phases
 
 

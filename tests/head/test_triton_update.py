@@ -222,6 +222,25 @@ def test_heads_take_the_kernels_where_they_can(interpreter):
     assert interpreter(path_taken, margin=plsc.CurricularFace()) == ["update_rows"]
 
 
+def norms_found_again(dtype: torch.dtype) -> bool:
+    """Whether norms that steps left are those that would be taken of the stored rows, bit for bit."""
+    head = plsc.ShardedHead(512, 300, weight_dtype=dtype, momentum_dtype=torch.int8)
+    optimizer = plsc.HeadSGD(head, lr=0.1, momentum=0.9)
+    for _ in range(2):
+        head(torch.randn(4, 512), torch.randint(300, (4,))).backward()
+        optimizer.step()
+    left = head.inverse_norms().clone()
+    with torch.no_grad():
+        head.weight.mul_(1)  # noticed: norms are taken again
+    return torch.equal(left, head.inverse_norms())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_finds_the_norms_that_its_updates_left(interpreter, dtype):
+    assert interpreter(norms_found_again, dtype)
+    assert norms_found_again(dtype)
+
+
 def skipped_step() -> bool:
     head = plsc.ShardedHead(16, 23, weight_dtype=torch.bfloat16, momentum_dtype=torch.int8)
     optimizer = plsc.HeadSGD(head, lr=0.1, momentum=0.9)
