@@ -1,0 +1,364 @@
+"""The class head on one NVIDIA GPU: is it right, which of its variants is fastest, how near to the floor is it.
+
+    python benchmarks/head_gpu.py [--minutes 8] [--only checks|variants|whole]
+    TRITON_INTERPRET=1 python benchmarks/head_gpu.py --dry      # every line once, tiny, on the CPU
+
+needs torch with triton, numpy and this project. In one run it measures the floor (a bfloat16 product and a copy), runs
+the checks of head_gpu_checks.py, times variants of each part in turn on 2 million classes, and whole training steps of
+the head (exact, bfloat16 + int8) at 50 million classes with B = 512 and 10 million with B = 1024, as far as they fit.
+It prints a table and adds rows to benchmarks/results/head_gpu.csv. Shares are of the product rate measured in the same
+run, over a step's four products: 8·B·C·D. What no time is left for is said and left out.
+"""
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import head_gpu_checks as checks
+import torch
+from results_file import RESULTS, add_row
+from torch import Tensor
+
+from plsc.bench.circumstances import circumstances
+from plsc.head import triton_update
+from plsc.losses import triton_softmax
+from plsc.losses.class_rows import ClassRows
+from plsc.losses.product import product
+from plsc.losses.softmax import Batch, first_pass, second_pass
+from plsc.losses.triton_softmax import Block
+from plsc.losses.triton_support import is_interpreted
+
+Way = Callable[[], AbstractContextManager[Any]]
+
+STATE_BYTES = 1544  # per class at D = 512, bfloat16 + int8
+ROUNDS = 5
+PRODUCT_BLOCKS = (
+    Block(128, 256, 64, warps=8, stages=3),
+    Block(128, 256, 64, warps=8, stages=4),
+    Block(128, 128, 64, warps=4, stages=3),
+    Block(128, 128, 64, warps=8, stages=3),
+    Block(64, 256, 64, warps=4, stages=4),
+)
+LOGITS_BLOCKS = (Block(64, 64, warps=4), Block(32, 128, warps=4), Block(16, 256, warps=4))
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: ``variants`` and every one of ``whole`` are (classes, batch)."""
+
+    dim: int
+    variants: tuple[int, int]
+    whole: tuple[tuple[int, int], ...]
+    chunks: tuple[int, ...]
+    square: int
+    copied: int
+
+
+FULL = Sizes(
+    512, (2_000_000, 512), ((50_000_000, 512), (10_000_000, 1024)), (8192, 16384, 65536, 131072), 8192, 4 << 30
+)
+TINY = Sizes(32, (200, 16), ((300, 16), (200, 32)), (64, 128), 64, 1 << 16)
+
+
+@dataclass
+class Clock:
+    """Times work on a device, and says how much of the whole run's time is left."""
+
+    device: torch.device
+    end: float
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.end - time.monotonic()
+
+    def milliseconds(self, work: Callable[[], object]) -> float:
+        """Of one run, until the device has done it all."""
+        self.wait()
+        start = time.perf_counter()
+        work()
+        self.wait()
+        return 1e3 * (time.perf_counter() - start)
+
+    def wait(self) -> None:
+        """Until the device has nothing to do."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class Table:
+    """Prints rows as they come and adds them to FOLDER/head_gpu.csv; ``rate`` is in operations per millisecond."""
+
+    def __init__(self, rate: float, folder: Path) -> None:
+        self.rate, self.folder = rate, folder
+        print(f"\n{'part':<10} {'variant':<46} {'C':>11} {'B':>5} {'ms':>10} {'ns/class':>9} {'of rate':>8} {'GiB':>6}")
+
+    def add(
+        self, part: str, variant: str, size: tuple[int, int], dim: int, milliseconds: list[float], products: int,
+        peak: float = 0.0,
+    ) -> None:  # fmt: skip
+        """A row: the median of ``milliseconds``, and its share of the rate if it makes ``products`` of them."""
+        (classes, batch), median = size, statistics.median(milliseconds)
+        share = 2 * products * classes * batch * dim / self.rate / median
+        each = 1e6 * median / classes
+        print(
+            f"{part:<10} {variant:<46} {classes:>11,} {batch:>5} {median:>10.3f} {each:>9.2f} "
+            f"{share:>8.1%} {peak:>6.2f}",
+            flush=True,
+        )
+        row = {
+            "part": part, "variant": variant, "classes": classes, "batch": batch, "dim": dim,
+            "milliseconds": round(median, 4), "least": round(min(milliseconds), 4), "ns_per_class": round(each, 3),
+            "share_of_product_rate": round(share, 4), "peak_gib": round(peak, 3),
+            "product_tflops": round(self.rate / 1e9, 1),
+        }  # fmt: skip
+        add_row("head_gpu", row, self.folder)
+
+
+def measure_floor(clock: Clock, sizes: Sizes) -> float:
+    """Print the product's and the copy's rate; the former in operations per millisecond."""
+    n = sizes.square
+    a, b = (torch.randn(n, n, device=clock.device).bfloat16() for _ in range(2))
+    product_ms = in_turn(clock, {"product": lambda: [a @ b for _ in range(10)]}, 3)["product"]
+    rate = 10 * 2 * n**3 / min(product_ms)
+    source = torch.zeros(sizes.copied, dtype=torch.uint8, device=clock.device)
+    target = torch.empty_like(source)
+    copy_ms = min(in_turn(clock, {"copy": lambda: target.copy_(source)}, 5)["copy"])
+    print(f"product of bfloat16 {n} x {n} x {n}: {rate / 1e9:,.1f} TFLOP/s")
+    print(f"copy, read and written: {2 * sizes.copied / copy_ms / 1e9:,.2f} TB/s")
+    return rate
+
+
+def in_turn(clock: Clock, works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each, alternating; a first run of each is not counted. What fails is said and left out."""
+    times: dict[str, list[float]] = {}
+    for name, work in works.items():
+        try:
+            clock.milliseconds(work)
+            times[name] = []
+        except Exception as error:  # a variant that this GPU cannot run is no reason to measure nothing
+            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:150]}", flush=True)
+    for _ in range(rounds):
+        for name, spent in times.items():
+            spent.append(clock.milliseconds(works[name]))
+    return times
+
+
+def run_checks(clock: Clock, dry: bool) -> bool:
+    """Print each check's verdict; False if any failed."""
+    chosen = list(checks.SMALL) if clock.device.type == "cpu" else list(checks.CHECKS)
+    fine = True
+    for check in chosen:
+        try:
+            verdict = check(clock.device, **(checks.SMALL[check] if dry else {}))
+            print(f"right  {check.__name__}: {verdict}", flush=True)
+        except Exception as error:  # the rest is worth knowing all the same
+            fine = False
+            print(f"WRONG  {check.__name__}: {type(error).__name__}: {error}", flush=True)
+        release(clock)
+    return fine
+
+
+def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
+    """Each part of a step by each way of doing it, on the same data."""
+    (classes, batch), dim = sizes.variants, sizes.dim
+    head, optimizer = checks.some_head(clock.device, classes, dim)
+    x, y = checks.some_batch(clock.device, classes, dim, batch)
+    features = torch.nn.functional.normalize(x).bfloat16()
+    given = Batch(features, y, torch.zeros(batch, device=clock.device), head.margin, {})
+    time_steps(clock, sizes, table, partial(training_step, head, optimizer, x, y))
+    time_pulls(clock, sizes, table)
+    time_updates(clock, sizes, table, head, optimizer)
+    for chunk in sizes.chunks:
+        for part, work in passes_over(head.rows(None), given, chunk).items():
+            if clock.left() < 20:
+                print(f"no time left for {part} at {chunk} classes a chunk")
+                continue
+            works = {f"{name}, chunk {chunk}": inside(way, work) for name, way in ways_of_a_pass().items()}
+            for name, spent in in_turn(clock, works, ROUNDS).items():
+                table.add(part, name, (classes, batch), dim, spent, products=2)
+
+
+def time_steps(clock: Clock, sizes: Sizes, table: Table, step: Callable[[], float]) -> None:
+    """Whole steps without kernels, and with each kind of them as the head chooses its blocks."""
+    ways: dict[str, Way] = {"torch elementwise": checks.plain_path}
+    ways |= {name: partial(triton_softmax.forced, name) for name in ("logits", "product")}
+    works = {f"exact, by {name}": inside(way, step) for name, way in ways.items()}
+    for name, spent in in_turn(clock, works, ROUNDS).items():
+        table.add("step", name, sizes.variants, sizes.dim, spent, products=4)
+
+
+def training_step(head: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
+    """Forward, backward and the table's update; the loss."""
+    mine = x.clone().requires_grad_()
+    loss = head(mine, y)
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def passes_over(rows: ClassRows, batch: Batch, chunk: int) -> dict[str, Callable[[], object]]:
+    """Both passes, as the head runs them."""
+    log_z = torch.full(batch.position.shape, 20.0, device=batch.position.device)
+    ones = torch.ones_like(log_z)
+
+    def second() -> None:
+        for _ in second_pass(rows, batch, log_z, ones, -ones, chunk):
+            pass
+
+    return {"pass 1": lambda: first_pass(rows, batch, chunk, with_pull=True), "pass 2": second}
+
+
+def ways_of_a_pass() -> dict[str, Way]:
+    """What lies between two products: by torch, by a kernel behind the first, or in a kernel with it."""
+    ways: dict[str, Way] = {"torch elementwise": checks.plain_path}
+    for block in LOGITS_BLOCKS:
+        ways[f"kernel behind product {_named(block)}"] = partial(triton_softmax.forced, "logits", block)
+    for block in PRODUCT_BLOCKS:
+        ways[f"exp in product {_named(block)}"] = partial(triton_softmax.forced, "product", block)
+    return ways
+
+
+def inside(way: Way, work: Callable[[], object]) -> Callable[[], None]:
+    """``work`` done within ``way()``."""
+
+    def both() -> None:
+        with way():
+            work()
+
+    return both
+
+
+def _named(block: Block) -> str:
+    return f"{block.classes}x{block.samples}x{block.depth} w{block.warps} s{block.stages}"
+
+
+def time_pulls(clock: Clock, sizes: Sizes, table: Table) -> None:
+    """(B, n)·(n, D): few results, long sums; in one product, and split into several that are added."""
+    (_, batch), dim, n = sizes.variants, sizes.dim, sizes.chunks[-2]
+    e = torch.randn(n, batch, device=clock.device).bfloat16()
+    w = torch.randn(n, dim, device=clock.device).bfloat16()
+    works: dict[str, Callable[[], object]] = {"mm": lambda: product(e.t(), w)}
+    for parts in (4, 8, 16):
+        works[f"bmm of {parts}"] = partial(split_product, e, w, parts)
+    for name, spent in in_turn(clock, works, ROUNDS).items():
+        table.add("pull", f"{name}, chunk {n}", (n, batch), dim, spent, products=1)
+
+
+def split_product(e: Tensor, w: Tensor, parts: int) -> Tensor:
+    """eᵀ·w as a sum over parts of the classes."""
+    a, b = e.view(parts, -1, e.shape[1]).transpose(1, 2), w.view(parts, -1, w.shape[1])
+    if e.is_cuda:
+        return torch.bmm(a, b, out_dtype=torch.float32).sum(0)
+    return torch.bmm(a.float(), b.float()).sum(0)
+
+
+def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer: Any) -> None:
+    """The rows' update from the gradient by unit rows."""
+    n = sizes.chunks[-2]
+    chunk = next(head.rows(None).chunks(n))
+    gradient = torch.randn(n, sizes.dim, device=clock.device)
+    ways: dict[str, Way] = {"torch": checks.plain_path}
+    for elements in (512, 1024, 2048, 4096):
+        ways[f"kernel, {elements} elements a program"] = partial(patch.object, triton_update, "_ELEMENTS", elements)
+    works = {name: inside(way, lambda: optimizer._update_chunk(chunk, gradient, 1.0)) for name, way in ways.items()}
+    for name, spent in in_turn(clock, works, ROUNDS).items():
+        table.add("update", name, (n, sizes.variants[1]), sizes.dim, spent, products=0)
+    head.norms_are_current()
+
+
+def time_whole_steps(clock: Clock, sizes: Sizes, table: Table) -> None:
+    """Forward, backward and update, exact, at each of the large sizes."""
+    for classes, batch in sizes.whole:
+        if clock.left() < 45 and clock.device.type == "cuda":
+            print(f"no time left for {classes:,} classes")
+            continue
+        try:
+            time_whole_step(clock, fitting_classes(clock.device, classes), batch, sizes.dim, table)
+        except torch.OutOfMemoryError as error:
+            print(f"{classes:,} classes: {str(error).splitlines()[0]}", flush=True)
+        release(clock)
+
+
+def time_whole_step(clock: Clock, classes: int, batch: int, dim: int, table: Table) -> None:
+    """Add a row with time and peak memory."""
+    start = time.monotonic()
+    head, optimizer = checks.some_head(clock.device, classes, dim)
+    head.inverse_norms()
+    clock.wait()
+    print(f"made {classes:,} classes in {time.monotonic() - start:.1f} s", flush=True)
+    x, y = checks.some_batch(clock.device, classes, dim, batch)
+    peak, losses = Peak(clock.device), []
+    spent = in_turn(clock, {"step": lambda: losses.append(training_step(head, optimizer, x, y))}, ROUNDS).get("step")
+    if spent:
+        variant = f"exact, bf16 + int8, chunk {head.chunk_size(batch)}"
+        table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
+        state = STATE_BYTES * classes / 2**30
+        print(f"  state {state:.2f} GiB; loss {losses[0]:.4f} to {losses[-1]:.4f}; mean norm {head.mean_norm():.3f}")
+
+
+class Peak:
+    """Device memory held by tensors at most, from here on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+
+    def gib(self) -> float:
+        """GiB; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated(self.device) / 2**30 if self.device.type == "cuda" else 0.0
+
+
+def fitting_classes(device: torch.device, classes: int) -> int:
+    """``classes``, or as many as this GPU holds beside a chunk's scratch."""
+    if device.type != "cuda":
+        return classes
+    free, _ = torch.cuda.mem_get_info(device)
+    fitting = int((free - (2 << 30)) / STATE_BYTES)
+    if fitting < classes:
+        print(f"{classes:,} classes do not fit: {free / 2**30:.1f} GiB are free; taking {fitting:,}")
+    return min(classes, fitting)
+
+
+def release(clock: Clock) -> None:
+    """Give memory back to the device."""
+    gc.collect()
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0, help="no part begins that would end later")
+    parser.add_argument("--only", choices=("checks", "variants", "whole"))
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU where there is no GPU; keeps no row")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() and not (args.dry and is_interpreted()):
+        print("needs an NVIDIA GPU; TRITON_INTERPRET=1 and --dry run every line at tiny sizes without one")
+        return 2
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    clock = Clock(device, time.monotonic() + 60 * args.minutes - 30)
+    sizes = TINY if args.dry else FULL
+    print(*circumstances().values(), sep=", ")
+    rate = measure_floor(clock, sizes)
+    fine = run_checks(clock, args.dry) if args.only in (None, "checks") else True
+    with tempfile.TemporaryDirectory() as thrown_away:
+        table = Table(rate, Path(thrown_away) if args.dry else RESULTS)
+        if args.only in (None, "whole"):
+            time_whole_steps(clock, sizes, table)
+        if args.only in (None, "variants"):
+            time_variants(clock, sizes, table)
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
