@@ -1,0 +1,198 @@
+"""A class table that memory does not hold: trained from a mapped file, killed by SIGKILL, resumed with equal losses.
+
+    python benchmarks/host_table.py [--classes 5000000] [--dim 128] [--sample-rate 0.01] [--folder DIR] [--out DIR]
+
+One run goes through; another is killed after half of its steps and resumed from its last checkpoint. Synthetic
+embeddings of 2,000 identities stand for a backbone's; all other classes are negatives. Prints steps per second, the
+peak of resident memory beyond the libraries' by part, and the table's size; adds a row to
+benchmarks/results/host_table.csv. About two minutes, and three times the table's size on disk.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from results_file import RESULTS, add_row
+
+import plsc
+from plsc.train.checkpoint import CheckpointFolder, open_newest
+
+IDENTITIES = 2000
+DTYPES = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
+
+
+def resident(kind: str) -> float:
+    """This process's memory in MiB: VmRSS, RssAnon, RssFile or VmHWM (the peak since :func:`forget_peak`)."""
+    found = re.search(rf"{kind}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def forget_peak() -> None:
+    """Let VmHWM begin anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def batches(args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless unit embeddings (B, D) around their identities' centres, and labels (B,) all over the classes."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(IDENTITIES, args.dim, generator=generator)
+    classes = torch.randperm(IDENTITIES, generator=generator) * (args.classes // IDENTITIES)
+    while True:
+        chosen = torch.randint(IDENTITIES, (args.batch,), generator=generator)
+        x = centres[chosen] + 0.3 * torch.randn(args.batch, args.dim, generator=generator)
+        yield torch.nn.functional.normalize(x), classes[chosen]
+
+
+class Worker:
+    """One training process: a line of JSON per event on stdout."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.libraries = resident("VmRSS")
+        self.peaks: dict[str, float] = {}
+        self.mesh = plsc.init("cpu")
+        self.checkpoints = CheckpointFolder(args.folder / "checkpoints", self.mesh, keep=1)
+        forget_peak()
+        begin = time.monotonic()
+        self.head = plsc.ShardedHead(
+            args.dim, args.classes, self.mesh, sample_rate=args.sample_rate,
+            placement=f"mmap:{args.folder / 'table'}", **DTYPES,
+        )
+        self.optimizer = plsc.HeadSGD(self.head, lr=0.5, momentum=0.9, weight_decay=5e-4)
+        self.head.inverse_norms()
+        self.note("creation")
+        self.creation_seconds = time.monotonic() - begin
+
+    def note(self, part: str) -> None:
+        """Remember the peak of the part that ends here, above the libraries'."""
+        self.peaks[part] = max(self.peaks.get(part, 0.0), resident("VmHWM") - self.libraries)
+        forget_peak()
+
+    def tensors(self) -> dict[str, Any]:
+        """What a checkpoint holds."""
+        return {**self.head.sharded_state(), **self.optimizer.sharded_state()}
+
+    def resume(self) -> int:
+        """The step to go on from, with the newest checkpoint's state taken back."""
+        stored = open_newest(self.checkpoints)
+        if stored is None:
+            return 0
+        stored.load_into(self.tensors())
+        self.head.set_extra_state(stored.state["head"])
+        self.optimizer.steps = stored.step
+        self.note("load")
+        return stored.step
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint."""
+        self.checkpoints.save(step, self.tensors(), {"head": self.head.get_extra_state()})
+        self.note("save")
+
+    def go(self) -> None:
+        """Train to the last step, and tell the figures."""
+        done = self.resume()
+        feed = batches(self.args)
+        for _ in range(done):
+            next(feed)
+        upcoming = next(feed)
+        seconds = 0.0
+        for step in range(done + 1, self.args.steps + 1):
+            begin = time.monotonic()
+            (x, labels), upcoming = upcoming, next(feed)
+            loss = self.head(x, labels)
+            self.head.prefetch(upcoming[1])
+            loss.backward()
+            self.optimizer.step()
+            seconds += time.monotonic() - begin
+            print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
+            if step % self.args.save_every == 0:
+                self.note("training")
+                self.save(step)
+        self.note("training")
+        mean_norm = self.head.mean_norm()
+        self.note("mean norm")
+        print(json.dumps({
+            "steps_per_second": (self.args.steps - done) / seconds, "creation_seconds": self.creation_seconds,
+            "libraries_mib": self.libraries, "peaks_mib": self.peaks, "mean_norm": mean_norm,
+        }))  # fmt: skip
+
+
+def run(args: argparse.Namespace, folder: Path, kill_at: int = 0) -> tuple[dict[int, float], dict[str, Any]]:
+    """One worker's losses and figures; with ``kill_at`` it is killed after that step."""
+    folder.mkdir(exist_ok=True)
+    losses: dict[int, float] = {}
+    command = [sys.executable, __file__, "--worker", "--folder", str(folder)]
+    for name in ("classes", "dim", "sample_rate", "batch", "steps", "save_every"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            event = json.loads(line)
+            if "step" not in event:
+                return losses, event
+            losses[event["step"]] = event["loss"]
+            if event["step"] == kill_at:
+                os.kill(process.pid, signal.SIGKILL)
+                return losses, {}
+    raise SystemExit("a worker ended early: see above")
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Both runs, compared; the row of figures."""
+    whole, figures = run(args, folder / "whole")
+    size = sum(path.stat().st_size for path in (folder / "whole").glob("table.*"))
+    shutil.rmtree(folder / "whole")
+    before, _ = run(args, folder / "killed", kill_at=args.steps // 2 + args.save_every // 4)
+    after, resumed = run(args, folder / "killed")
+    equal = {**before, **after} == whole and all(before[step] == after[step] for step in before.keys() & after.keys())
+    peaks = {part: round(value) for part, value in {**resumed["peaks_mib"], **figures["peaks_mib"]}.items()}
+    print(f"killed after step {max(before)}, resumed from step {min(after) - 1}: losses "
+          f"{'are equal' if equal else 'DIFFER'}")
+    return {
+        "classes": args.classes, "dim": args.dim, "sample_rate": args.sample_rate, "batch": args.batch,
+        "steps": args.steps, "table_mib": round(size / 2**20),
+        "steps_per_second": round(figures["steps_per_second"], 2),
+        "creation_seconds": round(figures["creation_seconds"], 1), "first_loss": round(whole[1], 3),
+        "last_loss": round(whole[args.steps], 3), "losses_equal_after_kill": equal,
+        "libraries_mib": round(figures["libraries_mib"]),
+        **{f"peak_{part.replace(' ', '_')}_mib": value for part, value in sorted(peaks.items())},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--classes", type=int, default=5_000_000)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--sample-rate", type=float, default=0.01)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--save-every", type=int, default=20)
+    parser.add_argument("--folder", type=Path, help="where the tables and checkpoints go while it runs")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where host_table.csv is")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.worker:
+        Worker(args).go()
+        return
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        row = measure(args, Path(folder))
+    for name, value in row.items():
+        print(f"{name:>24} {value}")
+    add_row("host_table", row, args.out)
+
+
+if __name__ == "__main__":
+    main()
