@@ -29,7 +29,6 @@ import plsc
 from plsc.train.checkpoint import CheckpointFolder, open_newest
 
 IDENTITIES = 2000
-DTYPES = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 
 
 def resident(kind: str) -> float:
@@ -68,7 +67,7 @@ class Worker:
         begin = time.monotonic()
         self.head = plsc.ShardedHead(
             args.dim, args.classes, self.mesh, sample_rate=args.sample_rate,
-            placement=f"mmap:{args.folder / 'table'}", **DTYPES,
+            weight_dtype=torch.bfloat16, momentum_dtype=torch.int8, placement=f"mmap:{args.folder / 'table'}",
         )
         self.optimizer = plsc.HeadSGD(self.head, lr=0.5, momentum=0.9, weight_decay=5e-4)
         self.head.inverse_norms()
