@@ -138,6 +138,14 @@ class ShardedHead(nn.Module):
             self.settle()
         return super().__getattr__(name)
 
+    def _save_to_state_dict(self, *arguments: Any) -> None:
+        self.settle()
+        super()._save_to_state_dict(*arguments)
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        self.settle()
+        super()._load_from_state_dict(*arguments)
+
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
         """The mean loss over the global batch.
 

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -186,6 +187,29 @@ def test_writes_from_outside_are_noticed_after_a_prefetch(tmp_path):
         return [head(*given[-1]).detach(), *everything(head, optimizer)]
 
     assert same(run(f"mmap:{tmp_path}/t"), run("device"))
+
+
+def test_state_dicts_hold_and_take_what_has_landed(tmp_path):
+    def run(placement: str) -> list[torch.Tensor]:
+        head, optimizer = make(ONE, placement, sample_rate=0.2)
+        (x, y), (x2, y2) = batches(2)
+        head(x, y).backward()
+        optimizer.step()
+        saved = {name: value.clone() for name, value in head.state_dict().items() if isinstance(value, torch.Tensor)}
+        head.prefetch(y2)
+        head(x2, y2).backward()
+        optimizer.step()
+        head.load_state_dict({**head.state_dict(), **saved})
+        return [saved["weight"], head(x, y).detach(), *everything(head, optimizer)]
+
+    store = staging._Lane.store
+
+    def slowly(lane, rows, columns):
+        time.sleep(0.05)
+        store(lane, rows, columns)
+
+    with mock.patch.object(staging._Lane, "store", slowly):
+        assert same(run(f"mmap:{tmp_path}/t"), run("device"))
 
 
 def test_a_loss_overtaken_by_another_step_is_refused(tmp_path):
