@@ -16,6 +16,7 @@ def renew_norms(table: ClassRows, index: slice | Tensor) -> None:
     float32 norm is the same, and a resumed run goes on as one that never stopped.
     """
     rows = table.weight[index]
-    parts = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64) for part in rows.split(WIDENED_ROWS)]
-    norms = torch.cat(parts).to(table.inverse_norm.dtype)
-    table.inverse_norm[index] = norms.clamp_(min=SMALLEST_NORM).reciprocal_()
+    norms = torch.empty(len(rows), dtype=torch.float64, device=rows.device)  # whole: small results in between
+    for part, out in zip(rows.split(WIDENED_ROWS), norms.split(WIDENED_ROWS), strict=True):  # would split the heap
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float64, out=out)
+    table.inverse_norm[index] = norms.to(table.inverse_norm.dtype).clamp_(min=SMALLEST_NORM).reciprocal_()
