@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import statistics
 
 import pytest
@@ -126,6 +127,14 @@ def test_our_head_and_dense_logits_compute_the_same_loss():
         ours.weight.copy_(theirs.weight)
     x, y = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)), torch.arange(8)
     torch.testing.assert_close(theirs(x, y), ours(x, y))
+
+
+@pytest.mark.parametrize("name", ["dense", "plsc", "plsc-no-momentum", "plsc-fp32"])
+def test_exact_heads_begin_at_the_loss_of_unrelated_rows(name):
+    """Cosines near 0: log Z = ln C + s²/(2D), and the target's logit is s·cos(π/2 + m). Batches scatter by 0.18."""
+    setting = Setting(name, 2000, 64, dim=1024, nproc=1, steps=1)
+    expected = math.log(2000) + 64**2 / (2 * 1024) + 64 * math.sin(0.5)
+    assert measure(setting, ALONE)["loss"] == pytest.approx(expected, abs=0.9)
 
 
 @pytest.mark.parametrize("batch", [4, 16])  # below and from D: torch's two ways
