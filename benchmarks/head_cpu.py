@@ -4,7 +4,7 @@
 
 Two ranks of one thread, D = 512, 64 samples a rank; a step is forward, backward and update. Prints the table of
 `plsc bench head` and what share of the peer's processor time and memory ours takes, and adds the rows to
-benchmarks/results/head_cpu.csv (or into --out). About four minutes; each peer's rank needs 4 GB at 500,000 classes.
+benchmarks/results/head_cpu.csv (or into --out). About two minutes; each peer's rank needs 4 GB at 500,000 classes.
 """
 
 import argparse
