@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from plsc.errors import UsageError
 
-AUGMENTATIONS = ("none", "flip", "standard")
+AUGMENTATIONS = ("none", "flip", "affine", "standard")
 
 
 def normalize(images: torch.Tensor) -> torch.Tensor:
@@ -30,15 +31,18 @@ def augment_batch(
 ) -> torch.Tensor:
     """Augment uint8 (B, 3, S, S), whose row i is the data set's image ``indices[i]``; returns the same shape.
 
-    ``"flip"`` mirrors half of them. ``"standard"`` also crops, turns, recolours, blurs, coarsens, compresses
-    and covers parts. What befalls an image depends on (seed, epoch, its index) alone, so that it is the same
-    on any rank, in any loader process and in any batch.
+    ``"flip"`` mirrors half of them. ``"affine"`` turns, stretches, shears and shifts them a little and mirrors none,
+    for what is another thing in the mirror (letters). ``"standard"`` mirrors, bends, crops, recolours, blurs,
+    coarsens, compresses and covers parts. What befalls an image depends on (seed, epoch, its index)
+    alone, so that it is the same on any rank, in any loader process and in any batch.
     """
     if name == "none" or len(indices) == 0:
         return images
     keys = sample_keys(indices, seed=seed, epoch=epoch)
     if name == "flip":
         return _mirrored(images, keys >> np.uint64(63) == 1)
+    if name == "affine":
+        return _bent(images, keys)
     transform = _standard(images.shape[-1])
     state = torch.default_generator.get_state()
     try:
@@ -66,6 +70,20 @@ def _mirrored(images: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
     pixels = images.numpy().copy()  # numpy reverses rows of bytes twice as fast as torch does
     pixels[chosen] = pixels[chosen][..., ::-1]
     return torch.from_numpy(pixels)
+
+
+def _bent(images: torch.Tensor, keys: NDArray[np.uint64]) -> torch.Tensor:
+    """Every image by an affine map of its own; what comes in at the edges repeats the edge."""
+    angle, stretch_x, stretch_y, shear_x, shear_y, shift_x, shift_y = (
+        torch.from_numpy(_mixed(keys ^ np.uint64(number)) / 2.0**63 - 1).float() for number in range(1, 8)
+    )  # each uniform in [-1, 1)
+    turn = angle * (10 * torch.pi / 180)
+    rotation = torch.stack([turn.cos(), -turn.sin(), turn.sin(), turn.cos()], 1).view(-1, 2, 2)
+    shape = torch.stack([1 + 0.1 * stretch_x, 0.14 * shear_x, 0.14 * shear_y, 1 + 0.1 * stretch_y], 1).view(-1, 2, 2)
+    shift = 0.12 * torch.stack([shift_x, shift_y], 1)  # of half the image's side
+    grid = functional.affine_grid(torch.cat([rotation @ shape, shift[:, :, None]], 2), list(images.shape), False)
+    bent = functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    return bent.round_().to(torch.uint8)
 
 
 def _keyed(transform: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, key: int) -> torch.Tensor:

@@ -41,8 +41,10 @@ class DataConfig:
     image_size: int = key(112, "pixels of a side that pictures are resized to", least=16)
     batch_size: int = key(128, "pictures per rank and micro-batch", least=1)
     augment: str = key(
-        "flip", "flip mirrors half of the pictures; standard is the usual stronger set",
-        choices=("none", "flip", "standard"),
+        "flip",
+        "flip mirrors half of the pictures; affine bends them a little and mirrors none; standard is the usual "
+        "stronger set",
+        choices=("none", "flip", "affine", "standard"),
     )
     workers: int = key(2, "decoding processes per rank; 0 decodes in the training process", least=0)
     max_bad_records: int = key(1000, "unreadable pictures to skip before the run gives up", least=0)

@@ -95,7 +95,7 @@ def test_orders_differ_by_epoch_and_seed() -> None:
     assert epoch_order(5, seed=1, epoch=2, shuffle=True).dtype == np.uint32
 
 
-@pytest.mark.parametrize("augment", ["none", "flip", "standard"])
+@pytest.mark.parametrize("augment", ["none", "flip", "affine", "standard"])
 def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
     data = Numbered(55, size=24)
     settings_of = [(1, 0, False), (2, 0, True), (3, 0, "auto"), (1, 2, True), (2, 1, False)]
@@ -257,7 +257,7 @@ def test_images_of_any_size_cannot_be_trained_on() -> None:
         loaders(data, 1, 2)
 
 
-@pytest.mark.parametrize("name", ["none", "flip", "standard"])
+@pytest.mark.parametrize("name", ["none", "flip", "affine", "standard"])
 def test_augmentation_depends_on_seed_epoch_and_index_alone(name: str) -> None:
     images = torch.stack([Numbered(64, size=32).image(index) for index in range(64)])
     indices = np.arange(64)
@@ -273,6 +273,21 @@ def test_augmentation_depends_on_seed_epoch_and_index_alone(name: str) -> None:
         for image, result in zip(images, whole, strict=True):
             assert torch.equal(result, image) != torch.equal(result, image.flip(-1))
     assert augment_batch(images[:0], indices[:0], name, seed=1, epoch=2).shape == (0, 3, 32, 32)
+
+
+def test_affine_moves_a_shape_a_little_and_fills_from_the_edges() -> None:
+    """A dark square on white stays about where and as large as it was, and no other grey comes in."""
+    images = torch.full((200, 3, 48, 48), 255, dtype=torch.uint8)
+    images[:, :, 12:28, 8:24] = 0  # off the middle: a mirror image would have it elsewhere
+    bent = augment_batch(images, np.arange(200), "affine", seed=0, epoch=0)
+    dark = 1 - bent[:, 0].float() / 255
+    area = dark.sum((1, 2))
+    assert (bent[:, :, 0, 0] == 255).all()
+    assert ((area > 0.6 * 256) & (area < 1.6 * 256)).all()
+    columns = (dark.sum(1) * torch.arange(48)).sum(1) / area
+    assert ((columns - 15.5).abs() < 9).all()
+    assert columns.std() > 1
+    assert torch.unique(bent, dim=0).shape[0] == 200
 
 
 def test_half_of_all_images_are_mirrored() -> None:
