@@ -46,3 +46,8 @@ def test_result_is_written(tmp_path, capsys):
     target = tmp_path / "new" / "x.json"
     assert main(["data", "stats", "avatars:2x2", "--json", str(target)]) == 0
     assert json.loads(target.read_text())["classes"] == 2
+
+
+def test_a_keys_value_is_not_taken_for_a_positional_argument(capsys):
+    assert main(["plan", "--embedding_dim", "256", "--classes", "100000", "--backbone", "resnet8"]) == 0
+    assert "100,000 classes x 256" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -40,6 +41,20 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
+def _apart(argv: list[str], options: set[str]) -> tuple[list[str], list[str]]:
+    """What the parser is to read, and the --KEY VALUE pairs: it would take their values for positional arguments."""
+    own: list[str] = []
+    pairs: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--") or name in options:
+            own.append(word)
+        else:
+            pairs += [word] if equals else [word, *itertools.islice(words, 1)]
+    return own, pairs
+
+
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog=f"plsc {name}",
@@ -50,8 +65,9 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     tool.configure(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
     if getattr(tool, "accepts_overrides", False):  # --KEY VALUE pairs that the tool itself knows
-        args, overrides = parser.parse_known_args(argv)
-        args.overrides = overrides
+        own, overrides = _apart(argv, {name for action in parser._actions for name in action.option_strings})
+        args, unknown = parser.parse_known_args(own)
+        args.overrides = overrides + unknown
     else:
         args = parser.parse_args(argv)
     try:
