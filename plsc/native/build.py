@@ -13,7 +13,8 @@ from pathlib import Path
 
 _SOURCE = Path(__file__).with_name("head_kernels.cpp")
 _FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared",
+    "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-funroll-loops",
+    "-fPIC", "-shared",
 )
 _LOG = logging.getLogger("plsc")
 

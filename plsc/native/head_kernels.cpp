@@ -229,13 +229,13 @@ inline void read_row(const void* table, int64_t offset, int64_t dim, float scale
 // Store a row, rounded by 16 of each element's random bits: the low ones (shift 0) or the high ones (shift 16).
 template <Kind kind>
 inline void write_row(void* table, int64_t offset, int64_t dim, const uint32_t* bits, int shift, float* scale, float* row) {
-    float step = 1.0f;
+    float steps_per_unit = 1.0f;
     if constexpr (kind == kInt8) {
         float largest = 0.0f;
 #pragma omp simd reduction(max : largest)
         for (int64_t d = 0; d < dim; d++) largest = std::fabs(row[d]) > largest ? std::fabs(row[d]) : largest;
         *scale = largest / 127.0f;
-        step = *scale > std::numeric_limits<float>::min() ? *scale : std::numeric_limits<float>::min();
+        steps_per_unit = 1.0f / std::max(*scale, std::numeric_limits<float>::min());
     }
 #pragma omp simd
     for (int64_t d = 0; d < dim; d++) {
@@ -243,7 +243,7 @@ inline void write_row(void* table, int64_t offset, int64_t dim, const uint32_t* 
         if constexpr (kind == kFloat) static_cast<float*>(table)[offset + d] = row[d];
         if constexpr (kind == kBfloat16) static_cast<bf16*>(table)[offset + d] = round_stochastically(row[d], chance);
         if constexpr (kind == kInt8) {
-            float value = std::floor(row[d] / step + (float(chance) + 0.5f) * (1.0f / 65536.0f));
+            float value = std::floor(row[d] * steps_per_unit + (float(chance) + 0.5f) * (1.0f / 65536.0f));
             value = value > 127.0f ? 127.0f : value;
             static_cast<int8_t*>(table)[offset + d] = int8_t(value < -127.0f ? -127.0f : value);
         }
