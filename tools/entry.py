@@ -4,6 +4,7 @@ import argparse
 import importlib
 import itertools
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -90,6 +91,9 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
 
 
 def _fail(who: str, message: str, code: int) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # The launcher ends all ranks when one has failed, and tells by the exit code who has spoken.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(f"{who}: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 
