@@ -14,7 +14,7 @@ from typing import Any
 
 from results_file import RESULTS, add_row
 
-from plsc.bench.compare import Plan, compare
+from plsc.bench.compare import Comparison, compare
 from plsc.bench.report import ratio_lines, table
 
 CONTESTANTS = ("floor", "plsc", "partial-fc", "plsc-sampled", "partial-fc-sampled")
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where head_cpu.csv is")
     args = parser.parse_args()
-    plan = Plan(CONTESTANTS, args.classes, [64], rounds=args.rounds, partial_fc=args.partial_fc)
+    plan = Comparison(CONTESTANTS, args.classes, [64], rounds=args.rounds, partial_fc=args.partial_fc)
     result = compare(plan)
     print(table(result["rows"]))
     print(f"\n{ratio_lines(result['ratios'], result['rows'])}\n")

@@ -14,6 +14,7 @@ from typing import Any
 
 from plsc import strict_toml
 from plsc.errors import UsageError
+from plsc.head.host_memory import mapped_file
 from plsc.strict_toml import Key, key, toml_value
 
 # The keys of [head] that each margin takes; what is not given keeps the margin's own default.
@@ -287,9 +288,10 @@ def _check_together(config: Config) -> None:
         raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
     if config.optim.name == "adamw" and config.head.momentum_dtype == "none":
         raise UsageError('head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8')
-    kind, _, file = config.head.placement.partition(":")
-    if config.head.placement not in ("device", "host") and (kind != "mmap" or not file):
-        raise UsageError(f'head.placement is "device", "host" or "mmap:FILE", not "{config.head.placement}"')
+    try:
+        mapped_file(config.head.placement)
+    except UsageError as error:
+        raise UsageError(f"head.{error}") from None
     for name in dict.fromkeys(name for names in MARGINS.values() for name in names):
         if getattr(config.head, name) is not None and name not in MARGINS[config.head.margin]:
             takes = ", ".join(MARGINS[config.head.margin])

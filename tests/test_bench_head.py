@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plsc.bench import compare as comparison
-from plsc.bench.compare import Plan, ratios_of, row_of
+from plsc.bench.compare import Comparison, ratios_of, row_of
 from plsc.bench.contestants import CONTESTANTS
 from plsc.bench.peers import DenseArcFace, PlainSoftmax
 from plsc.bench.setting import Setting
@@ -149,7 +149,7 @@ def taken(cpu, memory=10.0):
 
 
 def test_medians_and_ratios_are_over_the_rounds():
-    plan = Plan(("plsc", "dense"), [100], [4], rounds=3)
+    plan = Comparison(("plsc", "dense"), [100], [4], rounds=3)
     rounds = {"plsc": [taken(1.0), taken(2.0), taken(4.0)], "dense": [taken(3.0, 30.0), taken(20.0), taken(8.0, 20.0)]}
     row = row_of(plan, "plsc", 100, 4, rounds["plsc"])
     assert (row["cpu_s"], row["cpu_s_low"], row["cpu_s_high"], row["wall_s"]) == (2.0, 1.0, 4.0, 4.0)
@@ -166,7 +166,7 @@ def test_contestants_alternate_and_failures_are_not_tried_again(monkeypatch):
         return {"reason": "no"} if (setting.contestant, setting.classes) == ("dense", 200) else taken(1.0)
 
     monkeypatch.setattr(comparison, "measured", measured)
-    result = comparison.compare(Plan(("plsc", "dense"), [300, 100, 200], [4], rounds=2), quiet=True)
+    result = comparison.compare(Comparison(("plsc", "dense"), [300, 100, 200], [4], rounds=2), quiet=True)
     assert turns == [("plsc", 100), ("dense", 100), ("plsc", 100), ("dense", 100),
                      ("plsc", 200), ("dense", 200), ("plsc", 200), ("plsc", 300), ("plsc", 300)]
     notes = {row["classes"]: row["note"] for row in result["rows"] if row["contestant"] == "dense"}

@@ -69,14 +69,12 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.bench.report import draw, ratio_lines, table, write_csv
     from plsc.files import make_folder
 
-    plan = _plan(args)
+    comparison = _comparison(args)
     if args.out is not None:
         make_folder(args.out)
-    if args.json is not None:
-        make_folder(args.json.absolute().parent)
     if args.partial_fc is None:
         print("PartialFC_V2 is left out: --partial-fc FOLDER names a checkout that has it", file=sys.stderr)
-    result = compare(plan)
+    result = compare(comparison)
     print(table(result["rows"]))
     if text := ratio_lines(result["ratios"], result["rows"]):
         print(f"\n{text}")
@@ -87,8 +85,8 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _plan(args: argparse.Namespace) -> Any:
-    from plsc.bench.compare import Plan
+def _comparison(args: argparse.Namespace) -> Any:
+    from plsc.bench.compare import Comparison
     from plsc.bench.contestants import CONTESTANTS, FLOOR, NEED_PARTIAL_FC
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -98,7 +96,7 @@ def _plan(args: argparse.Namespace) -> Any:
     nproc = args.nproc
     if nproc is None:
         nproc = torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)
-    return Plan(
+    return Comparison(
         contestants=args.contestants if args.contestants is not None else everyone,
         classes=args.classes if args.classes is not None else _SIZES[device]["classes"],
         batches=args.batch if args.batch is not None else _SIZES[device]["batch"],

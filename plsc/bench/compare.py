@@ -21,7 +21,7 @@ _SHARE_OF_MEMORY = 0.85  # of what is available now
 
 
 @dataclass(frozen=True)
-class Plan:
+class Comparison:
     """What to compare; ``batches`` are per rank, ``limit`` is the seconds that one turn of one contestant may take.
 
     Raises :class:`UsageError` for an unknown contestant, a peer's folder that is wrong, or a number out of range.
@@ -65,33 +65,34 @@ class Plan:
         )  # fmt: skip
 
 
-def compare(plan: Plan, *, quiet: bool = False) -> dict[str, Any]:
-    """Run every contestant at every size, all of them in turn and that ``plan.rounds`` times over.
+def compare(comparison: Comparison, *, quiet: bool = False) -> dict[str, Any]:
+    """Run every contestant at every size, all of them in turn and that ``comparison.rounds`` times over.
 
     Returns:
         ``rows``, one per contestant and size, as :func:`row_of` makes them, and ``ratios``, as :func:`ratios_of`.
     """
-    sizes = [(classes, batch) for batch in sorted(set(plan.batches)) for classes in sorted(set(plan.classes))]
-    total = len(sizes) * plan.rounds * len(plan.contestants)
+    ascending, batches = sorted(set(comparison.classes)), sorted(set(comparison.batches))
+    sizes = [(classes, batch) for batch in batches for classes in ascending]
+    total = len(sizes) * comparison.rounds * len(comparison.contestants)
     progress = Progress("measuring", total, "starts", interval=2.0, quiet=quiet)
     rows, ratios = [], []
     too_large: set[tuple[str, int]] = set()  # contestants that failed at fewer classes and this batch
     for classes, batch in sizes:
-        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in plan.contestants}
-        for _ in range(plan.rounds):
-            for name in plan.contestants:
-                rounds[name].append(_once(plan, name, classes, batch, rounds[name], too_large))
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in comparison.contestants}
+        for _ in range(comparison.rounds):
+            for name in comparison.contestants:
+                rounds[name].append(_once(comparison, name, classes, batch, rounds[name], too_large))
                 progress.advance(note=f"{name} at {classes:,}")
         too_large |= {(name, batch) for name, taken in rounds.items() if "reason" in taken[-1]}
-        here = {name: row_of(plan, name, classes, batch, taken) for name, taken in rounds.items()}
+        here = {name: row_of(comparison, name, classes, batch, taken) for name, taken in rounds.items()}
         rows += list(here.values())
-        ratios += ratios_of(plan, classes, batch, rounds)
+        ratios += ratios_of(comparison, classes, batch, rounds)
     progress.finish()
     return {"rows": _with_floor_share(rows), "ratios": ratios}
 
 
 def _once(
-    plan: Plan,
+    comparison: Comparison,
     name: str,
     classes: int,
     batch: int,
@@ -104,20 +105,20 @@ def _once(
         return {"reason": reason}
     if (name, batch) in too_large:
         return {"reason": "failed with fewer classes already"}
-    return measured(plan.setting(name, classes, batch), plan.limit)
+    return measured(comparison.setting(name, classes, batch), comparison.limit)
 
 
-def row_of(plan: Plan, name: str, classes: int, batch: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(comparison: Comparison, name: str, classes: int, batch: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """A contestant's row: where and how it was measured, and the medians over the rounds; None where there is none.
 
     ``kind`` is "cpu" or "cuda"; ``cpu_s`` and ``wall_s`` are seconds per step and rank, ``cpu_s_low`` and
     ``cpu_s_high`` the extreme rounds, ``memory_mib`` the peak per rank above the libraries, ``peak_mib`` the peak with
     them, ``floor_share`` the floor's time over this one's; ``note`` says what is particular, or why it failed.
     """
-    row: dict[str, Any] = circumstances(processor() if plan.device == "cpu" else None) | {
-        "kind": plan.device, "contestant": name, "label": label(name, plan.sample_rate), "classes": classes,
-        "batch_per_rank": batch,
-        "nproc": plan.nproc, "threads": plan.threads, "dim": plan.dim, "rounds": plan.rounds, "steps": plan.steps,
+    sizes = {name: getattr(comparison, name) for name in ("nproc", "threads", "dim", "rounds", "steps")}
+    row: dict[str, Any] = circumstances(processor() if comparison.device == "cpu" else None) | {
+        "kind": comparison.device, "contestant": name, "label": label(name, comparison.sample_rate),
+        "classes": classes, "batch_per_rank": batch, **sizes,
     }  # fmt: skip
     failed = next((taken["reason"] for taken in rounds if "reason" in taken), None)
     good = [] if failed is not None else rounds
@@ -127,15 +128,15 @@ def row_of(plan: Plan, name: str, classes: int, batch: int, rounds: list[dict[st
     row |= {"cpu_s_low": min(cpu, default=None), "cpu_s_high": max(cpu, default=None), "floor_share": None}
     note = good[0].get("note", "") if good else ""
     if good and name in NEED_PARTIAL_FC:
-        note = partial_fc_version(check_partial_fc(plan.partial_fc))
+        note = partial_fc_version(check_partial_fc(comparison.partial_fc))
     return row | {"failed": failed is not None, "note": failed or note}
 
 
 def ratios_of(
-    plan: Plan, classes: int, batch: int, rounds: dict[str, list[dict[str, Any]]]
+    comparison: Comparison, classes: int, batch: int, rounds: dict[str, list[dict[str, Any]]]
 ) -> list[dict[str, Any]]:
     """How many times as much each peer took as each head of ours: the median of the rounds' quotients."""
-    ok = [name for name in plan.contestants if name != FLOOR and not any("reason" in r for r in rounds[name])]
+    ok = [name for name in comparison.contestants if name != FLOOR and not any("reason" in r for r in rounds[name])]
     ratios = []
     for own in (name for name in ok if CONTESTANTS[name].ours):
         for peer in (name for name in ok if not CONTESTANTS[name].ours):

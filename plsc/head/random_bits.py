@@ -37,7 +37,7 @@ def _mix(x: Tensor) -> Tensor:
     x ^= (x >> 16) & 0xFFFF
     x *= _MULTIPLY_1
     x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(_MULTIPLY_2)
+    x *= as_int32(_MULTIPLY_2)
     x ^= (x >> 16) & 0xFFFF
     return x
 
@@ -50,7 +50,8 @@ def _mix_int(x: int) -> int:
     return x ^ x >> 16
 
 
-def _signed(x: int) -> int:
+def as_int32(x: int) -> int:
+    """The int32 that has the bits of ``x``, a number in [0, 2³²)."""
     return x - (1 << 32) if x >= 1 << 31 else x
 
 

@@ -2,14 +2,15 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
+from plsc.head.chunk_size import default_chunk_size
 from plsc.head.global_batch import SMALLEST_NORM, GlobalBatch, gather_batch, gather_labels
+from plsc.head.head_loss import HeadLoss
 from plsc.head.host_memory import Column, HostMemory, mapped_file
 from plsc.head.host_table import HostTable
 from plsc.head.norms import renew_norms
@@ -17,16 +18,14 @@ from plsc.head.partition import class_range, fill_normal, normal_rows
 from plsc.head.pending import Pending, gradient_chunks, visited
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import sample_classes
+from plsc.head.targets import target_cosines
 from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.margins import ArcFace, Margin, TargetLogit
-from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded, through_norm
+from plsc.losses.softmax import Batch, Partial, first_pass, is_bounded
 from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
 NORM_ROWS = 65536  # whose norms are taken at a time: never a second copy of the table
-_CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block: in cache
-_GPU_CHUNK_BYTES = 512 << 20  # of all that a chunk needs: 64k classes at B = D = 512, where launches cost nothing
-_GPU_CHUNK_STEP = 1024  # whole blocks of every kernel, so that sums over classes are grouped alike in every chunk
 
 
 class ShardedHead(nn.Module):
@@ -161,7 +160,7 @@ class ShardedHead(nn.Module):
             UsageError: shapes or dtypes do not fit (likewise on every rank).
         """
         weight = self.table if self.update == "autograd" else None
-        loss: Tensor = _HeadLoss.apply(
+        loss: Tensor = HeadLoss.apply(
             embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled()
         )
         return loss
@@ -287,7 +286,7 @@ class ShardedHead(nn.Module):
         )
         selected, rows = self._visit(gathered, differentiate and self.training)
         position = rows.positions(gathered.labels - self.class_range[0])
-        cos, own = self._target_cosines(rows, gathered.features, position)
+        cos, own = target_cosines(rows, gathered.features, position, self.mesh)
         target = self._margin_target(cos, gathered, differentiate and self.training)
         batch = Batch(gathered.features, position, target.phi, self.margin, self.margin_state)
         partial = first_pass(rows, batch, self.chunk_size(len(position)), with_pull=differentiate)
@@ -338,25 +337,6 @@ class ShardedHead(nn.Module):
     def _generator(self, device: torch.device, salt: int, batch: int) -> torch.Generator:
         key = (self.seed * 1_000_003 + batch) * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03
         return torch.Generator(device).manual_seed(key % 2**63)
-
-    def _target_cosines(self, rows: ClassRows, features: Tensor, position: Tensor) -> tuple[Tensor, "_OwnRows"]:
-        """Cosines (b,) of the group's samples with their own classes, float64, from all shards; the rows owned here.
-
-        Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
-        """
-        owned = torch.where(position >= 0)[0]
-        classes = position[owned] if rows.selected is None else rows.selected[position[owned]]
-        picked = rows.picked(rows.rows_of(classes))
-        weight = picked.weight.double().view(len(owned), self.centers, self.dim)
-        x = features[owned].double()
-        norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
-        each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
-        best, winner = each.max(dim=1) if self.centers > 1 else (each[:, 0], torch.zeros_like(classes))
-        cos = features.new_zeros(len(position), dtype=torch.float64)
-        cos[owned] = best
-        nearest = torch.arange(len(owned), device=winner.device) * self.centers + winner
-        own = _OwnRows(owned, picked.weight[nearest], picked.inverse_norm[nearest])
-        return all_reduce_sum(cos, self.mesh.head), own
 
     def _margin_target(self, cos: Tensor, gathered: GlobalBatch, learning: bool) -> TargetLogit:
         """The margin at the group's targets. Statistics, and margins drawn at random, are those of the whole batch."""
@@ -457,73 +437,6 @@ class ShardedHead(nn.Module):
     @property
     def _local_rows(self) -> int:
         return (self.class_range[1] - self.class_range[0]) * self.centers
-
-
-@dataclass(frozen=True)
-class _OwnRows:
-    """The nearest rows of the samples' own classes, where those are of this shard.
-
-    ``samples`` (n,) are the samples' positions; ``weight`` (n, D) and ``inverse_norm`` (n,) their rows.
-    """
-
-    samples: Tensor
-    weight: Tensor
-    inverse_norm: Tensor
-
-    def pull(self, target_pull: Tensor, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
-        """index_add_'s arguments that put the owned targets' share into the embeddings' gradient."""
-        strength = target_pull[self.samples].to(dtype) * self.inverse_norm.to(dtype)
-        return 0, self.samples, self.weight.to(dtype) * strength[:, None]
-
-
-def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
-    """Classes per chunk for ``batch`` samples where nobody chose: what keeps a chunk's block within its budget."""
-    if device_type == "cuda":
-        logits, gradients = 6 * batch, 8 * dim  # float32 and bfloat16; float32, this chunk's and the last one's
-        fitting = _GPU_CHUNK_BYTES // ((logits + gradients) * centers)
-        return max(fitting // _GPU_CHUNK_STEP, 1) * _GPU_CHUNK_STEP
-    return max(_CPU_CHUNK_BYTES // (4 * max(batch, dim // 2) * centers), 256)
-
-
-class _HeadLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        embeddings: Tensor,
-        anchor: Tensor,
-        weight: Tensor | None,
-        labels: Tensor,
-        head: ShardedHead,
-        differentiate: bool,
-    ) -> Tensor:
-        with torch.autocast(head.mesh.device.type, enabled=False):
-            loss, gradient, pending = head.compute(embeddings.detach(), labels, differentiate)
-        ctx.head, ctx.pending, ctx.training = head, pending, head.training
-        ctx.save_for_backward(*([gradient] if gradient is not None else []))
-        ctx.dtype = embeddings.dtype
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        head: ShardedHead = ctx.head
-        pending: Pending = ctx.pending
-        pending.gradient = grad.detach().clone()
-        by_weight = None
-        if head.update == "autograd":
-            by_weight = _dense_gradient(head, pending)
-        elif ctx.training:
-            head.pending.append(pending)
-        by_embeddings = (gradient * (grad * head.mesh.world_size)).to(ctx.dtype)
-        return by_embeddings, None, by_weight, None, None, None
-
-
-def _dense_gradient(head: ShardedHead, pending: Pending) -> Tensor:
-    gradient = torch.zeros_like(head.weight)
-    with torch.autocast(head.mesh.device.type, enabled=False):
-        for chunk, rows in head.gradient_chunks([pending]):
-            gradient[chunk.index] = through_norm(rows, chunk).to(gradient.dtype)
-    return gradient
 
 
 def is_staged(placement: str, device: torch.device) -> bool:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from plsc.head.global_batch import SMALLEST_NORM
 from plsc.head.low_precision import Rounding, RowState
+from plsc.head.random_bits import as_int32
 from plsc.losses.triton_support import runs_on
 
 _WIDEST = 1024  # a program holds whole rows
@@ -70,15 +71,10 @@ def update_rows(
         sgd_rows[(-(-n // block),)](
             unit_gradient.contiguous(), weight, inverse_norm,
             None if state is None else state.values, None if state is None else state.scale,
-            listed, first, numbers.contiguous(), first_number, n, _signed(key),
+            listed, first, numbers.contiguous(), first_number, n, as_int32(key),
             lr, momentum, weight_decay, factor, SMALLEST_NORM, dim,
             BLOCK_N=block, BLOCK_D=width, NESTEROV=nesterov, STOCHASTIC=rounding == "stochastic",
             num_warps=4, enable_fp_fusion=True,
         )  # fmt: skip
     changed = [tensor for tensor in (weight, None if state is None else state.values) if tensor is not None]
     torch.autograd.graph.increment_version(changed)
-
-
-def _signed(key: int) -> int:
-    """32 bits as an int32, so that every key has one type."""
-    return key - (1 << 32) if key >= 1 << 31 else key

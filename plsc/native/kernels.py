@@ -39,11 +39,10 @@ def fits_tiles(weight: Tensor) -> bool:
     return on_cpu and weight.shape[1] % _TILE == 0 and weight.is_contiguous() and has_tiles()
 
 
-def fits_update(weight: Tensor) -> bool:
-    """Whether :func:`sgd` takes this table: float32 or bfloat16 on a CPU with a compiler."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    return weight.is_contiguous() and library() is not None
+def fits_update(weight: Tensor, state: Tensor | None) -> bool:
+    """Whether :func:`sgd` takes this table and momentum: not float64, on a CPU with a compiler."""
+    kinds = weight.dtype in (torch.float32, torch.bfloat16) and (state is None or state.dtype in _KINDS)
+    return kinds and weight.device.type == "cpu" and weight.is_contiguous() and library() is not None
 
 
 @dataclass(frozen=True)

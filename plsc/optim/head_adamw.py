@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
-from plsc.head.low_precision import Dice, Rounding
+from plsc.head.low_precision import Dice, Rounding, RowState
 from plsc.head.sharded_head import ShardedHead
 from plsc.optim.head_optimizer import HeadOptimizer
 
@@ -49,20 +49,25 @@ class HeadAdamW(HeadOptimizer):
         self.tables["second_moment"] = self._table("second_moment", torch.bfloat16 if low else head.momentum_dtype)
 
     def _rows_updated(
-        self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        tables: dict[str, RowState],
+        index: slice | Tensor,
+        dice: Dice | None,
     ) -> None:
         group = self.param_groups[0]
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         wide = gradient.dtype
-        first = self.tables["first_moment"].read(index, wide).lerp_(gradient, 1 - beta1)
+        first = tables["first_moment"].read(index, wide).lerp_(gradient, 1 - beta1)
         second = (
-            self.tables["second_moment"]
+            tables["second_moment"]
             .read(index, wide)
             .mul_(beta2)
             .addcmul_(gradient, gradient, value=1 - beta2)
         )
-        self.tables["first_moment"].write(index, first, dice)
-        self.tables["second_moment"].write(index, second, dice)
+        tables["first_moment"].write(index, first, dice)
+        tables["second_moment"].write(index, second, dice)
         weight.mul_(1 - lr * group["weight_decay"])
         size = lr / (1 - beta1**self.steps)
         root = (second / (1 - beta2**self.steps)).sqrt_().add_(group["eps"])

@@ -120,19 +120,19 @@ class HeadOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def _rows_updated(
-        self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        tables: dict[str, RowState],
+        index: slice | Tensor,
+        dice: Dice | None,
     ) -> None:
-        """Change ``weight`` (n, D) in place by its ``gradient``, and the state of rows ``index``. For subclasses."""
+        """Change ``weight`` (n, D) in place by its ``gradient``, and rows ``index`` of ``tables``. For subclasses."""
         raise NotImplementedError
 
     def _update(self, factor: float) -> None:
-        whole = self.tables
-        try:
-            for chunk, gradient in self._unit_gradients(self._columns):
-                self.tables = self._tables_of(chunk)
-                self._update_chunk(chunk, gradient, factor)
-        finally:
-            self.tables = whole
+        for chunk, gradient in self._unit_gradients(self._columns):
+            self._update_chunk(chunk, gradient, factor)
         self.head.norms_are_current()
 
     def _tables_of(self, chunk: Chunk) -> dict[str, RowState]:
@@ -152,7 +152,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         gradient = through_norm(unit_gradient, chunk).mul_(factor)
         dice = self._dice(chunk)
         weight = chunk.weight.to(gradient.dtype, copy=True)
-        self._rows_updated(weight, gradient, chunk.index, dice)
+        self._rows_updated(weight, gradient, self._tables_of(chunk), chunk.index, dice)
         low = dice.low if dice is not None else None
         store(chunk.table.weight, chunk.index, weight, low, self.rounding)
         renew_norms(chunk.table, chunk.index)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from plsc.errors import UsageError
 from plsc.head import triton_update
-from plsc.head.low_precision import Dice, Rounding
+from plsc.head.low_precision import Dice, Rounding, RowState
 from plsc.head.random_bits import key_of
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.class_rows import Chunk
@@ -51,57 +51,46 @@ class HeadSGD(HeadOptimizer):
             self.tables["momentum"] = self._table("momentum", head.momentum_dtype)
 
     def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
-        if triton_update.supports(chunk.table.weight, self.tables.get("momentum")):
-            return self._update_chunk_by_triton(chunk, unit_gradient, factor)
-        if self.rounding != "stochastic" or not kernels.fits_update(chunk.table.weight):
-            return super()._update_chunk(chunk, unit_gradient, factor)
-        state = self.tables.get("momentum")
-        if state is not None and state.values.dtype == torch.float64:
+        table, state = chunk.table, self._tables_of(chunk).get("momentum")
+        on_triton = triton_update.supports(table.weight, state)
+        if not on_triton and not (self.rounding == "stochastic" and kernels.fits_update(table.weight, _values(state))):
             return super()._update_chunk(chunk, unit_gradient, factor)
         group = self.param_groups[0]
-        return kernels.sgd(
-            kernels.Table.visiting(chunk.table.weight, chunk.table.inverse_norm, chunk.index),
-            unit_gradient,
-            factor=factor,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            state=state.values if state is not None else None,
-            state_scale=state.scale if state is not None else None,
-            key=key_of(self.head.seed, self.steps),
-            numbers=chunk.local_rows,
-            first_number=self.head.first_row,
-        )
-
-    def _update_chunk_by_triton(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
-        group = self.param_groups[0]
-        triton_update.update_rows(
-            chunk.table.weight,
-            chunk.table.inverse_norm,
-            chunk.index,
-            unit_gradient,
-            self.tables.get("momentum"),
-            factor=factor,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            rounding=self.rounding,
-            key=key_of(self.head.seed, self.steps),
-            numbers=chunk.local_rows,
-            first_number=self.head.first_row,
-        )
+        options = {
+            "factor": factor,
+            "lr": float(group["lr"]),
+            "momentum": group["momentum"],
+            "weight_decay": group["weight_decay"],
+            "nesterov": group["nesterov"],
+            "key": key_of(self.head.seed, self.steps),
+            "numbers": chunk.local_rows,
+            "first_number": self.head.first_row,
+        }
+        if on_triton:
+            rows = table.weight, table.inverse_norm, chunk.index
+            return triton_update.update_rows(*rows, unit_gradient, state, rounding=self.rounding, **options)
+        visited = kernels.Table.visiting(table.weight, table.inverse_norm, chunk.index)
+        scale = state.scale if state is not None else None
+        return kernels.sgd(visited, unit_gradient, state=_values(state), state_scale=scale, **options)
 
     def _rows_updated(
-        self, weight: Tensor, gradient: Tensor, index: slice | Tensor, dice: Dice | None
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        tables: dict[str, RowState],
+        index: slice | Tensor,
+        dice: Dice | None,
     ) -> None:
         group = self.param_groups[0]
         lr, momentum, decay = float(group["lr"]), group["momentum"], group["weight_decay"]
         step = gradient.add_(weight, alpha=decay) if decay else gradient
-        if "momentum" in self.tables:
-            buffer = self.tables["momentum"].read(index, torch.promote_types(gradient.dtype, torch.float32))
+        if "momentum" in tables:
+            buffer = tables["momentum"].read(index, torch.promote_types(gradient.dtype, torch.float32))
             buffer.mul_(momentum).add_(step)
-            self.tables["momentum"].write(index, buffer, dice)
+            tables["momentum"].write(index, buffer, dice)
             step = step.add_(buffer, alpha=momentum) if group["nesterov"] else buffer
         weight.add_(step, alpha=-lr)
+
+
+def _values(state: RowState | None) -> Tensor | None:
+    return None if state is None else state.values

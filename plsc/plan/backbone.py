@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+from plsc.train.parts import AUTOCAST_DTYPES
+
+_PRECISIONS = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def profile_backbone(
     weights = [(p.nbytes, p.requires_grad) for p in fake.parameters()]
     with mode, Ledger(fake) as ledger:
         x = torch.empty(images, 3, image_size, image_size)
-        dtype = AUTOCAST.get(precision)
+        dtype = AUTOCAST_DTYPES.get(precision)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             embeddings = fake(x)
         embeddings = embeddings.float()

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from plsc.config import Config
+from plsc.head.chunk_size import default_chunk_size
 from plsc.head.norms import WIDENED_ROWS
-from plsc.head.sharded_head import ShardedHead, default_chunk_size
+from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import Device
@@ -24,7 +25,6 @@ FRAGMENTED_SHARE = 0.05
 # state, random bits and what is computed from them. The fused kernels have the gradient alone.
 _PLAIN_COPIES = 7
 _STAGES = 5  # copies of a table in host memory: in use, fetched ahead, and up to three whose updates return
-_WIDTH = {"float64": 8, "float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,10 @@ def _spoken(name: str) -> str:
 
 def _backbone_state(setup: Setup, profile: BackboneProfile) -> dict[str, int]:
     config = setup.config
-    states = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
     kept = {
         "backbone weights": profile.weights,
         "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
-        "backbone optimizer state": states * profile.trainable,
+        "backbone optimizer state": setup.backbone_states * profile.trainable,
     }
     if not keeps_gradients(setup):
         kept["backbone gradients"] = profile.trainable
@@ -133,7 +132,7 @@ def _phases(setup: Setup, profile: BackboneProfile, device: Device) -> dict[str,
 
 
 def _features(setup: Setup) -> int:
-    return setup.group_batch * setup.config.embedding_dim * _WIDTH[setup.config.head.weight_dtype]
+    return setup.group_batch * setup.config.embedding_dim * setup.weight_width
 
 
 def _sums(setup: Setup) -> int:
@@ -144,7 +143,7 @@ def _sums(setup: Setup) -> int:
 def _block(setup: Setup, device: Device, rows: int, *, passes: int) -> int:
     """A chunk's scratch: its (rows, B) block in float32, rounded for the product; its rows' gradient and copies."""
     samples = setup.group_batch * (setup.micro_batches if passes == 2 else 1)
-    width = _WIDTH[setup.config.head.weight_dtype]
+    width = setup.weight_width
     rounded = width if width < 4 else 0
     block = rows * samples * (4 + rounded)
     wide_rows = rows * setup.config.embedding_dim * 4

@@ -61,6 +61,17 @@ class Setup:
         return min(max(round(rate * owned), min(positives, owned)), owned) * centers
 
     @property
+    def backbone_states(self) -> int:
+        """Numbers that the backbone's optimizer keeps for each weight."""
+        optim = self.config.optim
+        return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+
+    @property
+    def weight_width(self) -> int:
+        """Bytes of a number of the table, and of the features that it is multiplied with."""
+        return {"float32": 4, "bfloat16": 2}[self.config.head.weight_dtype]
+
+    @property
     def storage(self) -> tuple[str, str]:
         """(weights, momentum)."""
         return self.config.head.weight_dtype, self.config.head.momentum_dtype

@@ -18,7 +18,6 @@ LATENCY = {"inside": 10e-6, "between": 20e-6}  # seconds per doubling of the ran
 OVERLAPPED_SHARE = 0.8  # of the backward pass, during which data parallel's all-reduce is under way already
 BACKWARD_SHARE = 2 / 3  # of a backbone's time
 HOST_COPY = LINKS["pcie"] * LINK_SHARE  # bytes per second and direction between host and device
-_WIDTH = {"float32": 4, "bfloat16": 2}
 _PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 
 
@@ -112,7 +111,7 @@ def _head_collectives(setup: Setup, links: Links) -> dict[str, float]:
     copies = setup.replicas
     replicated = 8 * dim * setup.visited_rows * (copies - 1) / copies
     return {
-        "head, features gathered": seconds(dim * _WIDTH[setup.storage[0]]),
+        "head, features gathered": seconds(dim * setup.weight_width),
         "head, sums over shards": seconds(32),
         "head, gradient scattered": seconds(dim * 4),
         "head, replicas' gradients summed": links.seconds(replicated, copies, setup.per_node, stride=ranks),
@@ -129,9 +128,8 @@ def _data_parallel(setup: Setup, profile: BackboneProfile, links: Links, backbon
 
 def _update_traffic(setup: Setup, profile: BackboneProfile) -> int:
     """Bytes: gradients twice (norm, update), weights and states there and back; the moving average likewise."""
-    states = 2 if setup.config.optim.name == "adamw" else int(setup.config.optim.momentum > 0)
     average = 3 * profile.weights if setup.config.ema else 0
-    return (4 + 2 * states) * profile.trainable + average
+    return (4 + 2 * setup.backbone_states) * profile.trainable + average
 
 
 def _bus(setup: Setup, links: Links) -> float:

@@ -24,7 +24,7 @@ def plain(monkeypatch):
 
     def switch_off():
         monkeypatch.setattr(kernels, "fits_tiles", lambda weight: False)
-        monkeypatch.setattr(kernels, "fits_update", lambda weight: False)
+        monkeypatch.setattr(kernels, "fits_update", lambda weight, state: False)
 
     return switch_off
 
