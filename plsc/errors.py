@@ -23,3 +23,15 @@ class LabelError(PlscError, ValueError):
 
 class IntegrityError(PlscError):
     """A stored file is not the one that its manifest describes."""
+
+
+class NotFoundError(UsageError):
+    """What the request names does not exist: a collection, a person, a face, a snapshot."""
+
+
+class ConflictError(UsageError):
+    """What the request would make exists already, or contradicts what is stored."""
+
+
+class StorageError(PlscError):
+    """The store cannot write any more (a full disk, a read-only one, a lost connection); nothing was half done."""

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"plsc": ROOT / "plsc"} | {f"plsc.{name}": ROOT / name for name in ("models", "data", "tools")}
 LAYERS = ["native", "parallel", "losses", "head", "optim", "train", "quickstart", "tools"]
-NEVER_TRAIN = {"models", "data", "embed", "index", "evaluation", "bench"}
+NEVER_TRAIN = {"models", "data", "embed", "index", "evaluation", "bench", "gallery", "serve"}
 
 
 def modules() -> dict[str, Path]:
