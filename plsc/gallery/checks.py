@@ -1,0 +1,139 @@
+"""What every store asks of names, vectors, metadata and searches before it touches a row."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plsc.errors import ConflictError, UsageError
+from plsc.gallery.contract import Collection, Float32, NewPerson
+from plsc.gallery.filters import Filter, check_metadata
+
+LARGEST_DIM = 16_384
+LARGEST_ID = 2**63 - 1
+LONGEST_NAME = 1024  # characters of a person's name
+_COLLECTION = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+
+
+@dataclass(frozen=True)
+class CheckedPerson:
+    """A person fit to be stored: ``vectors`` (n, dim) float32 of length 1, ``metadata`` a plain dict."""
+
+    vectors: Float32
+    name: str | None
+    metadata: dict[str, Any]
+
+
+def now() -> str:
+    """The time as ISO 8601, UTC, to the millisecond."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def check_collection(name: str, dim: int, contract_id: str) -> None:
+    """:class:`UsageError` unless a collection may have this name, dimension and contract."""
+    if not isinstance(name, str) or not _COLLECTION.fullmatch(name):
+        raise UsageError(
+            f"no collection can be named {ascii(name)[:80]}: a name is 1 to 64 letters, digits, _, - or ., "
+            "beginning with a letter"
+        )
+    if not _is_whole(dim) or not 1 <= dim <= LARGEST_DIM:
+        raise UsageError(f"a collection's dim is 1 to {LARGEST_DIM}, not {ascii(dim)[:80]}")
+    if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not _storable(contract_id):
+        raise UsageError(f"a contract id is a string of 1 to 256 characters, not {ascii(contract_id)[:80]}")
+
+
+def check_contract(collection: Collection, contract_id: str) -> None:
+    """:class:`ConflictError` unless vectors of ``contract_id`` may be compared with the collection's."""
+    if contract_id != collection.contract_id:
+        raise ConflictError(
+            f"collection {collection.name} holds embeddings of the contract {collection.contract_id}, not of "
+            f"{ascii(contract_id)[:80]}; vectors of two models cannot be compared: use one model, or another collection"
+        )
+
+
+def check_name(name: Any) -> str | None:
+    """A person's name itself; :class:`UsageError` unless it is None or a string of at most 1,024 characters."""
+    if name is None or (isinstance(name, str) and len(name) <= LONGEST_NAME and _storable(name)):
+        return name
+    raise UsageError(f"a person's name is a string of at most {LONGEST_NAME} characters, not {ascii(name)[:80]}")
+
+
+def check_persons(persons: Sequence[NewPerson], dim: int) -> list[CheckedPerson]:
+    """All of ``persons`` fit to be stored; :class:`UsageError` names the first that is not, by its place."""
+    checked = []
+    for place, person in enumerate(persons):
+        try:
+            vectors = unit_vectors(person.vectors, dim)
+            checked.append(CheckedPerson(vectors, check_name(person.name), check_metadata(person.metadata)))
+        except UsageError as error:
+            raise UsageError(f"person {place} of {len(persons)}: {error}" if len(persons) > 1 else str(error)) from None
+    return checked
+
+
+def check_search(k: int, threshold: float, where: Filter | None) -> None:
+    """:class:`UsageError` unless ``k`` is a whole number >= 1, ``threshold`` a number and ``where`` a filter."""
+    if not _is_whole(k) or k < 1:
+        raise UsageError(f"k is {ascii(k)[:80]}; at least one match must be asked for")
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float | np.number) or math.isnan(threshold):
+        raise UsageError(f"the threshold is {ascii(threshold)[:80]}; it is a cosine from -1 to 1")
+    _check_filter(where)
+
+
+def check_page(after: int, limit: int, where: Filter | None) -> None:
+    """:class:`UsageError` unless ``after`` and ``limit`` are whole numbers, ``limit`` >= 1."""
+    if not _is_whole(limit) or limit < 1:
+        raise UsageError(f"limit is {ascii(limit)[:80]}; at least one person must be asked for")
+    if not _is_whole(after):
+        raise UsageError(f"after is {ascii(after)[:80]}; it is the id of a person, or 0")
+    _check_filter(where)
+
+
+def unit_vectors(vectors: npt.ArrayLike, dim: int) -> Float32:
+    """``vectors`` (n, dim) as float32 of length 1, n >= 0; an empty list is n = 0.
+
+    :class:`UsageError` names the first row that has no direction.
+    """
+    try:
+        array = np.asarray(vectors)
+    except ValueError:
+        raise UsageError(f"vectors are rows of different lengths; they are numbers of shape [n, {dim}]") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.empty((0, dim), dtype=np.float32)
+    if array.ndim != 2 or array.shape[1] != dim or array.dtype.kind not in "fiu":
+        raise UsageError(f"vectors are {array.dtype}{list(array.shape)}; they are numbers of shape [n, {dim}]")
+    wide = array.astype(np.float64)
+    finite = np.isfinite(wide).all(axis=1)
+    if not finite.all():
+        raise UsageError(f"vector {int(np.flatnonzero(~finite)[0])} holds NaN or infinity")
+    largest = np.abs(wide).max(axis=1, initial=0.0, keepdims=True)
+    if not largest.all():
+        raise UsageError(f"vector {int(np.flatnonzero(largest[:, 0] == 0)[0])} is zero, which has no direction")
+    wide /= largest  # 1e-300 and 1e300 squared are neither nothing nor infinite
+    return np.ascontiguousarray((wide / np.linalg.norm(wide, axis=1, keepdims=True)).astype(np.float32))
+
+
+def is_id(value: Any) -> bool:
+    """Whether a person or a face could have ``value`` as its id."""
+    return _is_whole(value) and 0 < value <= LARGEST_ID
+
+
+def _check_filter(where: Filter | None) -> None:
+    if where is not None and not isinstance(where, Filter):
+        raise UsageError(f"a filter is made by Filter.parse, and not a {type(where).__name__}")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _storable(text: str) -> bool:
+    """Whether UTF-8 can hold it, and databases: JSON may carry half a surrogate pair, and NUL."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
