@@ -13,20 +13,29 @@ image (--flip no leaves that out of .bin sets; --flip yes does it with --data to
 same pairs accepted when a share f of the different pairs is; it is a dash where the set has fewer than 1/f
 different pairs.
 
+--calibration FILE writes which cosine holds which false-match rate, by all pairs of the --data and --pairs sets, for
+`plsc serve --calibration FILE --fmr 1e-4`. Choose people like those that will be searched for, and many: ten different
+pairs have to match at each rate. Pictures are compared as they are searched, without their mirror images, unless
+--flip yes is given (for sets made by `plsc embed --flip`); with .bin sets, say --flip no or --flip yes.
+
   plsc eval runs/first --data unseen/ --plot roc.png
   plsc eval model.onnx --pairs lfw.bin agedb_30.bin --json result.json
   plsc eval runs/first --pairs lfw.bin --nproc 8
+  plsc eval runs/first --data unseen/ --calibration first.calibration.json
 """
 
 import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from plsc.errors import UsageError
+
+if TYPE_CHECKING:
+    from plsc.evaluation.roc import Roc
 
 HELP = "judge a model: verification, identification, IJB"
 RAW_PIXELS = "raw-pixels"
@@ -42,6 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--ijb", type=Path, metavar="DIR", help="the folder IJBB or IJBC")
     add("--plot", type=Path, metavar="FILE", help="draw the ROC curves (.png, .svg or .pdf)")
     add("--histogram", type=Path, metavar="FILE", help="draw the scores of same and different pairs")
+    add("--calibration", type=Path, metavar="FILE", help="write the thresholds of false-match rates (.json)")
     add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     add("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
     add("--image-size", type=int, default=112, metavar="N", help="of raw-pixels (default: 112)")
@@ -78,6 +88,20 @@ def _check(args: argparse.Namespace) -> None:
     for picture in (args.plot, args.histogram):
         if picture is not None:
             check_target(picture)
+    if args.calibration is not None:
+        _check_calibration(args)
+
+
+def _check_calibration(args: argparse.Namespace) -> None:
+    """Refuse, before the work, what no calibration could come of."""
+    if args.model == RAW_PIXELS:
+        raise UsageError("--calibration: raw-pixels has no embeddings to search by; calibrate a model")
+    if not (args.data or args.pairs):
+        raise UsageError("--calibration compares single images: give --data DIR or --pairs X.bin")
+    if args.pairs and args.flip == "auto":
+        raise UsageError("--calibration with --pairs: say --flip no, or --flip yes for sets of `plsc embed --flip`")
+    if args.calibration.is_dir() or not args.calibration.absolute().parent.is_dir():
+        raise UsageError(f"--calibration {args.calibration}: name a file in a folder that exists")
 
 
 def _argv(args: argparse.Namespace) -> list[str]:
@@ -85,7 +109,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
     argv = ["eval", args.model]
     for name in ("pairs", "data"):
         argv += [f"--{name}", *getattr(args, name)] if getattr(args, name) else []
-    for name in ("ijb", "plot", "histogram", "json"):
+    for name in ("ijb", "plot", "histogram", "calibration", "json"):
         argv += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
     return [
         *argv, "--precision", args.precision, "--batch-size", str(args.batch_size),
@@ -99,12 +123,14 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.parallel.mesh import init, shutdown
 
     mesh = init()
+    rocs: dict[str, Roc] = {}
     try:
         embed, image_size = _embedder(args, mesh.device)
         options: dict[str, Any] = {
             "image_size": image_size, "mesh": mesh, "batch_size": args.batch_size, "curves": True,
         }  # fmt: skip
-        sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, flip=FLIP[args.flip], **options)
+        flip = FLIP[args.flip]
+        sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, flip=flip, rocs=rocs, **options)
         if args.ijb is not None:
             sets |= ijb(embed, args.ijb, **options)
     finally:
@@ -113,7 +139,24 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     print(results_table(sets))
     _draw(args, sets)
+    if args.calibration is not None:
+        _calibrate(args, embed, rocs, sum(sets[name]["images"] - sets[name]["unreadable"] for name in rocs))
     return {"model": args.model, "sets": sets}
+
+
+def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", images: int) -> None:
+    from plsc.embed.extract import contract_of
+    from plsc.evaluation.calibration import calibrate, write_calibration
+
+    contract = contract_of(embed, FLIP[args.flip] is True)
+    calibration = calibrate(rocs, contract_id=contract, model=args.model, images=images)
+    write_calibration(args.calibration, calibration)
+    strictest = calibration.points[-1]
+    print(
+        f"calibrated: {args.calibration} holds false-match rates down to {strictest.fmr:g} "
+        f"(cosine {strictest.threshold:.4f}, true-match rate {strictest.tmr:.4f}), "
+        f"from {calibration.impostor_pairs:,} different and {calibration.genuine_pairs:,} same pairs"
+    )
 
 
 def _embedder(

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 def evaluate(
     embed: Embed, sets: Sequence[str], *, image_size: int, mesh: Mesh, batch_size: int = 64, seed: int = 0,
-    flip: bool | None = None, curves: bool = False, quiet: bool = False,
+    flip: bool | None = None, curves: bool = False, quiet: bool = False, rocs: dict[str, Roc] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Judge ``embed`` on every set; the same answer on every rank and for every number of ranks.
 
@@ -48,6 +48,7 @@ def evaluate(
             and not for identities, which are judged as they will be searched (and a mirrored letter is another letter).
         curves: add ``roc`` ({"far", "tar"}) and ``scores`` (histograms of cosines), for drawing.
         quiet: print no progress.
+        rocs: filled on the first rank with each set's exact ROC, for :func:`plsc.evaluation.calibration.calibrate`.
 
     Returns:
         By the set's name (:func:`set_names`), in the order of ``sets``: {"accuracy", "accuracy_std",
@@ -65,7 +66,10 @@ def evaluate(
             embed, data.images, name, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet,
             flip=data.is_same is not None if flip is None else flip,
         )
-        results[name] = on_main(partial(_judge, data, embedded, seed, curves), mesh)
+        judged: list[Roc] = []  # stays on the first rank: an exact ROC is large
+        results[name] = on_main(partial(_judge, data, embedded, seed, curves, judged), mesh)
+        if rocs is not None and judged:
+            rocs[name] = judged[0]
     return results
 
 
@@ -83,27 +87,31 @@ def on_main(function: Callable[[], T], mesh: Mesh) -> T:
     return cast(T, answer)
 
 
-def _judge(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool) -> dict[str, Any]:
+def _judge(
+    data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, judged: list[Roc]
+) -> dict[str, Any]:
+    """The set's results; its exact ROC is appended to ``judged``."""
     counts = {"images": len(data.images), "unreadable": int(np.sum(~embedded.readable))}
     if data.is_same is not None:
-        return _judge_pairs(embedded, data.is_same, curves) | counts
-    assert data.labels is not None
-    return _judge_identities(embedded, data.labels, seed, curves) | counts
+        result, roc = _judge_pairs(embedded, data.is_same)
+    else:
+        assert data.labels is not None
+        result, roc = _judge_identities(embedded, data.labels, seed)
+    judged.append(roc)
+    return result | counts | (drawn_curves(roc) if curves else {})
 
 
-def _judge_pairs(embedded: EmbeddedImages, is_same: NDArray[np.bool_], curves: bool) -> dict[str, Any]:
+def _judge_pairs(embedded: EmbeddedImages, is_same: NDArray[np.bool_]) -> tuple[dict[str, Any], Roc]:
     whole = embedded.readable[0::2] & embedded.readable[1::2]
     rows, truth = embedded.rows[np.repeat(whole, 2)], is_same[whole]
     result = verification(rows, truth)
     result |= {"rank1": None, "rank5": None, "open_set": None, "identities": None}
-    if curves:
-        result |= drawn_curves(roc_from_scores(1.0 - squared_distances(rows, truth.size) / 2.0, truth))
-    return result
+    return result, roc_from_scores(1.0 - squared_distances(rows, truth.size) / 2.0, truth)
 
 
 def _judge_identities(
-    embedded: EmbeddedImages, all_labels: NDArray[np.int64], seed: int, curves: bool
-) -> dict[str, Any]:
+    embedded: EmbeddedImages, all_labels: NDArray[np.int64], seed: int
+) -> tuple[dict[str, Any], Roc]:
     rows, labels = embedded.rows[embedded.readable], all_labels[embedded.readable]
     first, second, is_same = draw_pairs(labels, seed)
     pairs = np.stack([first, second], axis=1).reshape(-1)
@@ -113,7 +121,7 @@ def _judge_identities(
     found = identification(rows, labels, seed=seed)
     result |= {key: found[key] for key in ("rank1", "rank5", "open_set")}
     result["identities"] = len(np.unique(labels))
-    return result | (drawn_curves(roc) if curves else {})
+    return result, roc
 
 
 def drawn_curves(roc: Roc, bins: int = 200) -> dict[str, Any]:

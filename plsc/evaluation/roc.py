@@ -1,6 +1,6 @@
 """Receiver operating characteristic, exact: one point per distinct score, so that ties are never split."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +47,17 @@ def roc_from_counts(
     """The ROC of a histogram: ``same[k]`` and ``different[k]`` pairs have ``scores[k]`` (K,), ascending."""
     filled = np.flatnonzero((same > 0) | (different > 0))[::-1]
     return Roc(scores[filled], np.cumsum(same[filled]), np.cumsum(different[filled]))
+
+
+def merge_rocs(rocs: Sequence[Roc]) -> Roc:
+    """The ROC of the pairs of all ``rocs`` together; equal scores of different sets become one point."""
+    if not rocs:
+        return Roc(np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+    scores, places = np.unique(np.concatenate([roc.thresholds for roc in rocs]), return_inverse=True)
+    same, different = np.zeros(len(scores), dtype=np.int64), np.zeros(len(scores), dtype=np.int64)
+    np.add.at(same, places, np.concatenate([np.diff(roc.genuine, prepend=0) for roc in rocs]))
+    np.add.at(different, places, np.concatenate([np.diff(roc.impostors, prepend=0) for roc in rocs]))
+    return roc_from_counts(scores, same, different)
 
 
 def area_under_curve(roc: Roc) -> float | None:
