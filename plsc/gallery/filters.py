@@ -1,8 +1,10 @@
 """Filters on persons' metadata, as JSON: ``{"city": "Bern", "age": {"gte": 30, "lt": 40}}`` (all must hold)."""
 
 import math
-from collections.abc import Mapping
+import operator as operators
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from plsc.errors import UsageError
@@ -11,14 +13,18 @@ OPERATORS = ("eq", "ne", "in", "gt", "gte", "lt", "lte", "exists")
 _LARGEST = 64  # conditions in a filter, and entries of a metadata object
 _LONGEST = 1024  # characters of a key or a value
 _MANY = 10_000  # values after "in"
+_ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+    "gt": operators.gt, "gte": operators.ge, "lt": operators.lt, "lte": operators.le,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Condition:
     """``key operator value``; value is a scalar, a tuple of scalars for "in", a bool for "exists".
 
-    Numbers and strings are never equal or ordered to one another; true and false are not numbers; a key that is
-    absent fits "ne" and {"exists": false} alone.
+    Numbers and strings are never equal or ordered to one another; true and false are not numbers, and have no order;
+    integers and fractions are compared by their exact values, strings by their code points. A key that is absent fits
+    "ne" and {"exists": false} alone.
     """
 
     key: str
@@ -34,11 +40,15 @@ class Condition:
         if self.operator in ("eq", "ne"):
             return (present and _same(found, self.value)) == (self.operator == "eq")
         if self.operator == "in":
-            return present and any(_same(found, value) for value in self.value)
+            return present and (_kind(found), found) in self._members
         if not present or _kind(found) != _kind(self.value) or isinstance(found, bool):
             return False
-        order = {"gt": found > self.value, "gte": found >= self.value, "lt": found < self.value}
-        return bool(order.get(self.operator, found <= self.value))
+        return bool(_ORDERS[self.operator](found, self.value))
+
+    @cached_property
+    def _members(self) -> frozenset[tuple[str, Any]]:
+        """The values after "in", with their kinds: 1 and true are equal to Python, and here they are not."""
+        return frozenset((_kind(value), value) for value in self.value)
 
 
 @dataclass(frozen=True)
@@ -80,26 +90,26 @@ def _conditions(key: Any, asked: Any) -> list[Condition]:
         _check_scalar(key, asked)
         return [Condition(key, "eq", asked)]
     if not asked:
-        raise UsageError(f'the filter on "{key}" is empty; give one of {", ".join(OPERATORS)}')
+        raise UsageError(f"the filter on {_shown(key)} is empty; give one of {', '.join(OPERATORS)}")
     return [_condition(key, operator, value) for operator, value in asked.items()]
 
 
 def _condition(key: str, operator: Any, value: Any) -> Condition:
     if operator not in OPERATORS:
-        raise UsageError(f'the filter on "{key}" knows no {_shown(operator)}; it takes {", ".join(OPERATORS)}')
+        raise UsageError(f"the filter on {_shown(key)} knows no {_shown(operator)}; it takes {', '.join(OPERATORS)}")
     if operator == "in":
         if not isinstance(value, list) or len(value) > _MANY:
-            raise UsageError(f'"in" of the filter on "{key}" takes a list of at most {_MANY} values')
+            raise UsageError(f'"in" of the filter on {_shown(key)} takes a list of at most {_MANY} values')
         for one in value:
             _check_scalar(key, one)
         return Condition(key, operator, tuple(value))
     if operator == "exists":
         if not isinstance(value, bool):
-            raise UsageError(f'"exists" of the filter on "{key}" is true or false, not {_shown(value)}')
+            raise UsageError(f'"exists" of the filter on {_shown(key)} is true or false, not {_shown(value)}')
         return Condition(key, operator, value)
     _check_scalar(key, value)
-    if operator in ("gt", "gte", "lt", "lte") and isinstance(value, bool):
-        raise UsageError(f'"{operator}" of the filter on "{key}" takes a number or a string, not {_shown(value)}')
+    if operator in _ORDERS and isinstance(value, bool):
+        raise UsageError(f'"{operator}" of the filter on {_shown(key)} takes a number or a string, not {_shown(value)}')
     return Condition(key, operator, value)
 
 
@@ -116,7 +126,7 @@ def _check_scalar(key: str, value: Any) -> None:
     if isinstance(value, float) and math.isfinite(value):
         return
     raise UsageError(
-        f'"{key[:80]}" is {_shown(value)}; it takes a string of at most {_LONGEST} characters, '
+        f"{_shown(key)} is {_shown(value)}; it takes a string of at most {_LONGEST} characters, "
         "a finite number (integers of 64 bits), true or false"
     )
 
