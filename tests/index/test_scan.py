@@ -1,0 +1,135 @@
+"""The exact scan against float64 numpy: any size, filters, ties, near-ties that low precision cannot tell apart."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plsc.errors import DataError, UsageError
+from plsc.index.scan import ExactScan
+
+
+def unit(rows):
+    return (rows / np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)).astype(np.float32)
+
+
+def rows_of(count, dim, seed=0):
+    return unit(np.random.default_rng(seed).standard_normal((count, dim)))
+
+
+def oracle(queries, vectors, k, allowed=None):
+    """Scores (Q, k) float64 and rows (Q, k): all products, sorted, ties by row number."""
+    scores = queries.astype(np.float64) @ vectors.astype(np.float64).T
+    if allowed is not None:
+        scores[:, ~allowed] = -np.inf
+        k = min(k, int(allowed.sum()))
+    rows = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    return np.take_along_axis(scores, rows, axis=1), rows
+
+
+def agree(found, truth):
+    np.testing.assert_array_equal(found[1], truth[1])
+    np.testing.assert_allclose(found[0], truth[0], atol=1e-7)
+    assert found[0].dtype == np.float32
+    assert found[1].dtype == np.int64
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 700), dim=st.integers(1, 70), queries=st.integers(0, 40), k=st.integers(0, 800),
+    share=st.sampled_from([None, 0.0, 0.02, 0.5, 0.98]), seed=st.integers(0, 10**6),
+)  # fmt: skip
+def test_any_size_gives_the_float64_ranking(precision, rows, dim, queries, k, share, seed):
+    vectors, asked = rows_of(rows, dim, seed), rows_of(queries, dim, seed + 1)
+    allowed = None if share is None else np.random.default_rng(seed).random(rows) < share
+    found = ExactScan(vectors, precision=precision).search(asked, k, allowed=allowed)
+    agree(found, oracle(asked, vectors, k, allowed))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("queries", [1, 2, 16, 33, 256])
+def test_batches_over_many_rows(precision, queries):
+    vectors, asked = rows_of(20_000, 48), rows_of(queries, 48, 1)
+    scan = ExactScan(vectors, precision=precision)
+    agree(scan.search(asked, 10), oracle(asked, vectors, 10))
+    allowed = np.random.default_rng(2).random(20_000) < 0.3
+    agree(scan.search(asked, 10, allowed=allowed), oracle(asked, vectors, 10, allowed))
+
+
+def near_ties(count, dim, seed=0):
+    """(query (1, D), rows (count, D)) whose scores differ in the sixth digit: bfloat16 cannot rank them."""
+    query = rows_of(1, dim, seed)
+    aside = np.random.default_rng(seed + 1).standard_normal((count, dim))
+    aside -= (aside @ query.T.astype(np.float64)) * query
+    aside /= np.linalg.norm(aside, axis=1, keepdims=True)
+    cosine = 0.5 + np.random.default_rng(seed + 2).uniform(0, 2e-5, (count, 1))
+    return query, (cosine * query + np.sqrt(1 - cosine**2) * aside).astype(np.float32)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_rows_closer_than_the_low_precision_are_ranked_truly(precision):
+    query, close = near_ties(5000, 96)
+    vectors = np.concatenate([rows_of(3000, 96, 9), close])
+    queries = np.concatenate([query, rows_of(3, 96, 5)])
+    truth = oracle(queries, vectors, 10)
+    low = torch.from_numpy(query).bfloat16().float() @ torch.from_numpy(vectors).bfloat16().float().T
+    assert set(low[0].topk(40).indices.tolist()) < set(range(3000, 8000))
+    assert not set(truth[1][0]) <= set(low[0].topk(40).indices.tolist()), "the usual shortlist would miss some"
+    agree(ExactScan(vectors, precision=precision).search(queries, 10), truth)
+
+
+def test_equal_rows_come_by_number():
+    vectors = np.repeat(rows_of(40, 32), 50, axis=0)[np.random.default_rng(3).permutation(2000)]
+    agree(ExactScan(vectors).search(vectors[:5], 60), oracle(vectors[:5], vectors, 60))
+    same = np.repeat(rows_of(1, 32), 3000, axis=0)
+    assert ExactScan(same).search(same[:2], 7)[1].tolist() == [list(range(7))] * 2
+    allowed = np.arange(3000) % 3 == 2
+    assert ExactScan(same).search(same[:1], 4, allowed=allowed)[1].tolist() == [[2, 5, 8, 11]]
+
+
+def test_wide_ranges_within_a_row():
+    """One large number and many tiny ones, some too small for a normal float32."""
+    vectors = np.full((500, 40), 1e-42, dtype=np.float32) * np.arange(1, 501)[:, None].astype(np.float32)
+    vectors[:, 0] = 1
+    query = np.zeros((1, 40), dtype=np.float32)
+    query[0, 1] = 1
+    found = ExactScan(vectors).search(query, 5)
+    assert found[1].tolist() == [[499, 498, 497, 496, 495]]
+
+
+def test_a_map_is_searched_and_left(tmp_path: Path):
+    vectors = rows_of(30_000, 64)
+    np.save(tmp_path / "v.npy", vectors)
+    mapped = np.load(tmp_path / "v.npy", mmap_mode="r")
+    queries = rows_of(3, 64, 1)
+    scan = ExactScan(mapped)
+    agree(scan.search(queries, 10), oracle(queries, vectors, 10))
+    assert scan.memory_bytes == vectors.nbytes // 2
+    assert len(scan) == 30_000
+    part = mapped[100:20_000]
+    agree(ExactScan(part).search(queries, 10), oracle(queries, vectors[100:20_000], 10))
+
+
+def test_what_does_not_fit_is_refused():
+    vectors = rows_of(20, 8)
+    with pytest.raises(UsageError, match="precision 'int8'"):
+        ExactScan(vectors, precision="int8")
+    with pytest.raises(UsageError, match="float32 rows"):
+        ExactScan(vectors.astype(np.float64))
+    with pytest.raises(UsageError, match="float32 rows"):
+        ExactScan(vectors[:, ::2])
+    broken = vectors.copy()
+    broken[7, 3] = np.nan
+    with pytest.raises(DataError, match="row 7"):
+        ExactScan(broken)
+    scan = ExactScan(vectors)
+    with pytest.raises(UsageError, match=r"\[Q, 8\]"):
+        scan.search(rows_of(2, 9), 1)
+    with pytest.raises(UsageError, match="k is -1"):
+        scan.search(vectors, -1)
+    with pytest.raises(UsageError, match=r"bool \[20\]"):
+        scan.search(vectors, 1, allowed=np.ones(19, dtype=bool))
