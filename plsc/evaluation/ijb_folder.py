@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plsc.data.alignment import align_face
 from plsc.errors import DataError, UsageError
-from plsc.evaluation.alignment import align_face
 
 _FACES, _TEMPLATES, _PAIRS = "_name_5pts_score.txt", "_face_tid_mid.txt", "_template_pair_label.txt"
 

@@ -1,13 +1,13 @@
-"""IJB: alignment, pooling and the folder, against what the protocol says spelled out in loops."""
+"""IJB: pooling and the folder, against what the protocol says spelled out in loops."""
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from plsc.data.alignment import TEMPLATE, align_face, similarity_transform, warp
 from plsc.errors import DataError, UsageError
 from plsc.evaluation import ijb, raw_pixels
-from plsc.evaluation.alignment import TEMPLATE, align_face, similarity_transform, warp
 from plsc.evaluation.templates import pool_templates
 from plsc.parallel import Mesh
 
@@ -17,40 +17,6 @@ ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 def moved(points, angle, scale, shift):
     rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     return scale * points @ rotation.T + shift
-
-
-@pytest.mark.parametrize("angle", [0.0, 0.4, -2.5, np.pi])
-def test_a_similarity_is_recovered(angle):
-    matrix = similarity_transform(moved(TEMPLATE, angle, 1.7, [5, -9]), TEMPLATE)
-    back = moved(TEMPLATE, angle, 1.7, [5, -9]) @ matrix[:, :2].T + matrix[:, 2]
-    np.testing.assert_allclose(back, TEMPLATE, atol=1e-9)
-
-
-def test_the_transform_is_the_least_squares_one():
-    generator = np.random.default_rng(0)
-    for _ in range(20):
-        source = moved(TEMPLATE, generator.normal(), 2.0, [3, 4]) + generator.normal(scale=6, size=(5, 2))
-        # A similarity (a, -b, tx; b, a, ty) is linear in its four parameters.
-        rows = [row for x, y in source for row in ([x, -y, 1, 0], [y, x, 0, 1])]
-        a, b, tx, ty = np.linalg.lstsq(np.array(rows), TEMPLATE.reshape(-1), rcond=None)[0]
-        np.testing.assert_allclose(similarity_transform(source, TEMPLATE), [[a, -b, tx], [b, a, ty]], atol=1e-9)
-
-
-def test_mirrored_landmarks_give_a_rotation_and_no_reflection():
-    mirrored = TEMPLATE * [-1, 1] + [112, 0]
-    assert np.linalg.det(similarity_transform(mirrored, TEMPLATE)[:, :2]) > 0
-
-
-def test_warp_moves_whole_pixels_exactly_and_halves_by_the_mean():
-    image = torch.randint(0, 256, (3, 9, 13), dtype=torch.uint8)
-    stay = np.array([[1.0, 0, 0], [0, 1.0, 0]])
-    assert torch.equal(warp(image, stay, 9), image[:, :, :9])
-    right = warp(image, np.array([[1.0, 0, 2], [0, 1.0, 1]]), 9)
-    assert torch.equal(right[:, 1:, 2:], image[:, :8, :7])
-    assert right[:, 0].sum() == right[:, :, :2].sum() == 0
-    half = warp(image, np.array([[1.0, 0, -0.5], [0, 1.0, 0]]), 9)
-    mean = (image[:, :, :9].double() + image[:, :, 1:10].double()) / 2
-    assert (half.double() - mean).abs().max() <= 0.5
 
 
 def face(identity, size=112):
@@ -66,26 +32,6 @@ def photographed(picture, angle, scale, shift, size=200):
     landmarks = moved(TEMPLATE, angle, scale, shift)
     image = torch.from_numpy(picture.astype(np.uint8)).permute(2, 0, 1)
     return warp(image, similarity_transform(TEMPLATE, landmarks), size), landmarks
-
-
-@pytest.mark.parametrize("image_size", [112, 224, 56])
-def test_a_face_is_brought_back_into_place(image_size):
-    picture = face(3)
-    photo, landmarks = photographed(picture, 0.3, 1.2, [40, 10])
-    aligned = align_face(photo, landmarks, image_size).permute(1, 2, 0).double().numpy()
-    place = image_size // 2
-    inner = slice(place - image_size // 4, place + image_size // 4)
-    truth = face(3)[
-        (np.arange(image_size) * 112 / image_size).astype(int)[:, None],
-        (np.arange(image_size) * 112 / image_size).astype(int)[None],
-    ]
-    assert np.abs(aligned - truth)[inner, inner].max() < 12
-
-
-@pytest.mark.parametrize("bad", [np.full((5, 2), 7.0), np.full((5, 2), np.nan)])
-def test_landmarks_that_coincide_are_named(bad):
-    with pytest.raises(DataError, match=r"face\.jpg: its landmarks"):
-        align_face(torch.zeros(3, 20, 20, dtype=torch.uint8), bad, 112, "face.jpg")
 
 
 def spelled_out(rows, scores, templates, medias):
