@@ -59,11 +59,16 @@ def read_bytes(path: Path) -> bytes:
 
 def resize_image(image: torch.Tensor, size: int) -> torch.Tensor:
     """Resize uint8 (3, H, W) to (3, size, size), bilinear, antialiased; oblong images are stretched."""
-    if image.shape[-2:] == (size, size):
+    return resize_to(image, size, size)
+
+
+def resize_to(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Resize uint8 (3, H, W) to (3, height, width), bilinear, antialiased."""
+    if image.shape[-2:] == (height, width):
         return image
     from torchvision.transforms.v2 import functional
 
-    resized: torch.Tensor = functional.resize(image, [size, size], antialias=True)
+    resized: torch.Tensor = functional.resize(image, [height, width], antialias=True)
     return resized
 
 

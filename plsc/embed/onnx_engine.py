@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.embed.onnx_session import INPUT_TYPES, load_graph, open_session, run_session
 from plsc.embed.preprocessing import Preprocessing, contract_id
 from plsc.errors import DataError
 
@@ -24,11 +25,6 @@ SUBTRACTIONS, MULTIPLICATIONS = ("Sub", "_minus"), ("Mul", "_mul")
 # The same told from the graph: the input goes through arithmetic that makes pixel values of 0 to 255 small.
 PIXEL_SCALE = 1 / 16
 
-_INPUT_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
-    "tensor(uint8)": np.uint8,
-}
-
 
 class OnnxEngine:
     """An ONNX model with one input, (B, 3, S, S) or (B, S, S, 3), and one output of B rows.
@@ -40,8 +36,8 @@ class OnnxEngine:
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path = path
-        model = _load(path)
-        self._session = _session(path, device)
+        model = load_graph(path)
+        self._session = open_session(path, device)
         given, answer = _single(path, "input", self._session.get_inputs()), _single(
             path, "output", self._session.get_outputs()
         )
@@ -79,11 +75,7 @@ class OnnxEngine:
         return values
 
     def _session_run(self, values: np.ndarray) -> np.ndarray:
-        try:
-            answer: np.ndarray = self._session.run([self._output], {self._input: values})[0]
-        except Exception as error:      # onnxruntime's errors share no public base class
-            raise DataError(f"{self._path} does not run on {values.shape}: {_first_line(error)}") from None
-        return answer
+        return run_session(self._path, self._session, [self._output], {self._input: values})[0]
 
     def _probe(self) -> int:
         """D, from a run on black images; a model that only claims a free batch is run image by image."""
@@ -114,35 +106,6 @@ def fingerprint(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _load(path: Path) -> Any:
-    import onnx
-
-    try:
-        model = onnx.load(str(path))
-    except OSError:
-        raise
-    except Exception as error:          # protobuf's errors, and those of onnx's reader of external data
-        raise DataError(f"{path} is truncated, or no ONNX file: {_first_line(error)}") from None
-    if not model.graph.node:
-        raise DataError(f"{path} is truncated, or no ONNX file: it holds no graph")
-    return model
-
-
-def _session(path: Path, device: torch.device) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4      # what matters comes as an exception
-    wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
-    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
-    except Exception as error:          # onnxruntime's errors share no public base class
-        raise DataError(f"{path} cannot be run by onnxruntime: {_first_line(error)}") from None
-
-
 def _single(path: Path, what: str, values: list[Any]) -> Any:
     if len(values) != 1:
         names = ", ".join(value.name for value in values) or "none"
@@ -151,9 +114,9 @@ def _single(path: Path, what: str, values: list[Any]) -> Any:
 
 
 def _dtype(path: Path, given: Any) -> Any:
-    if given.type not in _INPUT_TYPES:
+    if given.type not in INPUT_TYPES:
         raise DataError(f"{path} takes {given.type}; an embedding model takes float or uint8 images")
-    return _INPUT_TYPES[given.type]
+    return INPUT_TYPES[given.type]
 
 
 def _metadata(model: Any) -> dict[str, str]:
@@ -258,7 +221,3 @@ def _contract_id(model: Any, metadata: dict[str, str], preprocessing: Preprocess
     if metadata.get("format") == FORMAT and metadata.get("fingerprint") == own:
         return metadata["contract_id"]
     return contract_id(preprocessing, own)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__
