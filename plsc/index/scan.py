@@ -6,17 +6,20 @@ is a candidate, and candidates are scored again from the float32 rows in float64
 however close rows lie together; where very many do, all of them are scored again.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from plsc.errors import UsageError
 from plsc.index.exact import Float32, Int64
-from plsc.index.ranking import rank
+from plsc.index.kept_rows import KeptRows
+from plsc.index.mapped import release
+from plsc.index.native_scan import NativeScan
 from plsc.index.torch_scan import TorchScan
+from plsc.native.scan import has_scan
 
 PRECISIONS = ("bf16", "fp32")
+_READ_AROUND = 1 << 16  # bytes that come into memory with a row of a map
 _ANSWERS = 1 << 20  # rows asked for at once, of all queries together
 Allowed = npt.NDArray[np.bool_]
 
@@ -38,7 +41,10 @@ class ExactScan:
         if precision not in PRECISIONS:
             raise UsageError(f"no precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
         self._vectors = vectors
-        self._scan = TorchScan(vectors, precision, device)
+        self._kept = KeptRows(vectors, precision, torch.device(device))
+        compiled = has_scan() and self._kept.device.type == "cpu"
+        self._scan: NativeScan | TorchScan = NativeScan(self._kept) if compiled else TorchScan(self._kept)
+        self._read = 0  # bytes of the map that rankings have brought into memory, at most
         self.precision = precision
 
     def __len__(self) -> int:
@@ -47,7 +53,7 @@ class ExactScan:
     @property
     def memory_bytes(self) -> int:
         """What a scan reads: the copy, or the float32 rows themselves."""
-        return self._scan.memory_bytes
+        return self._kept.memory_bytes
 
     def search(self, queries: Float32, k: int, *, allowed: Allowed | None = None) -> tuple[Float32, Int64]:
         """The ``k`` rows with the largest inner products with each of ``queries`` (Q, D), best first, ties by number.
@@ -65,10 +71,17 @@ class ExactScan:
         rows = np.empty((len(queries), k), dtype=np.int64)
         together = max(1, _ANSWERS // max(1, k))
         for start in range(0, len(queries) if k else 0, together):
-            part = queries[start : start + together]
-            for place, found in enumerate(self._candidates(part, k, allowed, count)):
-                scores[start + place], rows[start + place] = rank(part[place], self._vectors, found, k)
+            part = slice(start, start + together)
+            scores[part], rows[part], read = self._scan.search(queries[part], k, allowed, count)
+            self._account(read)
         return scores, rows
+
+    def _account(self, rows: int) -> None:
+        """Let the float32 rows go again when more of them than a sixteenth of the copy may be in memory."""
+        self._read += rows * _READ_AROUND
+        if self._kept.copy is not None and self._read > self.memory_bytes // 16:
+            release(self._vectors)
+            self._read = 0
 
     def _check(self, queries: Float32, k: int, allowed: Allowed | None) -> None:
         dim = self._vectors.shape[1]
@@ -78,10 +91,3 @@ class ExactScan:
             raise UsageError(f"k is {k}; it counts neighbours")
         if allowed is not None and (allowed.shape != (len(self),) or allowed.dtype != np.bool_):
             raise UsageError(f"allowed is {allowed.dtype}{list(allowed.shape)}; it takes bool [{len(self)}]")
-
-    def _candidates(self, queries: Float32, k: int, allowed: Allowed | None, count: int) -> Sequence[Int64]:
-        """Rows (n,) ascending for each query, among them its best ``k``; ``count`` rows are allowed."""
-        if 4 * k >= count:  # too many are asked for to be chosen first
-            every = np.arange(len(self)) if allowed is None else np.flatnonzero(allowed)
-            return [every.astype(np.int64)] * len(queries)
-        return self._scan.candidates(queries, k, allowed)

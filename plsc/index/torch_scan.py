@@ -1,67 +1,68 @@
 """The scan in PyTorch: on a GPU, and on a CPU where no compiled kernel runs."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from plsc.index.bounds import RowBounds, query_error
+from plsc.index.bounds import query_error
 from plsc.index.exact import Float32, Int64
-from plsc.index.mapped import chunks
+from plsc.index.kept_rows import KeptRows
+from plsc.index.ranking import rank
 
 _SCORES = 1 << 22  # scores of a chunk of rows
 _MOST = 1 << 22  # candidates kept for all queries together
 _BF16_ROUNDING = 2.0**-8  # relative, of a score that a bfloat16 product returns
-_EMPTY: Int64 = np.empty(0, dtype=np.int64)
 
 
 class TorchScan:
-    """Finds candidates for the best rows of ``vectors`` (N, D); see :class:`plsc.index.scan.ExactScan`."""
+    """Searches ``kept``; see :class:`plsc.index.scan.ExactScan`."""
 
-    def __init__(self, vectors: Float32, precision: str, device: str) -> None:
-        self._device = torch.device(device)
-        self._bounds = RowBounds()
-        self._rows: Tensor | Float32 = vectors
-        if precision == "bf16" or self._device.type != "cpu":
-            dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-            self._rows = torch.empty(vectors.shape, dtype=dtype, device=self._device)
-        for start, part in chunks(vectors):
-            exact = torch.from_numpy(part)
-            kept = exact if isinstance(self._rows, np.ndarray) else exact.to(self._rows.dtype)
-            self._bounds.take(start, exact, kept)
-            if isinstance(self._rows, Tensor):
-                self._rows[start : start + len(part)] = kept.to(self._device)
+    def __init__(self, kept: KeptRows) -> None:
+        self._kept = kept
 
-    @property
-    def memory_bytes(self) -> int:
-        """Of the copy, or of the rows where there is none."""
-        return self._rows.nbytes
+    def search(
+        self, queries: Float32, k: int, allowed: npt.NDArray[np.bool_] | None, count: int
+    ) -> tuple[Float32, Int64, int]:
+        """Scores and rows (Q, k), k <= ``count``, the rows ``allowed``; and how many rows were read in float32."""
+        vectors = self._kept.vectors
+        everyone = np.arange(len(vectors)) if allowed is None else np.flatnonzero(allowed)
+        shortlists: Sequence[Int64 | None] = [None] * len(queries)
+        if 4 * k < count:  # otherwise too many are asked for to be chosen first
+            shortlists = self._shortlists(queries, k, allowed)
+        scores = np.empty((len(queries), k), dtype=np.float32)
+        rows = np.empty((len(queries), k), dtype=np.int64)
+        read = 0
+        for place, found in enumerate(shortlists):
+            candidates = everyone if found is None else found
+            scores[place], rows[place] = rank(queries[place], vectors, candidates, k)
+            read += len(candidates)
+        return scores, rows, read
 
-    def candidates(self, queries: Float32, k: int, allowed: npt.NDArray[np.bool_] | None) -> list[Int64]:
-        """For each of ``queries`` (Q, D) the rows (n,), ascending, that may be among its best ``k`` of those allowed.
-
-        Where too many are, all that are allowed.
-        """
-        exact = torch.from_numpy(np.array(queries)).to(self._device)
-        kept = exact.to(self._rows.dtype) if isinstance(self._rows, Tensor) else exact
-        error = query_error(exact, kept, self._bounds)
-        if kept.dtype == torch.bfloat16:
-            error = error + _BF16_ROUNDING * self._bounds.longest * exact.norm(dim=1)
+    def _shortlists(self, queries: Float32, k: int, allowed: npt.NDArray[np.bool_] | None) -> list[Int64 | None]:
+        """For each query the rows (n,), ascending, that may be among its best ``k``; None where too many may."""
+        device, copy = self._kept.device, self._kept.copy
+        exact = torch.from_numpy(np.array(queries)).to(device)
+        rounded = exact if copy is None else exact.to(copy.dtype)
+        error = query_error(exact, rounded, self._kept.bounds)
+        if rounded.dtype == torch.bfloat16:
+            error = error + _BF16_ROUNDING * self._kept.bounds.longest * exact.norm(dim=1)
         pool = _Pool(k, 2 * error)
-        mask = None if allowed is None else torch.from_numpy(np.array(allowed)).to(self._device)
+        mask = None if allowed is None else torch.from_numpy(np.array(allowed)).to(device)
         rows = max(1, _SCORES // max(1, len(queries)))
-        for start in range(0, len(self._rows), rows):
-            scores = (kept @ self._part(start, start + rows).T).float()
+        for start in range(0, len(self._kept.vectors), rows):
+            scores = (rounded @ self._part(start, start + rows).T).float()
             if mask is not None:
                 scores.masked_fill_(~mask[start : start + rows], -torch.inf)
             pool.take(start, scores)
-        everyone = np.arange(len(self._rows)) if allowed is None else np.flatnonzero(allowed)
-        return [everyone if found is None else found for found in pool.finish()]
+        return pool.finish()
 
     def _part(self, start: int, stop: int) -> Tensor:
-        if isinstance(self._rows, Tensor):
-            return self._rows[start:stop]
-        return torch.from_numpy(np.array(self._rows[start:stop], subok=False))
+        if self._kept.copy is not None:
+            return self._kept.copy[start:stop, : self._kept.vectors.shape[1]]
+        return torch.from_numpy(np.array(self._kept.vectors[start:stop], subok=False))
 
 
 class _Pool:

@@ -1,1 +1,1 @@
-"""C++ for the class head's inner loops on CPUs, compiled on demand; without a compiler, PyTorch does the work."""
+"""C++ for inner loops on CPUs (class head, exact search), compiled on demand; without a compiler, PyTorch works."""

@@ -11,27 +11,13 @@
 #include <limits>
 #include <vector>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define PLSC_TILES 1
-#include <immintrin.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "tiles.h"
 
 namespace {
-
-using bf16 = uint16_t;
 
 constexpr int64_t kBlock = 256;  // classes whose rows and probabilities are worked on together
 constexpr int64_t kPanel = 128;  // samples likewise
 constexpr float kSmallestNorm = 1e-12f;
-
-inline float widen(bf16 value) {
-    uint32_t bits = uint32_t(value) << 16;
-    float result;
-    std::memcpy(&result, &bits, 4);
-    return result;
-}
 
 inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -81,17 +67,6 @@ struct Visit {
 };
 
 #ifdef PLSC_TILES
-
-// The operand of ldtilecfg: all eight tiles are 16 rows of 64 bytes, that is 16x16 float32 or 16x32 bf16.
-struct TileShapes {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t bytes_per_row[16];
-    uint8_t rows[16];
-};
-// Static, because GCC 12 takes the instruction to read eight bytes and would not store the rest of a local one.
-const TileShapes kTileShapes = {1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
-
-inline void configure_tiles() { _tile_loadconfig(&kTileShapes); }
 
 // c (32, 32) = [c +] a (32, k) · b, where b's tiles, 32 deep and 16 wide, hold pairs of rows interleaved: the tile at
 // depth t and column half h is at b + t·depth_step + h·width_step (in elements).
@@ -175,13 +150,6 @@ void pack_row_pairs(const bf16* x, int64_t n, int64_t columns, bf16* out) {
                 _mm512_storeu_si512(tiles + 512 + pair * 32, _mm512_permutex2var_epi16(even, high, odd));
             }
         }
-}
-
-// x (B, D) as the right factor of W·xᵀ: pairs along D interleaved, out[B/16][D/32][16][16·2].
-void pack_column_pairs(const bf16* x, int64_t batch, int64_t dim, bf16* out) {
-    for (int64_t b = 0; b < batch; b++)
-        for (int64_t d = 0; d < dim; d += 2)
-            std::memcpy(out + ((b / 16) * (dim / 32) + d / 32) * 512 + (d % 32) / 2 * 32 + (b % 16) * 2, x + b * dim + d, 4);
 }
 
 // A block's rows: in place where all 256 follow each other, else copied and filled up with zeros.
@@ -324,14 +292,7 @@ auto update_for(int state_kind) {
 extern "C" {
 
 // Whether the processor multiplies bf16 tiles and the system lets this process use them.
-int plsc_has_tiles() {
-#ifdef PLSC_TILES
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-    return 0;
-#endif
-}
+int plsc_has_tiles() { return tiles_are_allowed(); }
 
 #ifdef PLSC_TILES
 
