@@ -1,0 +1,54 @@
+// Comparing two pictures.
+
+import { attempt, byId, element, quieten } from "./dom.js";
+import { asInputs, Pictures } from "./picture.js";
+import { call } from "./service.js";
+import { on } from "./state.js";
+import { judgement, scoreBar, thresholdSlider, written } from "./threshold.js";
+
+const error = byId("compare-error");
+let sides = [];
+let answer = null;
+let running = null;
+
+export function setUpCompare() {
+  sides = [["compare-a", "One picture"], ["compare-b", "The other picture"]].map(
+    ([id, label]) => new Pictures(byId(id), { label, changed: compare }),
+  );
+  thresholdSlider(byId("compare-threshold"), "compare");
+  on("threshold", show);
+  on("info", show);
+}
+
+/** Two files fill both sides; one goes to the side that has the focus, else to the first empty one, else to the second. */
+export function receive(files) {
+  if (files.length > 1) return sides.forEach((side, at) => side.take([files[at]]));
+  const focused = sides.find((side) => side.box.contains(document.activeElement));
+  const empty = sides.find((side) => side.files.length === 0);
+  return (focused ?? empty ?? sides[1]).take(files);
+}
+
+async function compare() {
+  running?.abort();
+  answer = null;
+  quieten(error);
+  show();
+  const files = sides.flatMap((side) => side.files);
+  if (files.length < 2) return;
+  running = new AbortController();
+  const { signal } = running;
+  await attempt(error, async () => {
+    const [a, b] = await asInputs(files);
+    const found = await call("POST", "v1/compare", { body: { a, b }, signal });
+    if (!signal.aborted) answer = found;
+  });
+  show();
+}
+
+function show() {
+  const verdict = byId("compare-verdict");
+  if (answer === null) return verdict.replaceChildren();
+  return verdict.replaceChildren(
+    element("span", { class: "number" }, written(answer.score)), scoreBar(answer.score), judgement(answer.score, answer.same_person),
+  );
+}

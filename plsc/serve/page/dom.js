@@ -1,0 +1,66 @@
+// Elements are made here and filled with text nodes only: nothing that the service or a user says becomes markup.
+
+export const byId = (id) => document.getElementById(id);
+
+/** An element with attributes, listeners (`onclick: f`) and children; null children and attributes are left out. */
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") made.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+/** Text whose direction of writing cannot disturb what stands beside it. */
+export const isolated = (text, attributes = {}) => element("bdi", attributes, text);
+
+/** Show an error's one line in `region`; an aborted request is no error. */
+export function complain(region, error) {
+  if (error.name === "AbortError") return;
+  region.textContent = error.message.replace(/\s+/g, " ");
+  region.hidden = false;
+  if (!error.shown) console.error(error);
+}
+
+export function quieten(region) {
+  region.hidden = true;
+  region.textContent = "";
+}
+
+/** Run `action`, telling a failure in `region`; answers whether it succeeded. `button` cannot run it twice at once. */
+export async function attempt(region, action, button = null) {
+  if (button?.getAttribute("aria-disabled") === "true") return false;
+  quieten(region);
+  button?.setAttribute("aria-disabled", "true");
+  try {
+    await action();
+    return true;
+  } catch (error) {
+    complain(region, error);
+    return false;
+  } finally {
+    button?.removeAttribute("aria-disabled");
+  }
+}
+
+/** Up, Down, Home and End move the focus among the elements of `list` that fit `selector`. */
+export function walkable(list, selector) {
+  list.addEventListener("keydown", (event) => {
+    const stops = [...list.querySelectorAll(selector)];
+    const here = stops.indexOf(event.target.closest("li")?.querySelector(selector));
+    const there = { ArrowDown: here + 1, ArrowUp: here - 1, Home: 0, End: stops.length - 1 }[event.key];
+    if (here < 0 || there === undefined || event.target.matches("input")) return;
+    event.preventDefault();
+    stops[Math.min(Math.max(there, 0), stops.length - 1)].focus();
+  });
+}
+
+export const counted = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+
+/** A date as people read it; what is no date stays as it is. */
+export function day(iso) {
+  const date = new Date(iso);
+  return Number.isNaN(date.valueOf()) ? iso : date.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" });
+}

@@ -1,0 +1,92 @@
+// Whether the service is ready, and its figures.
+
+import { attempt, byId, counted, day, element, isolated } from "./dom.js";
+import { readiness, token } from "./service.js";
+import { on, state, tell } from "./state.js";
+
+const EVERY = 10_000;   // milliseconds between looks
+const LIMITS = {
+  body_bytes: ["One request", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
+  image_pixels: ["One picture", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
+  inputs: ["Pictures at once", grouped],
+  k: ["One search", (k) => `${grouped(k)} matches`],
+  matches: ["Searches at once", (many) => `${grouped(many)} matches together`],
+  collections: ["Collections", grouped],
+};
+const WORDS = { asking: "asking…", ready: "ready", busy: "not ready", gone: "not answering" };
+let refresh = async () => {};
+
+/** `reload` asks for everything again: after the service was away, and on the button. */
+export function setUpHealth(reload) {
+  refresh = reload;
+  byId("service-refresh").onclick = (event) => attempt(byId("service-error"), () => refresh(true), event.target);
+  on("info", show);
+  on("collections", show);
+  on("gone", () => word("gone"));
+  setInterval(look, EVERY);
+  document.addEventListener("visibilitychange", look);
+  look();
+}
+
+/** Look now. Coming back is told by "back", so that what failed can be asked for again. */
+export async function look() {
+  if (document.hidden) return;
+  const before = byId("health").dataset.state;
+  word(await readiness());
+  if (before === "gone" && byId("health").dataset.state === "ready") tell("back");
+}
+
+function word(found) {
+  byId("health").dataset.state = found;
+  if (byId("health-word").textContent !== WORDS[found]) byId("health-word").textContent = WORDS[found];
+}
+
+function show() {
+  const { info, collections } = state;
+  byId("token-forget").hidden = token.get() === null;
+  if (info === null) return;
+  const total = (key) => collections.reduce((sum, one) => sum + one[key], 0);
+  fill("service-figures", {
+    "Rows": `${counted(total("faces"), "face")} of ${counted(total("persons"), "person")}`,
+    "Model": info.model.source,
+    "Embedding": `${info.model.embedding_dim} numbers from ${info.model.image_size} × ${info.model.image_size} pixels`,
+    "Contract": info.model.contract_id,
+    "Threshold": threshold(info),
+    "Detector": info.detector ? "finds the face in a picture" : "none: pictures have to be aligned crops",
+    "Your role": info.role,
+    "Version": info.version,
+  });
+  fill("service-limits", Object.fromEntries(Object.entries(info.limits).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
+  byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
+  for (const hint of document.querySelectorAll(".crops")) showCrops(hint, info);
+}
+
+function threshold({ threshold: own, false_match_rate: rate }) {
+  if (own === null) return "none";
+  return rate === null ? String(own) : `${own}, for a false-match rate of ${rate}`;
+}
+
+function collectionRow(one) {
+  const made = one.contract_id === state.info.model.contract_id ? "this model" : "another model";
+  const cells = [one.persons.toLocaleString("en"), one.faces.toLocaleString("en"), made, day(one.created)];
+  return element("tr", {}, element("th", { scope: "row" }, isolated(one.name)), ...cells.map((text) => element("td", {}, text)));
+}
+
+function showCrops(hint, info) {
+  hint.hidden = info.detector;
+  hint.textContent = `The model expects aligned crops of ${info.model.image_size} × ${info.model.image_size} pixels; this service does not cut faces out of larger pictures.`;
+}
+
+function fill(id, figures) {
+  byId(id).replaceChildren(...Object.entries(figures).map(
+    ([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, isolated(value))),
+  ));
+}
+
+function limit(key, value) {
+  return typeof value === "number" ? (LIMITS[key]?.[1] ?? grouped)(value) : JSON.stringify(value);
+}
+
+function grouped(number) {
+  return number.toLocaleString("en", { maximumFractionDigits: 1 });
+}

@@ -1,0 +1,74 @@
+// How people write metadata values and filters, and what the service calls them.
+
+const NUMBER = /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/;
+const CLAUSE = /^("(?:[^"\\]|\\.)*"|[^=!<>"]+?)\s*(?:(!=|>=|<=|=|>|<)\s*(.+))?$/su;
+const OPERATORS = { "=": "eq", "!=": "ne", ">": "gt", ">=": "gte", "<": "lt", "<=": "lte" };
+
+/** A written value: true and false, numbers, else text; quotes make text of anything. */
+export function readScalar(written) {
+  const text = written.trim();
+  if (text === "true" || text === "false") return text === "true";
+  if (NUMBER.test(text) && exact(text)) return Number(text);
+  if (/^".*"$/s.test(text)) {
+    try {
+      return JSON.parse(text);
+    } catch {
+      return text;   // quotes within quotes: taken as they stand
+    }
+  }
+  return text;
+}
+
+/** The text that readScalar takes for `value`. */
+export function writeScalar(value) {
+  if (typeof value !== "string") return String(value);
+  return readScalar(value) === value ? value : JSON.stringify(value);
+}
+
+/** "number", "text" or "yes or no". */
+export const kindOf = (value) => ({ number: "number", boolean: "yes or no" })[typeof value] ?? "text";
+
+/** The service's filter for `city = Bern, age >= 30, email, !phone`, or for the JSON itself; null for none. */
+export function readFilter(written) {
+  const text = written.trim();
+  if (text === "") return null;
+  if (text.startsWith("{")) return readJson(text);
+  const found = new Map();
+  for (const clause of clauses(text)) {
+    const [key, operator, value] = readClause(clause);
+    if (!found.has(key)) found.set(key, new Map());
+    if (found.get(key).has(operator)) throw mistake(`"${key}" is asked for twice in the same way; once is enough`);
+    found.get(key).set(operator, value);
+  }
+  return Object.fromEntries([...found].map(([key, asked]) => [key, Object.fromEntries(asked)]));
+}
+
+function readClause(clause) {
+  const negated = clause.startsWith("!");
+  const match = CLAUSE.exec(negated ? clause.slice(1).trim() : clause);
+  if (match === null || (negated && match[2])) throw mistake(`"${clause}" is no condition; write city = Bern, age >= 30, or a key alone`);
+  const [, key, operator, value] = match;
+  const name = key.startsWith('"') ? readScalar(key) : key.trim();
+  return operator ? [name, OPERATORS[operator], readScalar(value)] : [name, "exists", !negated];
+}
+
+/** The parts between commas that stand outside quotes. */
+function clauses(text) {
+  const parts = text.match(/(?:"(?:[^"\\]|\\.)*"|[^,"]|")+/gs) ?? [];
+  return parts.map((part) => part.trim()).filter((part) => part !== "");
+}
+
+function readJson(text) {
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw mistake(`the filter begins like JSON but is none: ${error.message}`);
+  }
+}
+
+/** Whether JavaScript's numbers hold it: a long integer stays text rather than being rounded. */
+const exact = (text) => Number.isFinite(Number(text)) && (/[.eE]/.test(text) || Number.isSafeInteger(Number(text)));
+
+function mistake(message) {
+  return Object.assign(new Error(message), { shown: true });
+}

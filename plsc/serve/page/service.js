@@ -1,0 +1,78 @@
+// The only caller of the service. The token lives in sessionStorage: it ends with the tab.
+
+import { tell } from "./state.js";
+
+const BASE = new URL("../", import.meta.url);   // works below a proxy's prefix too
+const KEY = "plsc-token";
+
+/** What went wrong in one line; `code` is the service's, or "gone" where nothing answered. */
+export class ServiceError extends Error {
+  constructor(code, message) {
+    super(message);
+    this.code = code;
+    this.shown = true;   // meant for people: the console need not repeat it
+  }
+}
+
+export const token = {
+  get: () => sessionStorage.getItem(KEY),
+  set: (text) => sessionStorage.setItem(KEY, text),
+  forget: () => sessionStorage.removeItem(KEY),
+};
+
+/** Ask the service; answers its JSON, or null where it has nothing to say. Throws ServiceError, or AbortError. */
+export async function call(method, path, { body = null, signal = null } = {}) {
+  const headers = {};
+  if (token.get() !== null) headers.Authorization = `Bearer ${token.get()}`;
+  if (body !== null) headers["Content-Type"] = "application/json";
+  const answer = await reach(path, { method, headers, signal, body: body === null ? null : JSON.stringify(body) });
+  const text = await readText(answer);
+  if (!answer.ok) throw refusal(answer, text);
+  return text === "" ? null : JSON.parse(text);
+}
+
+/** The path of a collection, and of what is in it. */
+export const inCollection = (name, ...parts) => ["v1/collections", encodeURIComponent(name), ...parts].join("/");
+
+/** Whether the service is ready, as a word: "ready", "busy" (it answers, but not yet) or "gone". */
+export async function readiness() {
+  try {
+    return (await fetch(new URL("health/ready", BASE), { cache: "no-store" })).ok ? "ready" : "busy";
+  } catch {
+    return "gone";
+  }
+}
+
+async function reach(path, request) {
+  try {
+    return await fetch(new URL(path, BASE), { ...request, cache: "no-store", credentials: "same-origin" });
+  } catch (error) {
+    throw lost(error);
+  }
+}
+
+async function readText(answer) {
+  try {
+    return await answer.text();
+  } catch (error) {
+    throw lost(error);
+  }
+}
+
+function lost(error) {
+  if (error.name === "AbortError") return error;
+  tell("gone");
+  return new ServiceError("gone", `The service at ${BASE.host} does not answer; see whether it is running, then try again.`);
+}
+
+function refusal(answer, text) {
+  let said = null;
+  try {
+    said = JSON.parse(text).error;
+  } catch {
+    // a proxy's page, perhaps: told below
+  }
+  const code = said?.code ?? `http ${answer.status}`;
+  if (answer.status === 401) tell("unauthorized");
+  return new ServiceError(code, said?.message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
+}

@@ -1,0 +1,36 @@
+// What all views share, and how they tell each other about it.
+
+const bus = new EventTarget();
+
+export const state = {
+  info: null,          // the answer of /v1/info, null before the first
+  collections: [],
+  collection: null,    // the chosen collection's name
+  tried: null,         // a threshold that is tried out, null while the service's own judges
+};
+
+const RANKS = ["read", "write", "admin"];
+
+export function on(name, act) {
+  bus.addEventListener(name, (event) => act(event.detail));
+}
+
+export function tell(name, detail = null) {
+  bus.dispatchEvent(new CustomEvent(name, { detail }));
+}
+
+/** Whether the caller's token allows what needs `role`. */
+export function may(role) {
+  return RANKS.indexOf(state.info?.role) >= RANKS.indexOf(role);
+}
+
+/** The threshold that judges now: the tried one, or the service's; null without any. */
+export function threshold() {
+  return state.tried ?? state.info?.threshold ?? null;
+}
+
+/** Whether `score` is one person's; while no threshold is tried, the service's own word `said` counts. */
+export function judged(score, said) {
+  if (state.tried === null) return said;
+  return score >= state.tried;
+}
