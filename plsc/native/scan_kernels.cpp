@@ -20,6 +20,8 @@ namespace {
 
 constexpr int64_t kBlock = 32;     // rows whose scores are computed together
 constexpr int64_t kPanel = 32;     // queries likewise
+constexpr int64_t kGroup = 4;      // panels whose tiles take turns with a part of the rows
+constexpr int64_t kPart = 256;     // numbers of each row that such a part has
 constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time
 constexpr int64_t kFour = 4;       // rows that one pass over a query's numbers multiplies
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -202,7 +204,7 @@ private:
     std::vector<Shortlist> shortlists;
     std::vector<float> least;  // for each query the score from which on a row is a candidate; infinite behind the last
     std::vector<bf16> copied;
-    alignas(64) float scores[kBlock * kPanel];
+    alignas(64) float scores[kGroup * kBlock * kPanel];  // of a panel behind the other
 
     float known(int64_t query) const {
         return common.crowded[query].load(std::memory_order_relaxed) ? kInfinity
@@ -221,7 +223,7 @@ private:
                 multiply_four_any(width, row + r, search.queries + low * search.stride, search.stride,
                                   search.stride, scores + r * kPanel);
             }
-            take(place, here, low, width);
+            take(place, here, low, width, scores);
         }
     }
 
@@ -232,36 +234,50 @@ private:
     }
 
 #ifdef PLSC_TILES
+    // Group after group of panels, so that a part of the rows stays in the first-level cache for all panels of a group.
     void multiply_tiles(int64_t place, int64_t here) {
         const bf16* rows = block(place, here);
-        const int64_t depth = search.stride / 32;
-        const bool ahead = !search.index;
-        for (int64_t low = 0; low < search.query_count; low += kPanel) {
-            const int64_t width = std::min(kPanel, search.query_count - low);
-            const bf16* panel = search.packed + low * search.stride;
-            if (width <= 16) {
-                multiply_block<1>(rows, panel, depth, ahead && low == 0);
-            } else {
-                multiply_block<2>(rows, panel, depth, ahead && low == 0);
+        for (int64_t first = 0; first < search.query_count; first += kGroup * kPanel) {
+            const int64_t stop = std::min(first + kGroup * kPanel, search.query_count);
+            const int64_t part = stop - first > kPanel ? kPart : search.stride;
+            for (int64_t d = 0; d < search.stride; d += part) {
+                const int64_t depth = std::min(part, search.stride - d) / 32;
+                for (int64_t low = first; low < stop; low += kPanel) {
+                    const bf16* panel = search.packed + low * search.stride + d * 16;
+                    float* out = scores + (low - first) / kPanel * kBlock * kPanel;
+                    const bool ahead = !search.index && low == 0;
+                    if (stop - low <= 16) {
+                        multiply_block<1>(rows + d, panel, depth, d > 0, ahead, out);
+                    } else {
+                        multiply_block<2>(rows + d, panel, depth, d > 0, ahead, out);
+                    }
+                }
             }
-            take(place, here, low, width);
+            for (int64_t low = first; low < stop; low += kPanel)
+                take(place, here, low, std::min(kPanel, stop - low), scores + (low - first) / kPanel * kBlock * kPanel);
         }
     }
 
-    // scores (32, 16·halves) = 32 rows · the queries of `panel`, in tiles.
+    // out (32, 16·halves) = [out +] the next 32·depth numbers of 32 rows · those of the queries of `panel`, in tiles.
     template <int halves>
-    void multiply_block(const bf16* rows, const bf16* panel, int64_t depth, bool ahead) {
+    void multiply_block(const bf16* rows, const bf16* panel, int64_t depth, bool accumulate, bool ahead, float* out) {
         const int64_t bytes = search.stride * 2, width = search.stride * 16;
-        _tile_zero(0);
-        _tile_zero(2);
-        if (halves == 2) {
+        if (accumulate) {
+            _tile_loadd(0, out, kPanel * 4);
+            _tile_loadd(2, out + 16 * kPanel, kPanel * 4);
+            if (halves == 2) {
+                _tile_loadd(1, out + 16, kPanel * 4);
+                _tile_loadd(3, out + 16 * kPanel + 16, kPanel * 4);
+            }
+        } else {
+            _tile_zero(0);
             _tile_zero(1);
+            _tile_zero(2);
             _tile_zero(3);
         }
         for (int64_t t = 0; t < depth; t++) {
-            if (ahead)
-                for (int64_t line = 0; line < kBlock; line++)
-                    __builtin_prefetch(rows + kBlock * search.stride + (t * kBlock + line) * 32);
+            if (ahead)  // the same columns of the next block
+                for (int64_t r = 0; r < kBlock; r++) __builtin_prefetch(rows + (kBlock + r) * search.stride + t * 32);
             _tile_loadd(4, rows + t * 32, bytes);
             _tile_loadd(5, rows + 16 * search.stride + t * 32, bytes);
             _tile_loadd(6, panel + t * 512, 64);
@@ -273,11 +289,11 @@ private:
                 _tile_dpbf16ps(3, 5, 7);
             }
         }
-        _tile_stored(0, scores, kPanel * 4);
-        _tile_stored(2, scores + 16 * kPanel, kPanel * 4);
+        _tile_stored(0, out, kPanel * 4);
+        _tile_stored(2, out + 16 * kPanel, kPanel * 4);
         if (halves == 2) {
-            _tile_stored(1, scores + 16, kPanel * 4);
-            _tile_stored(3, scores + 16 * kPanel + 16, kPanel * 4);
+            _tile_stored(1, out + 16, kPanel * 4);
+            _tile_stored(3, out + 16 * kPanel + 16, kPanel * 4);
         }
     }
 
@@ -296,7 +312,7 @@ private:
 #endif
 
     // Keep what reaches the thresholds among the scores of `here` rows and `width` queries.
-    void take(int64_t place, int64_t here, int64_t low, int64_t width) {
+    void take(int64_t place, int64_t here, int64_t low, int64_t width, const float* scores) {
         const int64_t padded = (width + 15) / 16 * 16;
         for (int64_t r = 0; r < here; r++) {
             const float* of_row = scores + r * kPanel;
