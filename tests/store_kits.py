@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -117,7 +118,9 @@ class Servers:
 @contextmanager
 def postgres_server(folder: Path) -> Iterator[str]:
     """A Postgres of its own in ``folder``, reached by a socket there; gives the DSN of its administrator."""
-    import pgserver
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it complains where no XDG_RUNTIME_DIR is set, which it does not need here
+        import pgserver
 
     server = pgserver.get_server(folder, cleanup_mode="stop")
     try:

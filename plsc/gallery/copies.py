@@ -1,0 +1,100 @@
+"""A copy of a gallery in plain files: what stores that live in a database write as their snapshot.
+
+    COPY/
+      manifest.json              sealed: every collection with its figures, and {file: {"bytes", "sha256"}}
+      00000.persons.jsonl        a line {"id", "name", "metadata", "created", "faces": [ids]} for each person, by id
+      00000.vectors.npy          (faces, dim) float32 of length 1, in the order of the persons' faces
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from plsc.embed.columns import open_array
+from plsc.embed.manifest import Manifest, read_manifest, write_manifest
+from plsc.errors import ConflictError, DataError, IntegrityError
+from plsc.files import describe_files, make_folder, publish_folder, verify_files
+from plsc.gallery.contract import Collection, Float32, Person
+
+FORMAT = "plsc gallery copy"
+VERSION = 1
+
+Rows = Iterable[tuple[Person, Float32]]
+
+
+def write_copy(target: Path, collections: Sequence[tuple[Collection, Rows]]) -> None:
+    """Write ``collections``, each with its persons by id and their vectors (n, dim), into the new folder ``target``.
+
+    :class:`ConflictError` if ``target`` exists; where writing fails, nothing is left of it.
+    """
+    if target.exists():
+        raise ConflictError(f"{target} exists already; name a new folder")
+    make_folder(target.parent)
+    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        abouts = [_write(aside, place, about, rows) for place, (about, rows) in enumerate(collections)]
+        names = sorted(path.name for path in aside.iterdir())
+        content: Manifest = {"format": FORMAT, "version": VERSION, "collections": abouts}
+        write_manifest(aside, {**content, "files": describe_files(aside, names)})
+        publish_folder(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_copy(folder: Path) -> list[tuple[Collection, Iterator[tuple[Person, Float32]]]]:
+    """What :func:`write_copy` wrote, every file's hash checked first.
+
+    Raises :class:`DataError` if ``folder`` holds no copy and :class:`IntegrityError` naming what is damaged.
+    """
+    manifest = read_manifest(folder, FORMAT, VERSION)
+    verify_files(folder, manifest["files"])
+    abouts = [Collection(**about) for about in manifest["collections"]]
+    return [(about, _read(folder, place, about)) for place, about in enumerate(abouts)]
+
+
+def _files(folder: Path, place: int) -> tuple[Path, Path]:
+    return folder / f"{place:05}.persons.jsonl", folder / f"{place:05}.vectors.npy"
+
+
+def _write(folder: Path, place: int, about: Collection, rows: Rows) -> dict[str, object]:
+    """Write one collection; the number of faces is known at the end, so the vectors' header is written last."""
+    lines, vectors = _files(folder, place)
+    persons = faces = 0
+    raw = vectors.with_suffix(".raw")
+    with lines.open("w", encoding="utf-8") as text, raw.open("wb") as numbers:
+        for person, part in rows:
+            text.write(json.dumps(asdict(person), allow_nan=False) + "\n")
+            numbers.write(np.ascontiguousarray(part, dtype="<f4").tobytes())
+            persons, faces = persons + 1, faces + len(part)
+    _with_header(raw, vectors, (faces, about.dim))
+    return {**asdict(about), "persons": persons, "faces": faces}
+
+
+def _with_header(raw: Path, path: Path, shape: tuple[int, int]) -> None:
+    with raw.open("rb") as source, path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        shutil.copyfileobj(source, file, 1 << 20)
+    raw.unlink()
+
+
+def _read(folder: Path, place: int, about: Collection) -> Iterator[tuple[Person, Float32]]:
+    lines, path = _files(folder, place)
+    vectors: Float32 = open_array(path, (about.faces, about.dim), "float32")
+    row = 0
+    with lines.open(encoding="utf-8") as text:
+        for line in text:
+            try:
+                person = Person(**{**json.loads(line), "faces": tuple(json.loads(line)["faces"])})
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{lines} is not readable: {error}") from None
+            yield person, np.array(vectors[row : row + len(person.faces)])
+            row += len(person.faces)
+    if row != about.faces:
+        raise IntegrityError(f"{lines} names {row} faces and {path.name} holds {about.faces}; use another copy")
