@@ -22,14 +22,13 @@ TEMPLATE_SIZE = 112
 
 _FARTHEST = 1e6  # pixels: no picture is so large, and squares of such numbers are still exact enough
 _LEAST_FIT = 0.1  # of the landmarks' variance; eyes swapped give 0.05, a full profile 0.5 and more
-_ALIASES_BELOW = 0.5  # crop pixels per picture pixel: a bilinear sample sees two pixels a side, and no more
 
 
 def align_face(image: torch.Tensor, landmarks: ArrayLike, image_size: int, name: str = "image") -> torch.Tensor:
     """The face with ``landmarks`` (5, 2) in ``image`` uint8 (3, H, W), as uint8 (3, image_size, image_size).
 
-    Sampled bilinearly, black outside the picture. A face more than twice as large as the crop is averaged down to the
-    crop's scale first, for samples so far apart would alias. The template grows with ``image_size``.
+    Sampled bilinearly, black outside the picture. A face more than twice as large as the crop is averaged down first,
+    for samples so far apart would alias. The template grows with ``image_size``.
 
     Raises :class:`DataError`, naming ``name``, as :func:`checked_landmarks` does, and when the landmarks lie as in no
     face, however turned (left and right swapped, say), or the face lies outside the picture.
@@ -122,12 +121,17 @@ def _seen_region(
 def _brought_to_scale(
     image: torch.Tensor, matrix: NDArray[np.float64]
 ) -> tuple[torch.Tensor, NDArray[np.float64]]:
-    """``image``, averaged down to the scale that ``matrix`` gives it when that is small, and the matrix left to do."""
+    """``image``, averaged down where ``matrix`` would skip pixels of it, and the matrix that is left to apply.
+
+    A bilinear sample sees two pixels a side. So nothing is done down to a scale of 1/2, the whole scale is averaged
+    from 1/4 on, and what lies between leads over, so that a face hardly larger gives a crop hardly different.
+    """
     scale = _scale(matrix)
-    if scale >= _ALIASES_BELOW:
-        return image, matrix
+    factor = min(max(scale, 4 * scale**2), 1.0)
     height, width = image.shape[1:]
-    smaller = (max(math.ceil(height * scale), 2), max(math.ceil(width * scale), 2))  # torch 2.15 fails at 1x1
+    smaller = (max(math.ceil(height * factor), 2), max(math.ceil(width * factor), 2))  # torch 2.15 fails at 1x1
+    if factor == 1 or smaller == (height, width):
+        return image, matrix
     reduced = interpolate(image[None], size=smaller, mode="bilinear", antialias=True, align_corners=False)[0]
     # The reduced picture's pixel p has its centre at (p + 1/2) * step - 1/2 of the picture.
     step = np.array([width / smaller[1], height / smaller[0]])

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
 from plsc.data.decode import image_pixels, suffix_of
@@ -23,17 +25,18 @@ _log = logging.getLogger("plsc.data")
 
 
 def convert(
-    dataset: ImageDataset, out: Path, *, encoding: Encoding = "jpeg", max_bad_records: int = MAX_BAD_RECORDS,
-    quiet: bool = False,
+    dataset: ImageDataset, out: Path, *, encoding: Encoding = "jpeg", max_bad_records: int | None = MAX_BAD_RECORDS,
+    workers: int = 0, what: str = "convert", quiet: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Write ``dataset`` to ``out``: a ``.rec`` if it ends so, otherwise a folder per identity.
 
-    Images are copied byte by byte if ``dataset.image_size`` is ``None``, otherwise resized and encoded anew.
-    Those that cannot be read are left out and reported, up to ``max_bad_records``.
+    Images are copied byte by byte if ``dataset.image_size`` is ``None``, otherwise resized and encoded anew, by
+    ``workers`` processes (0: this one). Those that cannot be read are left out and reported, up to ``max_bad_records``
+    (None: any number). ``what`` is how the line of progress begins.
     Returns ``{"out", "images", "classes", "left_out"}``. Raises UsageError where ``out`` cannot be written or is
     a folder with something in it.
     """
-    images = _Images(dataset, encoding, max_bad_records, quiet)
+    images = _Images(dataset, encoding, max_bad_records, workers, Progress(what, len(dataset), quiet=quiet))
     write = _to_records if out.suffix == ".rec" else _to_folder
     classes = write(images, out)
     return {"out": str(out), "images": images.count, "classes": classes, "left_out": len(images.left_out)}
@@ -42,38 +45,72 @@ def convert(
 class _Images:
     """The images of a data set grouped by class, without those that cannot be read."""
 
-    def __init__(self, dataset: ImageDataset, encoding: Encoding, max_bad_records: int, quiet: bool) -> None:
-        self.dataset, self._encoding, self._limit, self._quiet = dataset, encoding, max_bad_records, quiet
+    def __init__(
+        self, dataset: ImageDataset, encoding: Encoding, max_bad_records: int | None, workers: int, progress: Progress
+    ) -> None:
+        self.dataset, self._limit, self._progress = dataset, max_bad_records, progress
+        self._order = np.argsort(dataset.labels, kind="stable")
+        self._encoded = DataLoader(
+            _Encoder(dataset, encoding), batch_size=None, sampler=_Places(self._order), num_workers=workers,
+            collate_fn=_as_it_is,
+        )  # fmt: skip
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         """(index, label, encoded image) in order of label."""
-        progress = Progress("convert", len(self.dataset), quiet=self._quiet)
-        for index in np.argsort(self.dataset.labels, kind="stable"):
-            data = self._encoded(int(index))
-            progress.advance()
-            if data is not None:
+        for index, (data, error) in zip(self._order, self._encoded, strict=True):
+            self._progress.advance()
+            if data is None:
+                self._leave_out(int(index), error)
+            else:
                 self.count += 1
                 yield int(index), int(self.dataset.labels[index]), data
-        progress.finish()
+        self._progress.finish()
         if self.count == 0:
-            raise DataError(f"no image of {self.dataset.source} can be read")
+            first = next(iter(self.left_out.values()), "it holds none")
+            raise DataError(f"no image of {self.dataset.source} can be read; the first: {first}")
 
-    def _encoded(self, index: int) -> bytes | None:
+    def _leave_out(self, index: int, error: str) -> None:
+        self.left_out[self.dataset.key(index)] = error
+        _log.warning("left out: %s", error)
+        if self._limit is not None and len(self.left_out) > self._limit:
+            raise DataError(
+                f"more than {self._limit} images of {self.dataset.source} cannot be read; the last: {error}"
+            )
+
+
+class _Encoder(Dataset[tuple[bytes | None, str]]):
+    """Item i is (encoded image, "") or (None, why it cannot be had), so that a bad image does not end a worker."""
+
+    def __init__(self, dataset: ImageDataset, encoding: Encoding) -> None:
+        self.dataset, self.encoding = dataset, encoding
+
+    def __getitem__(self, index: int) -> tuple[bytes | None, str]:
         try:
-            data = encoded_image(self.dataset, index, self._encoding)
-            if suffix_of(data) is None:
-                raise DataError(f"image {self.dataset.key(index)} of {self.dataset.source} is no image")
-            return data
+            data = encoded_image(self.dataset, index, self.encoding)
         except DataError as error:
-            self.left_out[self.dataset.key(index)] = str(error)
-            _log.warning("left out: %s", error)
-            if len(self.left_out) > self._limit:
-                raise DataError(
-                    f"more than {self._limit} images of {self.dataset.source} cannot be read; the last: {error}"
-                ) from None
-            return None
+            return None, str(error)
+        if suffix_of(data) is None:
+            return None, f"image {self.dataset.key(index)} of {self.dataset.source} is no image"
+        return data, ""
+
+
+class _Places(Sampler[int]):
+    """The images' indices in a given order."""
+
+    def __init__(self, order: NDArray[np.int64]) -> None:
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(int, self._order)
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
 
 
 def _to_records(images: _Images, out: Path) -> int:

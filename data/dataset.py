@@ -25,6 +25,7 @@ class ImageDataset(ABC):
     image_size: side of the square images in pixels; ``None`` leaves each at its stored size.
     skipped: what is wrong with each record that was left out, by its key.
     empty_classes: names of classes without an image; they have no number.
+    alignment: how faces are aligned, as text that tells one way from another; "" where pictures are given as stored.
 
     Subclasses are handed to loader processes: they must pickle, and hold no open handle when they do.
     """
@@ -40,6 +41,7 @@ class ImageDataset(ABC):
         self.image_size = image_size
         self.skipped: dict[str, str] = {}
         self.empty_classes: list[str] = []
+        self.alignment = ""
 
     @property
     def num_classes(self) -> int:

@@ -7,6 +7,7 @@ that holds train.rec), or avatars:IDSxIMAGES[@FIRST], the built-in drawings.
   plsc data check faces.rec                    decode everything; find duplicates and empty classes
   plsc data stats faces/ --plot classes.png    images per class
   plsc data pairs unseen/ unseen.bin           a verification set for `plsc eval`, half of its pairs the same identity
+  plsc data align photos/ --out faces.rec --landmarks points.csv    cut out the faces, aligned as models expect them
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 
 from plsc.errors import DataError, UsageError
 
-HELP = "convert, check and count sets of images; make verification pairs"
+HELP = "convert, check, count and align sets of images; make verification pairs"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     _configure_check(_command(commands, "check", "decode every image; find duplicates and empty classes"))
     _configure_stats(_command(commands, "stats", "show how many images the classes have"))
     _configure_pairs(_command(commands, "pairs", "draw a .bin of verification pairs from SOURCE"))
+    _configure_align(_command(commands, "align", "cut the faces out of SOURCE's pictures, aligned by five landmarks"))
 
 
 def _command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -61,6 +63,22 @@ def _configure_pairs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=int, default=6000, metavar="N", help="number of pairs (6000)")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws other pairs (0)")
     _add_encoding(parser)
+
+
+def _configure_align(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a new or empty folder")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument(
+        "--landmarks", type=Path, metavar="FILE",
+        help='lines path,x1,y1,…,x5,y5 in pixels (or with tabs, or {"path", "landmarks"} as JSON): docs/faces.md',
+    )  # fmt: skip
+    where.add_argument("--detector", metavar="onnx:FILE", help="an SCRFD model that finds each picture's largest face")
+    parser.add_argument("--size", type=int, default=112, metavar="S", help="side of the crops in pixels (112)")
+    parser.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that cut (0: this one)")
+    parser.add_argument(
+        "--max-bad-records", type=int, metavar="N", help="give up past N pictures without a face (any number)"
+    )
 
 
 def _add_encoding(parser: argparse.ArgumentParser) -> None:
@@ -145,6 +163,27 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _align(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.data.aligned import AlignedImages
+    from plsc.data.convert import convert
+    from plsc.data.dataset import open_dataset
+    from plsc.embed.sources import locator
+
+    _at_least(args.size, 1, "--size")
+    _at_least(args.workers, 0, "--workers")
+    if args.max_bad_records is not None:
+        _at_least(args.max_bad_records, 0, "--max-bad-records")
+    pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
+    faces = AlignedImages(pictures, locator(pictures, args.landmarks, args.detector), args.size)
+    result = convert(
+        faces, args.out, encoding=args.encoding, max_bad_records=args.max_bad_records, workers=args.workers,
+        what="align",
+    )  # fmt: skip
+    left_out = f", {result['left_out']:,} pictures left out" if result["left_out"] else ""
+    print(f"{result['out']}: {result['images']:,} faces of {result['classes']:,} classes{left_out}")
+    return result
+
+
 def _size(args: argparse.Namespace) -> int | None:
     if args.size is not None:
         _at_least(args.size, 1, "--size")
@@ -157,7 +196,7 @@ def _at_least(value: int, least: int, name: str) -> None:
         raise UsageError(f"{name} is {value}; it must be at least {least}")
 
 
-_RUN = {"convert": _convert, "check": _check, "stats": _stats, "pairs": _pairs}
+_RUN = {"convert": _convert, "check": _check, "stats": _stats, "pairs": _pairs, "align": _align}
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@ shared.
 
   plsc embed runs/faces --data photos/ --out photos.emb
   plsc embed model.safetensors --data gallery.rec --out gallery.emb --nproc 4 --flip
+  plsc embed runs/faces --data photos/ --out photos.emb --detector onnx:scrfd_10g_bnkps.onnx
 
 MODEL is a run directory, a .safetensors, .pt or .onnx file. DATA is a folder per identity, any folder of
-photos, a list file (path<TAB>label), a .rec file or avatars:IDSxIMAGES. An image that cannot be read becomes
-an empty row with its error. If the command is stopped, or killed, run it again: it goes on where it stood,
-with any number of processes. On several machines, start it under torchrun, with OUT on a file system that all
-of them see.
+photos, a list file (path<TAB>label), a .rec file or avatars:IDSxIMAGES. Face models expect aligned crops of
+one face: give those, or --landmarks, or --detector (docs/faces.md). An image that cannot be read, or has no
+face or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it again: it
+goes on where it stood, with any number of processes. On several machines, start it under torchrun, with OUT on
+a file system that all of them see.
 """
 
 import argparse
@@ -32,6 +34,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="run directory or model file")
     parser.add_argument("--data", required=True, metavar="DIR|LIST|REC", help="the images")
     parser.add_argument("--out", required=True, type=Path, metavar="EMB", help="folder to write")
+    parser.add_argument(
+        "--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)"
+    )
+    parser.add_argument(
+        "--detector", metavar="onnx:FILE", help="find each image's largest face by this SCRFD model, and align it"
+    )
     parser.add_argument(
         "--batch-size", type=int, default=64, metavar="N", help="images per step and process (64)"
     )
@@ -88,8 +96,9 @@ def _on_ranks(args: argparse.Namespace) -> dict[str, Any]:
 
 def _argv(args: argparse.Namespace) -> list[str]:
     argv = ["embed", str(args.model), "--data", str(args.data), "--out", str(args.out)]
-    for name in ("batch_size", "workers", "precision", "dtype"):
-        argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    for name in ("batch_size", "workers", "precision", "dtype", "landmarks", "detector"):
+        if getattr(args, name) is not None:
+            argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     return [*argv, *(["--flip"] if args.flip else [])]
 
 
@@ -103,7 +112,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
         embedder = open_embedder(args.model, device=mesh.device, precision=args.precision)
         summary = extract(
             embedder,
-            open_images(args.data, embedder.image_size),
+            open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector),
             args.out,
             mesh,
             batch_size=args.batch_size,

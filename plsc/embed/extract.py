@@ -53,7 +53,7 @@ def default_shard_rows(rows: int) -> int:
 
 def data_id(dataset: ImageDataset) -> str:
     """A fingerprint of a data set: rows, labels, class names, 4,096 keys evenly spread, and the size of a
-    single file.
+    single file; and how faces are aligned.
 
     Images that change under unchanged names are not noticed.
     """
@@ -61,6 +61,7 @@ def data_id(dataset: ImageDataset) -> str:
     places = [] if not len(dataset) else np.linspace(0, len(dataset) - 1, 4096).astype(np.int64).tolist()
     for text in (*map(str, dataset.class_names), *(dataset.key(place) for place in dict.fromkeys(places))):
         seen.update(text.encode("utf-8", errors="replace") + b"\0")
+    seen.update(dataset.alignment.encode())
     source = Path(dataset.source)
     if source.is_file():
         seen.update(str(source.stat().st_size).encode())
@@ -107,6 +108,7 @@ def extract(
         "precision": precision,
         "dtype": dtype,
         "shard_rows": shard_rows or default_shard_rows(len(dataset)),
+        **({"alignment": dataset.alignment} if dataset.alignment else {}),
     }
     writer = SetWriter(
         Path(folder), settings, {"model": _place(embedder.source), "data": _place(dataset.source)}

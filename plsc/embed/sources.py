@@ -6,9 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data import ImageDataset, open_dataset
+from plsc.data.aligned import AlignedImages, Locator
 from plsc.data.dataset import EncodedDataset
 from plsc.data.decode import IMAGE_SUFFIXES, read_bytes
+from plsc.data.landmarks import FileLandmarks
 from plsc.data.packed import PackedStrings
+from plsc.errors import UsageError
 
 
 class LooseImages(EncodedDataset):
@@ -34,11 +37,35 @@ class LooseImages(EncodedDataset):
         return self._names[index]
 
 
-def open_images(source: str | Path, image_size: int) -> ImageDataset:
+def open_images(
+    source: str | Path, image_size: int, *, landmarks: Path | None = None, detector: str | None = None
+) -> ImageDataset:
     """Open what :func:`plsc.data.open_dataset` opens, and also one image file, or a folder in which images lie loose.
 
-    Raises :class:`UsageError` if there is nothing of the kind.
+    Images are taken for aligned faces and resized to ``image_size``, unless ``landmarks`` (a file: see
+    :mod:`plsc.data.landmarks`) or a ``detector`` (``onnx:FILE``) says where the faces are in them.
+
+    Raises :class:`UsageError` if there is nothing of the kind, or both are given, and as
+    :class:`plsc.data.landmarks.FileLandmarks` and :func:`plsc.embed.detector.open_detector`.
     """
+    if landmarks is None and detector is None:
+        return _open(source, image_size)
+    if landmarks is not None and detector is not None:
+        raise UsageError("faces are aligned by a file of landmarks or by a detector; give one of them")
+    pictures = _open(source, None)
+    return AlignedImages(pictures, locator(pictures, landmarks, detector), image_size)
+
+
+def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None) -> Locator:
+    """What finds the faces of ``pictures``: the file of ``landmarks``, or the ``detector`` where that is None."""
+    if landmarks is not None:
+        return FileLandmarks(landmarks, pictures)
+    from plsc.embed.detected import DetectedLandmarks
+
+    return DetectedLandmarks(detector or "")
+
+
+def _open(source: str | Path, image_size: int | None) -> ImageDataset:
     path = Path(source)
     if path.is_file() and _is_image(path.name):
         return LooseImages(path.parent, [path.name], image_size)

@@ -120,6 +120,16 @@ def test_a_large_face_is_averaged_down_and_not_picked_from(angle, scale):
     assert (align_face(stripes, landmarks, 112)[:, 20:92, 20:92].double() - 127.5).abs().max() < 4
 
 
+@pytest.mark.parametrize("scale", [2.0, 4.0])
+def test_a_face_hardly_larger_gives_a_crop_hardly_different(scale):
+    noise = torch.randint(0, 256, (3, 500, 500), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    crops = [
+        align_face(noise, moved(TEMPLATE - 56, 0.3, factor * scale, np.array([250.0, 250.0])), 112).double()
+        for factor in (0.999, 1.001)
+    ]
+    assert (crops[0] - crops[1]).abs().mean() < 0.25 * crops[0].std()
+
+
 def test_a_small_face_is_the_plain_bilinear_crop():
     picture = torch.randint(0, 256, (3, 300, 260), dtype=torch.uint8)
     landmarks = moved(TEMPLATE, 0.2, 1.9, [20, 30])

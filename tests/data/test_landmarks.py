@@ -1,0 +1,192 @@
+"""Landmarks in files and by detectors: what is cut out of pictures, for training and for embedding."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scrfd import stand_in
+
+from plsc.data import open_dataset, read_image
+from plsc.data.aligned import AlignedImages
+from plsc.data.alignment import TEMPLATE, align_face
+from plsc.data.landmarks import FileLandmarks, read_landmarks
+from plsc.errors import DataError, UsageError
+from plsc.tools.entry import main
+
+POINTS = (TEMPLATE - 56) / 32  # of the stand-in detector: a crop around the upper left corner of a blue cell
+
+
+def place(number):
+    """Where the upper left corner of the crop of photo ``number`` lies."""
+    return 32 * (2 + number % 3) - 56, 32 * 3 - 56
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """Two people, three photos each of 256x256 pixels: noise, with a blue cell where the detector shall look."""
+    folder = tmp_path_factory.mktemp("photos")
+    for name in ("ann", "bob, jr"):
+        (folder / name).mkdir()
+        for number in range(3):
+            pixels = np.random.default_rng([len(name), number]).integers(0, 50, (256, 256, 3), dtype=np.uint8)
+            left, top = place(number)
+            pixels[top + 56 : top + 88, left + 56 : left + 88, 2] = 250
+            Image.fromarray(pixels).save(folder / name / f"{number}.png")
+    return folder
+
+
+def lines(photos: Path):
+    """(key, ten numbers) of every photo."""
+    for path in sorted(photos.rglob("*.png")):
+        left, top = place(int(path.stem))
+        yield path.relative_to(photos).as_posix(), (TEMPLATE + np.array([left, top])).reshape(-1).tolist()
+
+
+def written(target: Path, rows, form: str, header: bool = False) -> Path:
+    with target.open("w", newline="", encoding="utf-8") as file:
+        if form == "json":
+            for key, numbers in rows:
+                file.write(json.dumps({"path": key, "landmarks": np.reshape(numbers, (5, 2)).tolist()}) + "\n")
+            return target
+        writer = csv.writer(file, delimiter="\t" if form == "tsv" else ",")
+        if header:
+            writer.writerow(["path", *(f"{axis}{i}" for i in range(1, 6) for axis in "xy")])
+        writer.writerows([key, *numbers] for key, numbers in rows)
+    return target
+
+
+def cut_out(photos: Path, key: str) -> torch.Tensor:
+    """The crop by plain slicing: the landmarks are the template's, moved by whole pixels."""
+    left, top = place(int(Path(key).stem))
+    return read_image(photos / key)[:, top : top + 112, left : left + 112]
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "json"])
+@pytest.mark.parametrize("header", [False, True])
+def test_every_form_is_read(form, header, photos, tmp_path):
+    rows = list(lines(photos))
+    assert read_landmarks(written(tmp_path / "points", rows, form, header)) == {k: tuple(v) for k, v in rows}
+
+
+def test_empty_lines_dots_and_a_byte_order_mark_are_passed_over(tmp_path):
+    line = "1,2,3,4,5,6,7,8,9,10\r\n"
+    (tmp_path / "p.csv").write_bytes(f"\ufeffpath,x1\r\n\r\n./a b/ü.jpg,{line}".encode().replace(b"path,x1\r\n", b""))
+    assert list(read_landmarks(tmp_path / "p.csv")) == ["a b/ü.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a.jpg,1,2,3", "line 1"),
+        ("a.jpg" + ",1" * 11, "line 1"),
+        ("a.jpg" + ",1" * 10 + "\nb.jpg" + ",1" * 9 + ",x", "line 2"),
+        ("a.jpg" + ",1" * 10 + "\n\na.jpg" + ",2" * 10, "line 3 names a.jpg again"),
+        (",1,2,3,4,5,6,7,8,9,10", "line 1"),
+        ('{"path": "a.jpg"}', "line 1"),
+        ('{"path": "a.jpg", "landmarks": [[1, 2], [3, 4]]}', "line 1"),
+        ('{"path": 7, "landmarks": [1,2,3,4,5,6,7,8,9,10]}', "line 1"),
+        ('{"path": "a", "landmarks": {"x": 1}}', "line 1"),
+        ('{"path": "a", "landmarks": [true,2,3,4,5,6,7,8,9,10]}', "line 1"),
+        ('{"path": "a", "landmarks": [null,2,3,4,5,6,7,8,9,10]}', "line 1"),
+        ('{"path"', "line 1"),
+        ("[" * 5000, "line 1"),
+        ('{"a":' * 5000, "line 1"),
+        ('"a.jpg,1,2', "line 1"),
+        ("", "holds no landmarks"),
+        ("path,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5\n", "holds no landmarks"),
+        (b"\xff\xfe\x00", "not UTF-8"),
+    ],
+)
+def test_a_file_of_another_form_is_one_line(text, message, tmp_path):
+    (tmp_path / "p.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(DataError, match=message) as caught:
+        read_landmarks(tmp_path / "p.csv")
+    assert "p.csv" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_knows_none_of_the_images_shows_both_names(photos, tmp_path):
+    path = written(tmp_path / "p.csv", [("/data/ann/0.png", range(10))], "csv")
+    with pytest.raises(DataError, match=r"it names /data/ann/0\.png, and the first image is ann/0\.png"):
+        FileLandmarks(path, open_dataset(photos, image_size=None))
+    with pytest.raises(UsageError, match="no file of landmarks"):
+        FileLandmarks(tmp_path / "none.csv", open_dataset(photos, image_size=None))
+
+
+def test_faces_are_cut_where_the_file_says_and_a_missing_line_is_that_images_error(photos, tmp_path):
+    rows = list(lines(photos))
+    rows[1] = (rows[1][0], [float("nan")] * 10)
+    rows[2] = (rows[2][0], [7.0] * 10)
+    pictures = open_dataset(photos, image_size=None)
+    faces = AlignedImages(pictures, FileLandmarks(written(tmp_path / "p.tsv", rows[1:], "tsv"), pictures), 112)
+    assert (len(faces), faces.image_size, faces.class_names[1]) == (6, 112, "bob, jr")
+    for index, message in ((0, "has no landmarks for it"), (1, "no landmarks|not finite"), (2, "coincide")):
+        with pytest.raises(DataError, match=message) as caught:
+            faces.image(index)
+        assert faces.key(index) in str(caught.value)
+    for index in range(3, 6):
+        assert torch.equal(faces.image(index), cut_out(photos, faces.key(index)))
+
+
+def test_landmarks_need_pictures_as_they_are_stored(photos, tmp_path):
+    pictures = open_dataset(photos, image_size=64)
+    locate = FileLandmarks(written(tmp_path / "p.csv", lines(photos), "csv"), pictures)
+    with pytest.raises(ValueError, match="image_size=None"):
+        AlignedImages(pictures, locate, 112)
+
+
+@pytest.mark.parametrize("target", ["faces.rec", "faces"])
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path, capsys):
+    points = written(tmp_path / "p.csv", list(lines(photos))[1:], "csv", header=True)
+    argv = ["data", "align", str(photos), "--out", str(tmp_path / target), "--landmarks", str(points)]
+    assert main([*argv, "--encoding", "png", "--workers", workers]) == 0
+    assert "5 faces of 2 classes, 1 pictures left out" in capsys.readouterr().out
+    made = open_dataset(tmp_path / target, image_size=None)
+    keys = [key for key, _ in lines(photos)][1:]
+    assert made.labels.tolist() == [0, 0, 1, 1, 1]
+    assert all(torch.equal(made.image(i), cut_out(photos, key)) for i, key in enumerate(keys))
+    assert list(made.class_names) == ["ann", "bob, jr"]
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_data_align_finds_faces_by_a_detector(workers, photos, tmp_path):
+    detector = stand_in(tmp_path / "d.onnx", shape=(1, 3, 256, 256), points=POINTS, box=(1, 1, 1, 1))
+    argv = ["data", "align", str(photos), "--out", str(tmp_path / "faces"), "--detector", f"onnx:{detector}"]
+    assert main([*argv, "--size", "56", "--encoding", "png", "--workers", workers]) == 0
+    made = open_dataset(tmp_path / "faces", image_size=None)
+    for i, (key, numbers) in enumerate(lines(photos)):
+        expected = align_face(read_image(photos / key), np.reshape(numbers, (5, 2)), 56)
+        assert (made.image(i).int() - expected.int()).abs().max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        ([], 2, "required"),
+        (["--landmarks", "none.csv"], 2, "no file of landmarks none.csv"),
+        (["--detector", "d.onnx"], 2, "a detector is named onnx:FILE"),
+        (["--detector", "onnx:none.onnx"], 2, "there is no detector none.onnx; none is shipped"),
+        (["--landmarks", "a", "--detector", "onnx:b"], 2, "not allowed with"),
+        (["--landmarks", "p.csv", "--size", "0"], 2, "--size is 0"),
+        (["--landmarks", "p.csv", "--workers", "-1"], 2, "--workers is -1"),
+        (["--landmarks", "blank.csv", "--max-bad-records", "2"], 1, "more than 2 images"),
+        (["--landmarks", "blank.csv"], 1, "no image of"),
+    ],
+)
+def test_a_wrong_request_to_align_is_one_line(argv, code, message, photos, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path / "p.csv", lines(photos), "csv")
+    written(tmp_path / "blank.csv", [(key, [5.0] * 10) for key, _ in lines(photos)], "csv")
+    try:
+        assert main(["data", "align", str(photos), "--out", "faces", *argv]) == code
+    except SystemExit as error:  # argparse's own
+        assert error.code == code  # noqa: PT017
+    said = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(said) == 1
+    assert message in said[0]
+    assert not (tmp_path / "faces").exists()

@@ -1,0 +1,94 @@
+"""plsc embed on whole pictures: aligned by a file of landmarks or by a detector, as if the crops had been given."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scrfd import stand_in
+
+from plsc import models
+from plsc.data.alignment import TEMPLATE, align_face
+from plsc.data.decode import read_image
+from plsc.embed.embedder import open_embedder
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.tools.entry import main
+
+POINTS = (TEMPLATE - 56) / 32
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory):
+    """A model, a detector, four photos (the last without a face) and the landmarks of the first three."""
+    root = tmp_path_factory.mktemp("scene")
+    torch.manual_seed(0)
+    models.save_model(models.create("mobilefacenet", embedding_dim=16, image_size=48), root / "m.safetensors")
+    stand_in(root / "d.onnx", shape=(1, 3, 256, 256), points=POINTS, box=(1, 1, 1, 1))
+    (root / "photos").mkdir()
+    lines = []
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 50, (256, 256, 3), dtype=np.uint8)
+        x = 32 * (2 + number)
+        if number < 3:
+            pixels[96:128, x : x + 32, 2] = 250
+            lines.append([f"{number}.png", *(TEMPLATE - 56 + [x, 96]).reshape(-1)])
+        Image.fromarray(pixels).save(root / "photos" / f"{number}.png")
+    (root / "points.csv").write_text("\n".join(",".join(map(str, line)) for line in lines))
+    return root
+
+
+def embed(scene, out, *more):
+    return main(["embed", str(scene / "m.safetensors"), "--data", str(scene / "photos"), "--out", str(out), *more])
+
+
+def crops_embedded(scene):
+    embedder = open_embedder(scene / "m.safetensors", device=torch.device("cpu"))
+    faces = [
+        align_face(read_image(scene / f"photos/{number}.png"), TEMPLATE - 56 + [32 * (2 + number), 96], 48)
+        for number in range(3)
+    ]
+    return embedder(torch.stack(faces)).numpy(), embedder.contract_id
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize(("way", "message"), [("landmarks", "has no landmarks"), ("detector", "no face was found")])
+def test_rows_are_those_of_the_aligned_crops(way, message, workers, scene, tmp_path):
+    given = str(scene / "points.csv") if way == "landmarks" else f"onnx:{scene / 'd.onnx'}"
+    assert embed(scene, tmp_path / "emb", f"--{way}", given, "--workers", workers) == 0
+    made, (expected, contract) = EmbeddingSet(tmp_path / "emb", verify=True), crops_embedded(scene)
+    np.testing.assert_allclose(made.rows(0, 3), expected, atol=1e-4)
+    assert not made.rows(3, 4).any()
+    assert list(made.errors) == [3]
+    assert message in made.errors[3]
+    assert "3.png" in made.errors[3]
+    assert made.contract_id == contract  # aligned crops embedded later may be compared with these
+    assert made.manifest["alignment"].startswith(way)
+
+
+def test_a_set_is_not_gone_on_with_under_another_alignment(scene, tmp_path, capsys):
+    assert embed(scene, tmp_path / "emb", "--landmarks", str(scene / "points.csv")) == 0
+    assert embed(scene, tmp_path / "emb", "--landmarks", str(scene / "points.csv")) == 0
+    for more in ([], ["--detector", f"onnx:{scene / 'd.onnx'}"]):
+        assert embed(scene, tmp_path / "emb", *more) == 2
+        assert "was begun with the data" in capsys.readouterr().err
+
+
+def test_ranks_align_as_one_process_does(scene, tmp_path):
+    given = ["--detector", f"onnx:{scene / 'd.onnx'}", "--workers", "0"]
+    assert embed(scene, tmp_path / "one", *given) == 0
+    result = tmp_path / "result.json"
+    assert embed(scene, tmp_path / "two", *given, "--nproc", "2", "--json", str(result)) == 0
+    np.testing.assert_array_equal(
+        EmbeddingSet(tmp_path / "one").rows(0, 4), EmbeddingSet(tmp_path / "two").rows(0, 4)
+    )
+    assert json.loads(result.read_text())["errors"] == 1
+
+
+def test_both_ways_at_once_and_a_missing_detector_are_refused(scene, tmp_path, capsys):
+    both = ["--landmarks", str(scene / "points.csv"), "--detector", f"onnx:{scene / 'd.onnx'}"]
+    assert embed(scene, tmp_path / "emb", *both) == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert embed(scene, tmp_path / "emb", "--detector", "onnx:none.onnx") == 2
+    assert "there is no detector none.onnx" in capsys.readouterr().err
+    assert not (tmp_path / "emb").exists()
