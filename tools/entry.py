@@ -12,7 +12,7 @@ from types import ModuleType
 from plsc.errors import PlscError
 from plsc.files import make_folder, write_json
 
-COMMANDS = ("quickstart", "train", "eval", "embed", "export", "index", "data", "plan", "bench")
+COMMANDS = ("quickstart", "train", "eval", "embed", "export", "index", "serve", "tokens", "data", "plan", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:

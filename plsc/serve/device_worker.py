@@ -1,0 +1,210 @@
+"""Micro-batching: one thread owns the device, and takes at once whatever work of one kind waits for it.
+
+While a batch runs, the next one gathers by itself. Waiting longer, for at most ``max_wait``, pays only where more is
+sure to come: when the batch before was larger than what waits now, its callers are about to ask again.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from plsc.serve.failures import Refusal
+
+Work = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Work of one kind: ``run`` maps payloads to as many results on the device's thread; an exception among the
+    results fails that caller alone. ``finish``, where given, maps results to answers off the device, meanwhile
+    the device goes on."""
+
+    run: Work
+    finish: Work | None = None
+
+
+@dataclass
+class _Task:
+    payload: Any
+    rows: int
+    arrived: float
+    deadline: float
+    future: "asyncio.Future[Any]"
+
+
+class Observer(Protocol):
+    """Who is told what the worker does; called on its thread."""
+
+    def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
+        """A batch of ``rows`` ran for ``seconds``; each of its callers had waited."""
+
+    def dropped(self, kind: str, why: str, count: int) -> None:
+        """Callers were let go without computing: "deadline", "cancelled" or "full"."""
+
+
+class DeviceWorker:
+    """Runs work in batches of at most ``max_batch`` rows; at most ``capacity`` rows wait.
+
+    A single caller with more than ``max_batch`` rows is a batch of its own. ``max_wait`` in seconds.
+    """
+
+    def __init__(
+        self, kinds: dict[str, Kind], *, max_batch: int, max_wait: float, capacity: int, observer: Observer
+    ) -> None:
+        self._kinds, self._max_batch, self._max_wait, self._capacity = kinds, max_batch, max_wait, capacity
+        self._observer = observer
+        self._waiting: dict[str, deque[_Task]] = {kind: deque() for kind in kinds}
+        self._rows = dict.fromkeys(kinds, 0)
+        self._last = dict.fromkeys(kinds, 0)  # rows of the batch before
+        self._changed = threading.Condition()
+        self._closing = False
+        self._finisher = ThreadPoolExecutor(1, "plsc-finish")
+        self._thread = threading.Thread(target=self._work, name="plsc-device", daemon=True)
+        self._thread.start()
+
+    async def submit(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
+        """The result of ``payload``; ``deadline`` is of ``time.monotonic()``.
+
+        Raises:
+            Refusal: 503 if too much waits or the service stops, 504 if the deadline passes before it is done.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future))
+        timer = future.get_loop().call_later(max(deadline - time.monotonic(), 0), _expire, future)
+        try:
+            return await future
+        finally:
+            timer.cancel()
+            future.cancel()  # where the caller has gone, nobody computes for it
+
+    def waiting(self, kind: str) -> int:
+        """Rows of a kind that wait."""
+        return self._rows[kind]
+
+    def close(self) -> None:
+        """Finish what waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._finisher.shutdown()
+
+    def _put(self, kind: str, task: _Task) -> None:
+        with self._changed:
+            if self._closing:
+                raise Refusal(503, "the service is stopping; ask another, or later")
+            full = self._rows[kind] > 0 and self._rows[kind] + task.rows > self._capacity
+            if not full:
+                self._waiting[kind].append(task)
+                self._rows[kind] += task.rows
+                self._changed.notify()
+        if full:
+            self._observer.dropped(kind, "full", 1)
+            raise Refusal(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            kind, batch = taken
+            batch = self._still_wanted(kind, batch)
+            if batch:
+                self._run(kind, batch)
+
+    def _take(self) -> tuple[str, list[_Task]] | None:
+        with self._changed:
+            while not any(self._waiting.values()):
+                if self._closing:
+                    return None
+                self._changed.wait()
+            kind = min((kind for kind, tasks in self._waiting.items() if tasks), key=self._oldest)
+            self._wait_for_more(kind)
+            batch = self._drain(kind)
+            self._last[kind] = sum(task.rows for task in batch)
+            return kind, batch
+
+    def _oldest(self, kind: str) -> float:
+        return self._waiting[kind][0].arrived
+
+    def _wait_for_more(self, kind: str) -> None:
+        until = time.monotonic() + self._max_wait
+        wanted = min(self._last[kind], self._max_batch)
+        while self._rows[kind] < wanted and not self._closing:
+            remaining = until - time.monotonic()
+            if remaining <= 0 or not self._changed.wait(remaining):
+                return
+
+    def _drain(self, kind: str) -> list[_Task]:
+        tasks, rows = self._waiting[kind], 0
+        batch: list[_Task] = []
+        while tasks and (not batch or rows + tasks[0].rows <= self._max_batch):
+            batch.append(tasks.popleft())
+            rows += batch[-1].rows
+        self._rows[kind] -= rows
+        return batch
+
+    def _still_wanted(self, kind: str, batch: list[_Task]) -> list[_Task]:
+        now = time.monotonic()
+        present = [task for task in batch if not task.future.done()]
+        timely = [task for task in present if task.deadline > now]
+        if len(present) < len(batch):
+            self._observer.dropped(kind, "cancelled", len(batch) - len(present))
+        if len(timely) < len(present):
+            self._observer.dropped(kind, "deadline", len(present) - len(timely))
+        return timely
+
+    def _run(self, kind: str, batch: list[_Task]) -> None:
+        begun = time.monotonic()
+        results = _attempt(self._kinds[kind].run, [task.payload for task in batch])
+        ended = time.monotonic()
+        rows, waited = sum(task.rows for task in batch), [begun - task.arrived for task in batch]
+        self._observer.batch(kind, rows, waited, ended - begun)
+        finish = self._kinds[kind].finish
+        if finish is None:
+            _deliver(batch, results)
+        else:
+            self._finisher.submit(_finish, finish, batch, results)
+
+
+def _attempt(work: Work, payloads: list[Any]) -> list[Any]:
+    """Results, or the exception of each payload: one that fails must not fail those it was batched with."""
+    try:
+        return list(work(payloads))
+    except Exception as error:
+        if len(payloads) == 1:
+            return [error]
+    return [result for payload in payloads for result in _attempt(work, [payload])]
+
+
+def _finish(work: Work, batch: list[_Task], results: list[Any]) -> None:
+    good = [place for place, result in enumerate(results) if not isinstance(result, Exception)]
+    for place, answer in zip(good, _attempt(work, [results[place] for place in good]) if good else [], strict=True):
+        results[place] = answer
+    _deliver(batch, results)
+
+
+def _deliver(batch: list[_Task], results: list[Any]) -> None:
+    loop = batch[0].future.get_loop()
+    try:
+        loop.call_soon_threadsafe(_settle, batch, results)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        return
+
+
+def _settle(batch: list[_Task], results: list[Any]) -> None:
+    for task, result in zip(batch, results, strict=True):
+        if task.future.done():
+            continue
+        if isinstance(result, Exception):
+            task.future.set_exception(result)
+        else:
+            task.future.set_result(result)
+
+
+def _expire(future: "asyncio.Future[Any]") -> None:
+    if not future.done():
+        message = "the deadline passed before there was a result; allow more time, or ask for less"
+        future.set_exception(Refusal(504, message))

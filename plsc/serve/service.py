@@ -1,0 +1,179 @@
+"""What the routes share: the model, the store, the device's worker and the threads for decoding and storing."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from plsc.embed.embedder import Embedder
+from plsc.embed.extract import contract_of, embed_images
+from plsc.errors import ConflictError, PlscError
+from plsc.gallery.contract import Collection, Store
+from plsc.serve.audit import Audit
+from plsc.serve.device_worker import DeviceWorker, Kind
+from plsc.serve.failures import Refusal, as_refusal
+from plsc.serve.inputs import Float32, check_direction, decode, given_vector, image_bytes
+from plsc.serve.metrics import Metrics
+from plsc.serve.schemas import Input
+from plsc.serve.searching import Answer, Search, Searcher
+from plsc.serve.settings import Settings
+from plsc.serve.snapshots import Snapshots
+
+Result = TypeVar("Result")
+STORE_THREADS = 8
+_REMEMBERED_SECONDS = 1.0  # what is known of a collection may be so old: other processes may share a remote store
+
+
+class Service:
+    """A model and a gallery at work. ``detector`` finds faces in pictures without landmarks, or is None."""
+
+    def __init__(
+        self, embedder: Embedder, store: Store, settings: Settings, metrics: Metrics, detector: Any = None
+    ) -> None:
+        self.embedder, self.store, self.settings, self.metrics = embedder, store, settings, metrics
+        self.detector = detector
+        self.contract_id = contract_of(embedder, settings.flip)
+        self.model_name = Path(embedder.source).stem  # callers learn no paths
+        self.snapshots = Snapshots(store, settings.snapshots)
+        self.audit = Audit(settings.audit)
+        self._decoders = ThreadPoolExecutor(settings.decode_threads, "plsc-decode")
+        self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")
+        self._remembered: dict[str, tuple[float, Any]] = {}
+        searcher = Searcher(store)
+        self.worker = DeviceWorker(
+            {"embed": Kind(self._embed), "search": Kind(searcher.run, searcher.name)},
+            max_batch=settings.max_batch, max_wait=settings.max_wait_ms / 1000, capacity=settings.limits.queue,
+            observer=metrics,
+        )  # fmt: skip
+        for kind in ("embed", "search"):
+            metrics.watch_queue(kind, partial(self.worker.waiting, kind))
+        metrics.watch_store(store.statistics)
+
+    async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
+        """``function(*args)``, which may block on the store, in a thread; its failures as refusals."""
+        begun = time.monotonic()
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._storers, lambda: function(*args, **keywords))
+        except PlscError as error:
+            raise as_refusal(error) from None
+        finally:
+            self.metrics.stage("store", time.monotonic() - begun)
+
+    async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Float32:
+        """(n, D) float32 of inputs, pictures embedded; :class:`Refusal` names the first input that is unfit."""
+        dim = self.embedder.embedding_dim
+        vectors = np.empty((len(inputs), dim), dtype=np.float32)
+        pictures = []
+        for place, (given, name) in enumerate(zip(inputs, names, strict=True)):
+            if given.image is None:
+                vectors[place] = given_vector(given, name, dim)
+            else:
+                pictures.append(place)
+        if pictures:
+            chosen = [(image_bytes(inputs[place], names[place]), inputs[place].landmarks) for place in pictures]
+            vectors[pictures] = await self.embed(chosen, [names[place] for place in pictures], deadline)
+        return vectors
+
+    async def embed(
+        self, pictures: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float
+    ) -> Float32:
+        """(n, D) float32 of encoded pictures with landmarks or None; :class:`Refusal` names the first unfit."""
+        loop = asyncio.get_running_loop()
+        decoding = [
+            loop.run_in_executor(self._decoders, self._decode, data, name, landmarks, deadline)
+            for (data, landmarks), name in zip(pictures, names, strict=True)
+        ]
+        try:
+            images = torch.stack(await asyncio.gather(*decoding))
+        finally:
+            for image in decoding:
+                image.cancel()
+        vectors = await self.on_device("embed", images, len(images), deadline)
+        for vector, name in zip(vectors, names, strict=True):
+            check_direction(vector, name)
+        return np.asarray(vectors)
+
+    async def embed_images(self, images: torch.Tensor, deadline: float) -> Float32:
+        """(n, D) float32 of uint8 (n, 3, S, S)."""
+        return np.asarray(await self.on_device("embed", images, len(images), deadline))
+
+    async def search(self, search: Search, deadline: float) -> Answer:
+        """Each query's matches with their persons."""
+        answer: Answer = await self.on_device("search", search, len(search.queries), deadline)
+        return answer
+
+    async def on_device(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
+        """The worker's result, the library's failures as refusals."""
+        try:
+            return await self.worker.submit(kind, payload, rows, deadline)
+        except PlscError as error:
+            raise as_refusal(error) from None
+
+    async def comparable(self, name: str) -> Collection:
+        """A collection whose vectors are of this service's model; :class:`Refusal` 404 or 409 if it is none."""
+        collection: Collection = await self._remember(name, self.store.collection, name)
+        if collection.contract_id != self.contract_id:
+            raise as_refusal(ConflictError(
+                f"collection {name} holds embeddings of the contract {collection.contract_id}, and this service's "
+                f"model makes {self.contract_id}; serve it with its own model, or use another collection"
+            ))  # fmt: skip
+        return collection
+
+    async def figures(self, collection: str) -> dict[str, float]:
+        """The store's statistics of a collection, at most a second old."""
+        statistics = await self._remember("", self.store.statistics)
+        return dict(statistics.get(collection, {}))
+
+    def forget(self, collection: str) -> None:
+        """A collection was made or deleted: what is remembered of it is void."""
+        self._remembered.pop(collection, None)
+
+    def deadline(self, milliseconds: int | None) -> float:
+        """When to give up, by the caller's wish or the service's limit, in ``time.monotonic()``."""
+        limit = self.settings.limits.deadline_seconds
+        return time.monotonic() + (limit if milliseconds is None else min(milliseconds / 1000, limit))
+
+    def judged(self, score: float, threshold: float | None) -> bool | None:
+        """Whether a score reaches the threshold; None without one."""
+        return None if threshold is None else score >= threshold
+
+    def close(self) -> None:
+        """Finish what runs, then let go of threads and store."""
+        self._decoders.shutdown(cancel_futures=True)
+        self.worker.close()
+        self._storers.shutdown()
+        self.store.close()
+        self.audit.close()
+
+    async def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
+        known = self._remembered.get(key)
+        now = time.monotonic()
+        if known is not None and now - known[0] < _REMEMBERED_SECONDS:
+            return known[1]
+        value = await self.in_store(function, *args)
+        if len(self._remembered) > self.settings.limits.collections:
+            self._remembered.clear()
+        self._remembered[key] = now, value
+        return value
+
+    def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> torch.Tensor:
+        begun = time.monotonic()
+        if begun > deadline:
+            raise Refusal(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
+        pixels = self.settings.limits.image_pixels
+        image = decode(data, name, self.embedder.image_size, pixels, landmarks, self.detector)
+        self.metrics.stage("decode", time.monotonic() - begun)
+        return image
+
+    def _embed(self, batches: list[torch.Tensor]) -> list[Any]:
+        images = torch.cat(batches)
+        chunks = torch.split(images, self.settings.max_batch)
+        vectors = torch.cat([embed_images(self.embedder, chunk, self.settings.flip) for chunk in chunks])
+        return [rows.numpy() for rows in torch.split(vectors, [len(batch) for batch in batches])]

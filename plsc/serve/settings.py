@@ -1,0 +1,63 @@
+"""What a service is told at its start: where it listens, what it judges by, and what it takes on."""
+
+import ipaddress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request, and all of them together, may ask for.
+
+    ``body_bytes``: of one request. ``memory_bytes``: bodies of all requests in hand. ``image_pixels``: width x
+    height of an image, told by its header. ``inputs``: images and vectors of one request. ``k``: matches of one query.
+    ``matches``: queries x k of one request. ``queue``: rows that wait for the device. ``connections`` and
+    ``requests``: at once. Seconds: for a request's head, its body, its answer to be taken, and the whole of it.
+    """
+
+    body_bytes: int = 32 * MIB
+    memory_bytes: int = 512 * MIB
+    image_pixels: int = 25_000_000
+    inputs: int = 256
+    k: int = 1000
+    matches: int = 50_000
+    collections: int = 1000
+    queue: int = 4096
+    connections: int = 1024
+    requests: int = 512
+    head_seconds: float = 10.0
+    body_seconds: float = 30.0
+    send_seconds: float = 30.0
+    deadline_seconds: float = 30.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A service's own settings; ``snapshots`` and ``audit`` are None where the store has no folder."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080
+    metrics_port: int | None = None
+    tokens: Path | None = None
+    threshold: float | None = None
+    false_match_rate: float | None = None
+    flip: bool = False
+    max_batch: int = 64
+    max_wait_ms: float = 2.0
+    decode_threads: int = 2
+    drain_seconds: float = 20.0
+    snapshots: Path | None = None
+    audit: Path | None = None
+    limits: Limits = field(default_factory=Limits)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
