@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plsc.index.bounds import RowBounds
 from plsc.index.exact import Float32
-from plsc.index.mapped import chunks
+from plsc.index.row_source import RowSource
 from plsc.native.scan import PADDED_TO
 
 
@@ -16,6 +16,7 @@ class KeptRows:
     """``vectors`` (N, D), and what is scanned in their place.
 
     Attributes:
+        source: reads the float32 rows.
         copy: (N, stride) tensor on ``device``, bfloat16 with stride the next multiple of 32 from D on and zeros
             behind D, or float32 for a GPU; None: the vectors themselves are scanned.
         bounds: of the rows, before and after rounding.
@@ -23,6 +24,7 @@ class KeptRows:
 
     def __init__(self, vectors: Float32, precision: str, device: torch.device) -> None:
         self.vectors, self.device = vectors, device
+        self.source = RowSource(vectors)
         self.bounds = RowBounds()
         self.copy: Tensor | None = None
         count, dim = vectors.shape
@@ -30,7 +32,7 @@ class KeptRows:
             self.copy = _zeros(count, -(-dim // PADDED_TO) * PADDED_TO, device)
         elif device.type != "cpu":
             self.copy = torch.empty(count, dim, device=device)
-        for start, part in chunks(vectors):
+        for start, part in self.source.chunks():
             self._take(start, torch.from_numpy(part))
 
     @property

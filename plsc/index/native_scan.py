@@ -1,5 +1,7 @@
 """The scan by compiled kernels, on a CPU with a compiler."""
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -20,12 +22,12 @@ class NativeScan:
         self._kept = kept
         copy = kept.copy
         base = kept.vectors if copy is None else copy.view(torch.uint16).numpy()
-        self._rows = Rows(np.asarray(kept.vectors), np.asarray(base))
+        self._rows = Rows(np.asarray(kept.vectors), np.asarray(base), kept.source.descriptor, kept.source.offset)
 
     def search(
         self, queries: Float32, k: int, allowed: npt.NDArray[np.bool_] | None, count: int
-    ) -> tuple[Float32, Int64, int]:
-        """Scores and rows (Q, k), k <= ``count``, the rows ``allowed``; and how many rows were read in float32."""
+    ) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, k), k <= ``count``, the number of rows ``allowed``."""
         index = None
         if allowed is not None and 2 * count < len(allowed):
             index, allowed = np.flatnonzero(allowed).astype(np.int64), None
@@ -35,8 +37,9 @@ class NativeScan:
         low = rounded.view(torch.uint16).numpy() if rounded.dtype == torch.bfloat16 else None
         every = 4 * k >= count  # too many are asked for to be chosen first
         work = count * len(queries) * exact.shape[1]
-        return scan(
-            Rows(self._rows.vectors, None) if every else self._rows, queries, None if every else low,
+        scores, rows, _ = scan(
+            replace(self._rows, base=None) if every else self._rows, queries, None if every else low,
             (2 * error).numpy(), k, index=index, allowed=allowed, most=max(4 * k, _MOST // len(queries)),
             threads=1 if work < _ALONE else torch.get_num_threads(),
         )  # fmt: skip
+        return scores, rows

@@ -4,12 +4,13 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.index.exact import Float32, Int64
+from plsc.index.row_source import RowSource
 
 _ROWS = 4096  # read and multiplied at a time
 
 
-def rank(query: Float32, vectors: Float32, rows: Int64, k: int) -> tuple[Float32, Int64]:
-    """The best ``k`` of ``rows`` (n,), ascending numbers of rows of ``vectors`` (N, D), for ``query`` (D,).
+def rank(query: Float32, source: RowSource, rows: Int64, k: int) -> tuple[Float32, Int64]:
+    """The best ``k`` of ``rows`` (n,), ascending numbers of rows of ``source``, for ``query`` (D,).
 
     Returns scores (k,) float32, best first, and their rows. Equal rows get equal scores: each row's products are
     added up in the same order, which a matrix product does not promise.
@@ -18,7 +19,7 @@ def rank(query: Float32, vectors: Float32, rows: Int64, k: int) -> tuple[Float32
     wide = query.astype(np.float64)
     for start in range(0, len(rows), _ROWS):
         part = slice(start, start + _ROWS)
-        scores[part] = (vectors[rows[part]].astype(np.float64) * wide).sum(axis=1)
+        scores[part] = (source.take(rows[part]).astype(np.float64) * wide).sum(axis=1)
     order = best(scores, k)
     return scores[order].astype(np.float32), rows[order]
 

@@ -13,13 +13,11 @@ import torch
 from plsc.errors import UsageError
 from plsc.index.exact import Float32, Int64
 from plsc.index.kept_rows import KeptRows
-from plsc.index.mapped import release
 from plsc.index.native_scan import NativeScan
 from plsc.index.torch_scan import TorchScan
 from plsc.native.scan import has_scan
 
 PRECISIONS = ("bf16", "fp32")
-_READ_AROUND = 1 << 16  # bytes that come into memory with a row of a map
 _ANSWERS = 1 << 20  # rows asked for at once, of all queries together
 Allowed = npt.NDArray[np.bool_]
 
@@ -28,7 +26,8 @@ class ExactScan:
     """The rows of ``vectors`` (N, D) float32, ready to be searched; nothing of it changes after construction.
 
     Args:
-        vectors: in C order, of length 1 or less, usually a memory map. Kept, and read for every answer.
+        vectors: in C order, of length 1 or less, usually a memory map. Kept; candidates are read for every answer,
+            from the map's file where there is one, so that its pages do not fill this process's memory.
         precision: "bf16" keeps a copy of 2 bytes a number and scans that; "fp32" scans ``vectors``.
         device: where torch scans: "cpu", or "cuda", which holds the copy in the GPU's memory.
 
@@ -44,7 +43,6 @@ class ExactScan:
         self._kept = KeptRows(vectors, precision, torch.device(device))
         compiled = has_scan() and self._kept.device.type == "cpu"
         self._scan: NativeScan | TorchScan = NativeScan(self._kept) if compiled else TorchScan(self._kept)
-        self._read = 0  # bytes of the map that rankings have brought into memory, at most
         self.precision = precision
 
     def __len__(self) -> int:
@@ -72,16 +70,8 @@ class ExactScan:
         together = max(1, _ANSWERS // max(1, k))
         for start in range(0, len(queries) if k else 0, together):
             part = slice(start, start + together)
-            scores[part], rows[part], read = self._scan.search(queries[part], k, allowed, count)
-            self._account(read)
+            scores[part], rows[part] = self._scan.search(queries[part], k, allowed, count)
         return scores, rows
-
-    def _account(self, rows: int) -> None:
-        """Let the float32 rows go again when more of them than a sixteenth of the copy may be in memory."""
-        self._read += rows * _READ_AROUND
-        if self._kept.copy is not None and self._read > self.memory_bytes // 16:
-            release(self._vectors)
-            self._read = 0
 
     def _check(self, queries: Float32, k: int, allowed: Allowed | None) -> None:
         dim = self._vectors.shape[1]

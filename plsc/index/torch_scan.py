@@ -25,21 +25,18 @@ class TorchScan:
 
     def search(
         self, queries: Float32, k: int, allowed: npt.NDArray[np.bool_] | None, count: int
-    ) -> tuple[Float32, Int64, int]:
-        """Scores and rows (Q, k), k <= ``count``, the rows ``allowed``; and how many rows were read in float32."""
-        vectors = self._kept.vectors
-        everyone = np.arange(len(vectors)) if allowed is None else np.flatnonzero(allowed)
+    ) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, k), k <= ``count``, the number of rows ``allowed``."""
+        everyone = np.arange(len(self._kept.vectors)) if allowed is None else np.flatnonzero(allowed)
         shortlists: Sequence[Int64 | None] = [None] * len(queries)
         if 4 * k < count:  # otherwise too many are asked for to be chosen first
             shortlists = self._shortlists(queries, k, allowed)
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
-        read = 0
         for place, found in enumerate(shortlists):
             candidates = everyone if found is None else found
-            scores[place], rows[place] = rank(queries[place], vectors, candidates, k)
-            read += len(candidates)
-        return scores, rows, read
+            scores[place], rows[place] = rank(queries[place], self._kept.source, candidates, k)
+        return scores, rows
 
     def _shortlists(self, queries: Float32, k: int, allowed: npt.NDArray[np.bool_] | None) -> list[Int64 | None]:
         """For each query the rows (n,), ascending, that may be among its best ``k``; None where too many may."""

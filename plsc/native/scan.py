@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plsc.errors import DataError
 from plsc.native.build import library
 
 Float32 = npt.NDArray[np.float32]
@@ -19,11 +20,12 @@ Int64 = npt.NDArray[np.int64]
 
 PADDED_TO = 32  # numbers: what the width of bfloat16 rows is a multiple of
 _PANEL = 32  # queries: what their number is filled up to a multiple of
+_UNREADABLE = -2
 _SOURCE = "scan_kernels"
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = (
-    _POINTER, ctypes.c_int, _INTEGER, _POINTER, _INTEGER, _POINTER, _INTEGER, _POINTER, _POINTER, _POINTER,
-    _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER,
+    _POINTER, ctypes.c_int, _INTEGER, _POINTER, ctypes.c_int, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER,
+    _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER,
 )  # fmt: skip
 
 
@@ -45,11 +47,14 @@ class Rows:
     """What is scanned: ``vectors`` (N, D) float32, and ``base``.
 
     base: (N, stride) uint16, the bits of bfloat16 numbers with zeros behind the first D, stride a multiple of 32; or
-    ``vectors`` again; or None, to score every row in float64.
+    ``vectors`` again; or None, to score every row in float64. descriptor, offset: the file that holds the vectors,
+    and where in it, in bytes; they are then read from there and not from memory.
     """
 
     vectors: Float32
     base: npt.NDArray[Any] | None
+    descriptor: int | None = None
+    offset: int = 0
 
 
 def scan(
@@ -66,9 +71,9 @@ def scan(
         most: candidates of a query above which every row is scored in float64 instead.
 
     Returns:
-        scores (Q, k) float32, rows (Q, k) int64, and how many rows were read in float32.
+        scores (Q, k) float32, rows (Q, k) int64, and how many rows were scored in float64.
 
-    Raises :class:`MemoryError`.
+    Raises :class:`MemoryError`, and :class:`DataError` where the file cannot be read any more.
     """
     compiled = library(_SOURCE)
     assert compiled is not None, "ask has_scan() first"
@@ -82,9 +87,12 @@ def scan(
     run.argtypes, run.restype = _ARGUMENTS, _INTEGER
     ranked = run(
         _address(rows.base), rows.base is not None and rows.base.dtype == np.uint16, stride, _address(rows.vectors),
-        dim, _address(index), len(rows.vectors) if index is None else len(index), _address(allowed), _address(wide),
-        _address(low), len(queries), k, _address(margin), most, threads, _address(scores), _address(found),
+        -1 if rows.descriptor is None else rows.descriptor, rows.offset, dim, _address(index),
+        len(rows.vectors) if index is None else len(index), _address(allowed), _address(wide), _address(low),
+        len(queries), k, _address(margin), most, threads, _address(scores), _address(found),
     )  # fmt: skip
+    if ranked == _UNREADABLE:
+        raise DataError("the file of the vectors cannot be read any more; has it been cut?")
     if ranked < 0:
         raise MemoryError("the scan's shortlists do not fit into memory")
     return scores, found, ranked

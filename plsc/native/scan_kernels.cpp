@@ -6,13 +6,16 @@
 // `margin`, which is twice what rounding can change; the shortlists so hold every row of the true answer.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <ios>
 #include <limits>
 #include <system_error>
 #include <thread>
 #include <vector>
+
+#include <unistd.h>
 
 #include "tiles.h"
 
@@ -24,6 +27,7 @@ constexpr int64_t kGroup = 4;      // panels whose tiles take turns with a part 
 constexpr int64_t kPart = 256;     // numbers of each row that such a part has
 constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time
 constexpr int64_t kFour = 4;       // rows that one pass over a query's numbers multiplies
+constexpr int64_t kNoMemory = -1, kUnreadable = -2;  // what a call returns that failed
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 #ifdef __AVX512F__
@@ -114,6 +118,8 @@ struct Search {
     const void* base;            // rows of bf16 or float32, `stride` numbers from one to the next
     int64_t stride;
     const float* vectors;        // (N, dim), the rows as they are
+    int file;                    // a descriptor to read them from instead, from `offset` on, or -1
+    int64_t offset;
     int64_t dim;
     const int64_t* index;        // the rows to visit, ascending; null: rows 0 to count
     int64_t count;
@@ -155,7 +161,7 @@ struct Shortlist {
 // What the threads tell each other: the least score that is still of interest, and whether a query has too many.
 struct Common {
     std::atomic<int64_t> next_row{0}, next_query{0}, ranked{0};
-    std::atomic<bool> failed{false};
+    std::atomic<int64_t> failure{0};
     std::vector<std::atomic<float>> least;
     std::vector<std::atomic<bool>> crowded;
 
@@ -344,6 +350,30 @@ private:
     }
 };
 
+// Reads rows as they are: from memory, or from a file, whose pages do not count as this process's then.
+class RowReader {
+public:
+    explicit RowReader(const Search& what) : search(what), buffer(what.file < 0 ? 0 : kBlock * what.dim) {}
+
+    // `count` rows, up to 32, from `first` on; valid until the next call.
+    const float* read(int64_t first, int64_t count) {
+        if (search.file < 0) return search.vectors + first * search.dim;
+        char* to = reinterpret_cast<char*>(buffer.data());
+        int64_t left = count * search.dim * 4, from = search.offset + first * search.dim * 4;
+        while (left > 0) {
+            const ssize_t got = pread(search.file, to, left, from);
+            if (got < 0 && errno == EINTR) continue;
+            if (got <= 0) throw std::ios_base::failure("cannot read");
+            to += got, from += got, left -= got;
+        }
+        return buffer.data();
+    }
+
+private:
+    const Search& search;
+    std::vector<float> buffer;
+};
+
 struct Ranked {
     double score;
     int64_t row;
@@ -356,15 +386,15 @@ struct Ranked {
 class Ranker {
 public:
     Ranker(const Search& search, Common& common, std::vector<Scanner>& scanners, float* scores, int64_t* rows)
-        : search(search), common(common), scanners(scanners), scores(scores), rows(rows), query(search.dim) {}
+        : search(search), common(common), scanners(scanners), scores(scores), rows(rows), reader(search),
+          query(search.dim) {}
 
     void run() {
         for (int64_t q; (q = common.next_query.fetch_add(1)) < search.query_count;) {
             for (int64_t d = 0; d < search.dim; d++) query[d] = search.queries[q * search.stride + d];
             ranked.clear();
             if (scanners.empty() || common.crowded[q]) {
-                for (int64_t place = 0; place < search.count; place++)
-                    if (search.may_find(search.row(place))) score(search.row(place));
+                everyone();
             } else {
                 shortlisted(q);
             }
@@ -383,6 +413,7 @@ private:
     std::vector<Scanner>& scanners;
     float* scores;
     int64_t* rows;
+    RowReader reader;
     std::vector<double> query;
     std::vector<Ranked> ranked;
     Shortlist merged;
@@ -394,12 +425,23 @@ private:
             merged.entries.insert(merged.entries.end(), more.begin(), more.end());
         }
         merged.prune(search.k, search.margin[q], -kInfinity);
-        for (const auto& candidate : merged.entries) __builtin_prefetch(search.vectors + candidate.row * search.dim);
-        for (const auto& candidate : merged.entries) score(candidate.row);
+        if (search.file < 0)
+            for (const auto& candidate : merged.entries) __builtin_prefetch(search.vectors + candidate.row * search.dim);
+        for (const auto& candidate : merged.entries) score(candidate.row, reader.read(candidate.row, 1));
     }
 
-    void score(int64_t row) {
-        ranked.push_back({multiply_exactly(search.vectors + row * search.dim, query.data(), search.dim), row});
+    void everyone() {
+        const int64_t together = search.index ? 1 : kBlock;
+        for (int64_t place = 0; place < search.count; place += together) {
+            const int64_t here = std::min(together, search.count - place), first = search.row(place);
+            const float* numbers = reader.read(first, here);
+            for (int64_t r = 0; r < here; r++)
+                if (search.may_find(first + r)) score(first + r, numbers + r * search.dim);
+        }
+    }
+
+    void score(int64_t row, const float* numbers) {
+        ranked.push_back({multiply_exactly(numbers, query.data(), search.dim), row});
     }
 };
 
@@ -409,11 +451,14 @@ void run_threads(int64_t count, Common& common, const Work& work) {
     const auto guarded = [&](int64_t number) {
         try {
             work(number);
+        } catch (const std::ios_base::failure&) {
+            common.failure = kUnreadable;
         } catch (const std::exception&) {
-            common.failed = true;
+            common.failure = kNoMemory;
         }
     };
     std::vector<std::thread> threads;
+    threads.reserve(count);
     for (int64_t number = 1; number < count; number++) {
         try {
             threads.emplace_back(guarded, number);
@@ -434,15 +479,16 @@ int plsc_has_tiles() { return tiles_are_allowed(); }
 
 // scores, rows (queries, k): the best rows of each query by float64 products, ties by row number. The arguments are
 // the fields of `Search`, with bf16 queries (panels·32, stride) in place of the packed ones; `base` null means
-// that every row is scored in float64. At least k rows may be found. Returns how many rows were scored in float64, −1
-// if memory ran out.
-int64_t plsc_scan(const void* base, int is_bf16, int64_t stride, const float* vectors, int64_t dim, const int64_t* index,
-                  int64_t count, const uint8_t* allowed, const float* queries, [[maybe_unused]] const bf16* low_queries,
-                  int64_t query_count, int64_t k, const float* margin, int64_t most, int64_t threads, float* scores,
-                  int64_t* rows) {
+// that every row is scored in float64. At least k rows may be found. Returns how many rows were scored in float64, or
+// a failure.
+int64_t plsc_scan(const void* base, int is_bf16, int64_t stride, const float* vectors, int file, int64_t offset,
+                  int64_t dim, const int64_t* index, int64_t count, const uint8_t* allowed, const float* queries,
+                  [[maybe_unused]] const bf16* low_queries, int64_t query_count, int64_t k, const float* margin,
+                  int64_t most, int64_t threads, float* scores, int64_t* rows) {
     try {
         std::vector<bf16> packed;
-        Search search{base, stride, vectors, dim, index, count, allowed, queries, nullptr, query_count, k, margin, most};
+        Search search{base, stride, vectors, file, offset, dim, index, count,
+                      allowed, queries, nullptr, query_count, k, margin, most};
 #ifdef PLSC_TILES
         if (low_queries) {
             const int64_t padded = (query_count + kPanel - 1) / kPanel * kPanel;
@@ -461,12 +507,12 @@ int64_t plsc_scan(const void* base, int is_bf16, int64_t stride, const float* ve
                 else scanners[number].run<float>();
             });
         }
-        if (!common.failed)
+        if (!common.failure)
             run_threads(std::min(threads, query_count), common,
                         [&](int64_t) { Ranker(search, common, scanners, scores, rows).run(); });
-        return common.failed ? -1 : common.ranked.load();
+        return common.failure ? common.failure.load() : common.ranked.load();
     } catch (const std::exception&) {
-        return -1;
+        return kNoMemory;
     }
 }
 

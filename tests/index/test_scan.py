@@ -101,17 +101,37 @@ def test_wide_ranges_within_a_row():
     assert found[1].tolist() == [[499, 498, 497, 496, 495]]
 
 
-def test_a_map_is_searched_and_left(tmp_path: Path):
-    vectors = rows_of(30_000, 64)
+def test_a_map_is_read_from_its_file(tmp_path: Path):
+    vectors, queries = rows_of(9_000, 64), rows_of(3, 64, 1)
     np.save(tmp_path / "v.npy", vectors)
     mapped = np.load(tmp_path / "v.npy", mmap_mode="r")
-    queries = rows_of(3, 64, 1)
-    scan = ExactScan(mapped)
-    agree(scan.search(queries, 10), oracle(queries, vectors, 10))
-    assert scan.memory_bytes == vectors.nbytes // 2
-    assert len(scan) == 30_000
-    part = mapped[100:20_000]
-    agree(ExactScan(part).search(queries, 10), oracle(queries, vectors[100:20_000], 10))
+    scan, part = ExactScan(mapped), ExactScan(mapped[100:5_000])
+    assert (len(scan), scan.memory_bytes) == (9_000, vectors.nbytes // 2)
+    (tmp_path / "v.npy").unlink()  # a new generation of the file changes nothing for who has opened the old one
+    rows_of(1, 1).tofile(tmp_path / "v.npy")
+    for k in (10, 4_900):
+        agree(scan.search(queries, k), oracle(queries, vectors, k))
+        agree(part.search(queries, k), oracle(queries, vectors[100:5_000], k))
+
+
+def test_a_private_map_is_read_from_memory(tmp_path: Path):
+    vectors, queries = rows_of(500, 16), rows_of(3, 16, 1)
+    np.save(tmp_path / "v.npy", vectors)
+    private = np.load(tmp_path / "v.npy", mmap_mode="c")
+    private[7] = queries[0]
+    found = ExactScan(private).search(queries, 10)
+    assert found[1][0, 0] == 7
+    agree(found, oracle(queries, np.array(private), 10))
+
+
+def test_a_file_that_was_cut_is_an_error_and_no_answer(tmp_path: Path):
+    vectors = rows_of(3000, 32)
+    np.save(tmp_path / "v.npy", vectors)
+    scan = ExactScan(np.load(tmp_path / "v.npy", mmap_mode="r"))
+    with (tmp_path / "v.npy").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(DataError, match="has it been cut"):
+        scan.search(vectors[-2:], 3)
 
 
 def test_what_does_not_fit_is_refused():
