@@ -1,5 +1,6 @@
 """plsc: train recognition models over tens of millions of classes, and put them to work."""
 
+from plsc.client import Client as Client
 from plsc.errors import PlscError as PlscError
 from plsc.head import ShardedHead as ShardedHead
 from plsc.losses import AdaFace as AdaFace

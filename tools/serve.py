@@ -65,18 +65,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
-    from plsc.serve.server import serve
+    from plsc.serve.server import Server
 
     settings = _settings(args)
+    server = Server(settings)
 
     def load(metrics: "Metrics") -> "Service":
         return _load(args, settings, metrics)
 
-    def describe(service: "Service") -> str:
-        judge = "" if settings.threshold is None else f", same person from {settings.threshold:.4f}"
-        return f"model {args.model} ({service.contract_id}){judge}, store {_shown(args.store)}"
+    def ready(service: "Service") -> None:
+        judge = "no threshold" if settings.threshold is None else f"same person from {settings.threshold:.4f}"
+        who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
+        measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
+        model = f"model {args.model} ({service.contract_id}), {judge}"
+        print(f"serving at {server.address}: {model}, store {_shown(args.store)}; {who}{measured}", flush=True)
 
-    serve(settings, load, describe)
+    server.run(load, ready)
 
 
 def _settings(args: argparse.Namespace) -> "Settings":

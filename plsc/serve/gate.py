@@ -23,11 +23,6 @@ class Gate:
         self._service = service
         self.status = "ready"
 
-    def shut(self) -> Service | None:
-        """Let no more requests in; returns the service that was open, for its end."""
-        self.status = "stopping"
-        return self._service
-
     def audit(self, token: str | None, operation: str, collection: str | None, ids: list[int], status: int) -> None:
         """Write a line of audit, where there is a service yet."""
         if self._service is not None:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Generator
 from types import FrameType
@@ -25,36 +24,71 @@ KEEP_ALIVE_SECONDS = 75  # longer than the usual reverse proxy's 60: the proxy c
 Load = Callable[[Metrics], Service]
 
 
-def serve(settings: Settings, load: Load, describe: Callable[[Service], str]) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what runs and close the store.
+class Server:
+    """Listens from the start; :meth:`run` loads and serves.
 
-    ``load`` makes the service, in a thread, while /health answers that it is loading; ``describe`` says in a few words
-    what it serves. Raises what ``load`` raises, and :class:`UsageError` for a port that cannot be had, or an address
-    beyond this machine without tokens.
+    Attributes: ``address`` as a URL, ``metrics_address`` likewise or None.
+
+    Raises :class:`UsageError` for a port that cannot be had, or an address beyond this machine without tokens.
     """
-    tokens = None if settings.tokens is None else TokenBook(settings.tokens)
-    if tokens is None and not is_loopback(settings.host):
-        raise UsageError(
-            f"--host {settings.host} lets other machines call, and there are no tokens to know them by; make some "
-            "with plsc tokens add NAME --role read, and give --tokens FILE"
-        )
-    listener = _listen(settings.host, settings.port)
-    metrics, gate = Metrics(), Gate()
-    try:
-        with _metrics_server(settings, metrics):
-            server = _Server(uvicorn.Config(
-                build_app(gate, settings, tokens, metrics), http=protocol(settings.limits), lifespan="off",
-                loop="asyncio", ws="none", access_log=False, log_level="warning", server_header=False,
-                headers=[("X-Content-Type-Options", "nosniff")], timeout_keep_alive=KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=int(settings.drain_seconds), backlog=settings.limits.connections,
-            ), gate)  # fmt: skip
-            asyncio.run(_run(server, listener, gate, metrics, load, _announcer(settings, listener, describe)))
-    finally:
-        listener.close()
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        tokens = None if settings.tokens is None else TokenBook(settings.tokens)
+        if tokens is None and not is_loopback(settings.host):
+            raise UsageError(
+                f"--host {settings.host} lets other machines call, and there are no tokens to know them by; make some "
+                "with plsc tokens add NAME --role read, and give --tokens FILE"
+            )
+        self._metrics, self._gate = Metrics(), Gate()
+        self._listener = _listen(settings.host, settings.port, settings.limits.connections)
+        try:
+            self._metrics_server = _metrics_server(settings, self._metrics)
+        except UsageError:
+            self._listener.close()
+            raise
+        self.address = _address(settings.host, self._listener.getsockname()[1])
+        self.metrics_address = None
+        if self._metrics_server is not None:
+            self.metrics_address = _address(settings.host, self._metrics_server.port) + "/metrics"
+        self._server = _Uvicorn(_config(build_app(self._gate, settings, tokens, self._metrics), settings), self._gate)
+
+    def run(self, load: Load, ready: Callable[[Service], None]) -> None:
+        """Serve until :meth:`stop`, SIGTERM or SIGINT; then finish what runs and close the store.
+
+        ``load`` makes the service, in a thread, while /health says that it loads; what it raises ends the server.
+        ``ready`` is called when requests are let in.
+        """
+        try:
+            asyncio.run(self._run(load, ready))
+        finally:
+            self._listener.close()
+            if self._metrics_server is not None:
+                self._metrics_server.close()
+
+    def stop(self) -> None:
+        """Begin the end; may be called from any thread."""
+        self._server.handle_exit(signal.SIGTERM, None)
+
+    async def _run(self, load: Load, ready: Callable[[Service], None]) -> None:
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        service = None
+        try:
+            service = await asyncio.to_thread(load, self._metrics)
+            if self._gate.status == "loading":
+                self._gate.open(service)
+                ready(service)
+            await serving
+        finally:
+            self._gate.status = "stopping"
+            self._server.should_exit = True
+            await serving
+            if service is not None:
+                await asyncio.to_thread(service.close)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server, which takes a signal as the wish to end, and not to be killed by it once it has ended."""
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's server, which takes a signal as the wish to end, and is not killed by it once it has ended."""
 
     def __init__(self, config: uvicorn.Config, gate: Gate) -> None:
         super().__init__(config)
@@ -79,64 +113,42 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def _run(
-    server: _Server, listener: socket.socket, gate: Gate, metrics: Metrics, load: Load, announce: Callable[..., None]
-) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    service = None
+def _config(app: Callable[..., object], settings: Settings) -> uvicorn.Config:
+    return uvicorn.Config(
+        app, http=protocol(settings.limits), lifespan="off", loop="asyncio", ws="none", access_log=False,
+        log_level="warning", server_header=False, headers=[("X-Content-Type-Options", "nosniff")],
+        timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=max(int(settings.drain_seconds), 1),
+    )  # fmt: skip
+
+
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _listen(host: str, port: int, waiting: int) -> socket.socket:
+    listener = None
     try:
-        service = await asyncio.to_thread(load, metrics)
-        if gate.status == "loading":
-            gate.open(service)
-            announce(service)
-        await serving
-    finally:
-        gate.shut()
-        server.should_exit = True
-        await serving
-        if service is not None:
-            await asyncio.to_thread(service.close)
-
-
-def _announcer(
-    settings: Settings, listener: socket.socket, describe: Callable[[Service], str]
-) -> Callable[[Service], None]:
-    host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    who = "this machine alone may call" if settings.tokens is None else f"callers with a token of {settings.tokens}"
-
-    def announce(service: Service) -> None:
-        address = f"http://{host}:{listener.getsockname()[1]}"
-        print(f"serving at {address}: {describe(service)}; {who}", flush=True)
-
-    return announce
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
+        listener.bind(place)
+        listener.listen(waiting)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot listen on {host} port {port}: {reason}; choose another --port or --host") from None
+        if listener is not None:
+            listener.close()
+        raise UsageError(_unheard("listen", host, port, error)) from None
     return listener
 
 
-@contextlib.contextmanager
-def _metrics_server(settings: Settings, metrics: Metrics) -> Generator[None, None, None]:
+def _metrics_server(settings: Settings, metrics: Metrics) -> MetricsServer | None:
     if settings.metrics_port is None:
-        yield
-        return
+        return None
     try:
-        server = MetricsServer(metrics, settings.host, settings.metrics_port)
+        return MetricsServer(metrics, settings.host, settings.metrics_port)
     except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot listen on port {settings.metrics_port} for metrics: {reason}") from None
-    print(f"metrics at http://{settings.host}:{server.port}/metrics", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        server.close()
+        raise UsageError(_unheard("show metrics", settings.host, settings.metrics_port, error)) from None
 
 
+def _unheard(what: str, host: str, port: int, error: Exception) -> str:
+    reason = getattr(error, "strerror", None) or error
+    return f"cannot {what} on {host} port {port}: {reason}; choose another port or host"
