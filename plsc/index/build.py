@@ -15,6 +15,7 @@ from plsc.errors import UsageError
 from plsc.files import describe_files, make_folder, publish_folder
 from plsc.index import approximate
 from plsc.index.exact import Float32, Int64, nearest
+from plsc.index.exact_search import ExactSearch
 from plsc.index.gather import Gathered, gather
 from plsc.index.index import COLUMN_FILES, FAISS_FILE, FORMAT, VERSION
 from plsc.index.recall import Recall, Target, choose_held_out, oracle, recall_of
@@ -170,7 +171,7 @@ def exact_recall(vectors: Float32, seed: int = 0) -> Recall:
     count = min(ORACLE_QUERIES, len(vectors))
     chosen = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
     queries = vectors[chosen]
-    found, truth = nearest(queries, vectors, 11)[0], oracle(queries, vectors, 11)
+    found, truth = ExactSearch(vectors).search(queries, 11)[0], oracle(queries, vectors, 11)
     return recall_of(found[:, 1:], truth[:, 1:].astype(np.float32))
 
 
@@ -179,7 +180,7 @@ def _approximate(
 ) -> dict[str, Any]:
     base, queries = vectors[: len(vectors) - held], np.array(vectors[len(vectors) - held :])
     structure = approximate.train_and_add(kind, base, seed, quiet=quiet)
-    truth = nearest(queries, base, 10)[0]
+    truth = ExactSearch(base).search(queries, 10)[0]
     effort, recall = approximate.tune(structure, kind, queries, truth, target)
     approximate.save(structure, aside / FAISS_FILE)
     return {

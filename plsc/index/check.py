@@ -8,7 +8,7 @@ import numpy as np
 from plsc.errors import IntegrityError
 from plsc.index import approximate
 from plsc.index.build import exact_recall
-from plsc.index.exact import nearest
+from plsc.index.exact_search import ExactSearch
 from plsc.index.index import Index
 from plsc.index.recall import Recall, recall_of
 
@@ -48,7 +48,7 @@ def measure_recall(index: Index) -> Recall:
     if index.structure is None:
         return exact_recall(index.vectors)
     queries = np.array(index.held_out_vectors)
-    truth = nearest(queries, index.base, 10)[0]
+    truth = ExactSearch(index.base).search(queries, 10)[0]
     return recall_of(approximate.found(index.structure, queries, truth.shape[1])[0], truth)
 
 

@@ -7,9 +7,9 @@
       keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embed.columns)
       index.faiss           kinds ivf and hnsw: the approximate structure over the first N − held_out rows
 
-``exact`` searches vectors.npy itself. For the others a few real rows are kept out of the structure for good
-and searched by brute force beside it: the recall can so be measured again at any time, on the very queries
-that the tuning used.
+``exact`` searches vectors.npy itself, or a bfloat16 copy of it in memory where that is faster. For the others a few
+real rows are kept out of the structure for good and searched by brute force beside it: the recall can so be measured
+again at any time, on the very queries that the tuning used.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ from plsc.errors import UsageError
 from plsc.files import verify_files
 from plsc.index import approximate
 from plsc.index.exact import Float32, Int64, best_of, nearest, unit_rows
+from plsc.index.exact_search import ExactSearch
 
 FORMAT = "plsc index"
 VERSION = 1
@@ -77,6 +78,7 @@ class Index:
         self.labels: Int64 = open_array(self.folder / "labels.npy", (rows,), "int64")
         self.keys: Sequence[str] = open_strings(self.folder, "keys", rows)
         self.class_names: Sequence[str] = open_strings(self.folder, "class_names", self.manifest["classes"])
+        self._exact = ExactSearch(self.vectors)
         self.structure: Any = None
         if self.kind != "exact":
             self.structure = approximate.load(
@@ -131,7 +133,7 @@ class Index:
         queries = unit_rows(vectors, self.dim)
         k = min(k, len(self))
         scores, rows = (
-            nearest(queries, self.vectors, k) if self.structure is None else self._approximate(queries, k)
+            self._exact.search(queries, k) if self.structure is None else self._approximate(queries, k)
         )
         return Neighbours(scores, rows, self.ids[rows], self.labels[rows])
 
@@ -145,5 +147,5 @@ class Index:
         beside = nearest(queries, self.held_out_vectors, k)
         scores, rows = best_of(inside, (beside[0], beside[1] + len(self.base)), k)
         if short.any():
-            scores[short], rows[short] = nearest(queries[short], self.vectors, k)
+            scores[short], rows[short] = self._exact.search(queries[short], k)
         return scores, rows

@@ -11,7 +11,7 @@ import numpy as np
 from plsc.errors import DataError
 from plsc.index.exact import Float32, Int64
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20  # what a second-level cache about holds, for a chunk is gone over several times
 
 
 class RowSource:
@@ -29,7 +29,7 @@ class RowSource:
             weakref.finalize(self, os.close, self.descriptor)
 
     def chunks(self) -> Iterator[tuple[int, Float32]]:
-        """Pairs (first row, copy of the rows from there), 16 MiB each, that cover all rows."""
+        """Pairs (first row, copy of the rows from there), 4 MiB each, that cover all rows."""
         count = max(1, CHUNK_BYTES // max(1, self._row_bytes))
         for start in range(0, len(self.vectors), count):
             yield start, self._between(start, min(start + count, len(self.vectors)))
