@@ -68,9 +68,10 @@ class FileLandmarks:
 
     def __call__(self, index: int, image: torch.Tensor, name: str) -> NDArray[np.float64]:
         """The landmarks (5, 2) of image ``index``, which a person calls ``name``."""
-        if np.isnan(self._points[index]).all():
+        points: NDArray[np.float64] = self._points[index]
+        if np.isnan(points).all():
             raise DataError(f"{name}: {self.path} has no landmarks for it")
-        return self._points[index]
+        return points
 
 
 def _entries(path: Path) -> Iterator[tuple[int, str, tuple[float, ...]]]:
@@ -92,9 +93,8 @@ def _entries(path: Path) -> Iterator[tuple[int, str, tuple[float, ...]]]:
 
 
 def _from_fields(line: str) -> tuple[str, Sequence[object]]:
-    delimiter = "\t" if "\t" in line else ","
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    name, *values = next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, quoting=quoting, strict=True))
+    line = line.rstrip("\r\n")
+    name, *values = line.split("\t") if "\t" in line else next(csv.reader([line], strict=True))
     if not name.strip():
         raise ValueError("no path")
     return name, values

@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--detector", metavar="onnx:FILE", help="find each image's largest face by this SCRFD model, and align it"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=64, metavar="N", help="images per step and process (64)"
+        "--batch-size", type=int, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)"
     )
     parser.add_argument(
         "--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left)"
@@ -51,9 +51,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=("fp32", "bf16", "fp16"),
-        default="fp32",
-        help="what the model computes in (fp32)",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="what the model computes in; it is recorded (auto: bf16 on a GPU, fp32 on a CPU and for .onnx; "
+        "bf16 is twice as fast or more on CPUs with AMX or AVX512-BF16)",
     )
     parser.add_argument(
         "--flip",
@@ -69,6 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Embed, print what came of it, and return it (on the first rank)."""
     if args.nproc < 1:
         raise UsageError(f"--nproc {args.nproc}: at least one process is needed")
+    if args.batch_size is not None and args.batch_size < 1:
+        raise UsageError(f"--batch-size {args.batch_size}: at least one image is needed")
     if args.workers is None:
         args.workers = max(min((os.cpu_count() or 1) // args.nproc - 1, 8), 0)
     if args.nproc > 1 and not launched():
@@ -115,11 +118,11 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
             open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector),
             args.out,
             mesh,
-            batch_size=args.batch_size,
+            batch_size=args.batch_size or (256 if mesh.device.type == "cuda" else 64),
             workers=args.workers,
             flip=args.flip,
             dtype=args.dtype,
-            precision=args.precision,
+            precision=embedder.precision,
         )
     finally:
         parallel.shutdown()

@@ -10,8 +10,10 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from plsc.data import ImageDataset
 from plsc.embed.embedder import Embedder
 from plsc.embed.embedding_set import EmbeddingSet, shard_name
 from plsc.embed.feed import feed
+from plsc.embed.pipeline import Embedded, Waits, embedded_batches
 from plsc.embed.set_writer import SetWriter, ShardRows, sole_writer
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.parallel import Mesh
@@ -138,12 +141,11 @@ class _Job:
 
 @dataclass
 class _Work:
-    """What one rank did in this call: rows, and seconds in all, waiting for images and in the model."""
+    """What one rank did in this call: rows, seconds in all, and how many of them it waited for what."""
 
     rows: int = 0
     seconds: float = 0.0
-    waiting: float = 0.0
-    computing: float = 0.0
+    waits: Waits = field(default_factory=Waits)
 
 
 def _check(embedder: Embedder, dataset: ImageDataset, batch_size: int, workers: int) -> None:
@@ -221,26 +223,33 @@ def _run(job: _Job, shards: list[int], mesh: Mesh, quiet: bool) -> _Work:
             pin=mesh.device.type == "cuda",
         )
     )
-    for number in shards:
-        job.writer.publish(number, _embed_shard(job, number, stream, work, progress))
+    embed = partial(embed_images, job.embedder, flip=job.writer.settings["flip"])
+    batches = embedded_batches(embed, stream, work.waits)
+    with ThreadPoolExecutor(1) as publisher:  # a shard is hashed and written while the next is computed
+        written: Future[None] | None = None
+        for number in shards:
+            rows = _shard_rows(job, number, batches, work, progress)
+            if written is not None:
+                written.result()
+            written = publisher.submit(job.writer.publish, number, rows)
+        if written is not None:
+            written.result()
     work.seconds = time.monotonic() - began
     progress.finish()
     return work
 
 
-def _embed_shard(job: _Job, number: int, stream: Iterator[Any], work: _Work, progress: Progress) -> ShardRows:
+def _shard_rows(
+    job: _Job, number: int, batches: Iterator[Embedded], work: _Work, progress: Progress
+) -> ShardRows:
+    """The rows of a shard, out of as many ``batches`` as it takes."""
     start, stop = job.writer.shard_range(number)
     settings = job.writer.settings
     embeddings = np.zeros((stop - start, settings["dim"]), dtype=settings["dtype"])
     errors: dict[int, str] = {}
     row = start
     while row < stop:
-        before = time.monotonic()
-        images, unread = _next(stream)
-        decoded = time.monotonic()
-        vectors = embed_images(job.embedder, images, settings["flip"]).numpy()
-        work.waiting += decoded - before
-        work.computing += time.monotonic() - decoded
+        vectors, unread = next(batches)
         stored, unusable = _storable(vectors, embeddings.dtype)
         bad = {**unusable, **unread}
         stored[list(bad)] = 0
@@ -252,17 +261,6 @@ def _embed_shard(job: _Job, number: int, stream: Iterator[Any], work: _Work, pro
     labels = np.asarray(job.dataset.labels[start:stop], dtype=np.int64)
     keys = [job.dataset.key(row) for row in range(start, stop)]
     return ShardRows(start, embeddings, np.arange(start, stop, dtype=np.int64), labels, keys, errors)
-
-
-def _next(stream: Iterator[Any]) -> Any:
-    try:
-        return next(stream)
-    except RuntimeError as error:
-        if "exited unexpectedly" not in str(error):
-            raise
-        raise DataError(
-            "a decoding process was killed, perhaps for want of memory; use fewer --workers"
-        ) from None
 
 
 def _storable(
@@ -284,7 +282,8 @@ def _summary(folder: Path, works: list[_Work]) -> dict[str, Any]:
         )
     rows = sum(work.rows for work in works)
     seconds = max(work.seconds for work in works)
-    bound = "decode" if sum(w.waiting for w in works) > sum(w.computing for w in works) else "model"
+    waited = sum(work.waits.images for work in works), sum(work.waits.model for work in works)
+    bound = "decode" if waited[0] > waited[1] else "model"
     return {
         "rows": len(finished),
         "errors": len(errors),

@@ -34,6 +34,8 @@ class OnnxEngine:
     model begins by normalising: then they stay as they are.
     """
 
+    precision = "fp32"  # whatever the file has in it: nothing is cast
+
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path = path
         model = load_graph(path)

@@ -113,7 +113,7 @@ def test_lower_precision_is_close_and_comes_back_as_float32(
 def test_onnx_refuses_another_precision_and_any_model_an_unknown_one(files: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="leave bf16 out"):
         open_embedder(files["onnx"], precision="bf16")
-    with pytest.raises(UsageError, match="one of fp32, bf16, fp16"):
+    with pytest.raises(UsageError, match="one of auto, fp32, bf16, fp16"):
         open_embedder(files["run"], precision="int8")
 
 
