@@ -7,7 +7,7 @@
 
 Scores are cosines: 1 is the same picture, near 0 is strangers. Up to 200,000 rows the search is exact; above,
 an approximate structure is chosen and tuned until it finds the share of true neighbours that --recall asks
-for.
+for. With --latency-ms it is measured whether the exact search takes longer than that, and only then is it given up.
 """
 
 import argparse
@@ -38,6 +38,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=(1, 10),
         default=10,
         help="of the nearest alone, or of the ten nearest too (10)",
+    )
+    build.add_argument(
+        "--latency-ms",
+        type=float,
+        metavar="L",
+        help="with --kind auto: exact if a single query then takes no longer, else what takes no longer",
     )
     build.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
@@ -94,8 +100,9 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.build import build
 
     manifest = build(
-        args.sets, args.out, kind=args.kind, recall=args.recall, recall_at=args.recall_at, seed=args.seed
-    )
+        args.sets, args.out, kind=args.kind, recall=args.recall, recall_at=args.recall_at,
+        latency_ms=args.latency_ms, seed=args.seed,
+    )  # fmt: skip
     left = ", ".join(
         f"{count:,} with {reason.replace('_', ' ')}"
         for reason, count in manifest["left_out"].items()
@@ -104,6 +111,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     size = f"{manifest['rows']:,} rows of {manifest['dim']}"
     print(f"{args.out}: {size}, {_structure(manifest)}, {manifest['build_seconds']:.1f} s")
     print(_recall(manifest["recall"], manifest["kind"]))
+    if latency := manifest.get("latency"):
+        print(f"single query {latency['ms']:.2f} ms, exact {latency['exact_ms']:.2f}, asked {latency['asked_ms']:g}")
     if left:
         print(f"left out: {left}")
     names = (
@@ -118,7 +127,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         "contract_id",
         "build_seconds",
     )
-    return {"out": str(args.out), **{name: manifest[name] for name in names}}
+    return {"out": str(args.out), **{name: manifest[name] for name in names}, "latency": manifest.get("latency")}
 
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:

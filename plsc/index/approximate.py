@@ -8,9 +8,10 @@ nearest cells. HNSW: a graph of neighbours (Malkov & Yashunin, 2018), walked wit
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from plsc.errors import UsageError
 from plsc.index.exact import Float32, Int64, load_faiss
@@ -25,7 +26,19 @@ LEAST_ROWS = {"ivf": 400, "hnsw": 20}
 HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_WIDEST = 32, 128, 4096
 
 
-def train_and_add(kind: Kind, base: Float32, seed: int, *, quiet: bool) -> Any:
+class Base(Protocol):
+    """Rows (N, D) float32 that can be sliced and indexed: an array, or something that reads them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, D)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: slice | Int64, /) -> Float32: ...
+
+
+def train_and_add(kind: Kind, base: Base, seed: int, *, quiet: bool) -> Any:
     """Build the faiss index of ``kind`` over ``base`` (N, D), whose faiss ids are the row numbers."""
     structure = _trained_ivf(base, seed) if kind == "ivf" else _empty_hnsw(base.shape[1])
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
@@ -116,10 +129,28 @@ def load(path: Path, kind: Kind, chosen: dict[str, int]) -> Any:
     return structure
 
 
-def found(structure: Any, queries: Float32, k: int) -> tuple[Float32, Int64]:
-    """Scores and rows (Q, k); row -1 with score −inf where the structure came up with fewer than ``k``."""
-    scores, rows = structure.search(np.ascontiguousarray(queries), k)
+def found(
+    structure: Any, queries: Float32, k: int, *, allowed: npt.NDArray[np.bool_] | None = None
+) -> tuple[Float32, Int64]:
+    """Scores and rows (Q, k); row -1 with score −inf where the structure came up with fewer than ``k``.
+
+    allowed: (N,) bool, the rows that may be found; the others are passed over while cells or links are walked, with as
+    much more effort as there are fewer rows, for the k best of them lie as much farther away.
+    """
+    more = {} if allowed is None else {"params": _selecting(structure, allowed)}
+    scores, rows = structure.search(np.ascontiguousarray(queries), k, **more)
     return np.where(rows >= 0, scores, -np.inf).astype(np.float32), rows
+
+
+def _selecting(structure: Any, allowed: npt.NDArray[np.bool_]) -> Any:
+    faiss = load_faiss()
+    selector = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+    times = len(allowed) / max(1, int(np.count_nonzero(allowed)))
+    if hasattr(structure, "nprobe"):
+        return faiss.SearchParametersIVF(
+            sel=selector, nprobe=min(math.ceil(int(structure.nprobe) * times), int(structure.nlist))
+        )
+    return faiss.SearchParametersHNSW(sel=selector, efSearch=math.ceil(structure.hnsw.efSearch * times))
 
 
 def cell_count(rows: int) -> int:
@@ -127,7 +158,7 @@ def cell_count(rows: int) -> int:
     return max(1, min(round(4 * math.sqrt(rows)), rows // 39))
 
 
-def _trained_ivf(base: Float32, seed: int) -> Any:
+def _trained_ivf(base: Base, seed: int) -> Any:
     faiss = load_faiss()
     cells, dim = cell_count(len(base)), base.shape[1]
     structure = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, cells, faiss.METRIC_INNER_PRODUCT)

@@ -14,17 +14,16 @@ from plsc.embed.manifest import holds_manifest, write_manifest
 from plsc.errors import UsageError
 from plsc.files import describe_files, make_folder, publish_folder
 from plsc.index import approximate
-from plsc.index.exact import Float32, Int64, nearest
-from plsc.index.exact_search import ExactSearch
+from plsc.index.choice import Wish, choose
+from plsc.index.exact import Float32, Int64
 from plsc.index.gather import Gathered, gather
 from plsc.index.index import COLUMN_FILES, FAISS_FILE, FORMAT, VERSION
-from plsc.index.recall import Recall, Target, choose_held_out, oracle, recall_of
+from plsc.index.planner import HELD_OUT
+from plsc.index.recall import Target, choose_held_out
 
 KINDS = ("auto", "exact", "ivf", "hnsw")
 EXACT_UP_TO = 200_000  # rows; below, brute force answers in milliseconds and misses nothing
-HELD_OUT = 1000  # queries that tune and measure an approximate structure
-TIMED_QUERIES = 50  # single queries that compare an approximate structure's speed with brute force
-ORACLE_QUERIES = 100  # queries that check the exact search against float64
+FEWEST = 1000  # rows from which on a latency asked for can be missed at all
 
 
 def build(
@@ -34,13 +33,16 @@ def build(
     kind: str = "auto",
     recall: float = 0.99,
     recall_at: int = 10,
+    latency_ms: float | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Build the index ``folder`` over ``sets`` and return its manifest.
 
     kind: "exact", "ivf", "hnsw", or "auto": exact up to 200,000 rows; above that IVF, unless brute force answers a
-    single query faster than IVF does with the recall asked.
+    single query faster than IVF does with the recall asked. With ``latency_ms``, however many rows: exact if a single
+    query then takes no longer, else the first of IVF and HNSW that takes no longer, else the fastest of all. The
+    manifest's "latency" holds what was asked and measured, medians in milliseconds.
     recall: least recall of an approximate kind on held-out real rows; recall_at: 1 asks it of the nearest row alone,
     10 of the ten nearest as well. Where an identity has fewer than 11 rows, the last of ten neighbours are
     strangers, alike by chance, and finding them all takes many times the effort.
@@ -49,7 +51,7 @@ def build(
     Raises :class:`UsageError` for a wrong kind or recall, sets that do not go together, a folder that holds something
     else, too few rows for the kind or a recall out of reach; :class:`IntegrityError` for a damaged set.
     """
-    _check(folder, kind, recall, recall_at)
+    _check(folder, kind, recall, recall_at, latency_ms)
     opened = [source if isinstance(source, EmbeddingSet) else EmbeddingSet(source) for source in sets]
     for source in opened:
         source.verify()
@@ -63,12 +65,11 @@ def build(
         manifest = _fill(
             aside,
             rows,
-            _resolved(kind, len(rows)),
-            Target(recall, recall_at),
-            seed,
-            quiet,
-            may_fall_back=kind == "auto",
-        )
+            Wish(
+                _resolved(kind, len(rows), latency_ms), kind == "auto", Target(recall, recall_at), latency_ms, seed,
+                quiet,
+            ),
+        )  # fmt: skip
         manifest["build_seconds"] = round(time.monotonic() - began, 3)
         write_manifest(aside, manifest)
         publish_folder(aside, folder.resolve())
@@ -77,21 +78,24 @@ def build(
     return manifest
 
 
-def _check(folder: Path, kind: str, recall: float, recall_at: int) -> None:
+def _check(folder: Path, kind: str, recall: float, recall_at: int, latency_ms: float | None) -> None:
     if kind not in KINDS:
         raise UsageError(f"no kind {kind!r}; it is one of {', '.join(KINDS)}")
     if not 0 < recall <= 1:
         raise UsageError(f"recall {recall}: it lies above 0 and up to 1")
     if recall_at not in (1, 10):
         raise UsageError(f"recall at {recall_at}: it is measured at 1 and at 10")
+    if latency_ms is not None and not latency_ms > 0:
+        raise UsageError(f"a latency of {latency_ms} ms: it lies above 0")
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not holds_manifest(folder, FORMAT):
         raise UsageError(f"{folder} is not empty and holds no index; name another folder")
 
 
-def _resolved(kind: str, rows: int) -> approximate.Kind:
-    if kind == "exact" or (kind == "auto" and rows <= EXACT_UP_TO):
+def _resolved(kind: str, rows: int, latency_ms: float | None) -> approximate.Kind:
+    few = EXACT_UP_TO if latency_ms is None else FEWEST
+    if kind == "exact" or (kind == "auto" and rows <= few):
         return "exact"
     chosen: approximate.Kind = "hnsw" if kind == "hnsw" else "ivf"
     if rows < approximate.LEAST_ROWS[chosen]:
@@ -104,23 +108,14 @@ def _resolved(kind: str, rows: int) -> approximate.Kind:
 def _fill(
     aside: Path,
     rows: Gathered,
-    kind: approximate.Kind,
-    target: Target,
-    seed: int,
-    quiet: bool,
-    *,
-    may_fall_back: bool,
+    wish: Wish,
 ) -> dict[str, Any]:
-    held = np.empty(0, dtype=np.int64) if kind == "exact" else choose_held_out(rows.labels, HELD_OUT, seed)
+    held = np.empty(0, dtype=np.int64)
+    if wish.kind != "exact":
+        held = choose_held_out(rows.labels, HELD_OUT, wish.seed)
     order = np.concatenate([np.delete(np.arange(len(rows), dtype=np.int64), held), held])
     vectors = _write_columns(aside, rows, order)
-    if kind == "exact":
-        more = _exact(vectors, seed)
-    else:
-        more = _approximate(aside, vectors, len(held), kind, target, seed, quiet)
-        if may_fall_back and more["speed_over_exact"] <= 1:
-            (aside / FAISS_FILE).unlink()
-            more = _exact(vectors, seed)
+    more = choose(vectors, len(held), wish, aside / FAISS_FILE)
     first = rows.sets[0].manifest
     files = [*COLUMN_FILES, *([FAISS_FILE] if more["kind"] != "exact" else [])]
     return {
@@ -132,7 +127,7 @@ def _fill(
         "model": first.get("model"),
         "classes": len(rows.class_names),
         "left_out": rows.left_out,
-        "recall_asked": {"share": target.share, "at": target.at},
+        "recall_asked": {"share": wish.target.share, "at": wish.target.at},
         **more,
         "sets": [
             {"path": str(s.folder.resolve()), "rows": len(s), "id_offset": offset}
@@ -160,46 +155,3 @@ def _write_columns(aside: Path, rows: Gathered, order: Int64) -> Float32:
     mapped: Float32 = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 
-
-def _exact(vectors: Float32, seed: int) -> dict[str, Any]:
-    return {"kind": "exact", "held_out": 0, "parameters": {}, "recall": exact_recall(vectors, seed).as_json()}
-
-
-def exact_recall(vectors: Float32, seed: int = 0) -> Recall:
-    """The exact search's recall on 100 of its own rows (themselves not counted) against float64 numpy: 1, or
-    it is broken."""
-    count = min(ORACLE_QUERIES, len(vectors))
-    chosen = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
-    queries = vectors[chosen]
-    found, truth = ExactSearch(vectors).search(queries, 11)[0], oracle(queries, vectors, 11)
-    return recall_of(found[:, 1:], truth[:, 1:].astype(np.float32))
-
-
-def _approximate(
-    aside: Path, vectors: Float32, held: int, kind: approximate.Kind, target: Target, seed: int, quiet: bool
-) -> dict[str, Any]:
-    base, queries = vectors[: len(vectors) - held], np.array(vectors[len(vectors) - held :])
-    structure = approximate.train_and_add(kind, base, seed, quiet=quiet)
-    truth = ExactSearch(base).search(queries, 10)[0]
-    effort, recall = approximate.tune(structure, kind, queries, truth, target)
-    approximate.save(structure, aside / FAISS_FILE)
-    return {
-        "kind": kind,
-        "held_out": held,
-        "parameters": approximate.parameters(structure, kind, effort),
-        "recall": recall.as_json(),
-        "speed_over_exact": _speed_over_exact(structure, queries[:TIMED_QUERIES], base),
-    }
-
-
-def _speed_over_exact(structure: Any, queries: Float32, base: Float32) -> float:
-    """How many times as fast as brute force single queries are; in turns, so that a busy machine slows both."""
-    seconds = np.zeros(2)
-    for query in queries[:, None, :]:
-        moments = [time.perf_counter()]
-        approximate.found(structure, query, 10)
-        moments.append(time.perf_counter())
-        nearest(query, base, 10)
-        moments.append(time.perf_counter())
-        seconds += np.diff(moments)
-    return round(float(seconds[1] / seconds[0]), 2)

@@ -7,7 +7,7 @@ import numpy as np
 
 from plsc.errors import IntegrityError
 from plsc.index import approximate
-from plsc.index.build import exact_recall
+from plsc.index.choice import exact_recall
 from plsc.index.exact_search import ExactSearch
 from plsc.index.index import Index
 from plsc.index.recall import Recall, recall_of

@@ -99,13 +99,17 @@ class Index:
         kind: str = "auto",
         recall: float = 0.99,
         recall_at: int = 10,
+        latency_ms: float | None = None,
         seed: int = 0,
         quiet: bool = False,
     ) -> "Index":
         """Build an index over embedding sets; see :func:`plsc.index.build.build`."""
         from plsc.index.build import build
 
-        build(sets, Path(folder), kind=kind, recall=recall, recall_at=recall_at, seed=seed, quiet=quiet)
+        build(
+            sets, Path(folder), kind=kind, recall=recall, recall_at=recall_at, latency_ms=latency_ms, seed=seed,
+            quiet=quiet,
+        )  # fmt: skip
         return cls(folder, verify=False)
 
     def __len__(self) -> int:

@@ -304,7 +304,7 @@ def test_auto_takes_ivf_only_where_it_is_faster(faces: EmbeddingSet, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
         for speed, kind in ((3.0, "ivf"), (0.5, "exact")):
-            patch.setattr("plsc.index.build._speed_over_exact", lambda *_, speed=speed: speed)
+            patch.setattr("plsc.index.choice._speed_over_exact", lambda *_, speed=speed: speed)
             index = Index.build([faces], tmp_path / "idx", recall=0.9, quiet=True)
             assert index.kind == kind
             assert (tmp_path / "idx" / "index.faiss").exists() == (kind == "ivf")

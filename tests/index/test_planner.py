@@ -1,0 +1,150 @@
+"""Approximate search with filters, which must never come back short, and the choice of it by latency."""
+
+import time
+
+import numpy as np
+import pytest
+
+from plsc.embed.set_writer import write_embedding_set
+from plsc.errors import UsageError
+from plsc.index import Index, approximate
+from plsc.index.approximate_search import ApproximateSearch
+from plsc.index.check import check
+from plsc.index.planner import plan_search
+from plsc.index.scan import ExactScan
+from plsc.tools.entry import main
+
+ROWS, PER_PERSON, DIM = 3000, 10, 24
+
+
+def unit(rows):
+    return (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32)
+
+
+def people(rows, seed):
+    """Rows (n, DIM) gathered about their person's direction, and whose they are."""
+    centres = np.random.default_rng(0).standard_normal((ROWS // PER_PERSON, DIM))
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, len(centres), rows)
+    return unit(centres[labels] + 0.4 * random.standard_normal((rows, DIM))), labels
+
+
+class Slow:
+    """An exact search that takes at least 20 ms."""
+
+    def __init__(self, vectors):
+        self.scan = ExactScan(vectors)
+
+    def search(self, queries, k, *, allowed=None):
+        time.sleep(0.02)
+        return self.scan.search(queries, k, allowed=allowed)
+
+
+@pytest.fixture(scope="module")
+def gallery():
+    return people(ROWS, 1)
+
+
+@pytest.fixture(scope="module", params=["ivf", "hnsw"])
+def search(request, gallery):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("plsc.index.planner.KINDS", (request.param,))
+        found = plan_search(Slow(gallery[0]), gallery[0], gallery[1], 10.0, recall=0.95)
+    assert found is not None
+    assert found.kind == request.param
+    return found
+
+
+def test_the_recall_is_measured_on_rows_outside_the_structure(search):
+    assert len(search.held_out) == 300
+    assert search.structure.ntotal == ROWS - 300
+    assert min(search.recall.at_1, search.recall.at_10) >= 0.95
+    assert search.measure_recall() == search.recall
+
+
+@pytest.mark.parametrize("share", [None, 0.9, 0.5, 0.3, 0.1, 0.001])
+@pytest.mark.parametrize("k", [1, 10, 5000])
+def test_a_filter_never_leaves_too_few(search, gallery, share, k):
+    vectors, queries = gallery[0], people(40, 2)[0]
+    allowed = None if share is None else np.random.default_rng(3).random(ROWS) < share
+    scores, rows = search.search(queries, k, allowed=allowed)
+    everyone = np.arange(ROWS) if allowed is None else np.flatnonzero(allowed)
+    assert rows.shape == scores.shape == (40, min(k, len(everyone)))
+    assert set(rows.ravel()) <= set(everyone)
+    assert all(len(set(row)) == len(row) for row in rows.tolist())
+    assert (np.diff(scores, axis=1) <= 0).all()
+    np.testing.assert_allclose(scores, np.einsum("qd,qkd->qk", queries, vectors[rows]), atol=1e-5)
+    truth = -np.sort(-(queries @ vectors[everyone].T), axis=1)[:, : rows.shape[1]]
+    assert (scores >= truth[:, -1:] - 1e-5).mean() >= 0.93
+
+
+def test_rows_held_out_are_found_and_filtered(search, gallery):
+    held = search.held_out[:20]
+    queries = gallery[0][held]
+    np.testing.assert_array_equal(search.search(queries, 1)[1][:, 0], held)
+    allowed = np.ones(ROWS, dtype=bool)
+    allowed[held] = False
+    assert not set(search.search(queries, 5, allowed=allowed)[1].ravel()) & set(held.tolist())
+
+
+def test_nothing_allowed_and_a_structure_of_other_rows(search, gallery):
+    assert search.search(gallery[0][:2], 5, allowed=np.zeros(ROWS, dtype=bool))[1].shape == (2, 0)
+    with pytest.raises(UsageError, match="of 3000"):
+        ApproximateSearch(search.structure, search.kind, gallery[0], search.held_out[1:], search, search.recall)
+
+
+def test_exact_is_kept_where_it_is_quick_enough(gallery):
+    assert plan_search(ExactScan(gallery[0]), *gallery, 10_000.0) is None
+    assert plan_search(Slow(gallery[0][:5]), gallery[0][:5], gallery[1][:5], 1.0) is None, "too few to hold any out"
+
+
+def test_exact_is_kept_where_nothing_is_quicker(gallery, monkeypatch):
+    times = iter([5.0, 7.0, 6.0])  # exact, IVF, HNSW
+    monkeypatch.setattr("plsc.index.planner.milliseconds", lambda *_: next(times))
+    assert plan_search(ExactScan(gallery[0]), *gallery, 1.0, recall=0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "exact", "structures", "kind"),
+    [(9.0, 5.0, [], "exact"), (2.0, 5.0, [1.0], "ivf"), (2.0, 5.0, [3.0, 1.5], "hnsw"), (1.0, 5.0, [2.0, 3.0], "ivf"),
+     (1.0, 5.0, [6.0, 7.0], "exact")],
+)  # fmt: skip
+def test_an_index_is_exact_unless_that_misses_the_latency(
+    gallery, tmp_path, monkeypatch, capsys, asked, exact, structures, kind
+):
+    names = [f"id{number}" for number in range(ROWS // PER_PERSON)]
+    write_embedding_set(tmp_path / "set", gallery[0], contract_id="m", labels=gallery[1], class_names=names)
+    remaining = iter(structures)
+    monkeypatch.setattr("plsc.index.choice.milliseconds", lambda *_: exact)
+    monkeypatch.setattr("plsc.index.planner.milliseconds", lambda *_: next(remaining))
+    monkeypatch.setattr("plsc.index.choice._speed_over_exact", lambda *_: exact / min(structures))
+    assert main(["index", "build", str(tmp_path / "set"), "--out", str(tmp_path / "idx"), "--latency-ms", str(asked),
+                 "--recall", "0.9"]) == 0  # fmt: skip
+    index = Index.open(tmp_path / "idx")
+    assert index.kind == kind
+    chosen = exact if kind == "exact" else min(structures)
+    assert index.manifest["latency"] == {"asked_ms": asked, "exact_ms": exact, "ms": chosen}
+    assert f"single query {chosen:.2f} ms, exact 5.00, asked {asked:g}" in capsys.readouterr().out
+    assert not list(remaining)
+    check(tmp_path / "idx")
+
+
+@pytest.mark.parametrize("latency", ["0", "-1", "nan"])
+def test_a_latency_lies_above_nothing(tmp_path, gallery, latency, capsys):
+    write_embedding_set(tmp_path / "set", gallery[0], contract_id="m")
+    argv = ["index", "build", str(tmp_path / "set"), "--out", str(tmp_path / "idx"), f"--latency-ms={latency}"]
+    assert main(argv) == 2
+    assert "it lies above 0" in capsys.readouterr().err
+
+
+def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
+    def tune(structure, kind, *rest):
+        if kind == "ivf":
+            raise UsageError("too low")
+        return tune_truly(structure, kind, *rest)
+
+    tune_truly = approximate.tune
+    monkeypatch.setattr(approximate, "tune", tune)
+    found = plan_search(Slow(gallery[0]), *gallery, 10.0, recall=0.9)
+    assert found is not None
+    assert found.kind == "hnsw"
