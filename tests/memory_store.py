@@ -90,7 +90,7 @@ class MemoryStore:
             raise UsageError("name")
         if any(letter not in allowed + "0123456789_-." for letter in name):
             raise UsageError("name")
-        if type(dim) is not int or dim < 1 or not isinstance(contract_id, str) or not contract_id:
+        if type(dim) is not int or not 1 <= dim <= 10**5 or _name(contract_id) in (None, ""):
             raise UsageError("dim")
         if name in self._rows:
             raise ConflictError("exists")

@@ -89,10 +89,11 @@ class Servers:
         server = self._server("postgres", "PLSC_TEST_POSTGRES", self._own_postgres)
         import psycopg
 
-        name = f"plsc_test_{os.getpid()}_{self._number()}"
-        with psycopg.connect(server, autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
-        return str(psycopg.conninfo.make_conninfo(server, dbname=name))
+        name = f"plsc_test_{os.getpid()}_{self._number()}"  # a schema: making a database takes long
+        with psycopg.connect(server) as connection:
+            connection.execute("CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")
+            connection.execute(f"CREATE SCHEMA {name}".encode())
+        return str(psycopg.conninfo.make_conninfo(server, options=f"-csearch_path={name},public"))
 
     def _milvus(self) -> str:
         _need("pymilvus")

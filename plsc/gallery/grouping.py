@@ -8,6 +8,12 @@ Rows = Sequence[tuple[int, int, float]]
 Fetch = Callable[[int, list[int]], Rows]
 
 
+def faces_asked(persons: int, most: int | None = None) -> int:
+    """How many faces to ask for in search of ``persons`` persons."""
+    count = 2 * persons + 16
+    return count if most is None else min(count, most)
+
+
 def best_persons(fetch: Fetch, k: int, threshold: float, *, most: int | None = None) -> list[Match]:
     """The ``k`` most alike persons with a score >= ``threshold``, each by the best face.
 
@@ -17,8 +23,7 @@ def best_persons(fetch: Fetch, k: int, threshold: float, *, most: int | None = N
     """
     found: dict[int, Match] = {}
     while len(found) < k:
-        count = 2 * (k - len(found)) + 16
-        count = count if most is None else min(count, most)
+        count = faces_asked(k - len(found), most)
         rows = fetch(count, list(found))
         for person, face, score in rows:
             found.setdefault(person, Match(person, face, min(max(float(score), -1.0), 1.0)))

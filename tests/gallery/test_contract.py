@@ -134,11 +134,10 @@ def test_wrong_collections_are_refused(kit: Kit) -> None:
     for name, dim, contract in wrong:
         with pytest.raises(UsageError):
             store.create_collection(name, dim, contract)
-            pytest.fail(f"{name!r} of {dim!r} under {contract!r} was made")
+        assert store.collections() == [], f"{name!r} of {dim!r} under {contract!r} was made"
     for name in WRONG_NAMES:
         with pytest.raises(NotFoundError):
             store.collection(name)
-    assert store.collections() == []
 
 
 # --- persons and faces -----------------------------------------------------------------------------------------------
@@ -445,7 +444,7 @@ def test_search_against_float64(store: Store, compacted: bool) -> None:
     centres = random_state.standard_normal((60, DIM))
     new = []
     for number, centre in enumerate(centres):
-        near = centre + 0.3 * random_state.standard_normal((number % 5, DIM))  # some persons have no faces
+        near = centre + 0.3 * random_state.standard_normal((number % 3, DIM))  # some persons have no faces
         new.append(NewPerson(near, f"p{number}", {"group": number % 7, "even": number % 2 == 0}))
     store.add_persons(GALLERY, new[:50], MODEL)
     if compacted:
@@ -453,9 +452,9 @@ def test_search_against_float64(store: Store, compacted: bool) -> None:
     store.add_persons(GALLERY, new[50:], MODEL)
     oracle = twin(store)
     queries = np.concatenate([centres[:7], -centres[:3], random_state.standard_normal((5, DIM))])
-    for k in (1, 3, 47, 48, 49, 10**6):
+    for k in (1, 39, 40, 10**6):
         agree(store, oracle, GALLERY, queries, k=k)
-    for threshold in (-2.0, -1.0, 0.0, 0.5, 0.95, 1.0, 2.0, -np.inf, np.inf):
+    for threshold in (-2.0, 0.0, 0.5, 0.95, 2.0, -np.inf, np.inf):
         agree(store, oracle, GALLERY, queries, threshold=threshold, k=20)
     filters: list[dict[str, Any]] = [
         {}, {"group": 3}, {"group": {"in": [1, 2]}, "even": True}, {"group": 99}, {"none": {"exists": False}},
@@ -520,18 +519,18 @@ def test_a_person_is_found_once_by_the_best_face(store: Store) -> None:
 
 
 def test_filters_never_find_less_than_there_is(store: Store) -> None:
-    """Three persons of thousands fit, and they are those least alike."""
+    """Three persons of many fit, and they are those least alike."""
     query = faces(1, 1)
-    towards = np.random.default_rng(0).standard_normal((1500, DIM)) * 0.2 + query / np.linalg.norm(query)
+    towards = np.random.default_rng(0).standard_normal((1200, DIM)) * 0.2 + query / np.linalg.norm(query)
     new = [NewPerson(row[None], None, {"rare": False, "n": n, "word": f"w{n:04}"}) for n, row in enumerate(towards)]
-    for place in (3, 700, 1499):
+    for place in (3, 700, 1199):
         new[place] = NewPerson(-towards[place][None], None, {"rare": True, "n": -5 - place, "word": "z", "also": 1.5})
     ids = [one.id for one in store.add_persons(GALLERY, new, MODEL)]
-    three = {ids[3], ids[700], ids[1499]}
+    three = {ids[3], ids[700], ids[1199]}
     asked: list[dict[str, Any]] = [
         {"rare": True}, {"rare": {"ne": False}}, {"n": {"lt": 0}}, {"n": {"lte": -8}}, {"word": {"gt": "w9999"}},
         {"word": {"gte": "z"}}, {"word": {"in": ["z", "a"]}}, {"also": {"exists": True}}, {"also": 1.5},
-        {"also": {"gt": 1}}, {"n": {"in": [-8, -705, -1504]}}, {"word": {"in": [f"v{n}" for n in range(2000)] + ["z"]}},
+        {"also": {"gt": 1}}, {"n": {"in": [-8, -705, -1204]}}, {"word": {"in": [f"v{n}" for n in range(60)] + ["z"]}},
         {"rare": True, "n": {"lt": 5, "gte": -2000}, "word": {"ne": "x"}},
     ]  # fmt: skip
     for compacted in (False, True):
@@ -544,7 +543,7 @@ def test_filters_never_find_less_than_there_is(store: Store) -> None:
         assert len(store.search(GALLERY, query, k=2, where=Filter.parse({"rare": True}))[0]) == 2
         assert store.search(GALLERY, query, k=10, where=Filter.parse({"rare": True}), threshold=0.0) == [[]]
         common = store.search(GALLERY, query, k=1000, where=Filter.parse({"rare": False, "n": {"gte": 600}}))[0]
-        assert len(common) == 898
+        assert len(common) == 598
 
 
 VALUES: list[Any] = [
@@ -689,7 +688,7 @@ def test_several_threads_at_once(store: Store) -> None:
 
     def work(number: int) -> list[int]:
         pick, mine, given = np.random.default_rng(number), dict[int, Any](), list[int]()
-        for turn in range(8):
+        for turn in range(5):
             vectors = pick.standard_normal((2, DIM))
             new = [NewPerson(row[None], None, {"by": number}) for row in vectors]
             one, two = store.add_persons(GALLERY, new, MODEL)
@@ -721,8 +720,8 @@ def test_several_threads_at_once(store: Store) -> None:
         given = [id for ids in pool.map(work, range(1, 5)) for id in ids]
         stop.set()
         assert looker.result() > 0
-    assert len(set(given)) == len(given) == 64
-    assert store.collection(GALLERY).persons == 20 + 32
+    assert len(set(given)) == len(given) == 40
+    assert store.collection(GALLERY).persons == 20 + 20
     agree(store, twin(store), GALLERY, faces(5, 77))
     store.check()
 
