@@ -2,6 +2,7 @@
 
   plsc bench head                                     class heads on this machine, in about two minutes
   plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
+  plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
 """
 
 import argparse
@@ -14,7 +15,7 @@ import torch
 
 from plsc.errors import UsageError
 
-HELP = "measure the class head beside its peers"
+HELP = "measure the class head, or the search, beside its peers"
 _SIZES: dict[str, dict[str, list[int]]] = {
     "cpu": {"classes": [10_000, 100_000], "batch": [64]},
     "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
@@ -31,6 +32,14 @@ DistributedDataParallel; partial-fc and partial-fc-sampled (insightface's Partia
 --partial-fc names); floor.
 
 A contestant that fails or does not fit gets a row that says why.
+"""
+_SEARCH = """Compare exact searches for the ten nearest of many unit vectors, gathered by identity as faces are.
+
+Each contestant searches in freshly started processes, all take their turn, and that --rounds times. Recall is against
+float64; memory is the peak above the libraries.
+
+contestants: plsc (bf16 candidates, ranked in high precision), plsc-fp32, numpy, faiss (as shipped), faiss-tuned (the
+best of four block sizes for each batch), usearch (where it is installed).
 """
 
 
@@ -55,13 +64,37 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
     add("--limit", type=float, default=300, metavar="S", help="seconds that a turn may take (300)")
     add("--out", type=Path, metavar="FOLDER", help="write head.csv and head.png into it")
+    _add_json(head)
+    _configure_search(commands)
+
+
+def _add_json(command: argparse.ArgumentParser) -> None:
     # The outer parser has --json too, before the sub-command; here it may follow.
-    add("--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON")
+    text = "write the result into FILE as JSON"
+    command.add_argument("--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help=text)
+
+
+def _configure_search(commands: Any) -> None:
+    search = commands.add_parser(
+        "search", help="exact searches: queries per second, latency, memory", description=_SEARCH,
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = search.add_argument
+    add("--rows", type=int, default=200_000, metavar="N", help="vectors searched (200000)")
+    add("--dim", type=int, default=512, metavar="D", help="their width (512)")
+    add("--batch", type=int, nargs="+", default=[1, 32, 256], metavar="B", help="queries in a search (1 32 256)")
+    add("--threads", type=int, default=min(2, os.cpu_count() or 1), metavar="T", help="CPU threads (2)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of every contestant (3)")
+    add("--seconds", type=float, default=1.0, metavar="S", help="that a turn measures each batch (1)")
+    add("--limit", type=float, default=300, metavar="S", help="seconds that a turn may take (300)")
+    add("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
+    add("--out", type=Path, metavar="FOLDER", help="write search.csv and search.png into it")
+    _add_json(search)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the sub-command; its result is what --json writes."""
-    return {"head": _head}[args.command](args)
+    return {"head": _head, "search": _search}[args.command](args)
 
 
 def _head(args: argparse.Namespace) -> dict[str, Any]:
@@ -82,6 +115,28 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
         write_csv(result["rows"], args.out / "head.csv")
         draw(result["rows"], args.out / "head.png")
         print(f"\nwritten: {args.out / 'head.csv'}, {args.out / 'head.png'}")
+    return result
+
+
+def _search(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.bench.report import write_csv
+    from plsc.bench.search import SearchComparison, compare_searches
+    from plsc.bench.search_contestants import CONTESTANTS
+    from plsc.bench.search_report import draw_searches, search_table
+    from plsc.files import make_folder
+
+    comparison = SearchComparison(
+        args.contestants or tuple(CONTESTANTS), args.rows, args.dim, args.batch, args.threads, args.rounds,
+        args.seconds, args.limit,
+    )  # fmt: skip
+    if args.out is not None:
+        make_folder(args.out)
+    result = compare_searches(comparison)
+    print(search_table(result["rows"], result["ratios"]))
+    if args.out is not None:
+        write_csv(result["rows"], args.out / "search.csv")
+        draw_searches(result["rows"], args.out / "search.png")
+        print(f"\nwritten: {args.out / 'search.csv'}, {args.out / 'search.png'}")
     return result
 
 

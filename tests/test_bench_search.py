@@ -1,0 +1,134 @@
+"""`plsc bench search`: a tiny comparison from end to end, and what its figures mean."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from plsc.bench import search
+from plsc.bench.search import SearchComparison, compare_searches, ratios_of, row_of
+from plsc.bench.search_contestants import CONTESTANTS, missing
+from plsc.bench.search_data import PER_IDENTITY, make_search_data, true_rows
+from plsc.bench.search_report import search_table
+from plsc.bench.search_worker import measure
+from plsc.tools.entry import main
+
+
+def bench(*argv):
+    return main(["bench", "search", "--rows", "500", "--dim", "16", "--threads", "1", "--seconds", "0.01", *argv])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return make_search_data(tmp_path_factory.mktemp("data"), 2000, 32)
+
+
+def test_rows_gather_by_identity(data):
+    rows, queries = np.array(data.rows), data.queries
+    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
+    cosines = queries @ rows.T
+    same = np.sort(cosines, axis=1)[:, -PER_IDENTITY:]
+    assert 0.5 < same.mean() < 0.7
+    assert abs(cosines.mean()) < 0.02
+    truth = np.argsort(-(queries[:256].astype(np.float64) @ rows.astype(np.float64).T), axis=1)[:, :10]
+    np.testing.assert_array_equal(data.truth, truth)
+
+
+def test_the_truth_is_found_over_parts():
+    base = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    queries = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
+    whole = np.argsort(-(queries.astype(np.float64) @ base.T.astype(np.float64)), axis=1)
+    for k in (1, 7, 50):
+        parts = (base[start : start + 6] for start in range(0, 50, 6))
+        np.testing.assert_array_equal(true_rows(queries, parts, k), whole[:, :k])
+
+
+@pytest.mark.parametrize("name", list(CONTESTANTS))
+def test_every_contestant_finds_the_truth(name, data):
+    if (reason := missing(name)) is not None:
+        pytest.skip(reason)
+    figures = measure(CONTESTANTS[name], data, [1, 24], 1, 0.01)
+    assert figures["recall"] > 0.999
+    assert set(figures["batches"]) == {"1", "24"}
+    for timed in figures["batches"].values():
+        assert timed["searches"] >= 3
+        assert 0 < timed["p50_ms"] <= timed["p99_ms"]
+        assert timed["qps"] > 0
+    assert figures["batches"]["24"]["note"].startswith("blocks of ") == (name == "faiss-tuned")
+
+
+def test_rows_ratios_and_files(tmp_path, capsys):
+    assert bench("--batch", "1", "8", "--rounds", "1", "--contestants", "plsc", "numpy", "--out", str(tmp_path),
+                 "--json", str(tmp_path / "r.json")) == 0  # fmt: skip
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert [(row["batch"], row["contestant"]) for row in result["rows"]] == [
+        (1, "plsc"), (1, "numpy"), (8, "plsc"), (8, "numpy")
+    ]  # fmt: skip
+    for row in result["rows"]:
+        assert (row["rows"], row["dim"], row["threads"], row["rounds"], row["failed"]) == (500, 16, 1, 1, False)
+        assert row["date"]
+        assert row["recall"] == 1.0
+        assert row["qps_low"] <= row["qps"] <= row["qps_high"]
+    assert [(ratio["batch"], ratio["ours"], ratio["best_other"]) for ratio in result["ratios"]] == [
+        (1, "plsc", "numpy"), (8, "plsc", "numpy")
+    ]  # fmt: skip
+    with (tmp_path / "search.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 4
+    assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert "500 rows x 16, 1 thread, the ten best, medians of 1 round:" in shown
+    assert "times the best of the others (numpy)" in shown
+
+
+def turn(rate, late=2.0):
+    return {"recall": 1.0, "memory_mib": 5.0, "build_s": 0.1,
+            "batches": {"4": {"qps": rate, "p50_ms": 1.0, "p99_ms": late, "searches": 3, "note": ""}}}  # fmt: skip
+
+
+def test_medians_and_ratios_are_over_the_rounds():
+    plan = SearchComparison(("plsc", "numpy", "faiss"), batches=[4])
+    turns = {"plsc": [turn(100.0, 9.0), turn(40.0), turn(90.0)], "numpy": [turn(50.0), turn(10.0), turn(10.0)],
+             "faiss": [turn(20.0), turn(20.0), turn(20.0)]}  # fmt: skip
+    row = row_of(plan, "plsc", 4, turns["plsc"])
+    assert (row["qps"], row["qps_low"], row["qps_high"], row["p99_ms"]) == (90.0, 40.0, 100.0, 2.0)
+    (ratio,) = ratios_of(plan, turns)
+    assert ratio == {"batch": 4, "ours": "plsc", "best_other": "faiss", "times": 2.0}
+
+
+def test_a_contestant_that_fails_is_a_row_and_not_tried_again(monkeypatch):
+    tried = []
+
+    def take(comparison, name, data):
+        tried.append(name)
+        return {"reason": "no memory"} if name == "numpy" else turn(10.0)
+
+    monkeypatch.setattr(search, "_turn", take)
+    monkeypatch.setattr(search, "make_search_data", lambda *_: None)
+    result = compare_searches(SearchComparison(("plsc", "numpy"), batches=[4], rounds=3), quiet=True)
+    assert tried == ["plsc", "numpy", "plsc", "plsc"]
+    assert [(row["failed"], row["note"], row["qps"]) for row in result["rows"]] == [
+        (False, "", 10.0), (True, "no memory", None)
+    ]  # fmt: skip
+    assert result["ratios"] == []
+    assert "no memory" in search_table(result["rows"], result["ratios"])
+
+
+def test_a_process_that_ends_early_says_why(monkeypatch):
+    monkeypatch.setitem(search.CONTESTANTS, "none", CONTESTANTS["numpy"])  # which the worker does not know
+    (row,) = compare_searches(SearchComparison(("none",), 50, 4, [1], 1, 1, 0.01), quiet=True)["rows"]
+    assert row["failed"]
+    assert "none" in row["note"]
+
+
+@pytest.mark.parametrize(("argv", "message"), [
+    (["--contestants", "annoy"], "no contestant 'annoy'"),
+    (["--rows", "0"], "--rows 0: it must be at least 1"),
+    (["--batch", "0"], "--batch 0: it lies between 1 and 1024"),
+    (["--batch", "2000"], "--batch 2000"),
+    (["--seconds", "0"], "--seconds 0.0"),
+])  # fmt: skip
+def test_a_wrong_request_is_one_line(argv, message, capsys):
+    assert main(["bench", "search", *argv]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
