@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -74,8 +73,12 @@ class Servers:
             return Kit(kind, lambda: "", lambda _: MemoryStore())
         opener = {"sqlite": "open", "postgres": "postgres_store", "milvus": "milvus_store"}[kind]
         module = pytest.importorskip(f"plsc.gallery.{opener}")
-        places = {"sqlite": self._sqlite, "postgres": self._postgres, "milvus": self._milvus}
-        return Kit(kind, places[kind], getattr(module, "open_store" if kind == "sqlite" else f"open_{kind}"))
+        function = "open_store" if kind == "sqlite" else f"open_{kind}"
+        return Kit(kind, lambda: self.place(kind), getattr(module, function))
+
+    def place(self, kind: str) -> str:
+        """Where a new store of ``kind`` may be; skips the test, saying why, where none can be had."""
+        return {"sqlite": self._sqlite, "postgres": self._postgres, "milvus": self._milvus}[kind]()
 
     def _number(self) -> int:
         self._count += 1
@@ -131,11 +134,11 @@ def postgres_server(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def milvus_server(folder: Path) -> Iterator[str]:
-    """milvus-lite's server over ``folder`` on a free port; gives its URI."""
+def milvus_server(folder: Path, port: int | None = None) -> Iterator[str]:
+    """milvus-lite's server over ``folder`` on ``port`` (a free one without); gives its URI."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = port or int(probe.getsockname()[1])
     start = "from milvus_lite.cmdline import main; main()"
     command = [sys.executable, "-c", start, "server", "--data-dir", str(folder), "--host", "127.0.0.1"]
     process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -143,7 +146,7 @@ def milvus_server(folder: Path) -> Iterator[str]:
         _wait_for(port, process)
         yield f"http://127.0.0.1:{port}"
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         try:
             process.wait(10)
         except subprocess.TimeoutExpired:

@@ -25,37 +25,26 @@ _STRONG = {"consistency_level": "Strong"}
 Row = dict[str, Any]
 
 
-@contextmanager
-def errors_told() -> Iterator[None]:
-    """What pymilvus and its transport raise becomes a :class:`StorageError` of one line."""
-    import grpc  # type: ignore[import-untyped]
-    from pymilvus.exceptions import MilvusException
-
-    try:
-        yield
-    except (MilvusException, grpc.RpcError, grpc.FutureTimeoutError) as error:
-        line = str(getattr(error, "message", error)).strip().partition("\n")[0][:300]
-        raise StorageError(f"the Milvus store failed: {line or type(error).__name__}") from None
-
-
 class MilvusRows:
     """A database of a Milvus server, seen as rows."""
 
-    def __init__(self, uri: str, token: str, database: str) -> None:
+    def __init__(self, uri: str, token: str, database: str, timeout: float) -> None:
         """Connect, and make the database and the registry where they are not there. Raises :class:`StorageError`."""
         from pymilvus import MilvusClient
 
+        self._loaded: set[str] = set()
+        self.timeout = timeout  # seconds of a request; without one, pymilvus tries again for minutes
+
         # pymilvus writes every error that it raises to stderr as well, with a traceback.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
-        with errors_told():
+        with self._told():
             if database:
-                client = MilvusClient(uri=uri, token=token, timeout=10)
-                if database not in client.list_databases():
-                    client.create_database(database)
+                client = MilvusClient(uri=uri, token=token, timeout=timeout)
+                if database not in client.list_databases(timeout=timeout):
+                    client.create_database(database, timeout=timeout)
                 client.close()
-            self._client: Any = MilvusClient(uri=uri, token=token, db_name=database, timeout=10)
-            self._loaded: set[str] = set()
-            if not self._client.has_collection(REGISTRY):
+            self._client: Any = MilvusClient(uri=uri, token=token, db_name=database, timeout=timeout)
+            if not self._client.has_collection(REGISTRY, timeout=timeout):
                 self._create(REGISTRY, 2, {"name": "key", "body": "text"})
 
     def close(self) -> None:
@@ -64,7 +53,7 @@ class MilvusRows:
 
     def create(self, key: str, dim: int) -> None:
         """Make the two collections of a gallery's collection."""
-        with errors_told():
+        with self._told():
             self._create(f"plsc_persons_{key}", 2, {"id": "id", "body": "text", "fits": "json"})
             self._create(f"plsc_faces_{key}", dim, {"id": "id", "person": "number", "fits": "json"})
 
@@ -85,31 +74,32 @@ class MilvusRows:
         index = self._client.prepare_index_params()
         index.add_index("vector", index_type="FLAT", metric_type="IP")
         # One shard, so that a request is one entry of Milvus' log.
-        self._client.create_collection(name, schema=schema, num_shards=1, **_STRONG)
-        self._client.create_index(name, index, sync=False)  # of nothing yet; pymilvus would sleep half a second
+        self._client.create_collection(name, schema=schema, num_shards=1, timeout=self.timeout, **_STRONG)
+        # Of nothing yet: pymilvus would sleep half a second before it asks whether it is done.
+        self._client.create_index(name, index, timeout=self.timeout, sync=False)
         self._load(name)
 
     def drop(self, key: str) -> None:
         """Remove the two collections of a gallery's collection, where they are."""
-        with errors_told():
+        with self._told():
             for name in (f"plsc_faces_{key}", f"plsc_persons_{key}"):
                 self._loaded.discard(name)
-                if self._client.has_collection(name):
-                    self._client.drop_collection(name)
+                if self._client.has_collection(name, timeout=self.timeout):
+                    self._client.drop_collection(name, timeout=self.timeout)
 
     def keys(self) -> set[str]:
         """The keys under which there are collections."""
-        with errors_told():
-            names = self._client.list_collections()
+        with self._told():
+            names = self._client.list_collections(timeout=self.timeout)
         return {name.rpartition("_")[2] for name in names if name.startswith(("plsc_faces_", "plsc_persons_"))}
 
     def read(self, name: str, filter: str, fields: Sequence[str], limit: int | None = None) -> Iterator[Row]:
         """The rows that fit ``filter``, by primary key."""
-        with errors_told():
+        with self._told():
             self._load(name)
             pages = self._client.query_iterator(
                 name, filter=filter, output_fields=list(fields), limit=limit or -1,
-                batch_size=min(limit or MOST, 1000 if "vector" in fields else MOST), **_STRONG,
+                batch_size=min(limit or MOST, 1000 if "vector" in fields else MOST), timeout=self.timeout, **_STRONG,
             )  # fmt: skip
             try:
                 while page := pages.next():
@@ -119,9 +109,10 @@ class MilvusRows:
 
     def find(self, name: str, filter: str, fields: Sequence[str]) -> list[Row]:
         """The rows that fit ``filter``, which are few, in any order and in one request."""
-        with errors_told():
+        with self._told():
             self._load(name)
-            return list(self._client.query(name, filter=filter, output_fields=list(fields), **_STRONG))
+            asked = {"filter": filter, "output_fields": list(fields), "timeout": self.timeout}
+            return list(self._client.query(name, **asked, **_STRONG))
 
     def registered(self, names: Sequence[str] | None = None) -> dict[str, Row]:
         """The registry's rows: {name: body}."""
@@ -130,49 +121,63 @@ class MilvusRows:
 
     def register(self, name: str, body: Row) -> None:
         """Write a row of the registry: one request, so it is there whole or not at all."""
-        with errors_told():
-            self._client.upsert(REGISTRY, [{"name": name, "body": json.dumps(body), "vector": [1.0, 0.0]}])
+        with self._told():
+            row = {"name": name, "body": json.dumps(body), "vector": [1.0, 0.0]}
+            self._client.upsert(REGISTRY, [row], timeout=self.timeout)
 
     def unregister(self, name: str) -> None:
         """Remove a row of the registry."""
-        with errors_told():
-            self._client.delete(REGISTRY, ids=[name])
+        with self._told():
+            self._client.delete(REGISTRY, ids=[name], timeout=self.timeout)
 
     def write(self, name: str, rows: Sequence[Row]) -> None:
         """Insert rows, or replace those with the same ids."""
-        with errors_told():
+        with self._told():
             for batch in _batches(rows):
-                self._client.upsert(name, batch)
+                self._client.upsert(name, batch, timeout=self.timeout)
 
     def delete(self, name: str, filter: str) -> None:
         """Delete the rows that fit ``filter``."""
-        with errors_told():
+        with self._told():
             self._load(name)
-            self._client.delete(name, filter=filter)
+            self._client.delete(name, filter=filter, timeout=self.timeout)
 
     def search(self, name: str, queries: Float32, count: int, filter: str) -> list[list[tuple[int, int, float]]]:
         """For each of ``queries``: (person, face, inner product) of the ``count`` best faces, best first."""
         found = []
-        with errors_told():
+        with self._told():
             self._load(name)
             for start in range(0, len(queries), _QUERIES):
                 answers = self._client.search(
                     name, data=list(queries[start : start + _QUERIES]), anns_field="vector", limit=count, filter=filter,
-                    output_fields=["person"], search_params={"metric_type": "IP"}, **_STRONG,
+                    output_fields=["person"], search_params={"metric_type": "IP"}, timeout=self.timeout, **_STRONG,
                 )  # fmt: skip
                 found += [[(hit["entity"]["person"], hit["id"], hit["distance"]) for hit in hits] for hits in answers]
         return found
 
     def compact(self, key: str) -> None:
         """Have the server write what is in memory, and rewrite its files without deleted rows."""
-        with errors_told():
+        with self._told():
             for name in (f"plsc_faces_{key}", f"plsc_persons_{key}"):
-                self._client.flush(name)
-                self._client.compact(name)
+                self._client.flush(name, timeout=self.timeout)
+                self._client.compact(name, timeout=self.timeout)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What pymilvus and its transport raise becomes a :class:`StorageError` of one line."""
+        import grpc  # type: ignore[import-untyped]
+        from pymilvus.exceptions import MilvusException
+
+        try:
+            yield
+        except (MilvusException, grpc.RpcError, grpc.FutureTimeoutError) as error:
+            self._loaded.clear()  # a server that was started again may have nothing loaded
+            line = str(getattr(error, "message", error)).strip().partition("\n")[0][:300]
+            raise StorageError(f"the Milvus store failed: {line or type(error).__name__}") from None
 
     def _load(self, name: str) -> None:
         if name not in self._loaded:
-            self._client.load_collection(name)
+            self._client.load_collection(name, timeout=self.timeout)
             self._loaded.add(name)
 
 
