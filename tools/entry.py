@@ -12,7 +12,9 @@ from types import ModuleType
 from plsc.errors import PlscError
 from plsc.files import make_folder, write_json
 
-COMMANDS = ("quickstart", "train", "eval", "embed", "export", "index", "serve", "tokens", "data", "plan", "bench")
+COMMANDS = (
+    "quickstart", "train", "eval", "embed", "export", "index", "serve", "tokens", "gallery", "data", "plan", "bench",
+)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -4,6 +4,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from plsc.embed.manifest import holds_manifest
 from plsc.errors import IntegrityError, UsageError
 from plsc.gallery import records
 from plsc.gallery.base import Base, base_folder, open_base
@@ -11,11 +12,16 @@ from plsc.gallery.compaction import Compactor
 from plsc.gallery.database import Database
 from plsc.gallery.records import StoredCollection
 from plsc.gallery.searched import DELTA_SHARE, LEAST_DELTA, SearchedCollection
-from plsc.gallery.snapshot import SQLITE
+from plsc.gallery.snapshot import FORMAT, SQLITE
 from plsc.gallery.storage_errors import storage_errors
 from plsc.gallery.store_lock import LOCK, StoreLock
 
 COLLECTIONS = "collections"
+
+
+def holds_store(folder: Path) -> bool:
+    """Whether ``folder`` has been a store, whatever its state."""
+    return (folder / SQLITE).exists() or (folder / COLLECTIONS).exists()
 
 
 def open_files(folder: Path) -> tuple[StoreLock, Database]:
@@ -24,7 +30,7 @@ def open_files(folder: Path) -> tuple[StoreLock, Database]:
         raise UsageError(f"{folder} is a file; name a folder")
     with storage_errors(folder):
         _refuse_others(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # biometrics are nobody else's to read
     lock = StoreLock(folder)
     try:
         return lock, Database(folder / SQLITE)
@@ -45,6 +51,8 @@ def open_collections(database: Database, folder: Path, compactor: Compactor) -> 
 
 
 def _refuse_others(folder: Path) -> None:
+    if holds_manifest(folder, FORMAT):
+        raise UsageError(f"{folder} is a snapshot; make a store of it with plsc gallery restore {folder} --store NEW")
     if not folder.is_dir() or (folder / SQLITE).is_file():
         return
     found = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {LOCK}

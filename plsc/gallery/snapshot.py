@@ -89,7 +89,7 @@ def _published(target: Path) -> Iterator[Path]:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir()
+            aside.mkdir(mode=0o700)  # biometrics are nobody else's to read
             yield aside
             publish_folder(aside, target)
         finally:

@@ -1,0 +1,145 @@
+"""Look after a gallery that no service is using: verify it, copy it, bring it elsewhere.
+
+  plsc gallery check STORE
+  plsc gallery compact STORE
+  plsc gallery snapshot STORE --out monday.snapshot
+  plsc gallery restore monday.snapshot --store NEW
+  plsc gallery export STORE people --out people.emb
+  plsc gallery import STORE people people.emb
+
+STORE is the folder of plsc serve, or milvus:URI or postgres:DSN. A folder has one owner at a time: a running service
+is asked by HTTP instead (POST /v1/snapshots, POST /v1/collections/people/compact).
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import UsageError
+from plsc.gallery.contract import Store
+from plsc.tools.entry import main
+
+HELP = "verify, compact, copy, export and import a gallery"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments."""
+    names = "check|compact|snapshot|restore|export|import"
+    actions = parser.add_subparsers(dest="action", required=True, metavar=names)
+    _action(actions, "check", "verify every row and every file")
+    compact = _action(actions, "compact", "bring changes into the searched files; deleted embeddings are then in none")
+    compact.add_argument("--collection", metavar="NAME", help="this one alone (all)")
+    snapshot = _action(actions, "snapshot", "write a consistent copy")
+    snapshot.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder")
+    restore = _action(actions, "restore", "make a new store of a snapshot", "snapshot", "SNAPSHOT")
+    restore.add_argument("--store", required=True, type=Path, metavar="DIR", help="new folder")
+    export = _action(actions, "export", "write a collection as an embedding set")
+    export.add_argument("collection", metavar="COLLECTION")
+    export.add_argument("--out", required=True, type=Path, metavar="EMB", help="new folder")
+    enrol = _action(actions, "import", "enrol an embedding set, a person for each class; makes store and collection")
+    enrol.add_argument("collection", metavar="COLLECTION")
+    enrol.add_argument("set", type=Path, metavar="EMB")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Do what was asked, print it as text, and return it."""
+    actions = {"check": _check, "compact": _compact, "snapshot": _snapshot, "restore": _restore, "export": _export,
+               "import": _import}  # fmt: skip
+    return actions[args.action](args)
+
+
+def _action(actions: Any, name: str, text: str, first: str = "store", shown: str = "STORE") -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    parser.add_argument(first, metavar=shown)
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON"
+    )
+    return parser
+
+
+@contextmanager
+def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
+    from plsc.gallery.open import open_store
+    from plsc.gallery.opening import holds_store
+
+    if not make and not spec.startswith(("milvus:", "postgres:")) and not holds_store(Path(spec)):
+        raise UsageError(f"there is no store {spec}")
+    store = open_store(spec)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _check(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.embed.manifest import holds_manifest
+    from plsc.gallery import snapshot
+
+    if holds_manifest(Path(args.store), snapshot.FORMAT):
+        collections = snapshot.read_snapshot(Path(args.store))["collections"]
+        print(f"{args.store}: a sound snapshot; {_counts(collections)}")
+        return {"snapshot": args.store, "collections": collections}
+    with _opened(args.store) as store:
+        result = store.check()
+    figures = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in result.items())
+    print(f"{args.store}: sound; {figures}")
+    return {"store": args.store, **result}
+
+
+def _compact(args: argparse.Namespace) -> dict[str, Any]:
+    with _opened(args.store) as store:
+        store.compact(args.collection)
+        result = store.statistics()
+    for name, figures in result.items():
+        print(f"{name}: {int(figures['rows']):,} faces")
+    return {"store": args.store, "collections": result}
+
+
+def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
+    with _opened(args.store) as store:
+        store.snapshot(args.out)
+    size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
+    print(f"{args.out}: {size:,} bytes")
+    return {"snapshot": str(args.out), "bytes": size}
+
+
+def _restore(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.gallery.snapshot import restore
+
+    result = restore(args.snapshot, args.store)
+    print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}")
+    return result
+
+
+def _export(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.gallery.transfer import export_set
+
+    with _opened(args.store) as store:
+        written = export_set(store, args.collection, args.out)
+    print(f"{args.out}: {len(written):,} faces of {len(written.class_names):,} persons")
+    return {"out": str(args.out), "faces": len(written), "persons": len(written.class_names)}
+
+
+def _import(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.gallery.transfer import import_set
+
+    with _opened(args.store, make=True) as store:
+        result = import_set(store, args.collection, args.set)
+    print(f"{args.collection}: {result['faces']:,} faces of {result['persons']:,} persons enrolled, "
+          f"{result['left_out']:,} rows left out")  # fmt: skip
+    return {"store": args.store, "collection": args.collection, **result}
+
+
+def _counts(collections: list[dict[str, Any]]) -> str:
+    return "; ".join(f"{one['name']}: {one['persons']:,} persons, {one['faces']:,} faces" for one in collections) or (
+        "no collections"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["gallery", *sys.argv[1:]]))
