@@ -2,7 +2,7 @@
 
 import { attempt, byId, counted, day, element, walkable } from "./dom.js";
 import { personHead } from "./people.js";
-import { readFilter } from "./scalars.js";
+import { readFilter, writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { on, state } from "./state.js";
 
@@ -86,7 +86,7 @@ async function collect(after, signal) {
 
 function query(after) {
   const asking = new URLSearchParams({ after, limit: asked.name === "" ? PAGE : BATCH });
-  if (asked.filter !== null) asking.set("filter", JSON.stringify(asked.filter));
+  if (asked.filter !== null) asking.set("filter", writeJson(asked.filter));
   return asking;
 }
 

@@ -18,6 +18,7 @@ export function setUpCollections() {
     event.preventDefault();
     attempt(byId("making-error"), make, byId("making-form").querySelector("[type=submit]"));
   };
+  on("collection", show);
   on("changed", () => attempt(byId("page-error"), list));
 }
 
@@ -47,7 +48,6 @@ async function make() {
 function choose(name) {
   state.collection = name;
   if (name !== null) sessionStorage.setItem(KEY, name);
-  show();
   tell("collection");
 }
 

@@ -18,6 +18,8 @@ export function confirmed(title, text, action) {
       if (done) dialog.close();
     };
     byId("confirm-no").onclick = () => dialog.close();
-    dialog.onclose = () => resolve(done);
+    dialog.onclose = () => {
+      if (!dialog.open) resolve(done);   // the event comes late: the question may be open anew by then
+    };
   });
 }

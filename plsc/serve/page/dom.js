@@ -16,6 +16,9 @@ export function element(tag, attributes = {}, ...children) {
 /** Text whose direction of writing cannot disturb what stands beside it. */
 export const isolated = (text, attributes = {}) => element("bdi", attributes, text);
 
+/** An error of the page's own, in words for people: the console need not repeat it. */
+export const mistake = (message) => Object.assign(new Error(message), { shown: true });
+
 /** Show an error's one line in `region`; an aborted request is no error. */
 export function complain(region, error) {
   if (error.name === "AbortError") return;

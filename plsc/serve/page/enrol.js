@@ -1,6 +1,6 @@
 // Enrolling a new person from pictures, a name and metadata.
 
-import { attempt, byId, counted, element, isolated } from "./dom.js";
+import { attempt, byId, counted, element, isolated, mistake } from "./dom.js";
 import { MetadataEditor } from "./metadata.js";
 import { called } from "./people.js";
 import { openPerson } from "./person.js";
@@ -45,8 +45,4 @@ function showRights() {
     : may("write") ? "" : "Your token may only read: enrolling needs one with the role write.";
   byId("enrol-send").disabled = why !== "";
   byId("enrol-done").textContent = state.info === null ? "" : why;
-}
-
-function mistake(message) {
-  return Object.assign(new Error(message), { shown: true });
 }

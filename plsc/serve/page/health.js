@@ -44,7 +44,7 @@ function word(found) {
 function show() {
   const { info, collections } = state;
   byId("token-forget").hidden = token.get() === null;
-  if (info === null) return;
+  if (info === null) return clear();
   const total = (key) => collections.reduce((sum, one) => sum + one[key], 0);
   fill("service-figures", {
     "Rows": `${counted(total("faces"), "face")} of ${counted(total("persons"), "person")}`,
@@ -59,6 +59,11 @@ function show() {
   fill("service-limits", Object.fromEntries(Object.entries(info.limits).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
   byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
   for (const hint of document.querySelectorAll(".crops")) showCrops(hint, info);
+}
+
+function clear() {
+  for (const id of ["service-figures", "service-limits"]) byId(id).replaceChildren();
+  byId("service-collections").tBodies[0].replaceChildren();
 }
 
 function threshold({ threshold: own, false_match_rate: rate }) {

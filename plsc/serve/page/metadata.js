@@ -1,6 +1,6 @@
 // Writing metadata: a row for each entry, with the kind of value told as it is typed.
 
-import { element, isolated } from "./dom.js";
+import { element, isolated, mistake } from "./dom.js";
 import { kindOf, readScalar, writeScalar } from "./scalars.js";
 
 /** The editor in `host`: read() gives the object, write(object) shows one. */
@@ -49,8 +49,4 @@ export function metadataLine(metadata) {
   if (entries.length === 0) return null;
   return element("ul", { class: "chips", "aria-label": "metadata" },
     ...entries.map(([key, value]) => element("li", {}, isolated(key, { class: "key" }), " ", isolated(String(value)))));
-}
-
-function mistake(message) {
-  return Object.assign(new Error(message), { shown: true });
 }

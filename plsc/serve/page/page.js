@@ -3,7 +3,7 @@
 import * as browse from "./browse.js";
 import { loadCollections, setUpCollections } from "./collections.js";
 import * as compare from "./compare.js";
-import { attempt, byId, complain } from "./dom.js";
+import { attempt, byId, complain, mistake } from "./dom.js";
 import * as enrol from "./enrol.js";
 import { look, setUpHealth } from "./health.js";
 import * as person from "./person.js";
@@ -79,7 +79,7 @@ function setUpToken() {
 
 async function tryToken() {
   const written = byId("token").value.trim();
-  if (!/^[\x21-\x7e]+$/.test(written)) throw Object.assign(new Error("A token is letters, digits and signs without spaces."), { shown: true });
+  if (!/^[\x21-\x7e]+$/.test(written)) throw mistake("A token is letters, digits and signs without spaces.");
   const former = token.get();
   token.set(written);
   try {
@@ -110,6 +110,7 @@ async function start() {
     state.info = null;
     state.collections = [];
     state.collection = null;
+    tell("info");
     tell("collection");
   }
 }

@@ -5,6 +5,7 @@ import { attempt, byId, counted, day, element, quieten } from "./dom.js";
 import { MetadataEditor } from "./metadata.js";
 import { called } from "./people.js";
 import { asInputs, Pictures } from "./picture.js";
+import { writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { may, state, tell } from "./state.js";
 
@@ -59,9 +60,10 @@ function faceRow(face) {
 }
 
 async function save() {
-  const body = { metadata: editor.read() };
-  const name = byId("person-name").value.trim();
+  const [name, metadata] = [byId("person-name").value.trim(), editor.read()];
+  const body = {};   // what was not touched here may have been changed elsewhere meanwhile
   if (name !== (shown.name ?? "")) body.name = name;
+  if (writeJson(metadata) !== writeJson(shown.metadata)) body.metadata = metadata;
   show(await call("PATCH", place, { body }));
   tellDone("Saved.");
   tell("changed");

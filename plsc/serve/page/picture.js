@@ -1,6 +1,6 @@
 // Choosing pictures: by the file dialog, by dropping, by pasting; and seeing what was chosen.
 
-import { element } from "./dom.js";
+import { element, mistake } from "./dom.js";
 
 const TYPES = "image/jpeg,image/png,image/webp";
 
@@ -95,7 +95,7 @@ export async function asInput(file) {
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(Object.assign(new Error(`${file.name} cannot be read; choose it again`), { shown: true }));
+    reader.onerror = () => reject(mistake(`${file.name} cannot be read; choose it again`));
     reader.readAsDataURL(file);
   });
   return { image: url.slice(url.indexOf(",") + 1) };

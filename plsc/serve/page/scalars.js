@@ -1,14 +1,16 @@
 // How people write metadata values and filters, and what the service calls them.
 
+import { mistake } from "./dom.js";
+
 const NUMBER = /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/;
 const CLAUSE = /^("(?:[^"\\]|\\.)*"|[^=!<>"]+?)\s*(?:(!=|>=|<=|=|>|<)\s*(.+))?$/su;
 const OPERATORS = { "=": "eq", "!=": "ne", ">": "gt", ">=": "gte", "<": "lt", "<=": "lte" };
 
-/** A written value: true and false, numbers, else text; quotes make text of anything. */
+/** A written value: true and false, numbers (a BigInt beyond 2^53), else text; quotes make text of anything. */
 export function readScalar(written) {
   const text = written.trim();
   if (text === "true" || text === "false") return text === "true";
-  if (NUMBER.test(text) && exact(text)) return Number(text);
+  if (NUMBER.test(text) && Number.isFinite(Number(text))) return exact(text);
   if (/^".*"$/s.test(text)) {
     try {
       return JSON.parse(text);
@@ -26,7 +28,7 @@ export function writeScalar(value) {
 }
 
 /** "number", "text" or "yes or no". */
-export const kindOf = (value) => ({ number: "number", boolean: "yes or no" })[typeof value] ?? "text";
+export const kindOf = (value) => ({ number: "number", bigint: "number", boolean: "yes or no" })[typeof value] ?? "text";
 
 /** The service's filter for `city = Bern, age >= 30, email, !phone`, or for the JSON itself; null for none. */
 export function readFilter(written) {
@@ -60,15 +62,24 @@ function clauses(text) {
 
 function readJson(text) {
   try {
-    return JSON.parse(text);
+    return parseJson(text);
   } catch (error) {
     throw mistake(`the filter begins like JSON but is none: ${error.message}`);
   }
 }
 
-/** Whether JavaScript's numbers hold it: a long integer stays text rather than being rounded. */
-const exact = (text) => Number.isFinite(Number(text)) && (/[.eE]/.test(text) || Number.isSafeInteger(Number(text)));
+/** JSON whose long integers become BigInts, where the browser lets their digits be seen, rather than being rounded. */
+export const parseJson = (text) => JSON.parse(text, (key, value, context) => (
+  typeof value === "number" && context?.source !== undefined ? exact(context.source) : value));
 
-function mistake(message) {
-  return Object.assign(new Error(message), { shown: true });
+/** The JSON of a value that may hold BigInts. */
+export const writeJson = (value) => JSON.stringify(value, (key, one) => (typeof one === "bigint" ? raw(one) : one));
+
+function raw(integer) {
+  if (JSON.rawJSON === undefined) throw mistake(`this browser would round ${integer}; put quotes around it, or use a newer one`);
+  return JSON.rawJSON(String(integer));
+}
+
+function exact(text) {
+  return /[.eE]/.test(text) || Number.isSafeInteger(Number(text)) ? Number(text) : BigInt(text);
 }

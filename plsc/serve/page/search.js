@@ -1,6 +1,6 @@
 // Searching by a picture, and the matches.
 
-import { attempt, byId, counted, element, quieten, walkable } from "./dom.js";
+import { attempt, byId, complain, counted, element, mistake, quieten, walkable } from "./dom.js";
 import { called, personHead } from "./people.js";
 import { asInput, Pictures } from "./picture.js";
 import { readFilter } from "./scalars.js";
@@ -20,7 +20,8 @@ export function setUpSearch() {
   walkable(byId("matches"), "button.name");
   byId("search-form").onsubmit = (event) => {
     event.preventDefault();
-    search();
+    if (pictures.files.length > 0) search();
+    else complain(error, mistake("Choose a picture first."));
   };
   byId("search-enrol").onclick = () => tell("enrol", pictures.files);
   on("threshold", show);
@@ -33,7 +34,7 @@ export const receive = (files) => pictures.take(files);
 
 async function search() {
   running?.abort();
-  if (pictures.files.length === 0) return forget();
+  if (pictures.files.length === 0 || state.info === null) return forget();
   running = new AbortController();
   const { signal } = running;
   byId("matches").setAttribute("aria-busy", "true");
@@ -56,7 +57,7 @@ function forget() {
 }
 
 function chosen() {
-  if (state.collection === null) throw Object.assign(new Error("There is no collection yet; create one first."), { shown: true });
+  if (state.collection === null) throw mistake("There is no collection yet; create one first.");
   return state.collection;
 }
 

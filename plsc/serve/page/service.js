@@ -1,6 +1,7 @@
 // The only caller of the service. The token lives in sessionStorage: it ends with the tab.
 
-import { tell } from "./state.js";
+import { parseJson, writeJson } from "./scalars.js";
+import { state, tell } from "./state.js";
 
 const BASE = new URL("../", import.meta.url);   // works below a proxy's prefix too
 const KEY = "plsc-token";
@@ -25,10 +26,10 @@ export async function call(method, path, { body = null, signal = null } = {}) {
   const headers = {};
   if (token.get() !== null) headers.Authorization = `Bearer ${token.get()}`;
   if (body !== null) headers["Content-Type"] = "application/json";
-  const answer = await reach(path, { method, headers, signal, body: body === null ? null : JSON.stringify(body) });
+  const answer = await reach(path, { method, headers, signal, body: body === null ? null : bodyOf(body) });
   const text = await readText(answer);
   if (!answer.ok) throw refusal(answer, text);
-  return text === "" ? null : JSON.parse(text);
+  return text === "" ? null : parseJson(text);
 }
 
 /** The path of a collection, and of what is in it. */
@@ -41,6 +42,14 @@ export async function readiness() {
   } catch {
     return "gone";
   }
+}
+
+/** The JSON of a body; one that the service would refuse is not sent, for it hangs up before it has read it. */
+function bodyOf(body) {
+  const text = writeJson(body);
+  const most = state.info?.limits.body_bytes ?? Infinity;
+  if (text.length <= most) return text;
+  throw new ServiceError("too_large", `The service takes ${Math.floor(most / 2 ** 20)} MiB at a time, and a picture grows by a third on its way; choose smaller ones.`);
 }
 
 async function reach(path, request) {

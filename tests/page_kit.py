@@ -1,0 +1,122 @@
+"""What the page's tests stand on: the real service with a model whose cosines numpy can tell, and pictures for it."""
+
+import io
+import threading
+from dataclasses import replace
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from plsc.gallery.open import open_store
+from torch import Tensor
+
+from plsc.embed.embedder import Embedder
+from plsc.embed.preprocessing import Preprocessing
+from plsc.gallery.contract import NewPerson
+from plsc.serve.metrics import Metrics
+from plsc.serve.server import Server
+from plsc.serve.service import Service
+from plsc.serve.settings import Settings
+
+SIZE = 16
+CHROMIUM_FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+)  # fmt: skip
+
+
+class PixelEngine:
+    """A model whose embedding is the picture itself, around grey: every cosine is known without it."""
+
+    preprocessing = Preprocessing(SIZE)
+    embedding_dim = 3 * SIZE * SIZE
+    contract_id = "pixels"
+    precision = "fp32"
+
+    def run(self, images_u8: Tensor) -> Tensor:
+        """(B, 3, S, S) uint8 -> (B, 3 S S) float32."""
+        return images_u8.flatten(1).float() - 127.5
+
+
+class PageService:
+    """A service in a thread over a store of its own; it can be stopped, and started again at its address."""
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        given = {"port": 0, "threshold": 0.5, "false_match_rate": 1e-3, "decode_threads": 1, "drain_seconds": 1.0}
+        self._folder = folder
+        self._settings = Settings(audit=folder / "audit.jsonl", **{**given, **changes})
+        self.start()
+        self.url = f"{self._server.address}/"
+
+    def start(self) -> None:
+        """Open the store and answer."""
+        self._server = Server(self._settings)
+        self._settings = replace(self._settings, port=int(self._server.address.rpartition(":")[2]))
+        ready: Queue[Service | None] = Queue()
+        self._thread = threading.Thread(target=self._serve, args=(ready,))
+        self._thread.start()
+        service = ready.get(timeout=30)
+        assert service is not None, "the service did not become ready"
+        self.store = service.store
+
+    def stop(self) -> None:
+        """Answer no more, and close the store."""
+        if self._thread.is_alive():
+            self._server.stop()
+            self._thread.join(30)
+
+    def _serve(self, ready: "Queue[Service | None]") -> None:
+        try:
+            self._server.run(self._load, ready.put)
+        finally:
+            ready.put(None)
+
+    def _load(self, metrics: Metrics) -> Service:
+        embedder = Embedder(PixelEngine(), "models/pixels.safetensors")
+        return Service(embedder, open_store(self._folder / "store"), self._settings, metrics)
+
+    def collection(self, name: str) -> str:
+        """Make an empty collection; returns its name."""
+        self.store.create_collection(name, PixelEngine.embedding_dim, PixelEngine.contract_id)
+        return name
+
+    def enrol(
+        self, collection: str, name: str | None, pictures: list[npt.NDArray[np.uint8]], **metadata: Any
+    ) -> int:
+        """Enrol a person past HTTP; returns the id."""
+        vectors = np.stack([embedding(picture) for picture in pictures]).astype(np.float32)
+        return self.store.add_persons(collection, [NewPerson(vectors, name, metadata)], PixelEngine.contract_id)[0].id
+
+
+def embedding(picture: npt.NDArray[np.uint8]) -> npt.NDArray[np.float64]:
+    """(S, S, 3) uint8 -> what the model makes of it, float64."""
+    return picture.transpose(2, 0, 1).reshape(-1).astype(np.float64) - 127.5
+
+
+def cosine(one: npt.NDArray[np.uint8], other: npt.NDArray[np.uint8]) -> float:
+    """The score that the service has to give to two pictures."""
+    a, b = embedding(one), embedding(other)
+    return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
+
+
+def draw(seed: int, *, like: npt.NDArray[np.uint8] | None = None, share: float = 0.8) -> npt.NDArray[np.uint8]:
+    """A picture (S, S, 3) of noise; with ``like`` a mixture with that picture, which gets ``share``."""
+    noise = np.random.default_rng(seed).integers(0, 256, (SIZE, SIZE, 3)).astype(np.uint8)
+    return noise if like is None else (share * like + (1 - share) * noise).astype(np.uint8)
+
+
+def png(picture: npt.NDArray[np.uint8]) -> bytes:
+    """The picture as a PNG file, which loses nothing."""
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return file.getvalue()
+
+
+def chosen(picture: npt.NDArray[np.uint8], name: str = "face.png") -> dict[str, Any]:
+    """The picture as Playwright gives it to a file input."""
+    return {"name": name, "mimeType": "image/png", "buffer": png(picture)}
+
+
