@@ -153,6 +153,17 @@ def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path,
     assert list(made.class_names) == ["ann", "bob, jr"]
 
 
+def test_records_are_named_by_their_numbers(photos, tmp_path):
+    assert main(["data", "convert", str(photos), str(tmp_path / "photos.rec")]) == 0
+    rows = [(str(number), numbers) for number, (_, numbers) in enumerate(lines(photos), 1)]
+    points = written(tmp_path / "p.json", rows, "json")
+    argv = ["data", "align", str(tmp_path / "photos.rec"), "--out", str(tmp_path / "faces.rec"), "--encoding", "png"]
+    assert main([*argv, "--landmarks", str(points)]) == 0
+    made = open_dataset(tmp_path / "faces.rec", image_size=None)
+    assert len(made) == 6
+    assert all(torch.equal(made.image(i), cut_out(photos, key)) for i, (key, _) in enumerate(lines(photos)))
+
+
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_data_align_finds_faces_by_a_detector(workers, photos, tmp_path):
     detector = stand_in(tmp_path / "d.onnx", shape=(1, 3, 256, 256), points=POINTS, box=(1, 1, 1, 1))

@@ -1,0 +1,109 @@
+"""The pipeline in front of the model: order, errors and what binds; and the engine's small batches on a CPU."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from plsc import models
+from plsc.embed.embedder import CPU_BATCH, open_embedder
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embed.pipeline import Waits, embedded_batches
+from plsc.errors import DataError
+from plsc.tools.entry import main
+
+CPU = torch.device("cpu")
+
+
+def batches(count):
+    for number in range(count):
+        yield torch.full((3, 1), float(number)), {0: f"error {number}"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_answers_come_in_order_with_their_errors(count):
+    answers = list(embedded_batches(lambda images: images * 2, batches(count), Waits()))
+    assert [float(vectors[0, 0]) for vectors, _ in answers] == [2.0 * number for number in range(count)]
+    assert [errors for _, errors in answers] == [{0: f"error {number}"} for number in range(count)]
+
+
+def test_the_next_batch_is_read_while_the_model_computes():
+    """The model's first answer waits until a second batch has been read."""
+    second_read = threading.Event()
+
+    def stream():
+        yield torch.zeros(1, 1), {}
+        second_read.set()
+        yield torch.zeros(1, 1), {}
+
+    def embed(images):
+        assert second_read.wait(timeout=30)
+        return images
+
+    assert len(list(embedded_batches(embed, stream(), Waits()))) == 2
+
+
+def test_time_that_reading_takes_is_told_as_such(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("plsc.embed.pipeline.time.monotonic", lambda: clock[0])
+
+    def stream():
+        for batch in batches(4):
+            clock[0] += 1.0
+            yield batch
+
+    waits = Waits()
+    list(embedded_batches(lambda images: images, stream(), waits))
+    assert waits == Waits(images=4.0, model=0.0)
+
+
+def test_failures_of_the_model_and_of_the_reader_come_through():
+    def broken(images):
+        raise DataError("the model does not run")
+
+    with pytest.raises(DataError, match="does not run"):
+        list(embedded_batches(broken, batches(5), Waits()))
+
+    def killed():
+        yield torch.zeros(1, 1), {}
+        raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 9")
+
+    with pytest.raises(DataError, match="fewer --workers"):
+        list(embedded_batches(lambda images: images, killed(), Waits()))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "m.safetensors"
+    models.save_model(models.create("mobilefacenet", embedding_dim=16, image_size=48), path)
+    return path
+
+
+@pytest.mark.parametrize("count", [1, CPU_BATCH - 1, CPU_BATCH, 2 * CPU_BATCH + 3])
+def test_any_batch_gives_what_the_module_gives(model, count):
+    images = torch.randint(0, 256, (count, 3, 48, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    module = models.load_model(model).eval()
+    with torch.no_grad():
+        expected = module((images.float() - 127.5) / 127.5)
+    torch.testing.assert_close(open_embedder(model, device=CPU)(images), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_precision_that_auto_picks_is_recorded(model, tmp_path):
+    assert open_embedder(model, device=CPU, precision="auto").precision == "fp32"
+    argv = ["embed", str(model), "--data", "avatars:3x2", "--workers", "0", "--out"]
+    assert main([*argv, str(tmp_path / "auto")]) == 0
+    assert EmbeddingSet(tmp_path / "auto").manifest["precision"] == "fp32"
+    assert main([*argv, str(tmp_path / "bf16"), "--precision", "bf16"]) == 0
+    made, plain = EmbeddingSet(tmp_path / "bf16"), EmbeddingSet(tmp_path / "auto")
+    assert made.manifest["precision"] == "bf16"
+    assert made.contract_id == plain.contract_id
+    a, b = made.rows(0, 6), plain.rows(0, 6)
+    cosines = np.sum(a * b, axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)
+    assert cosines.min() > 0.999
+
+
+def test_a_batch_of_none_is_refused(model, tmp_path, capsys):
+    argv = ["embed", str(model), "--data", "avatars:3x2", "--out", str(tmp_path / "emb"), "--batch-size", "0"]
+    assert main(argv) == 2
+    assert "--batch-size 0" in capsys.readouterr().err
