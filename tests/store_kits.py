@@ -15,6 +15,7 @@ import pytest
 from memory_store import MemoryStore
 
 from plsc.gallery.contract import Store
+from plsc.gallery.open import open_store
 
 KINDS = ("memory", "sqlite", "postgres", "milvus")
 
@@ -71,10 +72,8 @@ class Servers:
         """The kit of ``kind``; skips the test, saying why, where it cannot be had."""
         if kind == "memory":
             return Kit(kind, lambda: "", lambda _: MemoryStore())
-        opener = {"sqlite": "open", "postgres": "postgres_store", "milvus": "milvus_store"}[kind]
-        module = pytest.importorskip(f"plsc.gallery.{opener}")
-        function = "open_store" if kind == "sqlite" else f"open_{kind}"
-        return Kit(kind, lambda: self.place(kind), getattr(module, function))
+        address = "" if kind == "sqlite" else f"{kind}:"
+        return Kit(kind, lambda: address + self.place(kind), open_store)
 
     def place(self, kind: str) -> str:
         """Where a new store of ``kind`` may be; skips the test, saying why, where none can be had."""

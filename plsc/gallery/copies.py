@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ from plsc.embed.columns import open_array
 from plsc.embed.manifest import Manifest, read_manifest, write_manifest
 from plsc.errors import ConflictError, DataError, IntegrityError
 from plsc.files import describe_files, make_folder, publish_folder, verify_files
-from plsc.gallery.contract import Collection, Float32, Person
+from plsc.gallery.contract import Collection, Float32, NewPerson, Person, Store
+from plsc.gallery.storage_errors import storage_errors
 
 FORMAT = "plsc gallery copy"
 VERSION = 1
+_TOGETHER = 500  # persons enrolled at once
 
 Rows = Iterable[tuple[Person, Float32]]
 
@@ -37,13 +40,14 @@ def write_copy(target: Path, collections: Sequence[tuple[Collection, Rows]]) -> 
     make_folder(target.parent)
     aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir()
     try:
-        abouts = [_write(aside, place, about, rows) for place, (about, rows) in enumerate(collections)]
-        names = sorted(path.name for path in aside.iterdir())
-        content: Manifest = {"format": FORMAT, "version": VERSION, "collections": abouts}
-        write_manifest(aside, {**content, "files": describe_files(aside, names)})
-        publish_folder(aside, target)
+        with storage_errors(target):
+            aside.mkdir()
+            abouts = [_write(aside, place, about, rows) for place, (about, rows) in enumerate(collections)]
+            names = sorted(path.name for path in aside.iterdir())
+            content: Manifest = {"format": FORMAT, "version": VERSION, "collections": abouts}
+            write_manifest(aside, {**content, "files": describe_files(aside, names)})
+            publish_folder(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -57,6 +61,31 @@ def read_copy(folder: Path) -> list[tuple[Collection, Iterator[tuple[Person, Flo
     verify_files(folder, manifest["files"])
     abouts = [Collection(**about) for about in manifest["collections"]]
     return [(about, _read(folder, place, about)) for place, about in enumerate(abouts)]
+
+
+def copy_into(store: Store, folder: Path) -> list[Collection]:
+    """Enrol all that a copy holds into ``store``, under new ids and times; returns the collections made.
+
+    Raises what :func:`read_copy` raises, and :class:`ConflictError` if ``store`` has a collection of a name already.
+    A collection whose enrolment fails is removed again.
+    """
+    copied = read_copy(folder)
+    taken = {about.name for about in store.collections()} & {about.name for about, _ in copied}
+    if taken:
+        raise ConflictError(f"the store has a collection {min(taken)} already; copy into another store")
+    return [_enrol(store, about, rows) for about, rows in copied]
+
+
+def _enrol(store: Store, about: Collection, rows: Iterator[tuple[Person, Float32]]) -> Collection:
+    store.create_collection(about.name, about.dim, about.contract_id)
+    try:
+        while part := list(islice(rows, _TOGETHER)):
+            new = [NewPerson(vectors, person.name, person.metadata) for person, vectors in part]
+            store.add_persons(about.name, new, about.contract_id)
+    except BaseException:
+        store.delete_collection(about.name)
+        raise
+    return store.collection(about.name)
 
 
 def _files(folder: Path, place: int) -> tuple[Path, Path]:

@@ -77,8 +77,13 @@ OPERATIONS: dict[str, Callable[[MilvusStore], Any]] = {
 }
 
 
-def fail_at(store: MilvusStore, number: int, error: type[BaseException], *, after: bool, once: bool) -> None:
-    """Let the ``number``-th changing request fail, before or after it was done; and all that follow unless ``once``."""
+def fail_at(
+    store: MilvusStore, number: int, error: type[BaseException], *, after: bool, once: bool
+) -> Callable[[], int]:
+    """Let the ``number``-th changing request fail, before or after it was done; and all that follow unless ``once``.
+
+    Returns what tells how many such requests there have been.
+    """
     count = 0
 
     def failing(request: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,6 +100,7 @@ def fail_at(store: MilvusStore, number: int, error: type[BaseException], *, afte
 
     for name in CHANGES:
         setattr(store._rows, name, failing(getattr(store._rows, name)))
+    return lambda: count
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -108,13 +114,13 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
             store = filled(place)
             store._take_place()
             before = seen(store)
-            fail_at(store, number, error, after=after, once=once)
+            requests = fail_at(store, number, error, after=after, once=once)
             try:
                 OPERATIONS[operation](store)
                 acknowledged = True
             except (StorageError, KeyboardInterrupt):
                 acknowledged = False
-                reached = max(reached, number)
+            reached = max(reached, min(requests(), number))
             again = open_milvus(place)
             check_either(seen(again), before, operation, acknowledged)
             (made,) = again.add_persons(name_of(again), [NewPerson(vectors(1, 5), "later")], "m")

@@ -1,0 +1,95 @@
+"""Copies in plain files: written whole or not at all, hashed, and enrolled into any store."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from memory_store import MemoryStore
+
+from plsc.errors import ConflictError, DataError, IntegrityError, StorageError
+from plsc.gallery.contract import Collection, NewPerson
+from plsc.gallery.copies import copy_into, read_copy, write_copy
+
+
+def gallery() -> MemoryStore:
+    store = MemoryStore()
+    random = np.random.default_rng(0)
+    store.create_collection("people", 3, "m")
+    store.create_collection("empty", 5, "n")
+    new = [NewPerson(random.standard_normal((n % 3, 3)), f"né{n}\n", {"n": n, "x": 1.5}) for n in range(1200)]
+    store.add_persons("people", new, "m")
+    return store
+
+
+def written(store: MemoryStore, target: Path) -> Path:
+    write_copy(target, [
+        (about, ((one, store.vectors(about.name, one.id)) for one in store.persons(about.name, limit=10**9)))
+        for about in store.collections()
+    ])  # fmt: skip
+    return target
+
+
+def test_a_copy_enrols_everybody_into_another_store(tmp_path: Path) -> None:
+    source, target = gallery(), MemoryStore()
+    made = copy_into(target, written(source, tmp_path / "copy"))
+    assert [(one.name, one.dim, one.contract_id, one.persons, one.faces) for one in made] == [
+        (one.name, one.dim, one.contract_id, one.persons, one.faces) for one in source.collections()
+    ]
+    pairs = zip(source.persons("people", limit=10**9), target.persons("people", limit=10**9), strict=True)
+    for one, other in pairs:
+        assert (one.name, one.metadata, len(one.faces)) == (other.name, other.metadata, len(other.faces))
+        np.testing.assert_allclose(source.vectors("people", one.id), target.vectors("people", other.id), atol=1e-7)
+    with pytest.raises(ConflictError, match="collection empty already"):
+        copy_into(target, tmp_path / "copy")
+    assert target.collection("people").persons == 1200
+
+
+def test_damage_is_named_before_anybody_is_enrolled(tmp_path: Path) -> None:
+    folder, target = written(gallery(), tmp_path / "copy"), MemoryStore()
+    for path in sorted(folder.iterdir()):
+        content = path.read_bytes()
+        changed = bytes([content[len(content) // 2] ^ 1]) if content else b"x"
+        path.write_bytes(content[: len(content) // 2] + changed + content[len(content) // 2 + 1 :])
+        with pytest.raises(IntegrityError, match=path.name):
+            copy_into(target, folder)
+        path.write_bytes(content)
+    assert target.collections() == []
+    with pytest.raises(DataError, match="is no plsc gallery copy"):
+        read_copy(tmp_path)
+
+
+def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = gallery()
+    (person,) = store.persons("people", limit=1)
+
+    def lost() -> object:
+        yield person, store.vectors("people", person.id)
+        raise StorageError("the connection is lost")
+
+    with pytest.raises(StorageError, match="connection"):
+        write_copy(tmp_path / "copy", [(store.collection("people"), lost())])  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "vectors")
+
+    monkeypatch.setattr("plsc.gallery.copies._with_header", full)
+    with pytest.raises(StorageError, match="cannot write vectors: No space left"):
+        write_copy(tmp_path / "copy", [(Collection("a", 3, "m", "", 0, 0), [])])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_enrolment_that_fails_takes_its_collection_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, target = written(gallery(), tmp_path / "copy"), MemoryStore()
+    enrol, calls = target.add_persons, []
+
+    def failing(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == 2:
+            raise StorageError("the disk is full")
+        return enrol(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(target, "add_persons", failing)
+    with pytest.raises(StorageError, match="disk is full"):
+        copy_into(target, folder)
+    assert [one.name for one in target.collections()] == ["empty"]
