@@ -28,7 +28,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     build = _action(actions, "build", "make an index from embedding sets")
     build.add_argument("sets", nargs="+", type=Path, metavar="EMB", help="embedding sets of one model")
     build.add_argument("--out", required=True, type=Path, metavar="IDX", help="folder to write")
-    build.add_argument("--kind", choices=("auto", "exact", "ivf", "hnsw"), default="auto", help="(auto)")
+    build.add_argument("--kind", choices=("auto", "exact", "ivf", "hnsw", "pq"), default="auto", help="(auto)")
     build.add_argument(
         "--recall", type=float, default=0.99, metavar="R", help="least recall of an approximate kind (0.99)"
     )

@@ -2,7 +2,8 @@
 
 IVF: the rows are clustered into ``nlist`` ≈ 4·√N cells (spherical k-means), and a query reads the ``nprobe``
 nearest cells. HNSW: a graph of neighbours (Malkov & Yashunin, 2018), walked with a candidate list of
-``efSearch``.
+``efSearch``. PQ: IVF over rows compressed to a byte for every four numbers (product quantisation; Jégou et al., 2011),
+whose best are scored again from the float32 rows.
 """
 
 import math
@@ -16,13 +17,14 @@ import numpy.typing as npt
 from plsc.errors import UsageError
 from plsc.index.exact import Float32, Int64, load_faiss
 from plsc.index.recall import Recall, Target, recall_of
+from plsc.index.refined import Refined
 from plsc.progress import Progress
 
-Kind = Literal["exact", "ivf", "hnsw"]
+Kind = Literal["exact", "ivf", "hnsw", "pq"]
 
 CHUNK = 65536
 ROWS_PER_CELL = 64  # of the training sample; k-means gains little from more
-LEAST_ROWS = {"ivf": 400, "hnsw": 20}
+LEAST_ROWS = {"ivf": 400, "hnsw": 20, "pq": 10_000}  # PQ learns 256 codes from 39 rows each
 HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_WIDEST = 32, 128, 4096
 
 
@@ -40,10 +42,11 @@ class Base(Protocol):
 
 def train_and_add(kind: Kind, base: Base, seed: int, *, quiet: bool) -> Any:
     """Build the faiss index of ``kind`` over ``base`` (N, D), whose faiss ids are the row numbers."""
-    structure = _trained_ivf(base, seed) if kind == "ivf" else _empty_hnsw(base.shape[1])
+    structure = _empty_hnsw(base.shape[1]) if kind == "hnsw" else _trained_ivf(kind, base, seed)
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
-    for start in range(0, len(base), CHUNK if kind == "ivf" else 4096):
-        part = base[start : start + (CHUNK if kind == "ivf" else 4096)]
+    together = 4096 if kind == "hnsw" else CHUNK
+    for start in range(0, len(base), together):
+        part = base[start : start + together]
         structure.add(np.ascontiguousarray(part))
         progress.advance(len(part))
     progress.finish()
@@ -62,7 +65,7 @@ def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: T
         set_effort(structure, kind, effort)
         return recall_of(structure.search(queries, k)[0], truth)
 
-    least = 1 if kind == "ivf" else 16
+    least = 16 if kind == "hnsw" else 1
     effort, recall = smallest_effort(measure, least, most_effort(structure, kind), target)
     if not target.met_by(recall):
         raise UsageError(
@@ -98,34 +101,36 @@ def smallest_effort(
 
 def most_effort(structure: Any, kind: Kind) -> int:
     """The effort at which nothing is left to gain (IVF: every cell) or to try."""
-    return int(structure.nlist) if kind == "ivf" else HNSW_WIDEST
+    return HNSW_WIDEST if kind == "hnsw" else int(structure.nlist)
 
 
 def set_effort(structure: Any, kind: Kind, effort: int) -> None:
     """Set nprobe or efSearch."""
-    if kind == "ivf":
-        structure.nprobe = effort
-    else:
+    if kind == "hnsw":
         structure.hnsw.efSearch = effort
+    else:
+        structure.nprobe = effort
 
 
 def parameters(structure: Any, kind: Kind, effort: int) -> dict[str, int]:
     """What was chosen, as the manifest holds it."""
-    if kind == "ivf":
-        return {"nlist": int(structure.nlist), "nprobe": effort}
-    return {"links": HNSW_LINKS, "efConstruction": HNSW_CONSTRUCTION, "efSearch": effort}
+    if kind == "hnsw":
+        return {"links": HNSW_LINKS, "efConstruction": HNSW_CONSTRUCTION, "efSearch": effort}
+    cells = {"nlist": int(structure.nlist), "nprobe": effort}
+    return cells | {"bytes": int(structure.index.pq.M)} if kind == "pq" else cells
 
 
 def save(structure: Any, path: Path) -> None:
     """Write a faiss index."""
-    load_faiss().write_index(structure, str(path))
+    load_faiss().write_index(structure.index if isinstance(structure, Refined) else structure, str(path))
 
 
-def load(path: Path, kind: Kind, chosen: dict[str, int]) -> Any:
-    """Read a faiss index whose hash has been verified: faiss itself takes a damaged file without a word, or
-    crashes."""
-    structure = load_faiss().read_index(str(path))
-    set_effort(structure, kind, chosen["nprobe" if kind == "ivf" else "efSearch"])
+def load(path: Path, kind: Kind, chosen: dict[str, int], base: Base) -> Any:
+    """Read the index of ``base`` (N, D), its hash verified: faiss itself takes a damaged file without a word,
+    or crashes."""
+    read = load_faiss().read_index(str(path))
+    structure = Refined(read, base) if kind == "pq" else read
+    set_effort(structure, kind, chosen["efSearch" if kind == "hnsw" else "nprobe"])
     return structure
 
 
@@ -158,19 +163,29 @@ def cell_count(rows: int) -> int:
     return max(1, min(round(4 * math.sqrt(rows)), rows // 39))
 
 
-def _trained_ivf(base: Base, seed: int) -> Any:
+def code_bytes(dim: int) -> int:
+    """Bytes of a compressed row: one for four numbers, or for as few more as divide ``dim`` evenly."""
+    return max(parts for parts in range(1, max(1, dim // 4) + 1) if dim % parts == 0)
+
+
+def _trained_ivf(kind: Kind, base: Base, seed: int) -> Any:
     faiss = load_faiss()
     cells, dim = cell_count(len(base)), base.shape[1]
-    structure = faiss.IndexIVFFlat(faiss.IndexFlatIP(dim), dim, cells, faiss.METRIC_INNER_PRODUCT)
+    nearest_cell, metric = faiss.IndexFlatIP(dim), faiss.METRIC_INNER_PRODUCT
+    if kind == "pq":
+        structure = faiss.IndexIVFPQ(nearest_cell, dim, cells, code_bytes(dim), 8, metric)
+        structure.pq.cp.seed = seed
+    else:
+        structure = faiss.IndexIVFFlat(nearest_cell, dim, cells, metric)
     structure.cp.spherical, structure.cp.seed, structure.cp.max_points_per_centroid = (
         True,
         seed,
         ROWS_PER_CELL,
     )
-    wanted = min(len(base), cells * ROWS_PER_CELL)
+    wanted = min(len(base), max(cells * ROWS_PER_CELL, LEAST_ROWS[kind]))
     sample = np.sort(np.random.default_rng(seed).choice(len(base), wanted, replace=False))
     structure.train(np.ascontiguousarray(base[sample]))
-    return structure
+    return Refined(structure, base) if kind == "pq" else structure
 
 
 def _empty_hnsw(dim: int) -> Any:

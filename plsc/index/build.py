@@ -21,7 +21,7 @@ from plsc.index.index import COLUMN_FILES, FAISS_FILE, FORMAT, VERSION
 from plsc.index.planner import HELD_OUT
 from plsc.index.recall import Target, choose_held_out
 
-KINDS = ("auto", "exact", "ivf", "hnsw")
+KINDS = ("auto", "exact", "ivf", "hnsw", "pq")
 EXACT_UP_TO = 200_000  # rows; below, brute force answers in milliseconds and misses nothing
 FEWEST = 1000  # rows from which on a latency asked for can be missed at all
 
@@ -39,10 +39,10 @@ def build(
 ) -> dict[str, Any]:
     """Build the index ``folder`` over ``sets`` and return its manifest.
 
-    kind: "exact", "ivf", "hnsw", or "auto": exact up to 200,000 rows; above that IVF, unless brute force answers a
-    single query faster than IVF does with the recall asked. With ``latency_ms``, however many rows: exact if a single
-    query then takes no longer, else the first of IVF and HNSW that takes no longer, else the fastest of all. The
-    manifest's "latency" holds what was asked and measured, medians in milliseconds.
+    kind: "exact", "ivf", "hnsw", "pq" (least memory), or "auto": exact up to 200,000 rows; above that IVF, unless brute
+    force answers a single query faster than IVF does with the recall asked. With ``latency_ms``, however many rows:
+    exact if a single query then takes no longer, else the first of IVF and HNSW that takes no longer, else the fastest
+    of all. The manifest's "latency" holds what was asked and measured, medians in milliseconds.
     recall: least recall of an approximate kind on held-out real rows; recall_at: 1 asks it of the nearest row alone,
     10 of the ten nearest as well. Where an identity has fewer than 11 rows, the last of ten neighbours are
     strangers, alike by chance, and finding them all takes many times the effort.
@@ -97,7 +97,7 @@ def _resolved(kind: str, rows: int, latency_ms: float | None) -> approximate.Kin
     few = EXACT_UP_TO if latency_ms is None else FEWEST
     if kind == "exact" or (kind == "auto" and rows <= few):
         return "exact"
-    chosen: approximate.Kind = "hnsw" if kind == "hnsw" else "ivf"
+    chosen: approximate.Kind = "hnsw" if kind == "hnsw" else "pq" if kind == "pq" else "ivf"
     if rows < approximate.LEAST_ROWS[chosen]:
         raise UsageError(
             f"{chosen} needs {approximate.LEAST_ROWS[chosen]} rows and there are {rows}; use --kind exact"

@@ -5,7 +5,7 @@
       vectors.npy           (N, dim) float32, of length 1; the last ``held_out`` rows are not in index.faiss
       ids.npy, labels.npy   (N,) int64; labels into class_names, -1 for none
       keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embed.columns)
-      index.faiss           kinds ivf and hnsw: the approximate structure over the first N − held_out rows
+      index.faiss           kinds ivf, hnsw and pq: the approximate structure over the first N − held_out rows
 
 ``exact`` searches vectors.npy itself, or a bfloat16 copy of it in memory where that is faster. For the others a few
 real rows are kept out of the structure for good and searched by brute force beside it: the recall can so be measured
@@ -82,7 +82,7 @@ class Index:
         self.structure: Any = None
         if self.kind != "exact":
             self.structure = approximate.load(
-                self.folder / FAISS_FILE, self.kind, self.manifest["parameters"]
+                self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base
             )
 
     @classmethod

@@ -148,3 +148,26 @@ def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
     found = plan_search(Slow(gallery[0]), *gallery, 10.0, recall=0.9)
     assert found is not None
     assert found.kind == "hnsw"
+
+
+def test_compressed_rows_are_ranked_by_their_true_scores(tmp_path):
+    rows, labels = people(11_000, 5)
+    names = [f"id{number}" for number in range(ROWS // PER_PERSON)]
+    write_embedding_set(tmp_path / "set", rows, contract_id="m", labels=labels, class_names=names)
+    manifest = Index.build([tmp_path / "set"], tmp_path / "idx", kind="pq", recall=0.9, quiet=True).manifest
+    assert (manifest["kind"], manifest["parameters"]["bytes"]) == ("pq", DIM // 4)
+    assert (tmp_path / "idx" / "index.faiss").stat().st_size < rows.nbytes / 3
+    index = Index.open(tmp_path / "idx")
+    assert check(tmp_path / "idx")["recall"] == manifest["recall"]
+    queries = people(40, 6)[0]
+    found = index.search(queries, 10)
+    stored = index.vectors[found.rows]
+    np.testing.assert_allclose(found.scores, np.einsum("qd,qkd->qk", queries, stored), atol=1e-5)
+    truth = -np.sort(-(queries @ index.vectors.T), axis=1)[:, :10]
+    assert (found.scores >= truth[:, -1:] - 1e-5).mean() >= 0.88
+    assert index.search(queries[:2], 11_000).rows.shape == (2, 11_000)
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(512, 128), (24, 6), (7, 1), (1, 1), (90, 18)])
+def test_a_compressed_row_has_a_byte_for_four_numbers_or_more(dim, expected):
+    assert approximate.code_bytes(dim) == expected
