@@ -580,6 +580,7 @@ def test_tokens_wrong_reading_and_writing(visit: Any, tmp_path: Path) -> None:
         field = page.get_by_label("Token", exact=True)
         expect(field).to_be_focused()
         expect(page.locator("#page-error")).to_be_hidden()
+        expect(page.locator("#search-threshold")).not_to_contain_text("no threshold")  # nobody knows yet
         for wrong, told in (("plsc_wrong", "a token is needed"), ("two words", "without spaces"), ("ключ", "letters")):
             field.fill(wrong)
             field.press("Enter")
@@ -663,6 +664,8 @@ def test_the_page_is_served_under_a_strict_policy(service: PageService) -> None:
         folder = Path(__file__).parents[2] / "plsc" / "serve" / "page"
         for path in folder.iterdir():
             assert client.get(f"/page/{path.name}").text == path.read_text(encoding="utf-8")
+    scripts = re.findall(r'(?:modulepreload" href|src)="page/([a-z]+\.js)"', page.text)
+    assert sorted(scripts) == sorted(path.name for path in folder.glob("*.js"))  # asked for at once, not one by one
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=|https?://", page.text)
 
 
@@ -698,6 +701,11 @@ def test_nothing_is_wider_than_the_window(visit: Any, people: str, service: Page
     page.locator("#search-picture input").set_input_files(chosen(draw(60), "n" * 200 + ".png"))
     expect(page.locator("#matches > li")).to_have_count(5)
     assert overflow(page) == 0
+    single = page.locator("#matches .number, .where label, #new-collection").evaluate_all(
+        "all => all.map((it) => { const range = document.createRange(); range.selectNodeContents(it);"
+        " return new Set([...range.getClientRects()].map((box) => box.top)).size; })"
+    )
+    assert set(single) == {1}  # lines of what must not be broken
     page.locator("#matches button.name").first.click()
     expect(page.locator("#person")).to_be_visible()
     assert page.locator("#person").evaluate("it => it.scrollWidth - it.clientWidth") == 0

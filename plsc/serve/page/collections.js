@@ -53,7 +53,7 @@ function choose(name) {
 
 function show() {
   const options = state.collections.map(({ name }) => element("option", { value: name, selected: name === state.collection }, name));
-  select.replaceChildren(...(options.length ? options : [element("option", { value: "" }, "none yet")]));
+  select.replaceChildren(...(options.length ? options : [element("option", { value: "" }, state.info === null ? "–" : "none yet")]));
   select.disabled = options.length === 0;
   byId("new-collection").hidden = !may("write");
 }

@@ -68,11 +68,12 @@ function clear() {
 
 function threshold({ threshold: own, false_match_rate: rate }) {
   if (own === null) return "none";
-  return rate === null ? String(own) : `${own}, for a false-match rate of ${rate}`;
+  const short = Number(own.toFixed(4));
+  return rate === null ? String(short) : `${short}, for a false-match rate of ${rate}`;
 }
 
 function collectionRow(one) {
-  const made = one.contract_id === state.info.model.contract_id ? "this model" : "another model";
+  const made = one.contract_id === state.info.model.contract_id ? "this one" : "another";
   const cells = [one.persons.toLocaleString("en"), one.faces.toLocaleString("en"), made, day(one.created)];
   return element("tr", {}, element("th", { scope: "row" }, isolated(one.name)), ...cells.map((text) => element("td", {}, text)));
 }

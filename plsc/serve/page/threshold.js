@@ -58,6 +58,7 @@ function attemptThreshold(value) {
 }
 
 function explained(service) {
+  if (state.info === null) return "";
   if (service === null) return "The service has no threshold of its own: move the slider to try one.";
   const rate = state.info.false_match_rate;
   const odds = rate ? `, where one in ${Math.round(1 / rate).toLocaleString("en")} strangers passes` : "";
