@@ -17,6 +17,7 @@ from plsc.serve import (
     search_api,
     snapshots_api,
 )
+from plsc.serve.express import Express
 from plsc.serve.failures import error_response
 from plsc.serve.gate import Gate
 from plsc.serve.guard import Guard
@@ -48,7 +49,7 @@ def build_app(gate: Gate, settings: Settings, tokens: TokenBook | None, metrics:
         app.include_router(api.router)
     described: dict[str, Any] = describe(app)
     app.openapi = lambda: described  # type: ignore[method-assign]
-    return Guard(app, gate, settings, tokens, metrics)
+    return Guard(Express(app), gate, settings, tokens, metrics)
 
 
 def _operation_id(route: Any) -> str:

@@ -1,59 +1,96 @@
 """uvicorn's HTTP connections, made impatient: a request's head has to come in time, and lost callers are noticed."""
 
 import asyncio
-
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
 
 from plsc.serve.settings import Limits
 
+LARGEST_HEAD = 65_536
 
-class Connection(H11Protocol):
-    """A connection with limits. Between requests uvicorn's own keep-alive timeout holds."""
+
+class Connection(asyncio.Protocol):
+    """Mixed into a protocol of uvicorn's. Between requests uvicorn's own keep-alive timeout holds.
+
+    The application finds it as ``scope["state"]["connection"]``: it may :meth:`cut` it, and set ``gone``, which is
+    called when the connection is lost.
+    """
 
     limits: Limits
-    timer: asyncio.TimerHandle | None = None
+    loop: asyncio.AbstractEventLoop
+    transport: asyncio.Transport
+    connections: set[Any]
+    cycle: Any
+    app: Callable[..., Any]
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self.gone: Callable[[], None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._head = 0  # bytes since the last request, of which there is no whole head yet
+        app = self.app
+
+        async def introduced(scope: Any, receive: Any, send: Any) -> None:
+            scope["state"]["connection"] = self
+            await app(scope, receive, send)
+
+        self.app = introduced
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a connection, or cut it off where there are too many."""
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
-            transport.abort()
+            self.cut()
         else:
             self._await_head()
 
     def data_received(self, data: bytes) -> None:
         """Pass data on; the first of a request starts the clock, and its whole head stops it."""
-        if self.timer is None and not self._is_busy():
+        if self._timer is None and not self._is_busy():
             self._await_head()
         super().data_received(data)
         if self._is_busy():
             self._stop_clock()
-            self.scope["state"]["abort"] = self.transport.abort
+            self._head = 0
+            return
+        self._head += len(data)
+        if self._head > LARGEST_HEAD:  # httptools would go on reading headers
+            self.cut()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         """Let the request's handler know that nobody waits for it."""
         self._stop_clock()
-        super().connection_lost(error)
-        if self.scope is not None and (gone := self.scope["state"].pop("gone", None)) is not None:
-            gone()
+        super().connection_lost(exc)
+        if self.gone is not None:
+            self.gone()
+
+    def cut(self) -> None:
+        """End the connection at once, whatever was still to be sent."""
+        self.transport.abort()
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
-        self.timer = self.loop.call_later(self.limits.head_seconds, self._give_up)
+        self._timer = self.loop.call_later(self.limits.head_seconds, self._give_up)
 
     def _stop_clock(self) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _give_up(self) -> None:
-        self.timer = None
+        self._timer = None
         if not self._is_busy():
-            self.transport.abort()
+            self.cut()
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for a service of these limits."""
-    return type("LimitedConnection", (Connection,), {"limits": limits})
+    """uvicorn's protocol for a service of these limits; by httptools, a third cheaper than h11, where there is one."""
+    base: type[asyncio.Protocol]
+    if find_spec("httptools") is not None:
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
+    else:
+        from uvicorn.protocols.http.h11_impl import H11Protocol as base
+    return type("LimitedConnection", (Connection, base), {"limits": limits})

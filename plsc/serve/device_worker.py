@@ -62,6 +62,7 @@ class DeviceWorker:
         self._rows = dict.fromkeys(kinds, 0)
         self._last = dict.fromkeys(kinds, 0)  # rows of the batch before
         self._changed = threading.Condition()
+        self._wake_at = 1  # rows of a kind for which the device's thread is woken: each waking takes turns from callers
         self._closing = False
         self._finisher = ThreadPoolExecutor(1, "plsc-finish")
         self._thread = threading.Thread(target=self._work, name="plsc-device", daemon=True)
@@ -102,7 +103,8 @@ class DeviceWorker:
             if not full:
                 self._waiting[kind].append(task)
                 self._rows[kind] += task.rows
-                self._changed.notify()
+                if self._rows[kind] >= self._wake_at:
+                    self._changed.notify()
         if full:
             self._observer.dropped(kind, "full", 1)
             raise Refusal(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
@@ -130,12 +132,11 @@ class DeviceWorker:
         return self._waiting[kind][0].arrived
 
     def _wait_for_more(self, kind: str) -> None:
-        until = time.monotonic() + self._max_wait
         wanted = min(self._last[kind], self._max_batch)
-        while self._rows[kind] < wanted and not self._closing:
-            remaining = until - time.monotonic()
-            if remaining <= 0 or not self._changed.wait(remaining):
-                return
+        if self._rows[kind] < wanted and not self._closing:
+            self._wake_at = wanted
+            self._changed.wait(self._max_wait)
+            self._wake_at = 1
 
     def _drain(self, kind: str) -> list[_Task]:
         tasks, rows = self._waiting[kind], 0

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
+from plsc.serve.connection import Connection
 from plsc.serve.failures import Refusal, error_response
 from plsc.serve.gate import Gate
 from plsc.serve.metrics import Metrics
@@ -29,12 +30,14 @@ class Caller:
 
 
 LOCAL = Caller(None, "admin")
+GONE = 499  # how proxies count callers that went away before the answer
 
 
 class Guard:
     """ASGI middleware: admits a request by its head, reads its body within limits, counts and audits it.
 
-    ``scope["state"]`` gets "caller" (:class:`Caller`), and takes "ids" from routes that write, for the audit.
+    ``scope["state"]`` gets "caller" (:class:`Caller`) and "service", and takes "ids" from routes that write, for the
+    audit.
     """
 
     def __init__(self, app: App, gate: Gate, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> None:
@@ -48,7 +51,7 @@ class Guard:
             raise RuntimeError(f"{scope['type']} connections are not served")
         self._requests += 1
         self._metrics.entered(1)
-        exchange = _Exchange(scope, send, self._settings.limits.send_seconds)
+        exchange = _Exchange(scope, send, self._settings.limits.send_seconds, self._audit)
         try:
             await self._answer(exchange, receive)
         except asyncio.CancelledError:
@@ -59,7 +62,9 @@ class Guard:
             exchange.settle()
             self._requests -= 1
             self._metrics.entered(-1)
-            self._record(exchange)
+            template = getattr(scope.get("route"), "path", "other")
+            status = exchange.status or GONE
+            self._metrics.request(template, exchange.method, status, time.monotonic() - exchange.begun)
 
     async def _answer(self, exchange: "_Exchange", receive: Receive) -> None:
         held = 0
@@ -88,7 +93,7 @@ class Guard:
         needed = needed_role(exchange.method, exchange.path)
         if needed is not None:
             exchange.scope["state"]["caller"] = self._caller(exchange.headers, needed)
-            _ = self._gate.service
+            exchange.scope["state"]["service"] = self._gate.service
         if self._requests > self._settings.limits.requests:
             raise Refusal(503, f"{self._settings.limits.requests} requests are in hand already; ask again in a moment")
         return needed
@@ -126,43 +131,43 @@ class Guard:
         response = error_response(exchange.path, refusal.status_code, refusal.detail, headers)
         await response(exchange.scope, _never, exchange.send)
 
-    def _record(self, exchange: "_Exchange") -> None:
-        scope, status = exchange.scope, exchange.status or 499  # as proxies count callers that went away
-        route = scope.get("route")
-        template = getattr(route, "path", "other")
-        self._metrics.request(template, exchange.method, status, time.monotonic() - exchange.begun)
-        caller = scope["state"].get("caller")
-        if caller is None or route is None or needed_role(exchange.method, exchange.path) in (None, "read"):
+    def _audit(self, exchange: "_Exchange") -> None:
+        """The line of a write, before its caller hears of it."""
+        scope = exchange.scope
+        route, caller = scope.get("route"), scope["state"].get("caller")
+        looks = exchange.method in ("GET", "HEAD") or needed_role(exchange.method, exchange.path) == "read"
+        if caller is None or route is None or looks:
             return
-        if exchange.method in ("GET", "HEAD"):
-            return
-        collection = scope.get("path_params", {}).get("collection")
-        operation = str(getattr(route, "operation_id", None) or route.name)
-        self._gate.audit(caller.name, operation, collection, scope["state"].get("ids", []), status)
+        collection, ids = scope.get("path_params", {}).get("collection"), scope["state"].get("ids", [])
+        self._gate.audit(caller.name, str(route.name), collection, ids, exchange.status)
 
 
 class _Exchange:
     """One request and its answer."""
 
-    def __init__(self, scope: Scope, send: Send, send_seconds: float) -> None:
-        self.scope, self._send, self._seconds = scope, send, send_seconds
+    def __init__(
+        self, scope: Scope, send: Send, send_seconds: float, begin: "Callable[[_Exchange], None]"
+    ) -> None:
+        self.scope, self._send, self._seconds, self._begin = scope, send, send_seconds, begin
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.monotonic()
         self.status = 0
         self.gone = False
-        scope.setdefault("state", {})
+        self._connection: Connection | None = scope.setdefault("state", {}).get("connection")
 
     async def send(self, message: Message) -> None:
         """Pass an answer's message on; a caller who does not take it is cut off."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             message["headers"] = [*message["headers"], *_headers_of(self.path)]
+            self._begin(self)
         try:
             async with asyncio.timeout(self._seconds):
                 await self._send(message)
         except TimeoutError:
-            self.scope["state"].get("abort", lambda: None)()
+            if self._connection is not None:
+                self._connection.cut()
 
     def cancel_when_gone(self) -> None:
         """Let the connection, when it is lost, cancel what nobody waits for any more."""
@@ -172,11 +177,13 @@ class _Exchange:
             self.gone = True
             task.cancel()
 
-        self.scope["state"]["gone"] = gone
+        if self._connection is not None:
+            self._connection.gone = gone
 
     def settle(self) -> None:
         """The answer is out: losing the connection means nothing now."""
-        self.scope["state"].pop("gone", None)
+        if self._connection is not None:
+            self._connection.gone = None
 
 
 class _Body:
@@ -211,7 +218,8 @@ class _Body:
 def _check_origin(headers: dict[bytes, bytes]) -> None:
     """Without tokens, being on this machine is what admits: a web page elsewhere must not borrow that.
 
-    A name that resolves to 127.0.0.1 (DNS rebinding) shows in Host, another page's script in Origin and Sec-Fetch-Site.
+    A name made to resolve to 127.0.0.1 (DNS rebinding) shows in Host, another page's script in Origin and
+    Sec-Fetch-Site.
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
     if not is_loopback(_without_port(host)):

@@ -22,8 +22,8 @@ _DESCRIPTIONS = {
 
 
 def get_service(request: Request) -> Service:
-    """The service, ready; :class:`Refusal` 503 otherwise."""
-    service: Service = request.app.state.gate.service
+    """The service that the guard admitted the request to; it finishes what it began, even when asked to stop."""
+    service: Service = request.scope["state"]["service"]
     return service
 
 
@@ -52,9 +52,14 @@ def read_json(body: bytes) -> Any:
         raise Refusal(400, f"the body is not JSON: {error}") from None
 
 
+def content_type(request: Request) -> str:
+    """The type that a body says it has, without parameters."""
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def require_json(request: Request) -> None:
     """:class:`Refusal` 415 unless the body says that it is JSON."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = content_type(request)
     if kind != "application/json":
         raise Refusal(415, f"the body is {kind or 'of no type'}; send it with Content-Type: application/json")
 

@@ -1,10 +1,10 @@
 """/v1/collections/{collection}/search, the service's hottest path: lean from the body's bytes to the answer's."""
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Path, Query, Request
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 from starlette.responses import Response
 
@@ -12,12 +12,13 @@ from plsc.serve.examples import SEARCH, SEARCHES
 from plsc.serve.failures import Refusal
 from plsc.serve.inputs import IMAGE_TYPES
 from plsc.serve.persons_api import check_count, parse_filter, read_filter
-from plsc.serve.routing import errors, get_service, read_json, require_json, said
-from plsc.serve.schemas import COLLECTION, SearchBody, SearchView
+from plsc.serve.routing import content_type, errors, get_service, read_json, require_json, said
+from plsc.serve.schemas import COLLECTION, Score, SearchBody, SearchView
 from plsc.serve.searching import Answer, Search
 from plsc.serve.service import Service
 
 router = APIRouter(tags=["search"])
+Form = TypeVar("Form", bound=BaseModel)
 _BODY: dict[str, Any] = {
     "required": True,
     "content": {
@@ -31,7 +32,15 @@ _BODY: dict[str, Any] = {
         **{kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES},
     },
 }
-_PARAMETERS = {"description": "For a body that is an image; JSON has it in the body"}
+
+
+class SearchQuery(BaseModel):
+    """What the address says of a search whose body is a picture; JSON has it in the body."""
+
+    k: int = Field(10, ge=1)
+    threshold: Score | None = None
+    filter: str | None = Field(None, description="A filter as JSON text")
+    deadline_ms: int | None = Field(None, ge=1, le=3_600_000)
 
 
 @router.post(
@@ -39,41 +48,41 @@ _PARAMETERS = {"description": "For a body that is an image; JSON has it in the b
     response_model=SearchView, openapi_extra={"requestBody": _BODY},
 )  # fmt: skip
 async def search(
-    request: Request,
-    collection: Annotated[str, Path(pattern=COLLECTION, examples=["staff"])],
-    k: Annotated[int | None, Query(ge=1, **_PARAMETERS)] = None,
-    threshold: Annotated[float | None, Query(ge=-1, le=1, **_PARAMETERS)] = None,
-    filter: Annotated[str | None, Query(**_PARAMETERS)] = None,
-    deadline_ms: Annotated[int | None, Query(ge=1, le=3_600_000, **_PARAMETERS)] = None,
+    request: Request, collection: Annotated[str, Path(pattern=COLLECTION, examples=["staff"])],
+    given: Annotated[SearchQuery, Query()],
 ) -> Response:
     """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
+    return await answer_search(request, collection)
+
+
+async def answer_search(request: Request, collection: str) -> Response:
+    """The answer to a search, whose body and address are read here."""
     service = get_service(request)
     await service.comparable(collection)
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = content_type(request)
+    content = await request.body()
     if kind in IMAGE_TYPES:
-        given: dict[str, Any] = {"k": k, "threshold": threshold, "deadline_ms": deadline_ms}
-        body = SearchBody.model_construct(**{key: value for key, value in given.items() if value is not None})
-        deadline = service.deadline(body.deadline_ms)
-        where = read_filter(filter)
-        vectors = await service.embed([(await request.body(), None)], ["the body"], deadline)
-    else:
-        require_json(request)
-        body = _parsed(await request.body())
-        deadline = service.deadline(body.deadline_ms)
-        where = parse_filter(body.filter)
-        inputs = [body.query] if body.query is not None else body.queries or []
-        check_count(len(inputs), service)
-        _check_k(service, body.k, len(inputs))
-        names = ["query"] if body.query is not None else [f"queries[{place}]" for place in range(len(inputs))]
-        vectors = await service.vectors(inputs, names, deadline)
-    _check_k(service, body.k, len(vectors))
-    answer = await service.search(Search(collection, vectors, body.k, body.threshold, where), deadline)
-    return Response(await _shown(service, collection, answer, body.threshold), media_type="application/json")
+        given = _parsed(SearchQuery, dict(request.query_params))
+        deadline, where = service.deadline(given.deadline_ms), read_filter(given.filter)
+        _check_k(service, given.k, 1)
+        vectors = await service.embed([(content, None)], ["the body"], deadline)
+        search = Search(collection, vectors, given.k, given.threshold, where)
+        return await _shown(service, search, await service.search(search, deadline))
+    require_json(request)
+    body = _parsed(SearchBody, read_json(content))
+    deadline, where = service.deadline(body.deadline_ms), parse_filter(body.filter)
+    inputs = [body.query] if body.query is not None else body.queries or []
+    check_count(len(inputs), service)
+    _check_k(service, body.k, len(inputs))
+    names = ["query"] if body.query is not None else [f"queries[{place}]" for place in range(len(inputs))]
+    vectors = await service.vectors(inputs, names, deadline)
+    search = Search(collection, vectors, body.k, body.threshold, where)
+    return await _shown(service, search, await service.search(search, deadline))
 
 
-def _parsed(content: bytes) -> SearchBody:
+def _parsed(form: type[Form], value: Any) -> Form:
     try:
-        return SearchBody.model_validate(read_json(content))
+        return form.model_validate(value)
     except ValidationError as error:
         raise Refusal(400, said(error.errors())) from None
 
@@ -86,9 +95,9 @@ def _check_k(service: Service, k: int, queries: int) -> None:
         raise Refusal(400, f"{queries} queries with k {k} ask for more than {limits.matches:,} matches; ask in parts")
 
 
-async def _shown(service: Service, collection: str, answer: Answer, asked: float | None) -> bytes:
-    threshold = service.settings.threshold if asked is None else asked
-    figures = await service.figures(collection)
+async def _shown(service: Service, search: Search, answer: Answer) -> Response:
+    threshold = service.settings.threshold if search.threshold is None else search.threshold
+    figures = await service.figures(search.collection)
     recall = float(figures.get("recall", math.nan))
     results = [
         {
@@ -104,7 +113,8 @@ async def _shown(service: Service, collection: str, answer: Answer, asked: float
         }
         for matches in answer
     ]
-    return to_json({
+    shown = {
         "results": results, "threshold": threshold, "approximate": bool(figures.get("approximate", False)),
         "recall": recall if math.isfinite(recall) else None,
-    })  # fmt: skip
+    }  # fmt: skip
+    return Response(to_json(shown), media_type="application/json")

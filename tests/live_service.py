@@ -1,0 +1,118 @@
+"""A service that runs in a thread of the test's own process: a linear model, a real store, real sockets."""
+
+import base64
+import io
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import httpx
+import numpy as np
+import torch
+from PIL import Image
+from plsc.gallery.open import open_store
+
+from plsc.embed.embedder import Embedder
+from plsc.embed.preprocessing import Preprocessing
+from plsc.serve.metrics import Metrics
+from plsc.serve.server import Server
+from plsc.serve.service import Service
+from plsc.serve.settings import Settings
+
+SIZE, DIM = 16, 8
+CONTRACT = "linear-model"
+JSON = {"Content-Type": "application/json"}
+
+
+class Linear:
+    """An engine: a fixed linear map of the pixels."""
+
+    preprocessing = Preprocessing(SIZE)
+    embedding_dim = DIM
+    contract_id = CONTRACT
+    precision = "fp32"
+
+    def __init__(self) -> None:
+        self.weight = torch.randn(3 * SIZE * SIZE, DIM, generator=torch.Generator().manual_seed(0))
+
+    def run(self, images_u8: torch.Tensor) -> torch.Tensor:
+        """(B, 3, S, S) uint8 -> (B, D)."""
+        return images_u8.flatten(1).float() @ self.weight / 255
+
+
+def linear_embedder() -> Embedder:
+    """The model that all live services have."""
+    return Embedder(Linear(), "models/linear.safetensors")
+
+
+@dataclass
+class Live:
+    """A running service, and a client for its address."""
+
+    server: Server
+    service: Service
+    http: httpx.Client
+    folder: Path
+
+    def ask(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
+        """A request, with ``body`` as JSON."""
+        if body is not None:
+            options = {"content": json.dumps(body), "headers": {**JSON, **options.pop("headers", {})}, **options}
+        return self.http.request(method, path, **options)
+
+    def collection(self, name: str) -> str:
+        """Make a collection; returns its path."""
+        assert self.ask("POST", "/v1/collections", {"name": name}).status_code == 201
+        return f"/v1/collections/{name}"
+
+
+@contextmanager
+def live_service(folder: Path, detector: Any = None, **changes: Any) -> Iterator[Live]:
+    """Serve a store in ``folder`` on a free port until the block ends."""
+    given = {"port": 0, "snapshots": folder / "snapshots", "audit": folder / "audit.jsonl", **changes}
+    settings = Settings(**given)
+    server = Server(settings)
+    services: Queue[Service | None] = Queue()
+
+    def load(metrics: Metrics) -> Service:
+        return Service(linear_embedder(), open_store(folder / "store"), settings, metrics, detector)
+
+    def serve() -> None:
+        try:
+            server.run(load, services.put)
+        finally:
+            services.put(None)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        service = services.get(timeout=30)
+        assert service is not None, "the service did not become ready"
+        with httpx.Client(base_url=server.address, timeout=30) as http:
+            yield Live(server, service, http, folder)
+    finally:
+        server.stop()
+        thread.join(30)
+
+
+def picture(seed: int, size: int = SIZE, kind: str = "PNG") -> bytes:
+    """An encoded picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+def image_input(data: bytes) -> dict[str, Any]:
+    """An encoded picture as an input."""
+    return {"image": base64.b64encode(data).decode()}
+
+
+def vectors(count: int, seed: int = 0) -> np.ndarray:
+    """Random vectors (count, DIM) float64."""
+    return np.random.default_rng(seed).standard_normal((count, DIM))

@@ -1,0 +1,312 @@
+"""The service through HTTP: what is enrolled is found, as a dictionary and float64 say; what is wrong is told."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
+
+from plsc.data.alignment import TEMPLATE, align_face
+from plsc.data.decode import decode_image, resize_image
+
+THRESHOLD = 0.6
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_service(tmp_path_factory.mktemp("serve"), threshold=THRESHOLD, metrics_port=0) as running:
+        yield running
+
+
+def unit(rows: np.ndarray) -> np.ndarray:
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def oracle(people: dict[int, np.ndarray], query: np.ndarray, k: int, threshold: float = -1) -> list[tuple[int, float]]:
+    scores = {person: float((unit(faces) @ unit(query)).max()) for person, faces in people.items()}
+    best = sorted(scores.items(), key=lambda item: -item[1])
+    return [(person, score) for person, score in best if score >= threshold][:k]
+
+
+def test_a_person_is_enrolled_found_changed_and_forgotten(live):
+    place = live.collection("life")
+    given = {"name": "Ada", "metadata": {"city": "Bern"}, "faces": [image_input(picture(1)), image_input(picture(2))]}
+    ada = live.ask("POST", f"{place}/persons", given)
+    assert ada.status_code == 201
+    ada = ada.json()
+    assert (ada["name"], ada["metadata"], len(ada["faces"])) == ("Ada", {"city": "Bern"}, 2)
+    assert live.ask("GET", f"{place}/persons/{ada['id']}").json() == ada
+    assert live.ask("GET", place).json()["faces"] == 2
+
+    match = live.ask("POST", f"{place}/search", {"query": image_input(picture(2))}).json()["results"][0]["matches"][0]
+    assert match["person"] == {"id": ada["id"], "name": "Ada", "metadata": {"city": "Bern"}}
+    assert match["face"] == ada["faces"][1]["id"]
+    assert match["score"] == pytest.approx(1, abs=1e-5)
+    assert match["same_person"] is True
+
+    changed = live.ask("PATCH", f"{place}/persons/{ada['id']}", {"name": "Ada L.", "metadata": {"age": 3}}).json()
+    assert changed == {**ada, "name": "Ada L.", "metadata": {"age": 3}}
+    added = live.ask("POST", f"{place}/persons/{ada['id']}/faces", {"faces": [image_input(picture(3))]})
+    assert added.status_code == 201
+    new = added.json()["faces"][0]["id"]
+    assert new not in [face["id"] for face in ada["faces"]]
+    assert live.ask("DELETE", f"{place}/persons/{ada['id']}/faces/{new}").status_code == 204
+    assert live.ask("GET", f"{place}/persons/{ada['id']}").json()["faces"] == ada["faces"]
+
+    gone = live.ask("DELETE", f"{place}/persons/{ada['id']}")
+    assert (gone.status_code, gone.content) == (204, b"")
+    assert live.ask("GET", f"{place}/persons/{ada['id']}").status_code == 404
+    found = live.ask("POST", f"{place}/search", {"query": image_input(picture(2))}).json()
+    assert found["results"] == [{"matches": []}]
+    assert live.ask("DELETE", place).status_code == 204
+    assert live.ask("GET", place).status_code == 404
+
+
+def test_search_is_what_float64_says(live):
+    place = live.collection("exact")
+    generator = np.random.default_rng(3)
+    faces = [vectors(int(generator.integers(1, 4)), seed) for seed in range(40)]
+    body = {"persons": [
+        {"faces": [{"vector": row.tolist()} for row in rows], "metadata": {"even": seed % 2 == 0}}
+        for seed, rows in enumerate(faces)
+    ]}  # fmt: skip
+    persons = live.ask("POST", f"{place}/persons", body).json()["persons"]
+    everybody = {person["id"]: rows for person, rows in zip(persons, faces, strict=True)}
+    even = {person["id"]: rows for person, rows in list(zip(persons, faces, strict=True))[::2]}
+    queries = vectors(5, 77)
+    asked = {"queries": [{"vector": row.tolist()} for row in queries], "k": 7}
+    for extra, people, threshold in (
+        ({}, everybody, -1.0), ({"filter": {"even": True}}, even, -1.0), ({"threshold": 0.3}, everybody, 0.3),
+    ):  # fmt: skip
+        answer = live.ask("POST", f"{place}/search", {**asked, **extra}).json()
+        for row, result in zip(queries, answer["results"], strict=True):
+            expected = oracle(people, row, 7, threshold)
+            assert [match["person"]["id"] for match in result["matches"]] == [person for person, _ in expected]
+            scores = [match["score"] for match in result["matches"]]
+            assert scores == pytest.approx([score for _, score in expected], abs=1e-5)
+        assert answer["threshold"] == extra.get("threshold", THRESHOLD)
+        assert answer["approximate"] is False
+
+
+def test_every_form_of_a_query_finds_the_same(live):
+    place = live.collection("forms")
+    live.ask("POST", f"{place}/persons", {"persons": [{"faces": [image_input(picture(seed))]} for seed in range(9)]})
+    data = picture(4, kind="WEBP")
+    vector = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data)]}).json()["embeddings"][0]
+    raw = live.ask("POST", f"{place}/search", content=data, headers={"Content-Type": "image/webp"}, params={"k": 4})
+    forms = [{"query": image_input(data)}, {"query": {"vector": vector}}, {"queries": [image_input(data)]}]
+    answers = [raw.json(), *(live.ask("POST", f"{place}/search", {**form, "k": 4}).json() for form in forms)]
+    assert len(answers[0]["results"][0]["matches"]) == 4
+    for answer in answers[1:]:
+        ours, theirs = (one["results"][0]["matches"] for one in (answer, answers[0]))
+        assert [match["face"] for match in ours] == [match["face"] for match in theirs]
+        assert [match["score"] for match in ours] == pytest.approx([match["score"] for match in theirs], abs=1e-6)
+
+
+def embedded(image: torch.Tensor) -> np.ndarray:
+    return linear_embedder()(image[None]).numpy()[0].astype(np.float64)
+
+
+def test_embeddings_are_the_models_and_landmarks_align(live):
+    large = picture(5, size=40)
+    image = decode_image(large, "large")
+    points = (TEMPLATE * 40 / 112 + [2, 1]).tolist()
+    given = [image_input(large), {**image_input(large), "landmarks": points}]
+    answer = live.ask("POST", "/v1/embeddings", {"inputs": given}).json()
+    assert (answer["contract_id"], answer["dim"]) == (CONTRACT, DIM)
+    expected = [embedded(resize_image(image, SIZE)), embedded(align_face(image, points, SIZE))]
+    assert np.allclose(answer["embeddings"], expected, rtol=1e-5, atol=1e-5)
+    assert not np.allclose(expected[0], expected[1], atol=0.1)
+
+
+def test_compare_judges_by_the_threshold(live):
+    one, near, far = vectors(3, 5)
+    near = one + 0.1 * near
+    for other in (near, far, -one):
+        body = {"a": {"vector": one.tolist()}, "b": {"vector": other.tolist()}}
+        answer = live.ask("POST", "/v1/compare", body).json()
+        score = float(unit(one) @ unit(other))
+        assert answer["score"] == pytest.approx(score, abs=1e-6)
+        assert (answer["threshold"], answer["same_person"]) == (THRESHOLD, score >= THRESHOLD)
+
+
+def test_pages_of_persons_are_all_of_them_once(live):
+    place = live.collection("pages")
+    many = [{"name": f"p{number}", "metadata": {"third": number % 3 == 0}} for number in range(25)]
+    live.ask("POST", f"{place}/persons", {"persons": many})
+    for filter, expected in ((None, many), ({"third": True}, many[::3])):
+        names, after = [], 0
+        while after is not None:
+            params = {"limit": 4, "after": after, **({} if filter is None else {"filter": json.dumps(filter)})}
+            page = live.ask("GET", f"{place}/persons", params=params).json()
+            assert len(page["persons"]) <= 4
+            names += [person["name"] for person in page["persons"]]
+            after = page["next"]
+        assert names == [person["name"] for person in expected]
+
+
+def test_all_or_none_are_enrolled(live):
+    place = live.collection("whole")
+    good = {"faces": [{"vector": [1.0] * DIM}]}
+    for bad, status in (
+        ({"faces": [{"vector": [0.0] * DIM}]}, 422), ({"faces": [{"vector": [1.0]}]}, 422),
+        ({"faces": [image_input(b"\x89PNG\r\n\x1a\nbroken")]}, 422), ({"faces": [image_input(b"GIF89a")]}, 415),
+        ({"faces": [{"image": "no base64!"}]}, 422), ({"metadata": {"a": None}}, 400), ({"metadata": {"": 1}}, 400),
+    ):  # fmt: skip
+        refused = live.ask("POST", f"{place}/persons", {"persons": [good, bad]})
+        assert refused.status_code == status, refused.text
+        assert live.ask("GET", place).json()["persons"] == 0
+
+
+POINTS = [[1.0, 2.0]] * 5
+WRONG = [
+    ("GET", "/v1/collections/nobody", None, 404, "not_found"),
+    ("GET", "/v1/nothing", None, 404, "not_found"),
+    ("PUT", "/v1/collections", {}, 405, "method_not_allowed"),
+    ("POST", "/v1/collections", {"name": "-bad"}, 400, "bad_request"),
+    ("POST", "/v1/collections", {"name": "x", "dim": 3}, 400, "bad_request"),
+    ("POST", "/v1/collections", {"name": "wrong"}, 409, "conflict"),
+    ("GET", "/v1/collections/wrong/persons/1.5", None, 400, "bad_request"),
+    ("GET", "/v1/collections/wrong/persons/99999999999999999999", None, 400, "bad_request"),
+    ("GET", "/v1/collections/wrong/persons/77", None, 404, "not_found"),
+    ("GET", "/v1/collections/wrong/persons?limit=0", None, 400, "bad_request"),
+    ("GET", "/v1/collections/wrong/persons?filter={", None, 400, "bad_request"),
+    ("GET", "/v1/collections/wrong/persons?filter={\"a\":{\"near\":1}}", None, 400, "bad_request"),
+    ("DELETE", "/v1/collections/wrong/persons/1/faces/1", None, 404, "not_found"),
+    ("DELETE", "/v1/snapshots/..%2Fstore", None, 404, "not_found"),
+    ("DELETE", "/v1/snapshots/..", None, 404, "not_found"),
+    ("POST", "/v1/collections/wrong/search", {}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {}}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": ["1"] * DIM}}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0]}}, 422, "unprocessable"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1e39] * DIM}}, 422, "unprocessable"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [10**400] * DIM}}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector_b64": "AAAA"}}, 422, "unprocessable"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0] * DIM}, "k": 10**6}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0] * DIM}, "k": 0}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0] * DIM}, "filter": 3}, 400, "bad_request"),
+    ("POST", "/v1/collections/wrong/search", {"query": {"url": "http://x/"}}, 400, "bad_request"),
+    ("POST", "/v1/compare", {"a": {"path": "/etc/passwd"}, "b": {}}, 400, "bad_request"),
+    ("POST", "/v1/embeddings", {"inputs": []}, 400, "bad_request"),
+    ("POST", "/v1/embeddings", {"inputs": [{"vector": [1.0] * DIM, "landmarks": POINTS}]}, 400, "bad_request"),
+    ("POST", "/v1/embeddings", {"inputs": [{**image_input(picture(1)), "landmarks": POINTS}]}, 422, "unprocessable"),
+]  # fmt: skip
+
+
+def test_what_is_wrong_is_told_in_one_line(live):
+    live.collection("wrong")
+    for method, path, body, status, code in WRONG:
+        answer = live.ask(method, path, body)
+        assert answer.status_code == status, (path, body, answer.text)
+        error = answer.json()["error"]
+        assert error["code"] == code, (path, error)
+        assert error["message"], path
+        assert "\n" not in error["message"], path
+
+
+def test_bodies_that_are_no_json_of_ours(live):
+    place = live.collection("bodies")
+    for content, kind, status in (
+        (b"{", "application/json", 400), (b'{"query": {"vector": [NaN]}}', "application/json", 400),
+        (b"[" * 100_000, "application/json", 400), (b"\xff\xfe", "application/json", 400),
+        (b'{"k": 1}', "text/plain", 415), (b"\x80\x04K\x01.", "application/octet-stream", 415),
+        (b"GIF89a", "image/gif", 415), (b"GIF89a", "image/png", 415), (b"", "image/png", 415),
+    ):  # fmt: skip
+        answer = live.ask("POST", f"{place}/search", content=content, headers={"Content-Type": kind})
+        assert (answer.status_code, len(answer.json()["error"]["message"]) > 10) == (status, True), content[:10]
+
+
+def test_another_models_collection_is_not_mixed_with(live):
+    live.service.store.create_collection("foreign", DIM, "another contract")
+    for path, body in (("search", {"query": {"vector": [1.0] * DIM}}), ("persons", {"faces": []})):
+        assert live.ask("POST", f"/v1/collections/foreign/{path}", body).status_code == 409
+    assert live.ask("GET", "/v1/collections/foreign").status_code == 200
+
+
+def test_snapshots_and_compaction(live):
+    place = live.collection("kept")
+    live.ask("POST", f"{place}/persons", {"faces": [{"vector": [1.0] * DIM}]})
+    assert live.ask("POST", f"{place}/compact").json()["collection"] == "kept"
+    assert live.ask("POST", "/v1/collections/nobody/compact").status_code == 404
+    taken = live.ask("POST", "/v1/snapshots")
+    assert taken.status_code == 201
+    listed = live.ask("GET", "/v1/snapshots").json()["snapshots"]
+    assert listed == [taken.json()]
+    assert taken.json()["bytes"] > 0
+    assert live.ask("DELETE", f"/v1/snapshots/{taken.json()['id']}").status_code == 204
+    assert live.ask("GET", "/v1/snapshots").json() == {"snapshots": []}
+    assert not list((live.folder / "snapshots").iterdir())
+
+
+def test_writes_leave_a_line_of_audit_without_what_is_private(live):
+    place = live.collection("audited")
+    body = {"name": "Margaret", "metadata": {"secret": "tea"}, "faces": [{"vector": [0.5] * DIM}]}
+    person = live.ask("POST", f"{place}/persons", body).json()
+    live.ask("POST", f"{place}/search", {"query": {"vector": [0.5] * DIM}})
+    live.ask("DELETE", f"{place}/persons/{person['id'] + 5}")
+    live.ask("DELETE", f"{place}/persons/{person['id']}")
+    text = (live.folder / "audit.jsonl").read_text(encoding="utf-8")
+    assert not {"Margaret", "tea", "secret", "0.5"} & set(text.replace('"', " ").split())
+    lines = [json.loads(line) for line in text.splitlines()]
+    ours = [(line["operation"], line["ids"], line["status"]) for line in lines if line["collection"] == "audited"]
+    assert ours == [
+        ("add_persons", [person["id"]], 201), ("delete_person", [person["id"] + 5], 404),
+        ("delete_person", [person["id"]], 204),
+    ]  # fmt: skip
+    assert all(line["token"] is None and line["time"].endswith("Z") for line in lines)
+
+
+def test_health_info_and_metrics(live):
+    assert live.ask("GET", "/health/live").json() == {"status": "live"}
+    assert live.ask("GET", "/health/ready").json() == {"status": "ready"}
+    info = live.ask("GET", "/v1/info").json()
+    assert info["model"] == {"source": "linear", "contract_id": CONTRACT, "embedding_dim": DIM, "image_size": SIZE}
+    assert (info["threshold"], info["role"], info["detector"]) == (THRESHOLD, "admin", False)
+    live.ask("POST", f"{live.collection('measured')}/search", {"query": {"vector": [1.0] * DIM}})
+    address = live.server.metrics_address
+    lines = (
+        'plsc_requests_total{method="POST",route="/v1/collections/{collection}/search",status="200"}',
+        'plsc_batch_rows_count{kind="search"}', 'plsc_stage_seconds_count{stage="search"}', "plsc_store_up 1.0",
+        "plsc_search_queue_rows 0.0", 'plsc_collection_rows{collection="measured"}', "plsc_in_flight 0.0",
+    )  # fmt: skip
+    for _ in range(100):  # a request is counted just after its answer
+        missing = [line for line in lines if line not in httpx.get(address).text]
+        if not missing:
+            break
+        time.sleep(0.02)
+    assert not missing
+    for path in ("/", "/v1/info", "/metrics/x", "/health/live"):
+        assert httpx.get(address.removesuffix("/metrics") + path).status_code == 404
+    assert live.ask("GET", "/metrics").status_code == 404
+
+
+class Detector:
+    """Finds a face with known landmarks, unless the picture is small."""
+
+    points = TEMPLATE * 40 / 112
+
+    def aligned(self, image: torch.Tensor, image_size: int, name: str = "image") -> torch.Tensor:
+        from plsc.errors import DataError
+
+        if image.shape[1] < 40:
+            raise DataError(f"{name}: no face was found")
+        return align_face(image, self.points, image_size, name)
+
+
+def test_a_detector_finds_the_face_unless_landmarks_are_given(tmp_path: Path):
+    large, other = picture(6, size=40), (TEMPLATE * 30 / 112 + 3).tolist()
+    image = decode_image(large, "large")
+    with live_service(tmp_path, Detector()) as live:
+        given = [image_input(large), {**image_input(large), "landmarks": other}]
+        answer = live.ask("POST", "/v1/embeddings", {"inputs": given}).json()["embeddings"]
+        assert live.ask("GET", "/v1/info").json()["detector"] is True
+        none = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(6))]})
+        assert (none.status_code, none.json()["error"]["code"]) == (422, "unprocessable")
+        assert "inputs[0]: no face" in none.json()["error"]["message"]
+    expected = [embedded(align_face(image, points, SIZE)) for points in (Detector.points, other)]
+    assert np.allclose(answer, expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,290 @@
+"""Hostile callers: refused early and in flat memory, and the service goes on for the others."""
+
+import io
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from live_service import DIM, Live, image_input, live_service, picture
+
+from plsc.serve.settings import MIB, Limits
+from plsc.serve.tokens import add_token
+
+LIMITS = Limits(
+    body_bytes=8 * MIB, memory_bytes=12 * MIB, inputs=4, collections=3, connections=20, requests=16, head_seconds=0.3,
+    body_seconds=0.4, send_seconds=0.3, matches=20,
+)  # fmt: skip
+SPARE = 24 * 2**20  # what a refusal may cost at most: the allocator's own breathing
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_service(tmp_path_factory.mktemp("limits"), limits=LIMITS) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _goes_on(live: Live) -> Iterator[None]:
+    """Whatever a test does, the service answers others after it."""
+    yield
+    assert live.ask("GET", "/health/ready").status_code == 200
+    assert live.ask("GET", "/v1/info").status_code == 200
+
+
+def memory(name: str) -> int:
+    """This process's VmRSS or VmHWM in bytes."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(name))
+
+
+def reset_peak() -> int:
+    """Make VmHWM start again from what is resident now, which is returned."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return memory("VmRSS")
+
+
+def connect(live: Live) -> socket.socket:
+    place = urlsplit(live.server.address)
+    return socket.create_connection((place.hostname, place.port), timeout=10)
+
+
+def ask_without_end(connection: socket.socket, request: bytes) -> None:
+    """Pipeline requests without reading an answer."""
+    while True:
+        connection.sendall(request)
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    """All that comes until the server closes, or b"" if it cuts the connection."""
+    received = b""
+    try:
+        while chunk := connection.recv(65536):
+            received += chunk
+    except ConnectionResetError:
+        pass
+    return received
+
+
+def test_an_unknown_caller_s_upload_is_refused_before_it_is_read(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    add_token(tokens, "someone", "admin")
+    block = bytes(MIB)
+    with live_service(tmp_path, tokens=tokens, limits=Limits(body_bytes=128 * MIB)) as live:
+        before = reset_peak()
+        with connect(live) as connection:
+            head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {64 * MIB}\r\n\r\n"
+            connection.sendall(head.encode())
+            time.sleep(0.1)
+            sent = 0
+            try:
+                while sent < 64:
+                    connection.sendall(block)
+                    sent += 1
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+            assert sent < 64, "the server took the whole upload"
+            assert answer_of(connection).startswith(b"HTTP/1.1 401 ")
+        assert memory("VmHWM") - before < SPARE
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_beyond_the_limit_is_refused_while_it_comes(live, chunked):
+    before = reset_peak()
+    size = LIMITS.body_bytes + MIB
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    block = bytes(MIB // 4)
+    with connect(live) as connection:
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
+        connection.sendall(head.encode())
+        try:
+            for _ in range(size // len(block)):
+                connection.sendall(b"%x\r\n%b\r\n" % (len(block), block) if chunked else block)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        assert answer_of(connection).startswith(b"HTTP/1.1 413 ")
+    assert memory("VmHWM") - before < LIMITS.body_bytes + SPARE
+
+
+def bomb(side: int) -> bytes:
+    """A PNG of side x side black pixels in a few kilobytes."""
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    packer = zlib.compressobj(9)
+    row = bytes(1 + side // 8 + 1)
+    rows = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
+    header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def test_a_picture_of_too_many_pixels_costs_nothing(live):
+    data = bomb(13_000)
+    assert len(data) < 100_000
+    place = live.collection("bombs")
+    before = reset_peak()
+    for _ in range(3):
+        refused = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data)] * 2})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_large")
+        raw = live.ask("POST", f"{place}/search", content=data, headers={"Content-Type": "image/png"})
+        assert raw.status_code == 413
+    assert memory("VmHWM") - before < SPARE
+
+
+def test_counts_are_limited(live):
+    place = live.collection("counts")
+    vector = {"vector": [1.0] * DIM}
+    for path, body, status in (
+        ("/v1/embeddings", {"inputs": [vector] * 5}, 413), (f"{place}/search", {"queries": [vector] * 5}, 413),
+        (f"{place}/persons", {"persons": [{}] * 5}, 413), (f"{place}/persons", {"faces": [vector] * 5}, 413),
+        (f"{place}/persons", {"persons": [{"faces": [vector] * 3}] * 2}, 413),
+        (f"{place}/search", {"queries": [vector] * 3, "k": 7}, 400),
+        (f"{place}/search", {"query": vector, "k": 1001}, 400),
+        (f"{place}/search", {"query": vector, "k": 10**30}, 400),
+    ):  # fmt: skip
+        assert live.ask("POST", path, body).status_code == status, (path, len(str(body)))
+    statuses = [live.ask("POST", "/v1/collections", {"name": f"n{number}"}).status_code for number in range(4)]
+    assert statuses[-1] == 400
+    assert 1 <= statuses.count(201) < 3
+    assert live.ask("DELETE", "/v1/collections/n0").status_code == 204
+
+
+def test_json_is_limited_in_depth_and_names_no_files(live):
+    place = live.collection("deep")
+    deep = b'{"query": {"vector": [1]}, "filter": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}"
+    answer = live.ask("POST", f"{place}/search", content=deep, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    for given in ({"path": "/etc/passwd"}, {"url": "http://127.0.0.1/"}, {"image": "/etc/passwd"},
+                  {"image": "file:///etc/passwd"}, {"image": "http://127.0.0.1/x.png"}):  # fmt: skip
+        refused = live.ask("POST", "/v1/embeddings", {"inputs": [given]})
+        assert refused.status_code in (400, 415, 422), given
+        assert "root:" not in refused.text
+
+
+def test_compressed_bodies_are_not_taken(live):
+    headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert live.ask("POST", "/v1/embeddings", content=zlib.compress(b"{}"), headers=headers).status_code == 415
+
+
+def test_slow_callers_are_cut_off_and_the_others_served(live):
+    slow_head, slow_body, silent = connect(live), connect(live), connect(live)
+    slow_head.sendall(b"GET /v1/info HTTP/1.1\r\nHost: 127.0")
+    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
+    slow_body.sendall(head)
+    assert live.ask("GET", "/v1/info").status_code == 200
+    assert answer_of(slow_head) == b""
+    assert answer_of(silent) == b""
+    assert b"did not arrive within" in answer_of(slow_body)
+    for connection in (slow_head, slow_body, silent):
+        connection.close()
+
+
+def test_drops_of_a_second_request_s_head_are_timed_too(live):
+    with connect(live) as connection:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        received = b""
+        while not received.endswith(b"}"):
+            received += connection.recv(65536)
+        connection.sendall(b"GET /health")
+        assert answer_of(connection) == b""
+
+
+def test_a_caller_who_does_not_take_the_answer_is_cut_off(live):
+    request = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    with connect(live) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(5)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):  # before 5 s are over
+            ask_without_end(connection, request)
+
+
+def test_too_many_connections_do_not_push_out_those_there(live):
+    crowd = [connect(live) for _ in range(LIMITS.connections + 10)]
+    closed = 0
+    for connection in crowd:
+        connection.settimeout(0.01)
+        try:
+            closed += connection.recv(1) == b""
+        except TimeoutError:
+            continue
+        except ConnectionResetError:
+            closed += 1
+    assert closed >= 10
+    for connection in crowd:
+        connection.close()
+    time.sleep(0.05)
+
+
+def test_bodies_in_hand_are_limited_together(live):
+    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {7 * MIB}\r\n\r\n".encode()
+    with connect(live) as first, connect(live) as second:
+        first.sendall(head)
+        time.sleep(0.1)
+        second.sendall(head)
+        refused = answer_of(second)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"retry-after" in refused.lower()
+
+
+def test_requests_in_hand_are_limited(live):
+    release, began = threading.Event(), threading.Semaphore(0)
+    original = live.service.store.collections
+
+    def blocked():
+        began.release()
+        release.wait(10)
+        return original()
+
+    live.service.store.collections = blocked
+    try:
+        connections = [connect(live) for _ in range(LIMITS.requests)]
+        for connection in connections:
+            connection.sendall(b"GET /v1/collections HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        assert began.acquire(timeout=10)
+        for _ in range(100):
+            if (status := live.ask("GET", "/v1/info").status_code) == 503:
+                break
+            time.sleep(0.01)
+        assert status == 503
+        release.set()
+        assert all(answer_of(connection).startswith(b"HTTP/1.1 200") for connection in connections)
+        for connection in connections:
+            connection.close()
+    finally:
+        release.set()
+        live.service.store.collections = original
+
+
+def test_garbage_is_no_http(live):
+    for garbage in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 50, b"A" * 100_000):
+        with connect(live) as connection:
+            connection.sendall(garbage)
+            connection.shutdown(socket.SHUT_WR)
+            assert answer_of(connection)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
+
+
+def test_a_lost_store_is_told_and_survived(live):
+    from plsc.errors import StorageError
+
+    original = live.service.store.statistics
+
+    def lost():
+        raise StorageError("the store does not answer; start it again")
+
+    live.service.store.statistics = lost
+    live.service.forget("")
+    try:
+        assert live.ask("GET", "/health/ready").json() == {"status": "without its store"}
+    finally:
+        live.service.store.statistics = original
+
+
+def test_broken_and_animated_pictures(live):
+    whole = picture(1, 64, "JPEG")
+    for data, status in ((whole[:200], 422), (whole[:2], 415), (b"", 415), (io.BytesIO(b"RIFF0000WEBP").read(), 422)):
+        assert live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data)]}).status_code == status
