@@ -101,6 +101,7 @@ function show(found) {
 function empty(why) {
   next = null;
   fresh = false;
+  list.removeAttribute("aria-busy");
   list.replaceChildren();
   byId("browse-summary").textContent = why;
   byId("browse-back").disabled = starts.length === 1;

@@ -95,7 +95,7 @@ async function deletePerson() {
   const done = await confirmed("Delete this person?", text, () => call("DELETE", place));
   if (!done) return;
   dialog.close();
-  tell("changed", { deleted: shown.id, name: called(shown) });
+  tell("changed");
 }
 
 function tellDone(text) {

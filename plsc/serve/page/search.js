@@ -27,7 +27,7 @@ export function setUpSearch() {
   on("threshold", show);
   on("info", show);
   on("collection", search);
-  on("changed", search);
+  on("changed", (by) => by !== "search" && search());
 }
 
 export const receive = (files) => pictures.take(files);
@@ -52,6 +52,7 @@ async function search() {
 
 function forget() {
   matches = null;
+  byId("matches").removeAttribute("aria-busy");
   quieten(error);
   show();
 }
@@ -100,7 +101,7 @@ async function addFace(person, button) {
     face = answer.faces[0].id;
   }, button);
   if (!done) return;
-  tell("changed");
+  tell("changed", "search");
   await search();
   summary.textContent = `The picture is now face ${face} of ${called(person)}.`;
 }
