@@ -5,12 +5,13 @@ import sys
 from pathlib import Path
 
 from plsc.embed.manifest import holds_manifest
-from plsc.errors import IntegrityError, UsageError
+from plsc.errors import IntegrityError, StorageError, UsageError
 from plsc.gallery import records
 from plsc.gallery.base import Base, base_folder, open_base
 from plsc.gallery.compaction import Compactor
 from plsc.gallery.database import Database
 from plsc.gallery.records import StoredCollection
+from plsc.gallery.reserve import RESERVE, Reserve
 from plsc.gallery.searched import DELTA_SHARE, LEAST_DELTA, SearchedCollection
 from plsc.gallery.snapshot import FORMAT, SQLITE
 from plsc.gallery.storage_errors import storage_errors
@@ -24,16 +25,20 @@ def holds_store(folder: Path) -> bool:
     return (folder / SQLITE).exists() or (folder / COLLECTIONS).exists()
 
 
-def open_files(folder: Path) -> tuple[StoreLock, Database]:
-    """Take ``folder``, made where there is none, and open its database."""
+def open_files(folder: Path) -> tuple[StoreLock, Reserve, Database]:
+    """Take ``folder``, made where there is none, and open its database, on a full disk with the room kept back."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder")
     with storage_errors(folder):
         _refuse_others(folder)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # biometrics are nobody else's to read
-    lock = StoreLock(folder)
+    lock, reserve = StoreLock(folder), Reserve(folder)
     try:
-        return lock, Database(folder / SQLITE)
+        try:
+            return lock, reserve, Database(folder / SQLITE)
+        except StorageError:
+            reserve.release()
+            return lock, reserve, Database(folder / SQLITE)
     except BaseException:
         lock.release()
         raise
@@ -55,7 +60,7 @@ def _refuse_others(folder: Path) -> None:
         raise UsageError(f"{folder} is a snapshot; make a store of it with plsc gallery restore {folder} --store NEW")
     if not folder.is_dir() or (folder / SQLITE).is_file():
         return
-    found = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {LOCK}
+    found = {path.name for path in folder.iterdir() if not path.name.startswith(".")} - {LOCK, RESERVE}
     if COLLECTIONS in found:
         raise IntegrityError(f"{folder / SQLITE} is missing; restore a snapshot with plsc gallery restore")
     if found:
@@ -65,7 +70,7 @@ def _refuse_others(folder: Path) -> None:
 def _drop_unknown(folder: Path, stored: list[StoredCollection]) -> None:
     """Remove unfinished and former bases, and those of collections that are no more."""
     current = {base_folder(folder, one.number, one.base) for one in stored if one.base}
-    for path in [*folder.glob("*/*"), *folder.glob("*/.*")] if folder.is_dir() else ():
+    for path in list(folder.glob("*/*")):
         if path not in current:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     for path in folder.iterdir() if folder.is_dir() else ():

@@ -1,19 +1,21 @@
 """The gallery in one folder: SQLite holds the truth, scanned files the speed, and one process the folder.
 
     STORE/
+      reserve           room on the disk for opening and deleting where it is full
       lock              held by the process that owns the store; its id inside
       gallery.sqlite    everything (plsc.gallery.database), with its write-ahead log beside it
       collections/      a base per collection (plsc.gallery.base): derived from SQLite, made anew where it is damaged
       snapshots/        copies that the service was asked for (plsc.gallery.snapshot)
 """
 
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +45,8 @@ from plsc.gallery.snapshot import write_snapshot
 from plsc.gallery.view import Allowed, View
 from plsc.index.exact import Int64
 
+_T = TypeVar("_T")
+
 
 class SqliteStore:
     """A :class:`plsc.gallery.contract.Store` in the folder ``folder``, made where there is none.
@@ -56,7 +60,7 @@ class SqliteStore:
 
     def __init__(self, folder: str | Path, *, precision: str = "bf16") -> None:
         self.folder = Path(folder)
-        self._lock, self._database = open_files(self.folder)
+        self._lock, self._reserve, self._database = open_files(self.folder)
         self._writing = threading.RLock()  # one writer at a time: from BEGIN until the view shows what was committed
         self._maintaining = threading.Lock()  # one compaction, snapshot or check at a time
         try:
@@ -68,6 +72,7 @@ class SqliteStore:
             self._database.close()
             self._lock.release()
             raise
+        self._reserve.hold()
         self._maintenance.wake()
 
     # --- collections ---
@@ -90,6 +95,7 @@ class SqliteStore:
         """Make a collection."""
         check_collection(name, dim, contract_id)
         with self._writing:
+            self._reserve.require()
             if name in self._searched:
                 raise ConflictError(f"a collection {name} exists already; choose another name")
             with self._database.writing() as db:
@@ -103,8 +109,7 @@ class SqliteStore:
         """Remove a collection with everything in it."""
         with self._writing:
             searched = self._of(name)
-            with self._database.writing() as db:
-                records.delete_collection(db, searched.number)
+            self._forget(lambda db: records.delete_collection(db, searched.number))
             searched.deleted = True
             self._searched = {other: kept for other, kept in self._searched.items() if other != name}
         self._maintenance.wake()
@@ -172,11 +177,14 @@ class SqliteStore:
     def delete_person(self, collection: str, person: int) -> None:
         """Forget a person and the faces."""
         searched = self._of(collection)
-        with self._changing(searched):
-            with self._database.writing() as db:
-                former = self._person(db, searched, person)
-                records.delete_person(db, searched.number, former)
-            searched.show_deleted(former.faces)
+
+        def forget(db: sqlite3.Connection) -> Sequence[int]:
+            former = self._person(db, searched, person)
+            records.delete_person(db, searched.number, former)
+            return former.faces
+
+        with self._changing(searched, deleting=True):
+            searched.show_deleted(self._forget(forget))
 
     # --- faces ---
 
@@ -197,12 +205,15 @@ class SqliteStore:
     def delete_face(self, collection: str, person: int, face: int) -> None:
         """Forget one face."""
         searched = self._of(collection)
-        with self._changing(searched):
-            with self._database.writing() as db:
-                if not is_id(face) or face not in self._person(db, searched, person).faces:
-                    raise NotFoundError(f"person {person} of {collection} has no face {ascii(face)[:80]}")
-                records.delete_face(db, searched.number, int(face))
-            searched.show_deleted([face])
+
+        def forget(db: sqlite3.Connection) -> Sequence[int]:
+            if not is_id(face) or face not in self._person(db, searched, person).faces:
+                raise NotFoundError(f"person {person} of {collection} has no face {ascii(face)[:80]}")
+            records.delete_face(db, searched.number, int(face))
+            return [face]
+
+        with self._changing(searched, deleting=True):
+            searched.show_deleted(self._forget(forget))
 
     def vectors(self, collection: str, person: int) -> Float32:
         """The stored vectors (n, dim) of a person, unit length, in the order of ``Person.faces``."""
@@ -250,6 +261,7 @@ class SqliteStore:
                 self._compact(searched)
             self._erase_orphans()
             self._compactor.clean()
+        self._reserve.hold()
 
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy of everything into the new folder ``target``."""
@@ -284,21 +296,35 @@ class SqliteStore:
             raise _no_collection(name)
         return searched
 
-    def _person(self, db: Any, searched: SearchedCollection, person: int) -> Person:
+    def _person(self, db: sqlite3.Connection, searched: SearchedCollection, person: int) -> Person:
         found = records.find_person(db, searched.number, int(person)) if is_id(person) else None
         if found is None:
             raise NotFoundError(f"{searched.about.name} has no person {ascii(person)[:80]}")
         return found
 
     @contextmanager
-    def _changing(self, searched: SearchedCollection) -> Iterator[None]:
+    def _changing(self, searched: SearchedCollection, *, deleting: bool = False) -> Iterator[None]:
         """Nobody else writes; afterwards a compaction begins where it is due."""
         with self._writing:
             if searched.deleted:
                 raise _no_collection(searched.about.name)
+            if not deleting:
+                self._reserve.require()
             yield
         if searched.is_due:
             self._maintenance.wake()
+
+    def _forget(self, forget: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Commit a deletion: where the disk is full, in the room kept back and what the log has used."""
+        try:
+            with self._database.writing() as db:
+                return forget(db)
+        except StorageError:
+            self._reserve.release()
+            with suppress(StorageError):
+                self._database.empty_log()
+            with self._database.writing() as db:
+                return forget(db)
 
     def _compact(self, searched: SearchedCollection) -> None:
         if searched.deleted:
