@@ -124,6 +124,8 @@ class Client:
 
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError("it begins with http:// or https://")
             self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
         except (httpx.InvalidURL, ValueError) as error:
             raise ServerError(0, "bad_request", f"{url} is no address of a server: {error}") from None

@@ -20,6 +20,7 @@ from plsc.serve.settings import Settings, is_loopback
 from plsc.serve.tokens import TokenBook
 
 KEEP_ALIVE_SECONDS = 75  # longer than the usual reverse proxy's 60: the proxy closes first, and no request is lost
+LARGEST_PORT = 65_535
 
 Load = Callable[[Metrics], Service]
 
@@ -127,6 +128,8 @@ def _address(host: str, port: int) -> str:
 
 def _listen(host: str, port: int, waiting: int) -> socket.socket:
     listener = None
+    if not 0 <= port <= LARGEST_PORT:  # getaddrinfo would take its last 16 bits
+        raise UsageError(f"--port {port}: a port lies between 0 and {LARGEST_PORT}")
     try:
         family, kind, protocol_number, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # With its protocol named, asyncio turns Nagle's algorithm off: else an answer's second packet waits 40 ms.

@@ -1,0 +1,284 @@
+"""Micro-batching: what waits together runs together, everyone gets their own answer, and nobody waits in vain."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from live_service import DIM, live_service
+
+from plsc.errors import UsageError
+from plsc.gallery.contract import Match, Person
+from plsc.gallery.filters import Filter
+from plsc.serve.device_worker import DeviceWorker, Kind
+from plsc.serve.failures import Refusal
+from plsc.serve.searching import Found, Search, Searcher
+
+
+class Log:
+    """What the worker tells its observer."""
+
+    def __init__(self) -> None:
+        self.batches: list[tuple[str, int]] = []
+        self.let_go: list[tuple[str, str, int]] = []
+
+    def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
+        self.batches.append((kind, rows))
+
+    def dropped(self, kind: str, why: str, count: int) -> None:
+        self.let_go.append((kind, why, count))
+
+
+class Device:
+    """Doubles numbers; the first batch holds the device until it is released."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[Any]] = []
+        self.began, self.go_on = threading.Event(), threading.Event()
+
+    def run(self, payloads: list[Any]) -> list[Any]:
+        self.seen.append(list(payloads))
+        self.began.set()
+        assert self.go_on.wait(20)
+        if any(payload == "bad" for payload in payloads):
+            raise UsageError("bad payload")
+        return [payload * 2 for payload in payloads]
+
+
+def worker(device: Device, log: Log, **changes: Any) -> DeviceWorker:
+    options = {"max_batch": 8, "max_wait": 0.002, "capacity": 100, "observer": log, **changes}
+    return DeviceWorker({"a": Kind(device.run), "b": Kind(device.run)}, **options)
+
+
+async def occupied(busy: DeviceWorker, device: Device) -> "asyncio.Task[Any]":
+    """Keep the device busy with one task."""
+    first = asyncio.create_task(busy.submit("a", 1, 1, time.monotonic() + 20))
+    await asyncio.to_thread(device.began.wait, 20)
+    return first
+
+
+async def together(busy: DeviceWorker, payloads: list[Any], seconds: float = 20, rows: int = 1) -> list[Any]:
+    deadline = time.monotonic() + seconds
+    calls = [busy.submit("a", payload, rows, deadline) for payload in payloads]
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+def test_what_gathers_while_the_device_is_busy_runs_as_one_batch():
+    device, log = Device(), Log()
+    busy = worker(device, log)
+
+    async def scenario() -> list[Any]:
+        first = await occupied(busy, device)
+        others = asyncio.create_task(together(busy, list(range(10, 22))))
+        while busy.waiting("a") < 12:
+            await asyncio.sleep(0.001)
+        device.go_on.set()
+        return [await first, *await others]
+
+    assert asyncio.run(scenario()) == [2, *range(20, 44, 2)]
+    busy.close()
+    assert log.batches == [("a", 1), ("a", 8), ("a", 4)]
+
+
+def test_kinds_are_not_mixed_and_the_oldest_goes_first():
+    device, log = Device(), Log()
+    busy = worker(device, log)
+
+    async def scenario() -> None:
+        first = await occupied(busy, device)
+        deadline = time.monotonic() + 20
+        others = []
+        for place, kind in enumerate("bab"):
+            others.append(asyncio.create_task(busy.submit(kind, place, 1, deadline)))
+            await asyncio.sleep(0.002)
+        device.go_on.set()
+        assert [await other for other in others] == [0, 2, 4]
+        await first
+
+    asyncio.run(scenario())
+    busy.close()
+    assert log.batches == [("a", 1), ("b", 2), ("a", 1)]
+
+
+def test_one_failure_is_its_callers_alone():
+    device, log = Device(), Log()
+    busy = worker(device, log)
+
+    async def scenario() -> list[Any]:
+        first = await occupied(busy, device)
+        others = asyncio.create_task(together(busy, [3, "bad", 4]))
+        while busy.waiting("a") < 3:
+            await asyncio.sleep(0.001)
+        device.go_on.set()
+        await first
+        return await others
+
+    three, bad, four = asyncio.run(scenario())
+    busy.close()
+    assert (three, four) == (6, 8)
+    assert isinstance(bad, UsageError)
+
+
+def test_deadlines_and_lost_callers_are_dropped_before_computing():
+    device, log = Device(), Log()
+    busy = worker(device, log)
+
+    async def scenario() -> None:
+        first = await occupied(busy, device)
+        late = asyncio.create_task(together(busy, [5], seconds=0.02))
+        gone = asyncio.create_task(busy.submit("a", 6, 1, time.monotonic() + 20))
+        stays = asyncio.create_task(busy.submit("a", 7, 1, time.monotonic() + 20))
+        await asyncio.sleep(0)
+        gone.cancel()
+        (refused,) = await late  # told at the deadline, though the device is still busy
+        assert isinstance(refused, Refusal)
+        assert refused.status_code == 504
+        device.go_on.set()
+        assert await first == 2
+        assert await stays == 14
+
+    asyncio.run(scenario())
+    busy.close()
+    assert device.seen == [[1], [7]]
+    assert log.let_go == [("a", "cancelled", 2)]
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back():
+    device, log = Device(), Log()
+    busy = worker(device, log, capacity=10)
+
+    async def scenario() -> list[Any]:
+        first = await occupied(busy, device)
+        waiting = asyncio.create_task(together(busy, [1, 2, 3], rows=4))
+        while busy.waiting("a") < 8:
+            await asyncio.sleep(0.001)
+        device.go_on.set()
+        await first
+        return await waiting
+
+    answers = asyncio.run(scenario())
+    busy.close()
+    assert answers[:2] == [2, 4]
+    assert isinstance(answers[2], Refusal)
+    assert answers[2].status_code == 503
+    assert answers[2].headers["Retry-After"] == "1"
+    assert log.let_go == [("a", "full", 1)]
+
+
+def test_what_waits_at_the_end_is_finished_and_nothing_more_taken():
+    device, log = Device(), Log()
+    busy = worker(device, log)
+
+    async def scenario() -> None:
+        first = await occupied(busy, device)
+        second = asyncio.create_task(busy.submit("a", 2, 1, time.monotonic() + 20))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(asyncio.to_thread(busy.close))
+        await asyncio.sleep(0.02)
+        device.go_on.set()
+        assert [await first, await second] == [2, 4]
+        await closing
+        with pytest.raises(Refusal, match="stopping"):
+            await busy.submit("a", 3, 1, time.monotonic() + 20)
+
+    asyncio.run(scenario())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), min_size=1, max_size=40), st.integers(1, 10))
+def test_everyone_gets_their_own_answer(calls, max_batch):
+    device, log = Device(), Log()
+    device.go_on.set()
+    free = worker(device, log, max_batch=max_batch, capacity=1000)
+
+    async def scenario() -> list[Any]:
+        deadline = time.monotonic() + 20
+        asked = [free.submit(kind, place, rows, deadline) for place, (kind, rows) in enumerate(calls)]
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(scenario()) == [2 * place for place in range(len(calls))]
+    free.close()
+    assert sum(rows for _, rows in log.batches) == sum(rows for _, rows in calls)
+    largest = max(rows for _, rows in calls)
+    assert max(rows for _, rows in log.batches) <= max(max_batch, largest)
+
+
+class CountingStore:
+    """Answers each query with its own first number, and counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, Any]] = []
+
+    def search(self, collection: str, queries: Any, *, k: int = 10, threshold: float = -1.0, where: Any = None) -> Any:
+        self.calls.append((collection, len(queries), k, where))
+        if collection == "lost":
+            raise UsageError("lost")
+        return [[Match(int(query[0]), 1, threshold)] for query in queries]
+
+    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
+        return {one: Person(one, str(one), {}, (1,), "") for one in ids if one != 13}
+
+
+def test_searches_alike_are_one_call_of_the_store():
+    store = CountingStore()
+    searcher = Searcher(store)
+
+    def search(number: int, collection: str = "c", count: int = 1, where: Any = None, k: int = 5) -> Search:
+        return Search(collection, np.full((count, 4), number, dtype=np.float32), k, None, where)
+
+    one, true = Filter.parse({"a": 1}), Filter.parse({"a": True})
+    searches = [
+        search(1), search(2, count=3), search(3, "d"), search(4, where=one), search(5, where=true), search(6),
+        search(7, k=6), search(8, "lost"), search(9, "lost"), search(13), search(10, where=Filter.parse({"a": 1})),
+    ]  # fmt: skip
+    found = searcher.run(searches)
+    assert sorted(store.calls[:6], key=str) == sorted([
+        ("c", 6, 5, None), ("d", 1, 5, None), ("c", 2, 5, one), ("c", 1, 5, true), ("c", 1, 6, None),
+        ("lost", 2, 5, None),
+    ], key=str)  # fmt: skip
+    assert [isinstance(one, UsageError) for one in found].count(True) == 2
+    answers = searcher.name([one for one in found if isinstance(one, Found)])
+    shown = [[[match.person for match, _ in matches] for matches in answer] for answer in answers]
+    assert shown == [[[1]], [[2]] * 3, [[3]], [[4]], [[5]], [[6]], [[7]], [[]], [[10]]]
+
+
+def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_path):
+    with live_service(tmp_path, max_batch=16) as live:
+        place = live.collection("crowd")
+        live.ask("POST", f"{place}/persons", {"faces": [{"vector": [1.0] * DIM}]})
+        store, sizes = live.service.store, []
+        original, began, go_on = store.search, threading.Event(), threading.Event()
+
+        def slow(collection: str, queries: Any, **options: Any) -> Any:
+            sizes.append(len(queries))
+            began.set()
+            assert go_on.wait(20)
+            return original(collection, queries, **options)
+
+        store.search = slow
+        answers = []
+
+        def ask() -> None:
+            answers.append(live.ask("POST", f"{place}/search", {"query": {"vector": [1.0] * DIM}}).status_code)
+
+        threads = [threading.Thread(target=ask) for _ in range(9)]
+        threads[0].start()
+        assert began.wait(20)
+        for thread in threads[1:]:
+            thread.start()
+        with pytest.raises(Exception, match="timed out"):
+            live.ask("POST", f"{place}/search", {"query": {"vector": [1.0] * DIM}}, timeout=0.3)
+        late = live.ask("POST", f"{place}/search", {"query": {"vector": [1.0] * DIM}, "deadline_ms": 30})
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline")
+        while live.service.worker.waiting("search") < 10:
+            time.sleep(0.002)
+        go_on.set()
+        for thread in threads:
+            thread.join(20)
+        assert answers == [200] * 9
+        assert sizes == [1, 8]

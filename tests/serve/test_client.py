@@ -1,0 +1,171 @@
+"""plsc.Client: every operation against a live service, and what it does when the server is busy, away or refuses."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_service import CONTRACT, DIM, Live, live_service, picture, vectors
+
+import plsc
+from plsc.client import NewPerson, Picture, ServerError
+from plsc.data.alignment import TEMPLATE
+from plsc.errors import DataError
+from plsc.serve.tokens import add_token
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    folder = tmp_path_factory.mktemp("client")
+    (folder / "secret").write_text(add_token(folder / "tokens.toml", "tester", "admin"), encoding="ascii")
+    with live_service(folder, threshold=0.5, tokens=folder / "tokens.toml") as running:
+        yield running
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[plsc.Client]:
+    with plsc.Client(live.server.address, (live.folder / "secret").read_text(encoding="ascii")) as one:
+        yield one
+
+
+def test_a_life_through_the_client(client, tmp_path):
+    assert client.ready()
+    assert client.info()["role"] == "admin"
+    made = client.create_collection("staff")
+    assert (made.name, made.dim, made.contract_id) == ("staff", DIM, CONTRACT)
+    file = tmp_path / "ada.png"
+    file.write_bytes(picture(1))
+    ada = client.add_person("staff", "Ada", metadata={"city": "Bern"}, faces=[file, picture(2)])
+    others = client.add_persons("staff", [NewPerson("B", {"city": "Rome"}, [vectors(1)[0]]), NewPerson()])
+    assert [person.name for person in client.persons("staff")] == ["Ada", "B", None]
+    assert [person.name for person in client.persons("staff", filter={"city": "Rome"})] == ["B"]
+    assert client.collections() == [client.collection("staff")]
+    assert client.collection("staff").faces == 3
+
+    best, *rest = client.search("staff", file, k=5)
+    assert (best.person.id, best.person.name, best.face, best.same_person) == (ada.id, "Ada", ada.faces[0], True)
+    assert best.score == pytest.approx(1, abs=1e-5)
+    assert [match.person.id for match in rest] == [others[0].id]
+    assert client.search("staff", file, threshold=0.999)[0].person.id == ada.id
+    many = client.search_many("staff", [picture(2), vectors(1)[0]], filter={"city": "Rome"}, deadline_ms=20_000)
+    assert [[match.person.name for match in matches] for matches in many] == [["B"], ["B"]]
+
+    faces = client.add_faces("staff", ada.id, [vectors(1, 9)[0]])
+    client.delete_face("staff", ada.id, faces[0])
+    assert client.person("staff", ada.id) == ada
+    assert client.update_person("staff", ada.id, name="Ada L.", metadata={}).metadata == {}
+    assert client.update_person("staff", ada.id, name="A.").name == "A."
+    client.delete_person("staff", ada.id)
+    with pytest.raises(ServerError, match="person") as missing:
+        client.person("staff", ada.id)
+    assert (missing.value.status, missing.value.code) == (404, "not_found")
+    assert client.compact("staff")["rows"] == 1
+    snapshot = client.take_snapshot()
+    assert client.snapshots() == [snapshot]
+    client.delete_snapshot(snapshot.id)
+    assert client.snapshots() == []
+    client.delete_collection("staff")
+    assert client.collections() == []
+
+
+def test_the_model_through_the_client(client):
+    large = picture(3, size=40)
+    plain, aligned = client.embeddings([large, Picture(large, (TEMPLATE * 40 / 112 + 1).tolist())])
+    assert plain.shape == (DIM,)
+    assert not np.allclose(plain, aligned)
+    cosine = float(plain @ aligned / np.linalg.norm(plain) / np.linalg.norm(aligned))
+    judged = client.compare(large, aligned)
+    assert judged.score == pytest.approx(cosine, abs=1e-5)
+    assert (judged.threshold, judged.same_person) == (0.5, cosine >= 0.5)
+
+
+def test_refusals_are_errors_of_the_house(client, live):
+    for wrong, status, code in (
+        (lambda: client.search("nowhere", vectors(1)[0]), 404, "not_found"),
+        (lambda: client.compare(np.zeros(DIM), np.ones(DIM)), 422, "unprocessable"),
+        (lambda: client.compare(b"no picture", np.ones(DIM)), 415, "unsupported_type"),
+        (lambda: client.create_collection("../etc"), 400, "bad_request"),
+        (lambda: plsc.Client(live.server.address, "wrong").info(), 401, "unauthorized"),
+    ):  # fmt: skip
+        with pytest.raises(ServerError) as refused:
+            wrong()
+        assert (refused.value.status, refused.value.code) == (status, code)
+        assert isinstance(refused.value, plsc.PlscError)
+    with pytest.raises(DataError, match="nothere"):
+        client.compare(Path("nothere.jpg"), np.ones(DIM))
+
+
+class Busy(BaseHTTPRequestHandler):
+    """Answers 503 as often as ``refusals`` says, then a collection; or nothing, and closes."""
+
+    refusals, asked, silent = 0, 0, False
+
+    def do_GET(self) -> None:
+        kind = type(self)
+        kind.asked += 1
+        if kind.silent:
+            return
+        body = b'{"error": {"code": "unavailable", "message": "busy"}}'
+        if kind.asked > kind.refusals:
+            body = b'{"collections": []}'
+        self.send_response(200 if kind.asked > kind.refusals else 503)
+        self.send_header("Retry-After", "0")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    do_DELETE = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def busy() -> Iterator[tuple[type[Busy], str]]:
+    handler = type("Handler", (Busy,), {})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield handler, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_busy_server_is_asked_again(busy):
+    handler, url = busy
+    handler.refusals = 3
+    with plsc.Client(url, retries=3) as client:
+        assert client.collections() == []
+        assert handler.asked == 4
+        handler.asked, handler.refusals = 0, 9
+        with pytest.raises(ServerError, match="busy") as refused:
+            client.collections()
+        assert (handler.asked, refused.value.status) == (4, 503)
+
+
+def test_a_write_whose_answer_was_lost_is_not_repeated(busy, monkeypatch):
+    monkeypatch.setattr("plsc.client._pause", lambda wished: 0.0)
+    handler, url = busy
+    handler.silent = True
+    with plsc.Client(url, retries=3) as client:
+        with pytest.raises(ServerError, match="does not answer"):
+            client.delete_collection("c")
+        assert handler.asked == 1
+        with pytest.raises(ServerError, match="does not answer"):
+            client.collections()
+        assert handler.asked == 5
+
+
+def test_a_server_that_is_not_there(monkeypatch):
+    monkeypatch.setattr("plsc.client._pause", lambda wished: 0.0)
+    with plsc.Client("http://127.0.0.1:1") as client:
+        assert not client.ready()
+        with pytest.raises(ServerError, match="is it running") as away:
+            client.info()
+        assert (away.value.status, away.value.code) == (0, "unavailable")
+    for wrong in ("http://x:port", "127.0.0.1:8080", ""):
+        with pytest.raises(ServerError, match="no address"):
+            plsc.Client(wrong)
