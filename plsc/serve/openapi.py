@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from plsc.serve.examples import BODIES
 from plsc.serve.roles import needed_role
 from plsc.serve.schemas import SearchBody
 from plsc.serve.tensors import InferRequest
@@ -34,6 +35,9 @@ def _complete(path: str, method: str, operation: dict[str, Any]) -> None:
     role = needed_role(method, path)
     operation["x-role"] = role
     operation["security"] = [] if role is None else [{"token": []}]
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json")
+    if body is not None and (shown := BODIES.get(operation["operationId"])):
+        body["examples"] = {what.replace(" ", "_"): {"summary": what, "value": value} for what, value in shown.items()}
     responses = operation["responses"]
     content = responses.get("422", {}).get("content", {}).get("application/json", {})
     if content.get("schema", {}).get("$ref", "").endswith("HTTPValidationError"):

@@ -10,7 +10,6 @@ from starlette.responses import Response
 from plsc.errors import UsageError
 from plsc.gallery.contract import NewPerson, Person
 from plsc.gallery.filters import Filter
-from plsc.serve.examples import PERSON
 from plsc.serve.failures import Refusal, as_refusal
 from plsc.serve.routing import CollectionName, Id, JsonRoute, Served, errors, read_json, record_ids
 from plsc.serve.schemas import (
@@ -30,12 +29,6 @@ from plsc.serve.service import Service
 
 LARGEST_PAGE = 1000
 router = APIRouter(prefix="/v1/collections/{collection}/persons", route_class=JsonRoute, tags=["persons"])
-_ENROL = {
-    "requestBody": {"content": {"application/json": {"examples": {
-        "one": {"summary": "One person", "value": PERSON},
-        "several": {"summary": "Several, all or none", "value": {"persons": [PERSON, {**PERSON, "name": "Grace"}]}},
-    }}}}
-}  # fmt: skip
 
 
 def read_filter(text: str | None) -> Filter | None:
@@ -68,7 +61,7 @@ async def list_persons(
     return PersonsView(persons=[view(person) for person in found[:limit]], next=following)
 
 
-@router.post("", status_code=201, responses=errors(404, 409, 413, 415, 422, 504), openapi_extra=_ENROL)
+@router.post("", status_code=201, responses=errors(404, 409, 413, 415, 422, 504))
 async def add_persons(
     collection: CollectionName, body: PersonBody | PersonsBody, service: Served, request: Request
 ) -> PersonView | EnrolledView:

@@ -8,7 +8,6 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from plsc.serve.examples import SEARCH, SEARCHES
 from plsc.serve.failures import Refusal
 from plsc.serve.inputs import IMAGE_TYPES
 from plsc.serve.persons_api import check_count, parse_filter, read_filter
@@ -22,13 +21,7 @@ Form = TypeVar("Form", bound=BaseModel)
 _BODY: dict[str, Any] = {
     "required": True,
     "content": {
-        "application/json": {
-            "schema": {"$ref": "#/components/schemas/SearchBody"},
-            "examples": {
-                "one": {"summary": "One query", "value": SEARCH},
-                "several": {"summary": "Several queries, with a threshold and a filter", "value": SEARCHES},
-            },
-        },
+        "application/json": {"schema": {"$ref": "#/components/schemas/SearchBody"}},
         **{kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES},
     },
 }
