@@ -46,6 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --kind auto: exact if a single query then takes no longer, else what takes no longer",
     )
     build.add_argument(
+        "--memory",
+        metavar="M",
+        help="what building may take, as 4GB: larger IVF structures are added part by part and merged on disk",
+    )
+    build.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
     )
     search = _action(actions, "search", "find what is most like an image or the rows of an embedding set")
@@ -98,10 +103,12 @@ def _use_threads(count: int) -> None:
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.build import build
+    from plsc.index.memory import parse_memory
 
+    memory = None if args.memory is None else parse_memory(args.memory)
     manifest = build(
         args.sets, args.out, kind=args.kind, recall=args.recall, recall_at=args.recall_at,
-        latency_ms=args.latency_ms, seed=args.seed,
+        latency_ms=args.latency_ms, memory=memory, seed=args.seed,
     )  # fmt: skip
     left = ", ".join(
         f"{count:,} with {reason.replace('_', ' ')}"

@@ -5,9 +5,10 @@ other, and ``keys.offsets.npy``, int64 (N + 1,): string i is the bytes [offsets[
 i of 10^8 costs one seek.
 """
 
+from array import array
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -67,14 +68,22 @@ def string_files(name: str) -> list[str]:
 
 
 def save_strings(folder: Path, name: str, strings: Iterable[str]) -> None:
-    """Write a string column. Names with bytes that are not UTF-8 (old file systems) keep a replacement
-    mark."""
-    encoded = [text.encode("utf-8", errors="replace") for text in strings]
-    offsets = np.zeros(len(encoded) + 1, dtype=np.int64)
-    np.cumsum([len(text) for text in encoded], out=offsets[1:])
+    """Write a string column, of which 8 bytes for each string are held in memory. Names with bytes that are not
+    UTF-8 (old file systems) keep a replacement mark."""
     data, places = string_files(name)
-    save_array(folder / data, np.frombuffer(b"".join(encoded), dtype=np.uint8))
-    save_array(folder / places, offsets)
+    offsets = array("q", [0])
+    with (folder / data).open("wb") as file:
+        _write_length(file, 0)
+        for text in strings:
+            offsets.append(offsets[-1] + file.write(text.encode("utf-8", errors="replace")))
+        file.seek(0)
+        _write_length(file, offsets[-1])
+    save_array(folder / places, np.frombuffer(offsets, dtype=np.int64))
+
+
+def _write_length(file: BinaryIO, count: int) -> None:
+    """The header of ``count`` bytes in ``.npy``, as long as any other: numpy leaves room for the number to grow."""
+    np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count,)})
 
 
 def open_strings(folder: Path, name: str, count: int) -> StringColumn:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from plsc.errors import UsageError
 from plsc.index.exact import Float32, Int64, load_faiss
+from plsc.index.faiss_output import stdout_kept
 from plsc.index.recall import Recall, Target, recall_of
 from plsc.index.refined import Refined
 from plsc.progress import Progress
@@ -42,7 +43,7 @@ class Base(Protocol):
 
 def train_and_add(kind: Kind, base: Base, seed: int, *, quiet: bool) -> Any:
     """Build the faiss index of ``kind`` over ``base`` (N, D), whose faiss ids are the row numbers."""
-    structure = _empty_hnsw(base.shape[1]) if kind == "hnsw" else _trained_ivf(kind, base, seed)
+    structure = _empty_hnsw(base.shape[1]) if kind == "hnsw" else trained_ivf(kind, base, seed)
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
     together = 4096 if kind == "hnsw" else CHUNK
     for start in range(0, len(base), together):
@@ -128,7 +129,9 @@ def save(structure: Any, path: Path) -> None:
 def load(path: Path, kind: Kind, chosen: dict[str, int], base: Base) -> Any:
     """Read the index of ``base`` (N, D), its hash verified: faiss itself takes a damaged file without a word,
     or crashes."""
-    read = load_faiss().read_index(str(path))
+    faiss = load_faiss()
+    with stdout_kept():
+        read = faiss.read_index(str(path), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
     structure = Refined(read, base) if kind == "pq" else read
     set_effort(structure, kind, chosen["efSearch" if kind == "hnsw" else "nprobe"])
     return structure
@@ -168,9 +171,11 @@ def code_bytes(dim: int) -> int:
     return max(parts for parts in range(1, max(1, dim // 4) + 1) if dim % parts == 0)
 
 
-def _trained_ivf(kind: Kind, base: Base, seed: int) -> Any:
+def trained_ivf(kind: Kind, base: Base, seed: int, *, most: int | None = None) -> Any:
+    """An empty IVF index ("ivf" or "pq") whose cells and codes were learnt from a sample of up to ``most`` rows."""
     faiss = load_faiss()
-    cells, dim = cell_count(len(base)), base.shape[1]
+    most = len(base) if most is None else most
+    cells, dim = max(1, min(cell_count(len(base)), most // 39)), base.shape[1]
     nearest_cell, metric = faiss.IndexFlatIP(dim), faiss.METRIC_INNER_PRODUCT
     if kind == "pq":
         structure = faiss.IndexIVFPQ(nearest_cell, dim, cells, code_bytes(dim), 8, metric)
@@ -182,7 +187,7 @@ def _trained_ivf(kind: Kind, base: Base, seed: int) -> Any:
         seed,
         ROWS_PER_CELL,
     )
-    wanted = min(len(base), max(cells * ROWS_PER_CELL, LEAST_ROWS[kind]))
+    wanted = min(len(base), most, max(cells * ROWS_PER_CELL, LEAST_ROWS[kind]))
     sample = np.sort(np.random.default_rng(seed).choice(len(base), wanted, replace=False))
     structure.train(np.ascontiguousarray(base[sample]))
     return Refined(structure, base) if kind == "pq" else structure

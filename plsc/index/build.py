@@ -3,10 +3,12 @@
 import shutil
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from plsc.embed.columns import save_array, save_strings
 from plsc.embed.embedding_set import EmbeddingSet
@@ -18,6 +20,8 @@ from plsc.index.choice import Wish, choose
 from plsc.index.exact import Float32, Int64
 from plsc.index.gather import Gathered, gather
 from plsc.index.index import COLUMN_FILES, FAISS_FILE, FORMAT, VERSION
+from plsc.index.memory import Within
+from plsc.index.on_disk import LISTS_FILE
 from plsc.index.planner import HELD_OUT
 from plsc.index.recall import Target, choose_held_out
 
@@ -34,6 +38,7 @@ def build(
     recall: float = 0.99,
     recall_at: int = 10,
     latency_ms: float | None = None,
+    memory: int | None = None,
     seed: int = 0,
     quiet: bool = False,
 ) -> dict[str, Any]:
@@ -46,6 +51,9 @@ def build(
     recall: least recall of an approximate kind on held-out real rows; recall_at: 1 asks it of the nearest row alone,
     10 of the ten nearest as well. Where an identity has fewer than 11 rows, the last of ten neighbours are
     strangers, alike by chance, and finding them all takes many times the effort.
+    memory: bytes that the build may take, whatever the sets' size (see :mod:`plsc.index.memory`): an IVF structure that
+    does not fit is trained on a smaller sample, added part by part and merged on disk, which takes three times the
+    vectors' bytes there while it lasts; HNSW, which has to fit, is refused. None: as much as it takes.
     An index that ``folder`` holds already is replaced once the new one is whole. Every set is hashed first.
 
     Raises :class:`UsageError` for a wrong kind or recall, sets that do not go together, a folder that holds something
@@ -67,7 +75,7 @@ def build(
             rows,
             Wish(
                 _resolved(kind, len(rows), latency_ms), kind == "auto", Target(recall, recall_at), latency_ms, seed,
-                quiet,
+                quiet, None if memory is None else Within(memory, len(rows), rows.sets[0].dim, aside),
             ),
         )  # fmt: skip
         manifest["build_seconds"] = round(time.monotonic() - began, 3)
@@ -113,11 +121,12 @@ def _fill(
     held = np.empty(0, dtype=np.int64)
     if wish.kind != "exact":
         held = choose_held_out(rows.labels, HELD_OUT, wish.seed)
-    order = np.concatenate([np.delete(np.arange(len(rows), dtype=np.int64), held), held])
-    vectors = _write_columns(aside, rows, order)
+    vectors = _write_columns(aside, rows, held)
     more = choose(vectors, len(held), wish, aside / FAISS_FILE)
+    if more["kind"] == "exact":
+        (aside / LISTS_FILE).unlink(missing_ok=True)
     first = rows.sets[0].manifest
-    files = [*COLUMN_FILES, *([FAISS_FILE] if more["kind"] != "exact" else [])]
+    files = [*COLUMN_FILES, *(name for name in (FAISS_FILE, LISTS_FILE) if (aside / name).exists())]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -137,21 +146,31 @@ def _fill(
     }
 
 
-def _write_columns(aside: Path, rows: Gathered, order: Int64) -> Float32:
-    """Write vectors, ids, labels and names with row ``order[i]`` at place i; return the vectors, mapped for
-    reading."""
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
+def _write_columns(aside: Path, rows: Gathered, held: Int64) -> Float32:
+    """Write vectors, ids, labels and names, the rows ``held`` (ascending) behind all others; return the vectors, mapped
+    for reading."""
+    last = np.zeros(len(rows), dtype=bool)
+    last[held] = True
     path = aside / "vectors.npy"
-    written = np.lib.format.open_memmap(path, "w+", np.float32, (len(rows), rows.sets[0].dim))
-    for start, vectors in rows.unit_chunks():
-        written[places[start : start + len(vectors)]] = vectors
-    written.flush()
-    del written
-    save_array(aside / "ids.npy", rows.ids[order])
-    save_array(aside / "labels.npy", rows.labels[order])
-    save_strings(aside, "keys", (rows.key(row) for row in order))
+    _write_vectors(path, rows, last)
+    save_array(aside / "ids.npy", np.concatenate([rows.ids[~last], rows.ids[last]]))
+    save_array(aside / "labels.npy", np.concatenate([rows.labels[~last], rows.labels[last]]))
+    order = chain(np.flatnonzero(~last), held)
+    save_strings(aside, "keys", (rows.key(int(row)) for row in order))
     save_strings(aside, "class_names", rows.class_names)
     mapped: Float32 = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 
+
+def _write_vectors(path: Path, rows: Gathered, last: npt.NDArray[np.bool_]) -> None:
+    """Write the rows chunk by chunk, those that are ``last`` (N,) at the end; a map's pages would stay in memory."""
+    dim = rows.sets[0].dim
+    with path.open("wb") as file:
+        header = {"descr": "<f4", "fortran_order": False, "shape": (len(rows), dim)}
+        np.lib.format.write_array_header_1_0(file, header)
+        held = []
+        for start, vectors in rows.unit_chunks():
+            apart = last[start : start + len(vectors)]
+            file.write(np.ascontiguousarray(vectors[~apart], dtype="<f4").data)
+            held.append(vectors[apart])
+        file.write(np.concatenate(held).astype("<f4").data)

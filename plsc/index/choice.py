@@ -10,6 +10,7 @@ import numpy as np
 from plsc.index import approximate
 from plsc.index.exact import Float32
 from plsc.index.exact_search import ExactSearch
+from plsc.index.memory import UncopiedSearch, Within
 from plsc.index.planner import KINDS, TIMED_QUERIES, Tuned, first_within, milliseconds, tuned
 from plsc.index.recall import Recall, Target, oracle, recall_of
 
@@ -18,7 +19,8 @@ ORACLE_QUERIES = 100  # queries that check the exact search against float64
 
 @dataclass(frozen=True)
 class Wish:
-    """What was asked for: ``kind`` if nothing else may be chosen, a recall, the latency of a single query or None."""
+    """What was asked for: ``kind`` if nothing else may be chosen, a recall, the latency of a single query or None, and
+    how much memory building may take (None: as it comes)."""
 
     kind: approximate.Kind
     may_choose: bool
@@ -26,6 +28,7 @@ class Wish:
     latency_ms: float | None
     seed: int
     quiet: bool
+    within: Within | None = None
 
 
 def choose(vectors: Float32, held: int, wish: Wish, file: Path) -> dict[str, Any]:
@@ -39,7 +42,7 @@ def choose(vectors: Float32, held: int, wish: Wish, file: Path) -> dict[str, Any
     if wish.kind == "exact":
         return _exact(vectors, wish)
     base, queries = vectors[: len(vectors) - held], np.array(vectors[len(vectors) - held :])
-    exact = ExactSearch(base)
+    exact = _exact_search(base, wish.within)
     truth = exact.search(queries, 10)[0]
     slow = milliseconds(exact.search, queries)
     best = _best(base, queries, truth, wish, slow)
@@ -59,34 +62,41 @@ def choose(vectors: Float32, held: int, wish: Wish, file: Path) -> dict[str, Any
     }
 
 
-def exact_recall(vectors: Float32, seed: int = 0) -> Recall:
+def exact_recall(vectors: Float32, seed: int = 0, within: Within | None = None) -> Recall:
     """The exact search's recall on 100 of its own rows (themselves not counted) against float64 numpy: 1, or
     it is broken."""
     count = min(ORACLE_QUERIES, len(vectors))
     chosen = np.sort(np.random.default_rng(seed).choice(len(vectors), count, replace=False))
     queries = vectors[chosen]
-    found, truth = ExactSearch(vectors).search(queries, 11)[0], oracle(queries, vectors, 11)
+    found, truth = _exact_search(vectors, within).search(queries, 11)[0], oracle(queries, vectors, 11)
     return recall_of(found[:, 1:], truth[:, 1:].astype(np.float32))
 
 
 def _best(base: Float32, queries: Float32, truth: Float32, wish: Wish, slow: float) -> Tuned | None:
     """The structure to use; None for none."""
     if wish.latency_ms is None or not wish.may_choose:
-        return tuned(wish.kind, base, queries, truth, wish.target, wish.seed, quiet=wish.quiet)
+        return tuned(wish.kind, base, queries, truth, wish.target, wish.seed, quiet=wish.quiet, within=wish.within)
     if slow <= wish.latency_ms:
         return None
-    return first_within(wish.latency_ms, KINDS, base, queries, truth, wish.target, wish.seed, quiet=wish.quiet)
+    return first_within(
+        wish.latency_ms, KINDS, base, queries, truth, wish.target, wish.seed, quiet=wish.quiet, within=wish.within
+    )
 
 
 def _exact(vectors: Float32, wish: Wish) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if wish.latency_ms is not None:
-        search = ExactSearch(vectors)
+        search = _exact_search(vectors, wish.within)
         search.search(vectors[: 2 * TIMED_QUERIES], 1)  # as a service has it: with the copy made
         slow = milliseconds(search.search, vectors[:TIMED_QUERIES])
         more = _latency(wish, slow, slow)
-    recall = exact_recall(vectors, wish.seed).as_json()
+    recall = exact_recall(vectors, wish.seed, wish.within).as_json()
     return {"kind": "exact", "held_out": 0, "parameters": {}, "recall": recall, **more}
+
+
+def _exact_search(vectors: Float32, within: Within | None) -> ExactSearch | UncopiedSearch:
+    """The exact search, without its copy of the rows where that takes too much memory."""
+    return ExactSearch(vectors) if within is None or 2 * vectors.size <= within.left else UncopiedSearch(vectors)
 
 
 def _latency(wish: Wish, exact: float, chosen: float) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def _latency(wish: Wish, exact: float, chosen: float) -> dict[str, Any]:
     return {"latency": {"asked_ms": wish.latency_ms, "exact_ms": round(exact, 4), "ms": round(chosen, 4)}}
 
 
-def _speed_over_exact(structure: Any, queries: Float32, exact: ExactSearch) -> float:
+def _speed_over_exact(structure: Any, queries: Float32, exact: ExactSearch | UncopiedSearch) -> float:
     """How many times as fast as brute force single queries are; in turns, so that a busy machine slows both."""
     seconds = np.zeros(2)
     for query in queries[:, None, :]:

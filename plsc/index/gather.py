@@ -10,7 +10,7 @@ from plsc.embed.embedding_set import ChainedStrings, EmbeddingSet, same_contract
 from plsc.errors import DataError, UsageError
 from plsc.index.exact import Float32, Int64
 
-CHUNK = 65536
+_NUMBERS = 1 << 18  # of the rows read at once
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Gathered:
         """Pairs (first row, vectors (n, D) float32 of length 1) that cover all rows in order."""
         row, begin = 0, 0
         for source in self.sets:
-            for start in range(0, len(source), CHUNK):
-                stop = min(start + CHUNK, len(source))
+            for start, stop in _chunks(source):
                 last = int(np.searchsorted(self.source_rows, begin + stop))
                 if last > row:
                     vectors = source.rows(start, stop)[self.source_rows[row:last] - begin - start].astype(
@@ -96,14 +95,19 @@ def _searchable(source: EmbeddingSet, left_out: dict[str, int]) -> npt.NDArray[n
     mask = np.ones(len(source), dtype=bool)
     mask[list(source.errors)] = False
     left_out["error"] += len(source.errors)
-    for start in range(0, len(source), CHUNK):
-        stop = min(start + CHUNK, len(source))
+    for start, stop in _chunks(source):
         asked = mask[start:stop].copy()
         finite, usable = searchable(source.rows(start, stop))
         left_out["not_finite"] += int((asked & ~finite).sum())
         left_out["zero"] += int((asked & finite & ~usable).sum())
         mask[start:stop] &= usable
     return mask
+
+
+def _chunks(source: EmbeddingSet) -> Iterator[tuple[int, int]]:
+    together = max(1, _NUMBERS // max(1, source.dim))
+    for start in range(0, len(source), together):
+        yield start, min(start + together, len(source))
 
 
 def _unique_ids(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[int]]:

@@ -6,6 +6,7 @@
       ids.npy, labels.npy   (N,) int64; labels into class_names, -1 for none
       keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embed.columns)
       index.faiss           kinds ivf, hnsw and pq: the approximate structure over the first N − held_out rows
+      index.ivfdata         its cells, where they were larger than the memory allowed; searching maps them
 
 ``exact`` searches vectors.npy itself, or a bfloat16 copy of it in memory where that is faster. For the others a few
 real rows are kept out of the structure for good and searched by brute force beside it: the recall can so be measured
@@ -27,6 +28,7 @@ from plsc.files import verify_files
 from plsc.index import approximate
 from plsc.index.exact import Float32, Int64, best_of, nearest, unit_rows
 from plsc.index.exact_search import ExactSearch
+from plsc.index.on_disk import LISTS_FILE, settle
 
 FORMAT = "plsc index"
 VERSION = 1
@@ -66,7 +68,7 @@ class Index:
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
         described = self.manifest["files"]
         verify_files(
-            self.folder, described if verify else {k: v for k, v in described.items() if k == FAISS_FILE}
+            self.folder, described if verify else {k: v for k, v in described.items() if k in (FAISS_FILE, LISTS_FILE)}
         )
         rows = self.manifest["rows"]
         self.kind: approximate.Kind = self.manifest["kind"]
@@ -84,6 +86,7 @@ class Index:
             self.structure = approximate.load(
                 self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base
             )
+            settle(self.structure)
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = True) -> "Index":
@@ -100,6 +103,7 @@ class Index:
         recall: float = 0.99,
         recall_at: int = 10,
         latency_ms: float | None = None,
+        memory: int | None = None,
         seed: int = 0,
         quiet: bool = False,
     ) -> "Index":
@@ -107,8 +111,8 @@ class Index:
         from plsc.index.build import build
 
         build(
-            sets, Path(folder), kind=kind, recall=recall, recall_at=recall_at, latency_ms=latency_ms, seed=seed,
-            quiet=quiet,
+            sets, Path(folder), kind=kind, recall=recall, recall_at=recall_at, latency_ms=latency_ms, memory=memory,
+            seed=seed, quiet=quiet,
         )  # fmt: skip
         return cls(folder, verify=False)
 

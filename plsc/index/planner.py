@@ -12,6 +12,8 @@ from plsc.errors import UsageError
 from plsc.index import approximate
 from plsc.index.approximate_search import ApproximateSearch, Searcher
 from plsc.index.exact import Float32, Int64
+from plsc.index.memory import Within
+from plsc.index.on_disk import built
 from plsc.index.recall import Recall, Target, choose_held_out
 from plsc.index.row_source import RowSource
 
@@ -64,13 +66,14 @@ def milliseconds(search: Search, queries: Float32, k: int = 10) -> float:
 
 def tuned(
     kind: approximate.Kind, base: approximate.Base, queries: Float32, truth: Float32, target: Target, seed: int, *,
-    quiet: bool,
+    quiet: bool, within: Within | None = None,
 ) -> Tuned:
     """Build ``kind`` over ``base`` (N, D) and tune it on ``queries`` (Q, D) to ``target``.
 
-    truth: (Q, <=10) exact scores of the same rows. Raises :class:`UsageError` where no effort reaches the recall.
+    truth: (Q, <=10) exact scores of the same rows. ``within`` limits the memory. Raises
+    :class:`UsageError` where no effort reaches the recall, or the kind needs more memory.
     """
-    structure = approximate.train_and_add(kind, base, seed, quiet=quiet)
+    structure = built(kind, base, seed, within, quiet=quiet)
     effort, recall = approximate.tune(structure, kind, queries, truth, target)
     taken = milliseconds(lambda some, k: approximate.found(structure, some, k), queries)
     return Tuned(structure, kind, effort, recall, taken)
@@ -78,7 +81,7 @@ def tuned(
 
 def first_within(
     latency_ms: float, kinds: Sequence[approximate.Kind], base: approximate.Base, queries: Float32,
-    truth: Float32, target: Target, seed: int, *, quiet: bool,
+    truth: Float32, target: Target, seed: int, *, quiet: bool, within: Within | None = None,
 ) -> Tuned | None:
     """The first of ``kinds`` whose single query takes at most ``latency_ms``, else the fastest of them.
 
@@ -89,8 +92,8 @@ def first_within(
         if len(base) < approximate.LEAST_ROWS[kind]:
             continue
         try:
-            tried.append(tuned(kind, base, queries, truth, target, seed, quiet=quiet))
-        except UsageError:  # its recall stays too low
+            tried.append(tuned(kind, base, queries, truth, target, seed, quiet=quiet, within=within))
+        except UsageError:  # its recall stays too low, or it does not fit
             continue
         if tried[-1].milliseconds <= latency_ms:
             break

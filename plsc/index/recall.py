@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from plsc.index.exact import Float32, Int64
 
+_NUMBERS = 1 << 18  # of the rows compared at once
 TIE = 1e-6  # scores this close are the same neighbour as good: duplicates of an image are interchangeable
 
 
@@ -79,8 +80,9 @@ def oracle(queries: Float32, base: Float32, k: int) -> npt.NDArray[np.float64]:
     """The ``k`` best inner products (Q, min(k, N)), best first, in float64 numpy: slow, and independent of
     faiss."""
     best = np.full((len(queries), 0), -np.inf)
-    for start in range(0, len(base), 65536):
-        scores = queries.astype(np.float64) @ base[start : start + 65536].astype(np.float64).T
+    together = max(1, _NUMBERS // max(1, base.shape[1]))
+    for start in range(0, len(base), together):
+        scores = queries.astype(np.float64) @ base[start : start + together].astype(np.float64).T
         best = np.concatenate([best, scores], axis=1)
         best = -np.partition(-best, min(k, best.shape[1]) - 1, axis=1)[:, :k]
     return -np.sort(-best, axis=1)
