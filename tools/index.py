@@ -3,6 +3,7 @@
   plsc index build photos.emb --out photos.idx
   plsc index search photos.idx --query someone.jpg --k 5
   plsc index search photos.idx --query others.emb --json matches.json
+  plsc index search staff --server http://127.0.0.1:8080 --query someone.jpg
   plsc index check photos.idx
 
 Scores are cosines: 1 is the same picture, near 0 is strangers. Up to 200,000 rows the search is exact; above,
@@ -11,6 +12,7 @@ for. With --latency-ms it is measured whether the exact search takes longer than
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,13 +56,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
     )
     search = _action(actions, "search", "find what is most like an image or the rows of an embedding set")
-    search.add_argument("index", type=Path, metavar="IDX")
+    search.add_argument("index", type=Path, metavar="IDX", help="an index, or with --server a collection's name")
     search.add_argument(
         "--query", required=True, metavar="IMAGE|DIR|EMB", help="image, folder of images, or embedding set"
     )
     search.add_argument("--k", type=int, default=10, metavar="N", help="matches for each query (10)")
     search.add_argument(
         "--model", metavar="MODEL", help="embeds image queries (default: the model that the index remembers)"
+    )
+    search.add_argument("--server", metavar="URL", help="search a collection of a running plsc serve")
+    search.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)"
     )
     check = _action(actions, "check", "verify every file, and measure the recall again")
     check.add_argument("index", type=Path, metavar="IDX")
@@ -143,20 +149,39 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.k < 1:
         raise UsageError(f"--k {args.k}: at least one neighbour must be asked for")
+    if args.server is not None:
+        return _search_service(args)
     index = Index.open(args.index)
     queries = answer(index, open_queries(index, args.query, args.model), args.k)
-    for query in queries[:PRINTED]:
-        _print_matches(query)
-    if len(queries) > PRINTED:
-        print(f"… and {len(queries) - PRINTED:,} queries more: --json FILE writes all")
+    _print_queries(queries, "class", "key")
     return {"index": str(args.index), "kind": index.kind, "k": args.k, "queries": queries}
 
 
-def _print_matches(query: dict[str, Any]) -> None:
-    print(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
-    for place, match in enumerate(query["matches"], start=1):
-        name = "" if match["class"] is None else match["class"]
-        print(f"  {place:>3}  {match['score']:>7.4f}  {name:<20}  {match['key']}")
+def _search_service(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.client import Client
+    from plsc.data.decode import read_bytes
+    from plsc.index.remote import search_service
+
+    if args.model is not None:
+        raise UsageError("--model is the server's own with --server; leave it out")
+    token = os.environ.get("PLSC_TOKEN")
+    if args.token_file is not None:
+        token = read_bytes(args.token_file).decode("utf-8", errors="replace").strip()
+    with Client(args.server, token) as client:
+        queries = search_service(client, str(args.index), args.query, args.k)
+    _print_queries(queries, "name", "person")
+    return {"server": args.server, "collection": str(args.index), "k": args.k, "queries": queries}
+
+
+def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:
+    """The first queries' matches; ``name`` and ``key`` say what of a match is shown."""
+    for query in queries[:PRINTED]:
+        print(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
+        for place, match in enumerate(query["matches"], start=1):
+            shown = "" if match[name] is None else match[name]
+            print(f"  {place:>3}  {match['score']:>7.4f}  {shown:<20}  {match[key]}")
+    if len(queries) > PRINTED:
+        print(f"… and {len(queries) - PRINTED:,} queries more: --json FILE writes all")
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:

@@ -56,6 +56,11 @@ def open_images(
     return AlignedImages(pictures, locator(pictures, landmarks, detector), image_size)
 
 
+def open_pictures(source: str | Path) -> ImageDataset:
+    """Open what :func:`open_images` opens, every picture in the size that it has."""
+    return _open(source, None)
+
+
 def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None) -> Locator:
     """What finds the faces of ``pictures``: the file of ``landmarks``, or the ``detector`` where that is None."""
     if landmarks is not None:
