@@ -1,0 +1,469 @@
+"""What only the store in a folder has: bases, compaction, one owner, files that forget, copies."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import plsc.gallery.searched
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embed.set_writer import write_embedding_set
+from plsc.errors import ConflictError, DataError, UsageError
+from plsc.gallery.contract import NewPerson, Person
+from plsc.gallery.filters import Filter
+from plsc.gallery.open import open_store
+from plsc.gallery.snapshot import IDS_SKIPPED, restore
+from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.transfer import export_set, import_set
+
+DIM, MODEL, GALLERY = 16, "a model", "people"
+Float32 = npt.NDArray[np.float32]
+
+
+def faces(count: int, seed: int = 0) -> Float32:
+    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+
+
+def open_people(folder: Path, **options: Any) -> SqliteStore:
+    store = SqliteStore(folder, **options)
+    if not store.collections():
+        store.create_collection(GALLERY, DIM, MODEL)
+    return store
+
+
+def enrol(store: SqliteStore, vectors: Float32, **metadata: Any) -> list[Person]:
+    new = [NewPerson(vector[None], f"p{n}", {"n": n, **metadata}) for n, vector in enumerate(vectors)]
+    return store.add_persons(GALLERY, new, MODEL)
+
+
+def stored_bytes(store: SqliteStore, person: Person) -> list[bytes]:
+    return [vector.tobytes() for vector in store.vectors(GALLERY, person.id)]
+
+
+def bfloat16(vector: bytes) -> bytes:
+    """The upper halves, rounded to nearest even: how a bf16 copy would look."""
+    bits = np.frombuffer(vector, dtype=np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
+
+
+def places_of(folder: Path, needles: list[bytes]) -> list[str]:
+    """The files below ``folder`` that hold one of (a hundred of) ``needles``, or part of it, or it in bfloat16."""
+    some = needles[:: 1 + len(needles) // 100]
+    parts = [part for needle in some for part in (needle[:24], needle[-24:], bfloat16(needle))]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return [path.name for path in files if any(part in path.read_bytes() for part in parts)]
+
+
+# --- forgetting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dim", [DIM, 5000])  # 5,000: a vector is longer than a page
+def test_deleted_vectors_are_in_no_file_after_a_compaction(tmp_path: Path, dim: int) -> None:
+    store = SqliteStore(tmp_path / "store")
+    store.create_collection(GALLERY, dim, MODEL)
+    generator = np.random.default_rng(3)
+    count, most = (60, 30) if dim == DIM else (40, 3)
+    made: list[Person] = []
+    for _ in range(2):
+        new = [NewPerson(generator.standard_normal((n % most, dim))) for n in range(count)]
+        made += store.add_persons(GALLERY, new, MODEL)
+        store.compact()
+    made += store.add_persons(GALLERY, [NewPerson(generator.standard_normal((2, dim))) for _ in range(9)], MODEL)
+    gone: list[bytes] = []
+    for person in generator.permutation(np.array(made, dtype=object))[:count]:
+        gone += stored_bytes(store, person)
+        store.delete_person(GALLERY, person.id)
+    survivor = next(one for one in store.persons(GALLERY) if len(one.faces) == 2)
+    gone.append(stored_bytes(store, survivor)[0])
+    store.delete_face(GALLERY, survivor.id, survivor.faces[0])
+    assert places_of(store.folder, gone), "the search for bytes finds nothing anywhere"
+    assert store.check()["forgotten"] == len(gone)
+    store.compact()
+    assert places_of(store.folder, gone) == []
+    assert store.check()["forgotten"] == 0
+    kept = [part for one in store.persons(GALLERY, limit=999) for part in stored_bytes(store, one)]
+    assert set(places_of(store.folder, kept[:1])) == {"gallery.sqlite", "vectors.npy"}
+    store.close()
+    assert places_of(store.folder, gone) == []
+
+
+def test_a_deleted_collection_leaves_no_bytes(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    made = enrol(store, faces(50))
+    gone = [part for one in made for part in stored_bytes(store, one)]
+    store.compact()
+    store.delete_collection(GALLERY)
+    store.compact()
+    assert places_of(store.folder, gone) == []
+    assert store.check()["forgotten"] == 0
+    assert not list((store.folder / "collections").rglob("*.npy"))
+    store.close()
+
+
+def test_rows_that_were_overwritten_give_their_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plsc.gallery.compaction._LEAST_ERASED", 100)
+    store = open_people(tmp_path / "store")
+    made = store.add_persons(GALLERY, [NewPerson(faces(200, n)) for n in range(20)], MODEL)
+    store.compact()
+    former = (store.folder / "gallery.sqlite").stat().st_size
+    gone = [part for one in made[:15] for part in stored_bytes(store, one)]
+    for person in made[:15]:
+        store.delete_person(GALLERY, person.id)
+    store.compact()
+    assert (store.folder / "gallery.sqlite").stat().st_size < former
+    assert places_of(store.folder, gone) == []
+    assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[15:]]
+    store.check()
+    store.close()
+
+
+def test_snapshots_hold_nothing_that_was_deleted_before_and_the_check_counts_what_was_deleted_since(
+    tmp_path: Path,
+) -> None:
+    store = open_people(tmp_path / "store")
+    made = enrol(store, faces(40))
+    before, since = stored_bytes(store, made[0]), stored_bytes(store, made[1])
+    store.compact()
+    store.delete_person(GALLERY, made[0].id)
+    store.snapshot(store.folder / "snapshots" / "one")
+    store.delete_person(GALLERY, made[1].id)
+    store.compact()
+    assert places_of(store.folder, before) == []
+    assert places_of(store.folder / "snapshots", since)
+    checked = store.check()
+    assert (checked["snapshots"], checked["forgotten_in_snapshots"]) == (1, 1)
+    store.close()
+
+
+# --- bases and deltas ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_any_mixture_of_changes_and_compactions_searches_as_one_scan(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("mixed") / "store"
+    store = open_people(folder, precision=data.draw(st.sampled_from(["bf16", "fp32"])))
+    known: dict[int, tuple[int, Float32, int]] = {}  # face: person, direction, n
+    seeds = itertools.count(data.draw(st.integers(0, 10**6)))
+    for step in data.draw(st.lists(st.sampled_from(["enrol", "face", "delete", "compact", "open", "search"]),
+                                   max_size=14)):  # fmt: skip
+        if step == "enrol":
+            for person in enrol(store, faces(5, next(seeds))):
+                n = person.metadata["n"]
+                known[person.faces[0]] = (person.id, store.vectors(GALLERY, person.id)[0], int(n))
+        elif step == "face" and known:
+            person_id, vector, n = data.draw(st.sampled_from(list(known.values())))
+            near = vector + 0.1 * faces(1, next(seeds))[0]
+            (face,) = store.add_faces(GALLERY, person_id, near[None], MODEL)
+            known[face] = (person_id, near / np.linalg.norm(near), n)
+        elif step == "delete" and known:
+            face = data.draw(st.sampled_from(list(known)))
+            store.delete_face(GALLERY, known.pop(face)[0], face)
+        elif step == "compact":
+            store.compact(GALLERY)
+        elif step == "open":
+            store.close()
+            store = SqliteStore(folder)
+        else:
+            check_search(store, known, data.draw(st.integers(1, 8)), next(seeds))
+    check_search(store, known, 3, 1)
+    store.close()
+
+
+def check_search(store: SqliteStore, known: dict[int, tuple[int, Float32, int]], k: int, seed: int) -> None:
+    """Against a float64 scan, with and without a filter."""
+    queries = faces(3, seed)
+    for where in (None, Filter.parse({"n": {"gte": 2}})):
+        answers = store.search(GALLERY, queries, k=k, where=where)
+        for query, answer in zip(queries.astype(np.float64), answers, strict=True):
+            best: dict[int, float] = {}
+            for person, vector, n in known.values():
+                if where is None or n >= 2:
+                    best[person] = max(best.get(person, -2.0), float(vector @ query) / float(np.linalg.norm(query)))
+            expected = sorted(best.values(), reverse=True)[:k]
+            np.testing.assert_allclose([match.score for match in answer], expected, atol=2e-6)
+            for match in answer:
+                assert known[match.face][0] == match.person
+
+
+def test_compaction_in_the_background_keeps_what_is_written_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plsc.gallery.searched, "LEAST_DELTA", 50)
+    store = open_people(tmp_path / "store")
+    done = threading.Event()
+    broken: list[str] = []
+    vectors = faces(900)
+
+    def look() -> None:
+        while not done.is_set():
+            rows = store.statistics()[GALLERY]["rows"]
+            found = store.search(GALLERY, vectors[:4], k=1)
+            if rows >= 100 and [match.score > 0.999 for answer in found for match in answer] != [True] * 4:
+                broken.append(str(found))
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    made: list[Person] = []
+    for start in range(0, 900, 20):
+        made += enrol(store, vectors[start : start + 20])
+        if start >= 100:
+            store.delete_person(GALLERY, made.pop(5).id)
+    done.set()
+    watcher.join()
+    assert broken == []
+    store.close()
+    store = SqliteStore(tmp_path / "store")
+    assert store.statistics()[GALLERY]["base"] > 100, "no compaction ran"
+    assert [one.id for one in store.persons(GALLERY, limit=9999)] == sorted(one.id for one in made)
+    answers = store.search(GALLERY, vectors, k=1)
+    alive = {one.id for one in made}
+    assert sum(answer[0].person in alive and answer[0].score > 0.999 for answer in answers) == len(made)
+    store.check()
+    store.close()
+
+
+def test_a_search_under_way_keeps_its_view_when_a_base_is_replaced(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    made = enrol(store, faces(30))
+    store.compact()
+    searched = store._searched[GALLERY]
+    view = searched.view
+    store.delete_person(GALLERY, made[0].id)
+    store.compact()
+    scores, found, _ = view.nearest(faces(1), 1, view.allowed(None))
+    assert found[0, 0] == made[0].faces[0]
+    assert scores[0, 0] > 0
+    assert store.search(GALLERY, faces(1), k=1)[0][0].person != made[0].id
+    store.close()
+
+
+def test_a_filter_is_remembered_only_while_nothing_changes(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    one, other = enrol(store, faces(2), on=True)
+    truth, number = Filter.parse({"on": True}), Filter.parse({"on": 1})
+    for _ in range(2):
+        assert len(store.search(GALLERY, faces(1), where=truth)[0]) == 2
+        assert store.search(GALLERY, faces(1), where=number) == [[]], "1 is not true"
+    store.update_person(GALLERY, one.id, metadata={"on": 1})
+    assert [match.person for match in store.search(GALLERY, faces(1), where=truth)[0]] == [other.id]
+    assert [match.person for match in store.search(GALLERY, faces(1), where=number)[0]] == [one.id]
+    store.close()
+
+
+def test_a_thousand_faces_of_one_person_hide_nobody(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    centre = faces(1)
+    crowd = centre + 0.01 * faces(1000, 1)
+    store.add_persons(GALLERY, [NewPerson(crowd[:500])], MODEL)
+    store.compact()
+    (first,) = store.persons(GALLERY)
+    store.add_faces(GALLERY, first.id, crowd[500:], MODEL)
+    others = enrol(store, faces(20, 2))
+    found = store.search(GALLERY, centre, k=21)[0]
+    assert found[0].person == first.id
+    assert {match.person for match in found} == {first.id, *(one.id for one in others)}
+    store.close()
+
+
+# --- whose store it is -----------------------------------------------------------------------------------------------
+
+
+def test_one_process_has_a_store_and_the_other_is_told_which(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    with pytest.raises(ConflictError, match=f"process {os.getpid()}"):
+        SqliteStore(tmp_path / "store")
+    code = f"from plsc.gallery.open import open_store; open_store({str(tmp_path / 'store')!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert f"in use by process {os.getpid()}" in done.stderr
+    store.close()
+    open_people(tmp_path / "store").close()
+
+
+def test_other_folders_and_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "photo.jpg").write_bytes(b"x")
+    with pytest.raises(UsageError, match="not empty"):
+        open_store(tmp_path / "full")
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["photo.jpg"]
+    with pytest.raises(UsageError, match="is a file"):
+        open_store(tmp_path / "full" / "photo.jpg")
+    with pytest.raises(UsageError, match="no store is named"):
+        open_store("")
+    import sqlite3
+
+    (tmp_path / "other").mkdir()
+    connection = sqlite3.connect(tmp_path / "other" / "gallery.sqlite")
+    connection.execute("CREATE TABLE mine (x)")
+    connection.close()
+    with pytest.raises(DataError, match="no gallery"):
+        open_store(tmp_path / "other")
+    store = open_people(tmp_path / "store")
+    store.close()
+    connection = sqlite3.connect(tmp_path / "store" / "gallery.sqlite")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(DataError, match="version 99"):
+        open_store(tmp_path / "store")
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    store.close()
+    with pytest.raises(UsageError, match="is closed"):
+        store.persons(GALLERY)
+    with pytest.raises(UsageError, match="is closed"):
+        enrol(store, faces(1))
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    enrol(store, faces(10))
+    store.compact()
+    store.close()
+    collections = tmp_path / "store" / "collections"
+    for left in ("1/.base-2.tmp", "1/base-2", "9/base-1"):
+        (collections / left).mkdir(parents=True)
+        (collections / left / "vectors.npy").write_bytes(b"half")
+    store = SqliteStore(tmp_path / "store")
+    assert sorted(str(path.relative_to(collections)) for path in collections.glob("*/*")) == ["1/base-1"]
+    assert not (collections / "9").exists()
+    store.close()
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def content(store: SqliteStore) -> dict[str, Any]:
+    return {
+        about.name: (about, [(one, stored_bytes(store, one)) for one in store.persons(about.name, limit=10**6)])
+        for about in store.collections()
+    }
+
+
+def test_a_snapshot_becomes_the_same_store_which_gives_no_id_twice(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    made = enrol(store, faces(40), city="Bern")
+    store.compact()
+    store.delete_person(GALLERY, made[3].id)
+    store.snapshot(tmp_path / "copies" / "one")
+    expected = content(store)
+    later = enrol(store, faces(3, 9))
+    with pytest.raises(ConflictError):
+        store.snapshot(tmp_path / "copies" / "one")
+    store.close()
+    told = restore(tmp_path / "copies" / "one", tmp_path / "new")
+    assert [(one["name"], one["faces"]) for one in told["collections"]] == [(GALLERY, 39)]
+    again = SqliteStore(tmp_path / "new")
+    assert content(again) == expected
+    again.check()
+    (new,) = enrol(again, faces(1))
+    assert new.id > IDS_SKIPPED
+    assert new.faces[0] > IDS_SKIPPED
+    assert new.id not in {one.id for one in later}
+    again.close()
+    with pytest.raises(ConflictError):
+        restore(tmp_path / "copies" / "one", tmp_path / "new")
+    with pytest.raises(UsageError, match="is a snapshot"):
+        SqliteStore(tmp_path / "copies" / "one")
+    with pytest.raises(UsageError, match="no snapshot"):
+        restore(tmp_path / "nowhere", tmp_path / "other")
+
+
+def test_a_snapshot_taken_while_persons_come_is_of_one_moment(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    stop = threading.Event()
+
+    def come() -> None:
+        while not stop.is_set():
+            store.add_persons(GALLERY, [NewPerson(faces(2)), NewPerson(faces(1))], MODEL)
+
+    thread = threading.Thread(target=come)
+    thread.start()
+    for place in range(3):
+        store.snapshot(tmp_path / str(place))
+    stop.set()
+    thread.join()
+    store.close()
+    for place in range(3):
+        restore(tmp_path / str(place), tmp_path / f"store{place}")
+        again = SqliteStore(tmp_path / f"store{place}")
+        about = again.collection(GALLERY)
+        assert about.persons % 2 == 0
+        assert about.faces == about.persons // 2 * 3
+        again.check()
+        again.close()
+
+
+def test_an_export_comes_back_as_it_was(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    metadata = [{"age": 3, "of": 0.1, "on": True}, {}, {"ü": "🙂"}, {}, {}]
+    names = ["Ann", "Ann", None, "", "Bo"]
+    given = [NewPerson(faces(n, n), name, about) for n, (name, about) in enumerate(zip(names, metadata, strict=True))]
+    made = store.add_persons(GALLERY, given, MODEL)
+    written = export_set(store, GALLERY, tmp_path / "set", quiet=True)
+    written.verify()
+    assert written.ids.tolist() == [face for one in made for face in one.faces]
+    assert next(iter(written.keys)) == f"person/{made[1].id}/face/{made[1].faces[0]}"
+    assert len(set(written.class_names)) == len(made)
+    assert list(written.class_names)[4] == "Bo"
+    told = import_set(store, "again", tmp_path / "set", quiet=True)
+    assert told == {"persons": 5, "faces": 10, "left_out": 0}
+    for one, two in zip(made, store.persons("again"), strict=True):
+        assert (one.name, one.metadata) == (two.name, two.metadata)
+        assert stored_bytes(store, one) == [part.tobytes() for part in store.vectors("again", two.id)]
+    with pytest.raises(ConflictError, match="exists already"):
+        export_set(store, GALLERY, tmp_path / "set")
+    store.close()
+
+
+def test_any_embedding_set_can_be_enrolled(tmp_path: Path) -> None:
+    vectors = faces(9)
+    vectors[4] = 0
+    vectors[5, 3] = np.nan
+    labels = np.array([1, 0, 1, -1, 0, 1, -1, 2, 1])
+    written = write_embedding_set(
+        tmp_path / "set", vectors, contract_id=MODEL, labels=labels, class_names=["Ann", "Bo", "Cy", "Di"],
+        keys=[f"photo-{n}" for n in range(9)], errors={7: "no image"},
+    )  # fmt: skip
+    store = SqliteStore(tmp_path / "store")
+    told = import_set(store, GALLERY, written, quiet=True)
+    assert told == {"persons": 4, "faces": 6, "left_out": 3}
+    found = store.persons(GALLERY)
+    assert [(one.name, one.metadata, len(one.faces)) for one in found] == [
+        ("Ann", {}, 1), ("Bo", {}, 3), (None, {"key": "photo-3"}, 1), (None, {"key": "photo-6"}, 1)
+    ]  # fmt: skip
+    assert store.search(GALLERY, vectors[8:], k=1)[0][0].person == found[1].id
+    store.create_collection("others", DIM, "another model")
+    with pytest.raises(ConflictError, match="another model"):
+        import_set(store, "others", tmp_path / "set")
+    store.close()
+
+
+def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_embedding_set(tmp_path / "set", faces(10), contract_id=MODEL)
+    monkeypatch.setattr("plsc.gallery.transfer._FACES_TOGETHER", 4)
+    store = SqliteStore(tmp_path / "store")
+    add, calls = store.add_persons, itertools.count()
+
+    def fail_later(*arguments: Any) -> list[Person]:
+        if next(calls) == 2:
+            raise DataError("enough")
+        return add(*arguments)
+
+    monkeypatch.setattr(store, "add_persons", fail_later)
+    with pytest.raises(DataError, match="enough"):
+        import_set(store, GALLERY, EmbeddingSet(tmp_path / "set"), quiet=True)
+    assert store.collections() == []
+    store.close()
