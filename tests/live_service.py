@@ -15,10 +15,10 @@ import httpx
 import numpy as np
 import torch
 from PIL import Image
-from plsc.gallery.open import open_store
 
 from plsc.embed.embedder import Embedder
 from plsc.embed.preprocessing import Preprocessing
+from plsc.gallery.open import open_store
 from plsc.serve.metrics import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service
@@ -45,9 +45,9 @@ class Linear:
         return images_u8.flatten(1).float() @ self.weight / 255
 
 
-def linear_embedder() -> Embedder:
+def linear_embedder(source: str = "models/linear.safetensors") -> Embedder:
     """The model that all live services have."""
-    return Embedder(Linear(), "models/linear.safetensors")
+    return Embedder(Linear(), source)
 
 
 @dataclass
@@ -72,15 +72,17 @@ class Live:
 
 
 @contextmanager
-def live_service(folder: Path, detector: Any = None, **changes: Any) -> Iterator[Live]:
-    """Serve a store in ``folder`` on a free port until the block ends."""
+def live_service(
+    folder: Path, detector: Any = None, source: str = "models/linear.safetensors", **changes: Any
+) -> Iterator[Live]:
+    """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings."""
     given = {"port": 0, "snapshots": folder / "snapshots", "audit": folder / "audit.jsonl", **changes}
     settings = Settings(**given)
     server = Server(settings)
     services: Queue[Service | None] = Queue()
 
     def load(metrics: Metrics) -> Service:
-        return Service(linear_embedder(), open_store(folder / "store"), settings, metrics, detector)
+        return Service(linear_embedder(source), open_store(folder / "store"), settings, metrics, detector)
 
     def serve() -> None:
         try:
