@@ -43,7 +43,7 @@ SAME = 0.9999  # a cosine that only the vector itself has
 FILLER = "filler"
 DISK_MEGABYTES = 48
 LOOKED_FOR = 2000  # deleted vectors
-CROWDED = 4000  # persons on such a disk
+CROWDED = 4000  # persons: half of them are deleted then
 
 Float32 = npt.NDArray[np.float32]
 
@@ -395,7 +395,7 @@ def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) 
             store.close()
         shutil.rmtree(folder / "snapshots", ignore_errors=True)
         print(f"round {number}: {len(ledger.persons)} persons, {ledger.figures}", file=sys.stderr, flush=True)
-        if full_disk and len(ledger.persons) > CROWDED:
+        if len(ledger.persons) > CROWDED:
             thin_out(folder, ledger)
     return {"rounds": rounds, "full_disk": full_disk, **ledger.figures, "persons": len(ledger.persons),
             "deleted_faces": len(ledger.gone_faces), "slowest_opening_seconds": round(slowest, 2),
@@ -415,7 +415,7 @@ def listen(pipe: Connection, ledger: Ledger, kill: Callable[[], None], delay: fl
 
 
 def thin_out(folder: Path, ledger: Ledger) -> None:
-    """Keep a small disk from being full of persons for good."""
+    """Keep the disk from being full of persons for good, and the rounds quick."""
     store = SqliteStore(folder)
     for person in list(ledger.persons)[: len(ledger.persons) // 2]:
         store.delete_person(GALLERY, person)

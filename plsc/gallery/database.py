@@ -144,18 +144,24 @@ def errors_of(path: Path) -> Iterator[None]:
         yield
     except sqlite3.Error as error:
         raise _meaning(error, path) from None
+    except UnicodeDecodeError:  # in SQLite's own message
+        raise _corrupt(path, "its schema is not what was written") from None
 
 
 def damaged(connection: sqlite3.Connection, what: str) -> IntegrityError:
     """The error that names the file of ``connection`` and ``what`` is damaged in it."""
     path = connection.execute("PRAGMA database_list").fetchone()[2]
+    return _corrupt(path, what)
+
+
+def _corrupt(path: Path, what: object) -> IntegrityError:
     return IntegrityError(f"{path} is corrupt: {what}; restore a snapshot with plsc gallery restore")
 
 
 def _meaning(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-        return IntegrityError(f"{path} is corrupt: {error}; restore a snapshot with plsc gallery restore")
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error):
+        return _corrupt(path, error)
     if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN,
                 sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PERM):  # fmt: skip
         return StorageError(f"{path}: {error}; nothing was changed: make room on the disk, or check its permissions")
@@ -189,8 +195,15 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
         raise DataError(f"{path} is no gallery; name another folder")
     elif version != VERSION:
         raise DataError(f"{path} is a gallery of version {version}; this plsc reads version {VERSION}")
+    elif sorted(_statements(connection)) != sorted(SCHEMA):
+        raise damaged(connection, "its schema is not what was written")
     if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise StorageError(f"{path}: this file system does not take a write-ahead log; use a local disk")
+
+
+def _statements(connection: sqlite3.Connection) -> list[str]:
+    rows = connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'")
+    return [row[0] for row in rows]
 
 
 def _create(connection: sqlite3.Connection) -> None:

@@ -40,6 +40,9 @@ def check_store(database: Database, folder: Path) -> dict[str, Any]:
 
 
 def _check_pages(db: sqlite3.Connection) -> None:
+    for table in ("persons", "faces"):
+        if records.last_id(db, table) < (db.execute(f"SELECT max(id) FROM {table}").fetchone()[0] or 0):
+            raise damaged(db, f"ids of {table} were given that it does not know of")
     for pragma in ("integrity_check(1)", "foreign_key_check"):
         rows = db.execute(f"PRAGMA {pragma}").fetchall()
         if rows and rows != [("ok",)]:

@@ -37,7 +37,7 @@ def open_files(folder: Path) -> tuple[StoreLock, Reserve, Database]:
         try:
             return lock, reserve, Database(folder / SQLITE)
         except StorageError:
-            reserve.release()
+            reserve.release_all()
             return lock, reserve, Database(folder / SQLITE)
     except BaseException:
         lock.release()

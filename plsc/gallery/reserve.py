@@ -8,6 +8,7 @@ from plsc.errors import StorageError
 
 RESERVE = "reserve"
 BYTES = 4 << 20  # some deletions' worth of log, and SQLite's own files
+_LEAST_BYTES = 64 << 10  # SQLite's own files alone
 
 
 class Reserve:
@@ -18,19 +19,23 @@ class Reserve:
         self._held = False
 
     def release(self) -> None:
-        """Give the room up, for what must be done on a full disk."""
+        """Give the room up for deletions on a full disk, but for what the next opening needs."""
+        self._held = False
+        with suppress(OSError):
+            os.truncate(self._path, _LEAST_BYTES)
+
+    def release_all(self) -> None:
+        """Give the room up for opening the store on a full disk."""
         self._held = False
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
     def hold(self) -> bool:
-        """Take the room, if it is there; whether it is held."""
+        """Take the room, if it is there; whether it is held. Where there is less, what opening needs is taken."""
         if not self._held:
-            try:
-                self._take()
-                self._held = True
-            except OSError:
-                self.release()
+            self._held = self._take(BYTES)
+            if not self._held:
+                self._take(_LEAST_BYTES)
         return self._held
 
     def require(self) -> None:
@@ -41,9 +46,15 @@ class Reserve:
                 "and everything else when there is room again"
             )
 
-    def _take(self) -> None:
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def _take(self, count: int) -> bool:
         try:
-            os.posix_fallocate(descriptor, 0, BYTES)
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return False
+        try:
+            os.posix_fallocate(descriptor, 0, count)
+        except OSError:
+            return False
         finally:
             os.close(descriptor)
+        return True

@@ -286,6 +286,7 @@ class SqliteStore:
         self._maintenance.close()
         with self._maintaining, self._writing:
             self._database.close()
+            self._reserve.hold()
             self._lock.release()
 
     # --- within ---

@@ -1,0 +1,94 @@
+"""``plsc gallery`` as it is typed."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embed.set_writer import write_embedding_set
+from plsc.gallery.contract import NewPerson
+from plsc.gallery.sqlite_store import SqliteStore
+from plsc.tools.entry import main
+
+
+def gallery(*words: object) -> int:
+    return main(["gallery", *map(str, words)])
+
+
+@pytest.fixture
+def people(tmp_path: Path) -> Path:
+    """An embedding set of three persons and a row without one."""
+    vectors = np.random.default_rng(0).standard_normal((8, 12)).astype(np.float32)
+    labels = np.array([0, 1, 2, 0, 1, 2, 0, -1])
+    write_embedding_set(tmp_path / "people.emb", vectors, contract_id="m", labels=labels, class_names=["A", "B", "C"])
+    return tmp_path / "people.emb"
+
+
+def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, told = tmp_path / "store", tmp_path / "told.json"
+    assert gallery("import", store, "people", people) == 0
+    assert "8 faces of 4 persons enrolled, 0 rows left out" in capsys.readouterr().out
+    opened = SqliteStore(store)
+    opened.delete_person("people", opened.persons("people")[0].id)
+    opened.close()
+    assert gallery("check", store, "--json", told) == 0
+    assert json.loads(told.read_text())["forgotten"] == 3
+    assert gallery("compact", store, "--collection", "people") == 0
+    assert gallery("compact", store) == 0
+    assert gallery("check", store, "--json", told) == 0
+    assert json.loads(told.read_text()) == {"store": str(store), "collections": 1, "persons": 3, "faces": 5,
+                                            "forgotten": 0, "snapshots": 0, "forgotten_in_snapshots": 0}  # fmt: skip
+    capsys.readouterr()
+    assert gallery("snapshot", store, "--out", tmp_path / "copy") == 0
+    assert gallery("check", tmp_path / "copy") == 0
+    assert "a sound snapshot; people: 3 persons, 5 faces" in capsys.readouterr().out
+    assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
+    assert gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", told) == 0
+    assert json.loads(told.read_text()) == {"out": str(tmp_path / "new.emb"), "faces": 5, "persons": 3}
+    assert list(EmbeddingSet(tmp_path / "new.emb", verify=True).class_names)[:2] == ["B", "C"]
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["check", "nowhere"], 2, "there is no store nowhere"),
+        (["check", "."], 2, "there is no store ."),
+        (["compact", "store", "--collection", "others"], 2, "no collection 'others'"),
+        (["snapshot", "store", "--out", "people.emb"], 2, "people.emb exists already"),
+        (["restore", "people.emb", "--store", "new"], 1, "no plsc gallery snapshot"),
+        (["restore", "nowhere", "--store", "new"], 2, "there is no snapshot nowhere"),
+        (["export", "store", "others", "--out", "new"], 2, "no collection 'others'"),
+        (["export", "store", "people", "--out", "people.emb"], 2, "people.emb exists already"),
+        (["import", "store", "people", "nowhere"], 2, "there is no folder nowhere"),
+        (["import", "store", "1 a", "people.emb"], 2, "no collection can be named"),
+        (["import", "people.emb", "people", "people.emb"], 2, "holds no gallery"),
+    ],
+)
+def test_a_wrong_request_gets_one_line(
+    words: list[str], code: int, line: str, tmp_path: Path, people: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    store = SqliteStore("store")
+    store.create_collection("people", 12, "m")
+    store.add_persons("people", [NewPerson(np.eye(12))], "m")
+    store.close()
+    assert gallery(*words) == code
+    told = capsys.readouterr().err.strip()
+    assert line in told
+    assert told.startswith("plsc gallery: error:")
+    assert told.count("\n") == 0
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_damaged_store_gets_one_line(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gallery("import", tmp_path / "store", "people", people) == 0
+    capsys.readouterr()
+    with (tmp_path / "store" / "gallery.sqlite").open("r+b") as file:
+        file.write(b"not what was there")
+    assert gallery("check", tmp_path / "store") == 1
+    told = capsys.readouterr().err
+    assert "gallery.sqlite is corrupt" in told
+    assert told.count("\n") == 1

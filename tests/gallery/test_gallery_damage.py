@@ -1,0 +1,363 @@
+"""A flipped bit, a missing file, a full disk: named, mended where SQLite can mend it, and nothing half done."""
+
+import random
+import resource
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from plsc.errors import IntegrityError, PlscError, StorageError
+from plsc.gallery.contract import NewPerson
+from plsc.gallery.reserve import RESERVE
+from plsc.gallery.snapshot import restore
+from plsc.gallery.sqlite_store import SqliteStore
+
+DIM, MODEL, GALLERY = 16, "a model", "people"
+
+
+def faces(count: int, seed: int = 0) -> npt.NDArray[np.float32]:
+    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed store with a base, a delta, something deleted, and a snapshot."""
+    store = SqliteStore(tmp_path_factory.mktemp("sound") / "store")
+    store.create_collection(GALLERY, DIM, MODEL)
+    new = [NewPerson(vector[None], f"person {n}", {"n": n, "on": True}) for n, vector in enumerate(faces(40))]
+    made = store.add_persons(GALLERY, new, MODEL)
+    store.compact()
+    store.add_persons(GALLERY, [NewPerson(faces(5, 1), "five")], MODEL)
+    store.delete_person(GALLERY, made[3].id)
+    store.snapshot(store.folder / "snapshots" / "one")
+    store.close()
+    return store.folder
+
+
+@pytest.fixture
+def folder(sound: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(sound, tmp_path / "store")
+
+
+def flip(path: Path, byte: int, bit: int = 0) -> None:
+    with path.open("r+b") as file:
+        file.seek(byte)
+        (found,) = file.read(1)
+        file.seek(byte)
+        file.write(bytes([found ^ 1 << bit]))
+
+
+def verify_found(store: SqliteStore) -> None:
+    found = store.search(GALLERY, faces(40), k=1)
+    assert [answer[0].score > 0.999 for answer in found] == [n != 3 for n in range(40)]
+    assert store.search(GALLERY, faces(5, 1), k=1)[4][0].score > 0.999
+
+
+# --- bases -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vectors.npy", "faces.npy", "persons.npy", "manifest.json"])
+def test_a_bit_flipped_in_a_base_is_named_and_the_base_made_anew(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (path,) = (folder / "collections").rglob(name)
+    size = path.stat().st_size
+    for byte in sorted({0, 9, size // 2, size - 1, *random.Random(1).sample(range(size), 4)}):
+        flip(path, byte, byte % 8)
+        store = SqliteStore(folder)
+        told = capsys.readouterr().err
+        assert str(path.parent) in told
+        assert "making it anew" in told
+        verify_found(store)
+        store.check()
+        store.close()
+        (path,) = (folder / "collections").rglob(name)
+    store = SqliteStore(folder)
+    assert capsys.readouterr().err == ""
+    store.close()
+
+
+def test_a_bit_flipped_while_the_store_is_open_is_named_by_the_check(folder: Path) -> None:
+    store = SqliteStore(folder)
+    (path,) = (folder / "collections").rglob("vectors.npy")
+    flip(path, path.stat().st_size - 5)
+    with pytest.raises(IntegrityError, match=r"vectors\.npy"):
+        store.check()
+    store.compact()
+    verify_found(store)
+    store.check()
+    store.close()
+
+
+@pytest.mark.parametrize("lost", ["vectors.npy", "manifest.json", "."])
+def test_a_lost_base_is_made_anew(folder: Path, lost: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (base,) = (folder / "collections").glob("*/base-*")
+    if lost == ".":
+        shutil.rmtree(folder / "collections")
+    else:
+        (base / lost).unlink()
+    store = SqliteStore(folder)
+    assert "making it anew" in capsys.readouterr().err
+    verify_found(store)
+    store.check()
+    store.close()
+
+
+def test_an_older_base_in_place_of_the_current_one_is_not_taken(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (base,) = (folder / "collections").glob("*/base-*")
+    shutil.copytree(base, tmp_path / "older")
+    store = SqliteStore(folder)
+    store.compact()
+    store.close()
+    (base,) = (folder / "collections").glob("*/base-*")
+    shutil.rmtree(base)
+    shutil.copytree(tmp_path / "older", base)
+    store = SqliteStore(folder)
+    assert "another base" in capsys.readouterr().err
+    verify_found(store)
+    store.close()
+
+
+# --- SQLite ----------------------------------------------------------------------------------------------------------
+
+
+def change(folder: Path, statement: str) -> None:
+    """What a flipped bit in a row's content does: SQLite itself sees nothing wrong."""
+    connection = sqlite3.connect(folder / "gallery.sqlite")
+    assert connection.execute(statement).rowcount
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE persons SET name = 'Person 7' WHERE name = 'person 7'",
+        """UPDATE persons SET metadata = replace(metadata, '"n": 7', '"n": 6') WHERE name = 'person 7'""",
+        "UPDATE persons SET created = '2' WHERE name = 'person 7'",
+        "UPDATE faces SET person = 8 WHERE id = 7",
+        "UPDATE vectors SET vector = zeroblob(64) WHERE face = 7",
+        "UPDATE vectors SET checksum = x'0000000000' WHERE face = 43",
+        "DELETE FROM vectors WHERE face = 43",
+        "DELETE FROM attributes WHERE person = 7 AND key = 'n'",
+        "UPDATE attributes SET value = 1234 WHERE person = 7 AND key = 'n'",
+        "INSERT INTO attributes VALUES (1, 'other', 1, 2, 7)",
+        "UPDATE collections SET faces = faces + 1",
+        "INSERT INTO vectors VALUES (999, x'0102030405', zeroblob(64))",
+        "DELETE FROM forgotten",
+    ],
+)  # fmt: skip
+def test_a_row_that_is_not_what_was_written_is_named(folder: Path, statement: str) -> None:
+    change(folder, statement)
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite|faces that were deleted"):
+        SqliteStore(folder).check()
+
+
+@pytest.mark.parametrize("statement", ["UPDATE collections SET dim = 8", "UPDATE collections SET name = 'others'",
+                                       "UPDATE vectors SET vector = zeroblob(64) WHERE face = 43"])  # fmt: skip
+def test_what_opening_reads_is_verified_by_opening(folder: Path, statement: str) -> None:
+    change(folder, statement)
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
+        SqliteStore(folder)
+
+
+def test_a_damaged_vector_is_not_given_out(folder: Path) -> None:
+    change(folder, "UPDATE vectors SET vector = zeroblob(64) WHERE face = 7")
+    store = SqliteStore(folder)
+    with pytest.raises(IntegrityError, match="vector of face 7"):
+        store.vectors(GALLERY, 7)
+    with pytest.raises(IntegrityError, match="vector of face 7"):
+        store.compact()
+    verify_found(store)  # the base still has it
+    store.close()
+
+
+def test_flipped_bits_in_sqlite_never_change_an_answer_unnoticed(folder: Path, sound: Path, tmp_path: Path) -> None:
+    path = folder / "gallery.sqlite"
+    good = SqliteStore(shutil.copytree(sound, tmp_path / "good"))
+    expected = good.persons(GALLERY), good.search(GALLERY, faces(40), k=5)
+    good.close()
+    chance, written = random.Random(7), np.flatnonzero(np.fromfile(path, dtype=np.uint8))  # the rest is empty room
+    named = 0
+    for _ in range(40):
+        flip(path, int(chance.choice(written)), chance.randrange(8))
+        try:
+            store = SqliteStore(folder)
+            try:
+                store.check()
+                assert (store.persons(GALLERY), store.search(GALLERY, faces(40), k=5)) == expected
+            finally:
+                store.close()
+        except PlscError as error:
+            named += "gallery.sqlite" in str(error) or "faces" in str(error)
+        shutil.rmtree(folder)
+        shutil.copytree(sound, folder)
+    assert named > 30
+
+
+@pytest.mark.parametrize("byte", [0, 17, 100, 16384])
+def test_a_damaged_database_is_refused_by_name(folder: Path, byte: int) -> None:
+    with (folder / "gallery.sqlite").open("r+b") as file:
+        file.seek(byte)
+        file.write(b"\xff" * 60)
+    with pytest.raises(PlscError, match=r"gallery\.sqlite"):
+        SqliteStore(folder).check()
+
+
+def test_a_cut_or_missing_database_is_refused_by_name(folder: Path) -> None:
+    path = folder / "gallery.sqlite"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
+        SqliteStore(folder).check()
+    path.unlink()
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is missing"):
+        SqliteStore(folder)
+
+
+# --- snapshots -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gallery.sqlite", "manifest.json"])
+def test_a_damaged_snapshot_is_named_and_not_restored(folder: Path, tmp_path: Path, name: str) -> None:
+    path = folder / "snapshots" / "one" / name
+    flip(path, path.stat().st_size // 2)
+    with pytest.raises(IntegrityError, match=name):
+        restore(path.parent, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    store = SqliteStore(folder)
+    with pytest.raises(IntegrityError, match=name):
+        store.check()
+    store.close()
+
+
+# --- full disks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Sixteen megabytes, where mounting is allowed."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def fill(path: Path) -> None:
+    with path.open("ab", buffering=0) as file:
+        size = 1 << 20
+        while size:
+            try:
+                file.write(bytes(size))
+            except OSError:
+                size //= 2
+
+
+def test_a_full_disk_refuses_what_adds_takes_what_deletes_and_loses_nothing(small_disk: Path) -> None:
+    store = SqliteStore(small_disk / "store")
+    store.create_collection(GALLERY, DIM, MODEL)
+    made = store.add_persons(GALLERY, [NewPerson(vector[None], "x") for vector in faces(500)], MODEL)
+    store.compact()
+    filler = small_disk / "filler"
+    fill(filler)
+    large = [NewPerson(faces(1000, n)) for n in range(20)]
+    adding: list[Callable[[], object]] = [
+        lambda: store.add_persons(GALLERY, large, MODEL),
+        lambda: store.add_faces(GALLERY, made[0].id, faces(20000), MODEL),
+        lambda: store.snapshot(small_disk / "copy"),
+    ]
+    before = store.persons(GALLERY, limit=999), store.search(GALLERY, faces(50), k=3)
+    for add in adding:
+        with pytest.raises(StorageError, match=r"full|No space"):
+            add()
+        assert (store.persons(GALLERY, limit=999), store.search(GALLERY, faces(50), k=3)) == before
+    assert not (small_disk / "copy").exists()
+    for person in made[:200]:
+        store.delete_person(GALLERY, person.id)
+        fill(filler)
+    with pytest.raises(StorageError, match="deletions are still taken"):
+        store.update_person(GALLERY, made[300].id, name="y")
+    store.close()
+    fill(filler)
+    store = SqliteStore(small_disk / "store")
+    assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[200:]]
+    assert store.search(GALLERY, faces(500)[200:], k=1)[0][0].person == made[200].id
+    store.check()
+    filler.unlink()
+    store.compact()
+    store.add_persons(GALLERY, large[:2], MODEL)
+    assert store.check()["faces"] == 2300
+    assert (store.folder / RESERVE).exists()
+    store.close()
+
+
+def test_a_compaction_without_room_is_put_off_and_tried_again(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plsc.gallery.compaction._PAUSE_SECONDS", 0.05)
+    store = SqliteStore(small_disk / "store")
+    store.create_collection(GALLERY, DIM, MODEL)
+    store.add_persons(GALLERY, [NewPerson(faces(4000))], MODEL)
+    fill(small_disk / "filler")
+    with pytest.raises(StorageError, match="No space"):
+        store.compact()
+    assert not list((small_disk / "store" / "collections").rglob("*.npy"))
+    assert store.search(GALLERY, faces(1), k=1)[0][0].score > 0.999
+    monkeypatch.setattr("plsc.gallery.searched.LEAST_DELTA", 100)
+    store._maintenance.wake()
+    while not store.statistics()[GALLERY]["failed_compactions"]:
+        pass
+    assert "put off" in capsys.readouterr().err
+    (small_disk / "filler").unlink()
+    while not store.statistics()[GALLERY]["base"]:
+        pass
+    store.check()
+    store.close()
+
+
+_LIMITED = """
+import resource, signal, sys
+import numpy as np
+from plsc.errors import StorageError
+from plsc.gallery.contract import NewPerson
+from plsc.gallery.sqlite_store import SqliteStore
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = SqliteStore(sys.argv[1])
+store.create_collection("people", 16, "a model")
+vectors = np.random.default_rng(0).standard_normal((6000, 16))
+made = store.add_persons("people", [NewPerson(vectors[:50])], "a model")
+resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+for work in (lambda: store.add_persons("people", [NewPerson(vectors)], "a model"),
+             lambda: store.snapshot(store.folder / "copy")):
+    try:
+        work()
+    except StorageError as error:
+        print("refused")
+assert len(store.search("people", vectors[:1])[0]) == 1 and not (store.folder / "copy").exists()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+store.add_persons("people", [NewPerson(vectors)], "a model")
+store.check()
+store.close()
+"""
+
+
+def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
+    """Where nothing can be mounted this shows the same."""
+    if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
+        pytest.skip("files are limited already")
+    command = [sys.executable, "-c", _LIMITED, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["refused", "refused"]

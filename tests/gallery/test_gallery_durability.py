@@ -1,0 +1,22 @@
+"""Kill -9 under load keeps what was acknowledged: the short form of benchmarks/gallery_durability.py."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
+
+
+@pytest.mark.parametrize("more", [[], ["--full-disk"]], ids=["plain", "full disk"])
+def test_three_kills_lose_nothing_that_was_acknowledged(more: list[str], tmp_path: Path) -> None:
+    if more and subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    if more:
+        subprocess.run(["umount", tmp_path], check=True)
+    command = [sys.executable, str(SCRIPT), "--rounds", "3", "--seconds", "1", "--seed", "5", *more]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["acknowledged"] > 0
