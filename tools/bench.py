@@ -3,6 +3,7 @@
   plsc bench head                                     class heads on this machine, in about two minutes
   plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
   plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
+  plsc bench serve                                    the service with and without batching, four minutes
 """
 
 import argparse
@@ -15,7 +16,7 @@ import torch
 
 from plsc.errors import UsageError
 
-HELP = "measure the class head, or the search, beside its peers"
+HELP = "measure the class head, the search or the service beside its peers"
 _SIZES: dict[str, dict[str, list[int]]] = {
     "cpu": {"classes": [10_000, 100_000], "batch": [64]},
     "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
@@ -40,6 +41,12 @@ float64; memory is the peak above the libraries.
 
 contestants: plsc (bf16 candidates, ranked in high precision), plsc-fp32, numpy, faiss (as shipped), faiss-tuned (the
 best of four block sizes for each batch), usearch (where it is installed).
+"""
+_SERVE = """Measure the service with callers on this machine, each with one request in flight.
+
+A gallery of persons with a face each is enrolled; then plsc serve, plsc serve --max-batch 1 and the store alone
+(asked for as many queries at once as there are callers) take turns, --rounds times, each in fresh processes. The
+callers are one process that speaks HTTP by hand, and share the cores with the service.
 """
 
 
@@ -90,11 +97,30 @@ def _configure_search(commands: Any) -> None:
     add("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
     add("--out", type=Path, metavar="FOLDER", help="write search.csv and search.png into it")
     _add_json(search)
+    _add_serve(commands)
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve", help="the service: searches per second and latency over the callers", description=_SERVE,
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = serve.add_argument
+    add("--rows", type=int, default=200_000, metavar="N", help="persons in the gallery (200000)")
+    add("--dim", type=int, default=512, metavar="D", help="width of the embeddings (512)")
+    add("--clients", type=int, nargs="+", default=[1, 8, 32, 64], metavar="C", help="callers at once (1 8 32 64)")
+    add("--threads", type=int, default=min(2, os.cpu_count() or 1), metavar="T", help="CPU threads (2)")
+    add("--rounds", type=int, default=3, metavar="N", help="turns of each (3)")
+    add("--seconds", type=float, default=3.0, metavar="S", help="that a turn measures each number of callers (3)")
+    add("--form", default="vector_b64", metavar="F", help="how queries are sent: vector or vector_b64 (vector_b64)")
+    add("--limit", type=float, default=900, metavar="S", help="seconds that a step may take (900)")
+    add("--out", type=Path, metavar="FOLDER", help="write serve.csv and serve.png into it")
+    _add_json(serve)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the sub-command; its result is what --json writes."""
-    return {"head": _head, "search": _search}[args.command](args)
+    return {"head": _head, "search": _search, "serve": _serve}[args.command](args)
 
 
 def _head(args: argparse.Namespace) -> dict[str, Any]:
@@ -137,6 +163,26 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
         write_csv(result["rows"], args.out / "search.csv")
         draw_searches(result["rows"], args.out / "search.png")
         print(f"\nwritten: {args.out / 'search.csv'}, {args.out / 'search.png'}")
+    return result
+
+
+def _serve(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.bench.report import write_csv
+    from plsc.bench.serve import ServeComparison, compare_serving
+    from plsc.bench.serve_report import draw_serving, serve_table
+    from plsc.files import make_folder
+
+    comparison = ServeComparison(
+        args.rows, args.dim, args.clients, args.threads, args.rounds, args.seconds, args.form, args.limit
+    )
+    if args.out is not None:
+        make_folder(args.out)
+    result = compare_serving(comparison)
+    print(serve_table(result["rows"], result["ratios"]))
+    if args.out is not None:
+        write_csv(result["rows"], args.out / "serve.csv")
+        draw_serving(result["rows"], args.out / "serve.png")
+        print(f"\nwritten: {args.out / 'serve.csv'}, {args.out / 'serve.png'}")
     return result
 
 
