@@ -23,6 +23,7 @@ from plsc.errors import DataError, IntegrityError
 from plsc.files import describe_files, publish_folder, verify_files
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces, StoredCollection
+from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.exact import Int64
 from plsc.index.scan import ExactScan
 
@@ -33,12 +34,14 @@ FILES = ("vectors.npy", "faces.npy", "persons.npy")
 
 @dataclass(frozen=True, eq=False)
 class Base:
-    """Faces (N,) ascending, their persons (N,) and vectors (N, dim), mapped; ``scan`` searches the vectors."""
+    """Faces (N,) ascending, their persons (N,) and vectors (N, dim), mapped; ``scan`` searches the vectors, and
+    ``quick``, where there is one, does so approximately."""
 
     faces: Int64
     persons: Int64
     vectors: Float32
     scan: ExactScan
+    quick: ApproximateSearch | None = None
 
     def __len__(self) -> int:
         return len(self.faces)

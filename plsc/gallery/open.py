@@ -29,4 +29,4 @@ def open_store(spec: str | Path, *, precision: str = "bf16", latency_ms: float |
         raise UsageError("no store is named; give a folder, milvus:URI or postgres:DSN")
     from plsc.gallery.sqlite_store import SqliteStore
 
-    return SqliteStore(spec, precision=precision)
+    return SqliteStore(spec, precision=precision, latency_ms=latency_ms)

@@ -1,6 +1,7 @@
 """A collection as searches see it: the current view, which writes replace."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -9,6 +10,7 @@ from plsc.gallery.contract import Collection
 from plsc.gallery.delta import Delta
 from plsc.gallery.records import Faces, StoredCollection
 from plsc.gallery.view import View
+from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.exact import Int64
 
 LEAST_DELTA = 4096  # rows: fewer cost a search next to nothing
@@ -29,6 +31,7 @@ class SearchedCollection:
         self.about: Collection = stored.about
         self.covered, self.base_number = stored.covered, stored.base
         self.deleted = False
+        self.considered: Base | None = None  # for which a quicker search was looked for
         self._delta = Delta(self.about.dim)
         self.view = self._fresh_view(base, newer, gone)
 
@@ -59,6 +62,12 @@ class SearchedCollection:
         left = Faces(rows.ids[newer], rows.persons[newer], rows.vectors[newer])
         self.view = self._fresh_view(base, [left], gone)
 
+    def show_quick(self, base: Base, quick: ApproximateSearch) -> None:
+        """From now on searches use ``quick`` on ``base``, if it is still the base."""
+        if self.view.base is base:
+            self.considered = replace(base, quick=quick)
+            self.view = replace(self.view, base=self.considered)
+
     def kept(self) -> list[int]:
         """Deleted faces that the base still holds."""
         view = self.view
@@ -84,14 +93,15 @@ class SearchedCollection:
         view = self.view
         base = 0 if view.base is None else len(view.base)
         gone, delta = view.base_gone, len(view.delta.ids)
+        quick = None if view.base is None else view.base.quick
         return {
             "rows": base - gone + delta - len(view.delta_gone),
             "base": base,
             "delta": delta,
             "tombstones": gone + len(view.delta_gone),
-            "memory_bytes": (0 if view.base is None else view.base.scan.memory_bytes) + view.delta.vectors.nbytes,
-            "approximate": False,
-            "recall": 1.0,
+            "memory_bytes": _memory(view.base) + view.delta.vectors.nbytes,
+            "approximate": quick is not None,
+            "recall": 1.0 if quick is None else min(quick.recall.at_1, quick.recall.at_10),
         }
 
     def _fresh_view(self, base: Base | None, newer: Sequence[Faces], gone: Sequence[int]) -> View:
@@ -99,3 +109,10 @@ class SearchedCollection:
             self._delta.append(part)
         nothing: Int64 = np.empty(0, dtype=np.int64)
         return View(base, None, self._delta.rows, nothing).without(gone)
+
+
+def _memory(base: Base | None) -> int:
+    """Bytes that searching keeps in memory; an approximate structure has the vectors once more."""
+    if base is None:
+        return 0
+    return base.scan.memory_bytes + (0 if base.quick is None else base.vectors.nbytes)

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, StorageError
 from plsc.gallery import records
+from plsc.gallery.base import Base
 from plsc.gallery.checks import (
     check_collection,
     check_contract,
@@ -40,9 +41,11 @@ from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.integrity import check_store
 from plsc.gallery.opening import open_collections, open_files
 from plsc.gallery.person_search import nearest_persons
+from plsc.gallery.planning import Planning
 from plsc.gallery.searched import SearchedCollection
 from plsc.gallery.snapshot import write_snapshot
 from plsc.gallery.view import Allowed, View
+from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.exact import Int64
 
 _T = TypeVar("_T")
@@ -53,13 +56,18 @@ class SqliteStore:
 
     Args:
         precision: "bf16" keeps a copy of the vectors in 2 bytes a number for searching; "fp32" scans the files.
+        latency_ms: where an exact search of a single query takes longer, an approximate one is looked for that finds
+            99% of the ten nearest faces; :meth:`statistics` tell its recall. None: always exact.
 
     Raises :class:`ConflictError` while another process has the store, :class:`UsageError` and :class:`DataError` for a
     folder that holds something else, :class:`IntegrityError` where SQLite's file is damaged.
     """
 
-    def __init__(self, folder: str | Path, *, precision: str = "bf16") -> None:
+    def __init__(
+        self, folder: str | Path, *, precision: str = "bf16", latency_ms: float | None = None
+    ) -> None:
         self.folder = Path(folder)
+        self._planning = Planning(latency_ms, self._show_quick)
         self._lock, self._reserve, self._database = open_files(self.folder)
         self._writing = threading.RLock()  # one writer at a time: from BEGIN until the view shows what was committed
         self._maintaining = threading.Lock()  # one compaction, snapshot or check at a time
@@ -73,6 +81,8 @@ class SqliteStore:
             self._lock.release()
             raise
         self._reserve.hold()
+        for searched in self._searched.values():
+            self._planning.consider(searched)
         self._maintenance.wake()
 
     # --- collections ---
@@ -332,6 +342,7 @@ class SqliteStore:
             return
         if not searched.is_clean:
             self._compactor.rebuild(searched)
+            self._planning.consider(searched)
         self._compactor.erase(searched.number, searched.kept)
 
     def _erase_orphans(self) -> None:
@@ -355,6 +366,10 @@ class SqliteStore:
                     due = [self._erase_orphans, self._compactor.clean]
             for work in due:
                 work()
+
+    def _show_quick(self, searched: SearchedCollection, base: Base, quick: ApproximateSearch) -> None:
+        with self._writing:
+            searched.show_quick(base, quick)
 
     def _note_failure(self, error: StorageError) -> None:
         self._failures += 1

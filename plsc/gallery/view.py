@@ -96,7 +96,8 @@ class View:
         faces, persons = self.delta.ids[rows], self.delta.persons[rows]
         if self.base is None:
             return scores, faces, persons
-        base_scores, base_rows = self.base.scan.search(queries, count, allowed=allowed.base)
+        search = self.base.scan if self.base.quick is None else self.base.quick
+        base_scores, base_rows = search.search(queries, count, allowed=allowed.base)
         scores = np.concatenate([base_scores, scores], axis=1)  # the base first: its ids are smaller
         faces = np.concatenate([self.base.faces[base_rows], faces], axis=1)
         persons = np.concatenate([self.base.persons[base_rows], persons], axis=1)

@@ -467,3 +467,48 @@ def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, mo
         import_set(store, GALLERY, EmbeddingSet(tmp_path / "set"), quiet=True)
     assert store.collections() == []
     store.close()
+
+
+# --- latency ---------------------------------------------------------------------------------------------------------
+
+
+def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    centres = generator.standard_normal((1000, DIM))
+    store = open_people(tmp_path / "store", latency_ms=1e-6)  # which nothing meets: the fastest is taken
+    new = [NewPerson(centre + 0.2 * generator.standard_normal((6, DIM))) for centre in centres]
+    made = store.add_persons(GALLERY, new, MODEL)
+    store.compact()
+    searched = store._searched[GALLERY]
+    for _ in range(600):
+        if store.statistics()[GALLERY]["approximate"]:
+            break
+        threading.Event().wait(0.05)
+    exact = SqliteStore(restored(store, tmp_path))
+    queries = centres + 0.2 * generator.standard_normal((1000, DIM))
+    quick, true = store.search(GALLERY, queries, k=3), exact.search(GALLERY, queries, k=3)
+    if not store.statistics()[GALLERY]["approximate"]:
+        pytest.skip("no structure is faster than the exact search of so few rows on this machine")
+    assert searched.view.base is not None
+    assert store.statistics()[GALLERY]["recall"] >= 0.99
+    faces_found = [[match.face for match in answer] for answers in (quick, true) for answer in answers]
+    assert np.mean([one == two for one, two in zip(faces_found[:1000], faces_found[1000:], strict=True)]) > 0.9
+    assert [len(answer) for answer in store.search(GALLERY, queries[:2], k=10**6)] == [1000, 1000]
+    store.delete_person(GALLERY, made[0].id)
+    assert store.search(GALLERY, queries[:1], k=1)[0][0].person != made[0].id
+    store.compact()
+    assert store.search(GALLERY, queries[1:2], k=1)[0][0].person == made[1].id
+    store.close()
+    exact.close()
+
+
+def restored(store: SqliteStore, place: Path) -> Path:
+    store.snapshot(place / "copy")
+    restore(place / "copy", place / "exact")
+    return place / "exact"
+
+
+@pytest.mark.parametrize("latency", [0, -1, float("nan"), float("inf")])
+def test_a_latency_is_a_positive_number(tmp_path: Path, latency: float) -> None:
+    with pytest.raises(UsageError, match="it lies above 0"):
+        open_store(tmp_path / "store", latency_ms=latency)
