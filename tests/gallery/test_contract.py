@@ -78,6 +78,7 @@ def enrol(store: Store, count: int, seed: int = 0, **metadata: Any) -> list[Pers
 def everyone(store: Store, collection: str) -> list[Person]:
     found: list[Person] = []
     while page := store.persons(collection, after=found[-1].id if found else 0, limit=7):
+        assert not found or page[0].id > found[-1].id, "pages do not overlap"
         found += page
     return found
 
@@ -298,9 +299,10 @@ def test_pages_cover_everyone_once_in_order(store: Store) -> None:
         store.delete_person(GALLERY, made[place].id)
     left = [one for place, one in enumerate(made) if place not in (0, 3, 4, 39)]
     for limit in (1, 5, 36, 100, 10**9):
-        pages, after = [], 0
+        pages, after = list[Person](), 0
         while page := store.persons(GALLERY, after=after, limit=limit):
             assert len(page) <= limit
+            assert page[0].id > after
             pages += page
             after = page[-1].id
         assert pages == left
