@@ -17,6 +17,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'plsc needs Python 3.11 or newer; set PYTHON=')"
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-deps milvus-lite  # its faiss-cpu would overwrite faiss-gpu's files
 	touch $(STAMP)
 
 quickstart: install
