@@ -19,8 +19,11 @@ from plsc.errors import DataError, UsageError
 from plsc.files import read_json, write_json
 from plsc.progress import Progress
 
-BATCHED, UNBATCHED, BARE = "batched", "unbatched", "bare"
-LABELS = {BATCHED: "plsc serve", UNBATCHED: "plsc serve --max-batch 1", BARE: "the store alone, as many at once"}
+BATCHED, UNBATCHED, BARE, BARE_AT_BATCH = "batched", "unbatched", "bare", "bare-at-batch"
+LABELS = {
+    BATCHED: "plsc serve", UNBATCHED: "plsc serve --max-batch 1", BARE: "the store alone, as many at once",
+    BARE_AT_BATCH: "the store alone, in the service's batches",
+}  # fmt: skip
 _FIGURES = ("qps", "p50_ms", "p99_ms", "mean_batch")
 FORMS = ("vector", "vector_b64")
 
@@ -61,21 +64,16 @@ def compare_serving(comparison: ServeComparison, *, quiet: bool = False) -> dict
     callers how the batched service compares with the unbatched and with the bare store, medians over the rounds.
     """
     turns: list[dict[tuple[str, int], dict[str, float]]] = []
-    progress = Progress("measuring", 3 * comparison.rounds + 1, "turns", interval=2.0, quiet=quiet)
+    progress = Progress("measuring", len(LABELS) * comparison.rounds + 1, "turns", interval=2.0, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="plsc-serve-") as folder:
         made = _in_process(comparison, ["plsc.bench.serve_gallery", "make"], {
             "data": folder, "rows": comparison.rows, "dim": comparison.dim,
         }, Path(folder))  # fmt: skip
         progress.advance(note=f"enrolled in {made['seconds']:.0f} s")
         for _ in range(comparison.rounds):
-            figures: dict[tuple[str, int], dict[str, float]] = {}
-            for name, turn in ((BARE, _bare), (BATCHED, _batched), (UNBATCHED, _unbatched)):
-                figures |= {(name, clients): one for clients, one in turn(comparison, Path(folder)).items()}
-                progress.advance(note=name)
-            turns.append(figures)
+            turns.append(_round(comparison, Path(folder), progress))
     progress.finish()
-    names = (BATCHED, UNBATCHED, BARE)
-    rows = [row_of(comparison, name, clients, turns) for clients in comparison.clients for name in names]
+    rows = [row_of(comparison, name, clients, turns) for clients in comparison.clients for name in LABELS]
     return {"rows": rows, "ratios": ratios_of(comparison, turns)}
 
 
@@ -100,33 +98,44 @@ def row_of(
 def ratios_of(
     comparison: ServeComparison, turns: Sequence[dict[tuple[str, int], dict[str, float]]]
 ) -> list[dict[str, float]]:
-    """For every number of callers: the batched rate by the unbatched, and by the bare store's, round by round."""
+    """For every number of callers: the batched rate by the unbatched, and by the bare store's with as many queries at
+    once as there are callers, or as were in the service's batches; medians of the rounds' quotients."""
     def times(clients: int, other: str) -> float:
         return statistics.median(turn[BATCHED, clients]["qps"] / turn[other, clients]["qps"] for turn in turns)
 
     return [
-        {"clients": clients, "times_unbatched": times(clients, UNBATCHED), "share_of_bare": times(clients, BARE)}
+        {
+            "clients": clients, "times_unbatched": times(clients, UNBATCHED), "share_of_bare": times(clients, BARE),
+            "share_of_bare_at_batch": times(clients, BARE_AT_BATCH),
+        }
         for clients in comparison.clients
-    ]
+    ]  # fmt: skip
 
 
-def _bare(comparison: ServeComparison, folder: Path) -> dict[int, dict[str, float]]:
-    figures = {}
-    for clients in comparison.clients:
-        task = {
-            "data": str(folder), "batch": clients, "threads": comparison.threads, "seconds": comparison.seconds,
-        }  # fmt: skip
-        measured = _in_process(comparison, ["plsc.bench.serve_gallery", "bare"], task, folder)
-        figures[clients] = {**measured, "mean_batch": float(clients)}
+def _round(comparison: ServeComparison, folder: Path, progress: Progress) -> dict[tuple[str, int], dict[str, float]]:
+    """Everyone's turn; the bare store's between those of the service, whose batches it repeats."""
+    figures: dict[tuple[str, int], dict[str, float]] = {}
+
+    def take(name: str, measured: dict[int, dict[str, float]]) -> None:
+        figures.update({(name, clients): one for clients, one in measured.items()})
+        progress.advance(note=name)
+
+    take(BARE, _bare(comparison, folder, {clients: clients for clients in comparison.clients}))
+    batched = _served(comparison, folder, [])
+    take(BATCHED, batched)
+    sizes = {clients: max(round(one["mean_batch"]), 1) for clients, one in batched.items()}
+    take(BARE_AT_BATCH, _bare(comparison, folder, sizes))
+    take(UNBATCHED, _served(comparison, folder, ["--max-batch", "1"]))
     return figures
 
 
-def _batched(comparison: ServeComparison, folder: Path) -> dict[int, dict[str, float]]:
-    return _served(comparison, folder, [])
-
-
-def _unbatched(comparison: ServeComparison, folder: Path) -> dict[int, dict[str, float]]:
-    return _served(comparison, folder, ["--max-batch", "1"])
+def _bare(comparison: ServeComparison, folder: Path, batches: dict[int, int]) -> dict[int, dict[str, float]]:
+    figures = {}
+    for clients, batch in batches.items():
+        task = {"data": str(folder), "batch": batch, "threads": comparison.threads, "seconds": comparison.seconds}
+        measured = _in_process(comparison, ["plsc.bench.serve_gallery", "bare"], task, folder)
+        figures[clients] = {**measured, "mean_batch": float(batch)}
+    return figures
 
 
 def _served(comparison: ServeComparison, folder: Path, options: Sequence[str]) -> dict[int, dict[str, float]]:

@@ -57,7 +57,12 @@ async def _run(host: str, port: int, requests: list[bytes], clients: int, second
         (await loop.create_connection(partial(_Caller, requests, first, window), host, port))[1]
         for first in range(clients)
     ]
-    return [call for caller in callers for call in await caller.done]
+    try:
+        return [call for calls in await asyncio.gather(*(caller.done for caller in callers)) for call in calls]
+    finally:
+        for caller in callers:
+            caller.close()
+        await asyncio.sleep(0)  # the transports close in the loop's next turn
 
 
 class _Caller(asyncio.Protocol):
@@ -77,14 +82,20 @@ class _Caller(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         if self._expected < 0 and (end := self._received.find(b"\r\n\r\n")) >= 0:
-            self._expected = end + 4 + _length(self._received[:end])
+            head = self._received[:end]
+            if head[9:12] != b"200":
+                self._end(ConnectionError(f"the service answered {head[:60]!r}"))
+                return
+            self._expected = end + 4 + _length(head)
         if 0 <= self._expected <= len(self._received):
             self._received, self._expected = b"", -1
             self._answered(time.perf_counter())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_exception(ConnectionError("the service closed a connection while it was measured"))
+        self._end(ConnectionError("the service closed a connection while it was measured"))
+
+    def close(self) -> None:
+        self._transport.abort()
 
     def _answered(self, now: float) -> None:
         begin, end = self._window
@@ -94,7 +105,10 @@ class _Caller(asyncio.Protocol):
             self._send()
         else:
             self.done.set_result(self._calls)
-            self._transport.close()
+
+    def _end(self, error: ConnectionError) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
 
     def _send(self) -> None:
         self._sent = time.perf_counter()
@@ -103,9 +117,7 @@ class _Caller(asyncio.Protocol):
 
 
 def _length(head: bytes) -> int:
-    """The Content-Length of an answer; :class:`ConnectionError` if it is no 200."""
-    if head[9:12] != b"200":
-        raise ConnectionError(f"the service answered {head[:60]!r}")
+    """The Content-Length of an answer."""
     lines = (line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:])
     return next(int(value) for name, value in lines if name == b"content-length")
 

@@ -4,11 +4,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from plsc.bench.serve import BARE, BATCHED, LABELS, UNBATCHED
+from plsc.bench.serve import BARE, BARE_AT_BATCH, BATCHED, LABELS, UNBATCHED
 from plsc.evaluation.plots import COLOURS
 from plsc.files import written_aside
 
-_COLOURS = {BATCHED: COLOURS[0], UNBATCHED: COLOURS[1], BARE: COLOURS[-1]}
+_COLOURS = {BATCHED: COLOURS[0], UNBATCHED: COLOURS[1], BARE: COLOURS[-1], BARE_AT_BATCH: COLOURS[2]}
+_SERVED = (BATCHED, UNBATCHED)
 
 
 def serve_table(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, float]]) -> str:
@@ -28,8 +29,9 @@ def serve_table(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str,
             for row in rows if row["clients"] == clients
         ]  # fmt: skip
         lines.append(
-            f"  batching: {ratio['times_unbatched']:.2f} times the unbatched rate, "
-            f"{ratio['share_of_bare']:.0%} of the store alone"
+            f"  batching: {ratio['times_unbatched']:.2f} times the unbatched rate; "
+            f"{ratio['share_of_bare_at_batch']:.0%} of the store alone in the same batches, "
+            f"{ratio['share_of_bare']:.0%} with all callers in one"
         )
     return "\n".join(lines)
 
@@ -43,7 +45,7 @@ def draw_serving(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for name in LABELS:
         here = [row for row in rows if row["contestant"] == name]
         _plot(rates, name, here)
-        if name != BARE:
+        if name in _SERVED:
             clients = [row["clients"] for row in here]
             waits.plot(clients, [row["p50_ms"] for row in here], color=_COLOURS[name], marker="o", linewidth=2)
             waits.plot(clients, [row["p99_ms"] for row in here], color=_COLOURS[name], marker="o", linestyle=":")
@@ -55,7 +57,7 @@ def draw_serving(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     waits.set_title("Milliseconds to the answer: median, and (dotted) 99%", loc="left", fontsize=10)
     for axes in (rates, waits):
         _frame(axes, sorted({row["clients"] for row in rows}))
-    figure.legend(*rates.get_legend_handles_labels(), loc="outside lower left", ncols=3, frameon=False, fontsize=10)
+    figure.legend(*rates.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=10)
     with written_aside(path) as aside:
         figure.savefig(aside, format=path.suffix[1:])
 
@@ -65,8 +67,8 @@ def _plot(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     extremes = [[row["qps"] - row["qps_low"] for row in rows], [row["qps_high"] - row["qps"] for row in rows]]
     axes.errorbar(
         [row["clients"] for row in rows], rates, yerr=extremes, label=LABELS[name], color=_COLOURS[name], linewidth=2,
-        marker="s" if name == BARE else "o", markersize=6, capsize=3, elinewidth=1,
-        linestyle="--" if name == BARE else "-",
+        marker="o" if name in _SERVED else "s", markersize=6, capsize=3, elinewidth=1,
+        linestyle="-" if name in _SERVED else "--",
     )  # fmt: skip
 
 
