@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from plsc.errors import StorageError
+from plsc.errors import PlscError
 from plsc.gallery import records
 from plsc.gallery.base import Base, base_folder, describe, open_base, write_base
 from plsc.gallery.database import Database
@@ -29,9 +29,8 @@ class Compactor:
         """Put a base of all faces that are there now in the place of the former one."""
         with storage_errors(self._collections):
             stored, base, left_out = self.write(searched.number)
-            if stored is None or not self._switch(searched, stored, base, left_out):
-                return
-        self.drop_other_bases(searched.number, stored.base)
+            if stored is not None and self._switch(searched, stored, base, left_out):
+                self.drop_other_bases(searched.number, stored.base)
 
     def write(self, number: int) -> tuple[StoredCollection | None, Base | None, set[int]]:
         """Publish a base of collection ``number`` as it is at this moment, next to the current one.
@@ -62,11 +61,12 @@ class Compactor:
     def drop_other_bases(self, number: int, current: int) -> None:
         """Remove every base of a collection but ``current`` (0: all), and the folder of one that has none."""
         folder = self._collections / str(number)
-        for path in folder.glob("*") if folder.is_dir() else ():
-            if path != base_folder(self._collections, number, current):
-                shutil.rmtree(path)
-        if not current and folder.is_dir():
-            folder.rmdir()
+        with storage_errors(folder):
+            for path in list(folder.glob("*")):
+                if path != base_folder(self._collections, number, current):
+                    shutil.rmtree(path)
+            if not current and folder.is_dir():
+                folder.rmdir()
 
     def erase(self, number: int, kept: Callable[[], Sequence[int]]) -> int:
         """Overwrite the vectors that collection ``number`` has forgotten; how many. ``kept`` gives, under the lock of
@@ -117,9 +117,9 @@ class Compactor:
 
 
 class Maintenance:
-    """A thread that does ``work`` when it is told to, and again later where a full disk hindered it."""
+    """A thread that does ``work`` when it is told to, and again later where a full disk, say, hindered it."""
 
-    def __init__(self, work: Callable[[], None], failed: Callable[[StorageError], None]) -> None:
+    def __init__(self, work: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         self._work, self._failed = work, failed
         self._due = threading.Event()
         self._closing = threading.Event()
@@ -144,7 +144,7 @@ class Maintenance:
             self._due.clear()
             try:
                 self._work()
-            except StorageError as error:
+            except (PlscError, MemoryError) as error:
                 self._failed(error)
                 self._closing.wait(_PAUSE_SECONDS)
                 self._due.set()

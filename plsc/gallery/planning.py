@@ -6,10 +6,11 @@ have to forget. Until it is found, searches are exact.
 
 import math
 import queue
+import sys
 import threading
 from collections.abc import Callable
 
-from plsc.errors import UsageError
+from plsc.errors import PlscError, UsageError
 from plsc.gallery.base import Base
 from plsc.gallery.searched import SearchedCollection
 from plsc.index.approximate_search import ApproximateSearch
@@ -28,8 +29,7 @@ class Planning:
             raise UsageError(f"a latency of {latency_ms} ms: it lies above 0")
         self._latency_ms, self._show = latency_ms, show
         self._waiting: queue.SimpleQueue[tuple[SearchedCollection, Base]] = queue.SimpleQueue()
-        if latency_ms is not None:
-            threading.Thread(target=self._run, args=(latency_ms,), name="gallery planning", daemon=True).start()
+        self._thread: threading.Thread | None = None
 
     def consider(self, searched: SearchedCollection) -> None:
         """The collection may have a new base."""
@@ -38,13 +38,25 @@ class Planning:
             return
         searched.considered = base
         self._waiting.put((searched, base))
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(self._latency_ms,), name="gallery planning", daemon=True
+            )
+            self._thread.start()
 
     def _run(self, latency_ms: float) -> None:
         while True:
             searched, base = self._waiting.get()
             if searched.view.base is not base:
                 continue  # a newer one is waiting
-            found = plan_search(base.scan, base.vectors, base.persons, latency_ms)
+            found = self._planned(base, latency_ms)
             if found is not None:
                 self._show(searched, base, found)
             del searched, base, found  # memory that is waited for no longer
+
+    def _planned(self, base: Base, latency_ms: float) -> ApproximateSearch | None:
+        try:
+            return plan_search(base.scan, base.vectors, base.persons, latency_ms)
+        except (PlscError, MemoryError) as error:
+            print(f"plsc gallery: searching stays exact: {error or type(error).__name__}", file=sys.stderr, flush=True)
+            return None

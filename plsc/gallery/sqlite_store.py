@@ -371,9 +371,9 @@ class SqliteStore:
         with self._writing:
             searched.show_quick(base, quick)
 
-    def _note_failure(self, error: StorageError) -> None:
+    def _note_failure(self, error: Exception) -> None:
         self._failures += 1
-        print(f"plsc gallery: compaction put off: {error}", file=sys.stderr, flush=True)
+        print(f"plsc gallery: compaction put off: {error or type(error).__name__}", file=sys.stderr, flush=True)
 
 
 def _no_collection(name: Any) -> NotFoundError:

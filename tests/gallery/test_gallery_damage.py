@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -255,6 +256,15 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", place], check=True)
 
 
+def wait_for(condition: Callable[[], object]) -> None:
+    """Until it holds; half a minute is for a machine that does much else."""
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never came about")
+
+
 def fill(path: Path) -> None:
     with path.open("ab", buffering=0) as file:
         size = 1 << 20
@@ -317,12 +327,10 @@ def test_a_compaction_without_room_is_put_off_and_tried_again(
     assert store.search(GALLERY, faces(1), k=1)[0][0].score > 0.999
     monkeypatch.setattr("plsc.gallery.searched.LEAST_DELTA", 100)
     store._maintenance.wake()
-    while not store.statistics()[GALLERY]["failed_compactions"]:
-        pass
+    wait_for(lambda: store.statistics()[GALLERY]["failed_compactions"])
     assert "put off" in capsys.readouterr().err
     (small_disk / "filler").unlink()
-    while not store.statistics()[GALLERY]["base"]:
-        pass
+    wait_for(lambda: store.statistics()[GALLERY]["base"])
     store.check()
     store.close()
 
@@ -361,3 +369,28 @@ def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["refused", "refused"]
+
+
+def test_a_damaged_row_does_not_end_the_compactions_for_good(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plsc.gallery.compaction._PAUSE_SECONDS", 0.05)
+    store = SqliteStore(folder)
+
+    def figures() -> dict[str, float]:
+        return store.statistics()[GALLERY]
+
+    connection = sqlite3.connect(folder / "gallery.sqlite")
+    (vector,) = connection.execute("SELECT vector FROM vectors WHERE face = 7").fetchone()
+    for content, done in ((bytes(64), False), (vector, True)):
+        connection.execute("UPDATE vectors SET vector = ? WHERE face = 7", (content,))
+        connection.commit()
+        monkeypatch.setattr("plsc.gallery.searched.LEAST_DELTA", 3)
+        monkeypatch.setattr("plsc.gallery.searched.DELTA_SHARE", 10)
+        store._maintenance.wake()
+        wait_for(lambda done=done: not figures()["delta"] if done else figures()["failed_compactions"])
+    connection.close()
+    assert "put off" in capsys.readouterr().err
+    verify_found(store)
+    store.check()
+    store.close()
