@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from plsc.errors import UsageError
 from plsc.gallery.contract import Store
 from plsc.tools.entry import main
 
+SERVERS = ("milvus:", "postgres:")
 HELP = "verify, compact, copy, export and import a gallery"
 
 
@@ -35,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     snapshot = _action(actions, "snapshot", "write a consistent copy")
     snapshot.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder")
     restore = _action(actions, "restore", "make a new store of a snapshot", "snapshot", "SNAPSHOT")
-    restore.add_argument("--store", required=True, type=Path, metavar="DIR", help="new folder")
+    restore.add_argument("--store", required=True, metavar="STORE", help="new folder; a server's copy goes anywhere")
     export = _action(actions, "export", "write a collection as an embedding set")
     export.add_argument("collection", metavar="COLLECTION")
     export.add_argument("--out", required=True, type=Path, metavar="EMB", help="new folder")
@@ -67,7 +69,7 @@ def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
     from plsc.gallery.open import open_store
     from plsc.gallery.opening import holds_store
 
-    if not make and not spec.startswith(("milvus:", "postgres:")) and not holds_store(Path(spec)):
+    if not make and not spec.startswith(SERVERS) and not holds_store(Path(spec)):
         raise UsageError(f"there is no store {spec}")
     store = open_store(spec)
     try:
@@ -78,8 +80,12 @@ def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.embed.manifest import holds_manifest
-    from plsc.gallery import snapshot
+    from plsc.gallery import copies, snapshot
 
+    if holds_manifest(Path(args.store), copies.FORMAT):
+        collections = [asdict(about) for about, _ in copies.read_copy(Path(args.store))]
+        print(f"{args.store}: a sound copy; {_counts(collections)}")
+        return {"snapshot": args.store, "collections": collections}
     if holds_manifest(Path(args.store), snapshot.FORMAT):
         collections = snapshot.read_snapshot(Path(args.store))["collections"]
         print(f"{args.store}: a sound snapshot; {_counts(collections)}")
@@ -109,8 +115,17 @@ def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _restore(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.embed.manifest import holds_manifest
+    from plsc.gallery import copies
     from plsc.gallery.snapshot import restore
 
+    if holds_manifest(Path(args.snapshot), copies.FORMAT):
+        with _opened(args.store, make=True) as store:
+            collections = [asdict(about) for about in copies.copy_into(store, Path(args.snapshot))]
+        print(f"{args.store}: {_counts(collections)}")
+        return {"store": args.store, "collections": collections}
+    if args.store.startswith(SERVERS):
+        raise UsageError(f"a snapshot becomes a folder, not {args.store}; then export its collections and import them")
     result = restore(args.snapshot, args.store)
     print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}")
     return result

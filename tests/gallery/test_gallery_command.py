@@ -8,7 +8,8 @@ import pytest
 
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import write_embedding_set
-from plsc.gallery.contract import NewPerson
+from plsc.gallery.contract import Collection, NewPerson, Person
+from plsc.gallery.copies import write_copy
 from plsc.gallery.sqlite_store import SqliteStore
 from plsc.tools.entry import main
 
@@ -50,6 +51,19 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert list(EmbeddingSet(tmp_path / "new.emb", verify=True).class_names)[:2] == ["B", "C"]
 
 
+def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ann = Person(7, "Ann", {"n": 1}, (3, 4), "2026-01-01T00:00:00.000Z")
+    about = Collection("people", 3, "m", "2026-01-01T00:00:00.000Z", 1, 2)
+    write_copy(tmp_path / "copy", [(about, [(ann, np.eye(3, dtype=np.float32)[:2])])])
+    assert gallery("check", tmp_path / "copy") == 0
+    assert "a sound copy; people: 1 persons, 2 faces" in capsys.readouterr().out
+    assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
+    store = SqliteStore(tmp_path / "new")
+    (one,) = store.persons("people")
+    assert (one.name, one.metadata, len(one.faces)) == ("Ann", {"n": 1}, 2)
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [
@@ -59,6 +73,7 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
         (["snapshot", "store", "--out", "people.emb"], 2, "people.emb exists already"),
         (["restore", "people.emb", "--store", "new"], 1, "no plsc gallery snapshot"),
         (["restore", "nowhere", "--store", "new"], 2, "there is no snapshot nowhere"),
+        (["restore", "nowhere", "--store", "postgres:x"], 2, "becomes a folder"),
         (["export", "store", "others", "--out", "new"], 2, "no collection 'others'"),
         (["export", "store", "people", "--out", "people.emb"], 2, "people.emb exists already"),
         (["import", "store", "people", "nowhere"], 2, "there is no folder nowhere"),

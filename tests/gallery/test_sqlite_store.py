@@ -18,6 +18,7 @@ import plsc.gallery.searched
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import write_embedding_set
 from plsc.errors import ConflictError, DataError, UsageError
+from plsc.gallery import records
 from plsc.gallery.contract import NewPerson, Person
 from plsc.gallery.filters import Filter
 from plsc.gallery.open import open_store
@@ -339,6 +340,26 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store")
     assert sorted(str(path.relative_to(collections)) for path in collections.glob("*/*")) == ["1/base-1"]
     assert not (collections / "9").exists()
+    store.close()
+
+
+def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tmp_path: Path) -> None:
+    """The process ended between taking overwritten rows out and writing the file without their neighbours' traces."""
+    store = open_people(tmp_path / "store")
+    made = enrol(store, faces(200))
+    for person in made[:20]:
+        store.delete_person(GALLERY, person.id)
+    store.compact()
+    with store._database.writing() as db:
+        assert records.erased_count(db) == 20
+        records.delete_erased(db)
+    store.close()
+    store = SqliteStore(tmp_path / "store")
+    with store._database.reading() as db:
+        assert records.erased_count(db) == 0
+        assert not records.is_unfinished(db)
+    assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[20:]]
+    store.check()
     store.close()
 
 
