@@ -10,7 +10,7 @@ from plsc.gallery.base import Base
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces
 from plsc.index.exact import Int64
-from plsc.index.ranking import best, rank
+from plsc.index.ranking import rank
 from plsc.index.row_source import RowSource
 
 Mask = npt.NDArray[np.bool_]
@@ -126,9 +126,11 @@ def _nearest_in_delta(vectors: Float32, queries: Float32, count: int, allowed: M
     margin = 2 * _ROUNDING * (vectors.shape[1] + 16)
     together = max(1, _SCORES // len(vectors))
     for start in range(0, len(queries), together):
-        products = (queries[start : start + together] @ vectors.T)[:, everyone]
+        products = queries[start : start + together] @ vectors.T
+        if allowed is not None:
+            products = products[:, everyone]
         for place, product in enumerate(products, start):
-            least = product[best(product.astype(np.float64), count)[-1]] - margin if count < len(everyone) else -np.inf
-            candidates = everyone[product >= least]
+            last = len(everyone) - count
+            candidates = everyone[product >= np.partition(product, last)[last] - margin]
             scores[place], rows[place] = rank(queries[place], source, candidates, count)
     return scores, rows
