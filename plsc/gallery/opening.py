@@ -18,6 +18,7 @@ from plsc.gallery.storage_errors import storage_errors
 from plsc.gallery.store_lock import LOCK, StoreLock
 
 COLLECTIONS = "collections"
+SNAPSHOTS = "snapshots"
 
 
 def holds_store(folder: Path) -> bool:
@@ -50,6 +51,7 @@ def open_collections(database: Database, folder: Path, compactor: Compactor) -> 
         stored = records.all_collections(db)
     with storage_errors(folder):
         _drop_unknown(folder, stored)
+        _drop_unfinished(folder.parent / SNAPSHOTS)
         opened = {one.about.name: _open(database, folder, compactor, one) for one in stored}
     compactor.finish()
     return opened
@@ -76,6 +78,12 @@ def _drop_unknown(folder: Path, stored: list[StoredCollection]) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if not any(parent.parent == path for parent in current):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _drop_unfinished(snapshots: Path) -> None:
+    """Remove snapshots that were being taken, or deleted: they hold what later deletions would have to find."""
+    for path in snapshots.glob(".*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _open(database: Database, folder: Path, compactor: Compactor, stored: StoredCollection) -> SearchedCollection:

@@ -337,9 +337,11 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     for left in ("1/.base-2.tmp", "1/base-2", "9/base-1"):
         (collections / left).mkdir(parents=True)
         (collections / left / "vectors.npy").write_bytes(b"half")
+    (tmp_path / "store" / "snapshots" / ".one.7.tmp").mkdir(parents=True)
     store = SqliteStore(tmp_path / "store")
     assert sorted(str(path.relative_to(collections)) for path in collections.glob("*/*")) == ["1/base-1"]
     assert not (collections / "9").exists()
+    assert not list((tmp_path / "store" / "snapshots").iterdir())
     store.close()
 
 
