@@ -22,6 +22,7 @@ class Shape(NamedTuple):
 
 SHAPES = {"mobilefacenet": Shape((1, 4, 6, 2), 2), "mobilefacenet_large": Shape((2, 8, 12, 4), 4)}
 LAST_CHANNELS = 512
+PROJECTION_GAIN = 8.0  # length of the rows of the last linear layer at the start
 
 
 class Layers(nn.Module):
@@ -86,6 +87,11 @@ class MobileFaceNet(Backbone):
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        # Batch normalisation follows, so this matrix's scale decides only how fast it turns. A long orthogonal one
+        # stays near a projection that keeps all of the features; a short one soon keeps just what tells the training
+        # classes apart, and unseen classes need the rest (Omniglot, six epochs: rank-1 0.747 instead of 0.722).
+        projection = cast(nn.Linear, self.features.layers[2])
+        nn.init.orthogonal_(projection.weight, gain=PROJECTION_GAIN)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, D); ``conv_sep`` and ``features`` run in fp32 even under autocast."""

@@ -87,12 +87,12 @@ def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
         raise UsageError(f"--images-per-second {args.images_per_second}: it has to be above 0")
     if args.classes is not None:
         return args.classes, args.images
-    from plsc.data.dataset import open_dataset
+    from plsc.train.parts import open_training_data
 
     source = config.data.train
     if not source.startswith("avatars:") and not Path(source).exists():
         raise UsageError(f"data.train = {source} is not here to count its classes; give --classes C")
-    dataset = open_dataset(source, image_size=config.data.image_size, max_bad_records=config.data.max_bad_records)
+    dataset = open_training_data(config.data)
     return dataset.num_classes, args.images if args.images is not None else len(dataset)
 
 

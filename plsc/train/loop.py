@@ -8,7 +8,6 @@ from typing import Any
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.data.dataset import open_dataset
 from plsc.errors import PlscError, UsageError
 from plsc.files import make_folder, written_aside
 from plsc.optim.schedules import advance, schedule, scheduler
@@ -19,7 +18,7 @@ from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_check
 from plsc.train.interrupt import Interrupted, StopRequest
 from plsc.train.judge import BEST, MODEL, brief, check_sets, judge, save_weights, score
 from plsc.train.metrics import METRICS, MetricsLog
-from plsc.train.parts import build
+from plsc.train.parts import build, open_training_data
 from plsc.train.state import Position, capture, changes, restore, steps_per_epoch
 from plsc.train.step import MicroBatch, Outcome, Stepper, micro_batches
 
@@ -69,12 +68,7 @@ class Run:
         self.quiet = quiet or not mesh.is_main
         _check_groups(config, mesh)
         on_every_rank(mesh, lambda: _check_folder(out, resume))
-        dataset = on_every_rank(
-            mesh,
-            lambda: open_dataset(
-                config.data.train, image_size=config.data.image_size, max_bad_records=config.data.max_bad_records
-            ),
-        )
+        dataset = on_every_rank(mesh, lambda: open_training_data(config.data))
         on_every_rank(mesh, lambda: check_sets(config) if mesh.is_main else None)
         self.parts = build(config, dataset, mesh)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)

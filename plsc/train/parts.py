@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from plsc.config import MARGINS, Config, HeadConfig
-from plsc.data.dataset import ImageDataset
+from plsc.config import MARGINS, Config, DataConfig, HeadConfig
+from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.data.loader import TrainLoader
+from plsc.data.turned import TurnedDataset
 from plsc.errors import UsageError
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import MARGINS as MARGIN_TYPES
@@ -59,6 +60,12 @@ class Parts:
         """The arithmetic of the backbone's passes."""
         dtype = AUTOCAST_DTYPES.get(self.config.precision)
         return torch.autocast(self.mesh.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def open_training_data(data: DataConfig) -> ImageDataset:
+    """The pictures that [data] names; raises as :func:`plsc.data.open_dataset` does."""
+    dataset = open_dataset(data.train, image_size=data.image_size, max_bad_records=data.max_bad_records)
+    return TurnedDataset(dataset) if data.turned_classes else dataset
 
 
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
