@@ -48,7 +48,7 @@ class DataConfig:
         choices=("none", "flip", "affine", "standard"),
     )
     turned_classes: bool = key(
-        False, "every class also turned by 90, 180 and 270 degrees, as classes of their own: epochs of four times the length"
+        False, "every class also turned by 90, 180 and 270 degrees, as classes of their own: epochs four times as long"
     )
     workers: int = key(2, "decoding processes per rank; 0 decodes in the training process", least=0)
     max_bad_records: int = key(1000, "unreadable pictures to skip before the run gives up", least=0)
