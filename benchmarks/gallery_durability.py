@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from results_file import add_row
 
 from plsc.errors import NotFoundError, StorageError
 from plsc.gallery.contract import NewPerson, Person
@@ -450,9 +451,13 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="longest life of a child (2)")
     parser.add_argument("--full-disk", action="store_true")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", action="store_true", help="add the figures to results/gallery_durability.csv")
     args = parser.parse_args()
     with small_disk() if args.full_disk else plain_disk() as place:
-        print(json.dumps(play(place / "store", args.rounds, args.seconds, args.full_disk, args.seed)))
+        figures = play(place / "store", args.rounds, args.seconds, args.full_disk, args.seed)
+    print(json.dumps(figures))
+    if args.record:
+        add_row("gallery_durability", figures)
 
 
 if __name__ == "__main__":
