@@ -378,7 +378,8 @@ def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) 
         process = context.Process(target=child, args=(folder, writing, seed + number, full_disk), daemon=True)
         process.start()
         writing.close()
-        listen(reading, ledger, process.kill, seconds * chance.random() ** 2, opened=chance.random() < 0.8)
+        after = "did" if number == 1 else chance.choice(["did", "did", "opened", "opened", ""])
+        listen(reading, ledger, process.kill, seconds * chance.random() ** 2, after)
         process.join()
         filler = folder.parent / FILLER
         if full_disk and number % 2:
@@ -403,16 +404,20 @@ def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) 
             "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
 
 
-def listen(pipe: Connection, ledger: Ledger, kill: Callable[[], None], delay: float, *, opened: bool) -> None:
-    """Note what the child says, and have it killed ``delay`` seconds after it ``opened`` the store, or was started."""
+def listen(pipe: Connection, ledger: Ledger, kill: Callable[[], None], delay: float, after: str) -> None:
+    """Note what the child says, and have it killed ``delay`` seconds after the first message of the sort ``after``, or
+    after it was refused something; "": after it was started."""
     timer = threading.Timer(delay, kill)
-    with contextlib.suppress(EOFError, ConnectionResetError):
-        if opened:
-            ledger.note(json.loads(pipe.recv_bytes()))
+    if not after:
         timer.start()
+    with contextlib.suppress(EOFError, ConnectionResetError):
         while True:
-            ledger.note(json.loads(pipe.recv_bytes()))
-    timer.join()
+            message = json.loads(pipe.recv_bytes())
+            if timer.ident is None and message[0] in (after, "refused"):
+                timer.start()
+            ledger.note(message)
+    if timer.ident is not None:
+        timer.join()
 
 
 def thin_out(folder: Path, ledger: Ledger) -> None:
