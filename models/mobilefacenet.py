@@ -89,8 +89,8 @@ class MobileFaceNet(Backbone):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
         # Batch normalisation follows, so this matrix's scale decides only how fast it turns. A long orthogonal one
         # stays near a projection that keeps all of the features; a short one soon keeps just what tells the training
-        # classes apart, and unseen classes need the rest (Omniglot, six epochs: rank-1 0.747 at D = 512, where Kaiming's
-        # weights had 0.722 at D = 256).
+        # classes apart, and unseen classes need the rest (Omniglot, six epochs: rank-1 0.747 at D = 512, where
+        # Kaiming's weights had 0.722 at D = 256).
         projection = cast(nn.Linear, self.features.layers[2])
         nn.init.orthogonal_(projection.weight, gain=PROJECTION_GAIN)
 

@@ -9,6 +9,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _head(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.bench.compare import compare
-    from plsc.bench.report import draw, ratio_lines, table, write_csv
+    from plsc.bench.report import draw, ratio_lines, table
     from plsc.files import make_folder
 
     comparison = _comparison(args)
@@ -137,15 +138,25 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
     print(table(result["rows"]))
     if text := ratio_lines(result["ratios"], result["rows"]):
         print(f"\n{text}")
-    if args.out is not None:
-        write_csv(result["rows"], args.out / "head.csv")
-        draw(result["rows"], args.out / "head.png")
-        print(f"\nwritten: {args.out / 'head.csv'}, {args.out / 'head.png'}")
+    _write(args, result["rows"], draw)
     return result
 
 
-def _search(args: argparse.Namespace) -> dict[str, Any]:
+def _write(
+    args: argparse.Namespace, rows: list[dict[str, Any]], draw: Callable[[list[dict[str, Any]], Path], None]
+) -> None:
+    """The rows and their picture, named after the command, where --out asks for them."""
     from plsc.bench.report import write_csv
+
+    if args.out is None:
+        return
+    table, picture = args.out / f"{args.command}.csv", args.out / f"{args.command}.png"
+    write_csv(rows, table)
+    draw(rows, picture)
+    print(f"\nwritten: {table}, {picture}")
+
+
+def _search(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.bench.search import SearchComparison, compare_searches
     from plsc.bench.search_contestants import CONTESTANTS
     from plsc.bench.search_report import draw_searches, search_table
@@ -159,15 +170,11 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
         make_folder(args.out)
     result = compare_searches(comparison)
     print(search_table(result["rows"], result["ratios"]))
-    if args.out is not None:
-        write_csv(result["rows"], args.out / "search.csv")
-        draw_searches(result["rows"], args.out / "search.png")
-        print(f"\nwritten: {args.out / 'search.csv'}, {args.out / 'search.png'}")
+    _write(args, result["rows"], draw_searches)
     return result
 
 
 def _serve(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.bench.report import write_csv
     from plsc.bench.serve import ServeComparison, compare_serving
     from plsc.bench.serve_report import draw_serving, serve_table
     from plsc.files import make_folder
@@ -179,10 +186,7 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
         make_folder(args.out)
     result = compare_serving(comparison)
     print(serve_table(result["rows"], result["ratios"]))
-    if args.out is not None:
-        write_csv(result["rows"], args.out / "serve.csv")
-        draw_serving(result["rows"], args.out / "serve.png")
-        print(f"\nwritten: {args.out / 'serve.csv'}, {args.out / 'serve.png'}")
+    _write(args, result["rows"], draw_serving)
     return result
 
 
