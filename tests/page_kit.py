@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
-from plsc.gallery.open import open_store
 from torch import Tensor
 
 from plsc.embed.embedder import Embedder
 from plsc.embed.preprocessing import Preprocessing
 from plsc.gallery.contract import NewPerson
+from plsc.gallery.open import open_store
 from plsc.serve.metrics import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service

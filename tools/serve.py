@@ -133,10 +133,10 @@ def _threshold(args: argparse.Namespace) -> float | None:
 
 def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") -> "Service":
     import torch
-    from plsc.gallery.open import open_store
 
     from plsc.embed.embedder import open_embedder
     from plsc.embed.extract import contract_of
+    from plsc.gallery.open import open_store
     from plsc.serve.service import Service
 
     device = None if args.device is None else torch.device(args.device)
