@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, UsageError
-from plsc.gallery.contract import Collection, Match, Metadata, NewPerson, Person
+from plsc.gallery.contract import Collection, Match, Metadata, Named, NewPerson, Person
 from plsc.gallery.filters import Filter, check_metadata
 
 Float64 = npt.NDArray[np.float64]
@@ -142,9 +142,9 @@ class MemoryStore:
         return fit[:limit]
 
     @_alone
-    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
+    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
         known = self._of(collection).persons
-        return {id: known[id] for id in ids if id in known}
+        return {id: Named(id, known[id].name, known[id].metadata) for id in ids if id in known}
 
     @_alone
     def update_person(

@@ -53,6 +53,15 @@ class Person:
 
 
 @dataclass(frozen=True)
+class Named:
+    """What a match is shown with."""
+
+    id: int
+    name: str | None
+    metadata: Metadata
+
+
+@dataclass(frozen=True)
 class Match:
     """A person who is like the query: ``score`` is the cosine of the best face, ``face`` its id."""
 
@@ -93,8 +102,8 @@ class Store(Protocol):
     ) -> list[Person]:
         """Up to ``limit`` persons with ids above ``after``, ascending."""
 
-    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
-        """Those of ``ids`` that exist, in one go: what matches are shown with."""
+    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+        """The persons of ``ids`` that exist, in one go."""
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None

@@ -50,7 +50,7 @@ from plsc.gallery.checks import (
     now,
     unit_vectors,
 )
-from plsc.gallery.contract import Collection, Float32, Match, Metadata, NewPerson, Person
+from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
 from plsc.gallery.copies import write_copy
 from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.milvus_filters import fits_of
@@ -146,10 +146,11 @@ class MilvusStore:
         check_page(after, limit, where)
         return reading.page(self._rows, self._state(collection), min(max(after, 0), LARGEST_ID), limit, where)
 
-    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
-        """Those of ``ids`` that exist."""
+    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+        """The persons of ``ids`` that exist."""
         possible = sorted({int(id) for id in ids if is_id(id)})
-        return {person.id: person for person in reading.some(self._rows, self._state(collection), possible)}
+        found = reading.some(self._rows, self._state(collection), possible)
+        return {one.id: Named(one.id, one.name, one.metadata) for one in found}
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None

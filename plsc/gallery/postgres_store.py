@@ -30,7 +30,7 @@ from plsc.gallery.checks import (
     now,
     unit_vectors,
 )
-from plsc.gallery.contract import Collection, Float32, Match, Metadata, NewPerson, Person
+from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
 from plsc.gallery.copies import write_copy
 from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.grouping import best_persons
@@ -128,11 +128,12 @@ class PostgresStore:
             key, _ = rows.find_collection(connection, collection)
             return rows.page(connection, key, min(max(after, 0), LARGEST_ID), min(limit, LARGEST_ID), where)
 
-    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
-        """Those of ``ids`` that exist."""
+    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+        """The persons of ``ids`` that exist."""
         with self._transaction() as connection:
             key, _ = rows.find_collection(connection, collection)
-            return rows.some(connection, key, [int(one) for one in ids if is_id(one)])
+            found = rows.some(connection, key, [int(one) for one in ids if is_id(one)])
+        return {one.id: Named(one.id, one.name, one.metadata) for one in found.values()}
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None

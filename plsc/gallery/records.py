@@ -7,12 +7,13 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 import numpy as np
 
 from plsc.gallery.checks import CheckedPerson
-from plsc.gallery.contract import Collection, Float32, Person
+from plsc.gallery.contract import Collection, Float32, Named, Person
 from plsc.gallery.database import ERASED, damaged
 from plsc.index.exact import Int64
 
@@ -153,6 +154,25 @@ def find_person(db: sqlite3.Connection, number: int, person: int) -> Person | No
     return next(iter(select_persons(db, where, (number, person))), None)
 
 
+def find_names(db: sqlite3.Connection, number: int, persons: Sequence[int]) -> dict[int, Named]:
+    """Those of ``persons`` that are in collection ``number``.
+
+    All come as one value: Python's thread lets go of the interpreter for every row that SQLite fetches, and while
+    others keep it busy each return takes up to 5 ms.
+    """
+    text = (
+        f"SELECT json_group_array(json_array({_PERSON})) FROM persons p "
+        "WHERE +p.collection = ? AND p.id IN (SELECT value FROM json_each(?))"
+    )
+    try:
+        (found,) = db.execute(text, (number, json.dumps(list(persons)))).fetchone()
+        rows = json.loads(found)
+    except sqlite3.OperationalError:  # JSON cannot hold the bytes that a damaged header makes of a text
+        text = f"SELECT {_PERSON} FROM persons p WHERE p.collection = ? AND p.id = ?"
+        rows = [row for person in persons for row in db.execute(text, (number, person))]
+    return {row[0]: _named(db, row) for row in rows}
+
+
 def select_persons(db: sqlite3.Connection, where: str, values: Sequence[Any], limit: int = -1) -> list[Person]:
     """Persons (``p`` in ``where``) by id, with their faces; -1: as many as there are."""
     rows = db.execute(
@@ -178,14 +198,23 @@ def _faces_of(db: sqlite3.Connection, persons: Sequence[int]) -> dict[int, tuple
 def _person_row(number: int, person: Person) -> tuple[Any, ...]:
     metadata = json.dumps(dict(person.metadata), ensure_ascii=False, allow_nan=False)
     values = (person.id, number, person.name, metadata, person.created)
-    return *values, _checksum(*values)
+    return *values, _person_checksum(*values)
 
 
 def _person(db: sqlite3.Connection, row: tuple[Any, ...], faces: tuple[int, ...]) -> Person:
-    id, _, name, metadata, created, checksum = row
-    if checksum != _checksum(*row[:-1]):
+    named = _named(db, row)
+    return Person(named.id, named.name, named.metadata, faces, created=row[4])
+
+
+def _named(db: sqlite3.Connection, row: Sequence[Any]) -> Named:
+    id, collection, name, metadata, created, checksum = row
+    try:
+        intact = checksum == _person_checksum(id, collection, name, metadata, created)
+    except TypeError:  # a damaged header makes bytes of a text
+        intact = False
+    if not intact:
         raise damaged(db, f"person {id} is not what was written")
-    return Person(id, name, json.loads(metadata), faces, created)
+    return Named(id, name, json.loads(metadata))
 
 
 def _attributes(number: int, person: int, metadata: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
@@ -356,3 +385,9 @@ def _face_checksum(face: int, collection: int, person: int) -> int:
 
 def _checksum(*values: Any) -> int:
     return zlib.crc32(json.dumps(values).encode())
+
+
+def _person_checksum(id: int, collection: int, name: str | None, metadata: str, created: str) -> int:
+    """As :func:`_checksum`, at a third of the cost: each match of each search is checked."""
+    named = "null" if name is None else quoted(name)
+    return zlib.crc32(f"[{id}, {collection}, {named}, {quoted(metadata)}, {quoted(created)}]".encode())

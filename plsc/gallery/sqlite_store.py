@@ -35,7 +35,7 @@ from plsc.gallery.checks import (
     unit_vectors,
 )
 from plsc.gallery.compaction import Compactor, Maintenance
-from plsc.gallery.contract import Collection, Float32, Match, Metadata, NewPerson, Person
+from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
 from plsc.gallery.filter_sql import fitting
 from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.integrity import check_store
@@ -159,12 +159,11 @@ class SqliteStore:
             wanted = [searched.number, int(after), *values]
             return records.select_persons(db, f"p.collection = ? AND p.id > ?{text}", wanted, min(int(limit), 2**62))
 
-    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
-        """Those of ``ids`` that exist."""
+    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+        """The persons of ``ids`` that exist."""
         searched = self._of(collection)
-        with self._database.snapshot() as db:
-            found = (records.find_person(db, searched.number, int(one)) for one in dict.fromkeys(ids) if is_id(one))
-            return {person.id: person for person in found if person is not None}
+        with self._database.reading() as db:
+            return records.find_names(db, searched.number, [int(one) for one in ids if is_id(one)])
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None

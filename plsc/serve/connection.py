@@ -22,6 +22,7 @@ class Connection(asyncio.Protocol):
     transport: asyncio.Transport
     connections: set[Any]
     cycle: Any
+    flow: Any
     app: Callable[..., Any]
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
@@ -46,14 +47,14 @@ class Connection(asyncio.Protocol):
             self._await_head()
 
     def data_received(self, data: bytes) -> None:
-        """Pass data on; the first of a request starts the clock, and its whole head stops it."""
-        if self._timer is None and not self._is_busy():
-            self._await_head()
+        """Pass data on; a head that is not whole yet starts the clock, and its end stops it."""
         super().data_received(data)
         if self._is_busy():
             self._stop_clock()
             self._head = 0
             return
+        if self._timer is None:
+            self._await_head()
         self._head += len(data)
         if self._head > LARGEST_HEAD:  # httptools would go on reading headers
             self.cut()
@@ -68,6 +69,16 @@ class Connection(asyncio.Protocol):
     def cut(self) -> None:
         """End the connection at once, whatever was still to be sent."""
         self.transport.abort()
+
+    @property
+    def has_whole_body(self) -> bool:
+        """Whether the request in hand needs nothing more from the caller."""
+        return self._is_busy() and not self.cycle.more_body
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether an answer's next part goes out without waiting for the caller."""
+        return not self.flow.write_paused
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete

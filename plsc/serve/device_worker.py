@@ -1,7 +1,8 @@
 """Micro-batching: one thread owns the device, and takes at once whatever work of one kind waits for it.
 
 While a batch runs, the next one gathers by itself. Waiting longer, for at most ``max_wait``, pays only where more is
-sure to come: when the batch before was larger than what waits now, its callers are about to ask again.
+sure to come: the callers of the batch before are about to ask again. With those who waited while it ran they make one
+large batch then, and not two small ones in turn, of which each would cost the device nearly as much.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class DeviceWorker:
         self._observer = observer
         self._waiting: dict[str, deque[_Task]] = {kind: deque() for kind in kinds}
         self._rows = dict.fromkeys(kinds, 0)
-        self._last = dict.fromkeys(kinds, 0)  # rows of the batch before
+        self._expected = dict.fromkeys(kinds, 0)  # rows, should all come again who were answered or wait
         self._changed = threading.Condition()
         self._wake_at = 1  # rows of a kind for which the device's thread is woken: each waking takes turns from callers
         self._closing = False
@@ -115,6 +116,7 @@ class DeviceWorker:
             batch = self._still_wanted(kind, batch)
             if batch:
                 self._run(kind, batch)
+            self._expected[kind] = sum(task.rows for task in batch) + self._rows[kind]
 
     def _take(self) -> tuple[str, list[_Task]] | None:
         with self._changed:
@@ -124,15 +126,13 @@ class DeviceWorker:
                 self._changed.wait()
             kind = min((kind for kind, tasks in self._waiting.items() if tasks), key=self._oldest)
             self._wait_for_more(kind)
-            batch = self._drain(kind)
-            self._last[kind] = sum(task.rows for task in batch)
-            return kind, batch
+            return kind, self._drain(kind)
 
     def _oldest(self, kind: str) -> float:
         return self._waiting[kind][0].arrived
 
     def _wait_for_more(self, kind: str) -> None:
-        wanted = min(self._last[kind], self._max_batch)
+        wanted = min(self._expected[kind], self._max_batch)
         if self._rows[kind] < wanted and not self._closing:
             self._wake_at = wanted
             self._changed.wait(self._max_wait)

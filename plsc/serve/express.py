@@ -39,7 +39,8 @@ class Express:
             return
         scope["route"] = _ROUTE
         try:
-            response = await answer_search(Request(scope, receive), found[1])
+            content = (await receive())["body"]  # the guard has all of it
+            response = await answer_search(Request(scope, receive), found[1], content)
         except Refusal as refusal:
             response = error_response(scope["path"], refusal.status_code, refusal.detail, refusal.headers)
         except Exception:

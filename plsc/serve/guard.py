@@ -74,7 +74,7 @@ class Guard:
                 body = _Body(exchange.headers, self._settings.limits.body_bytes)
                 self._hold(body.announced)
                 held = body.announced
-                content = await self._read(body, receive)
+                content = await self._read(body, receive, exchange.connection)
                 self._hold(len(content) - held)
                 held = len(content)
             except Refusal as refusal:
@@ -115,9 +115,11 @@ class Guard:
             raise Refusal(503, "the bodies of other requests fill the memory set aside; ask again in a moment")
         self._bytes += size
 
-    async def _read(self, body: "_Body", receive: Receive) -> bytes:
+    async def _read(self, body: "_Body", receive: Receive, connection: Connection | None) -> bytes:
         if not body.expected:
             return b""
+        if connection is not None and connection.has_whole_body:  # a timer costs as much as the reading
+            return await body.read(receive)
         seconds = self._settings.limits.body_seconds
         try:
             async with asyncio.timeout(seconds):
@@ -154,7 +156,7 @@ class _Exchange:
         self.begun = time.monotonic()
         self.status = 0
         self.gone = False
-        self._connection: Connection | None = scope.setdefault("state", {}).get("connection")
+        self.connection: Connection | None = scope.setdefault("state", {}).get("connection")
 
     async def send(self, message: Message) -> None:
         """Pass an answer's message on; a caller who does not take it is cut off."""
@@ -162,12 +164,15 @@ class _Exchange:
             self.status = message["status"]
             message["headers"] = [*message["headers"], *_headers_of(self.path)]
             self._begin(self)
+        if self.connection is not None and self.connection.is_writable:
+            await self._send(message)
+            return
         try:
             async with asyncio.timeout(self._seconds):
                 await self._send(message)
         except TimeoutError:
-            if self._connection is not None:
-                self._connection.cut()
+            if self.connection is not None:
+                self.connection.cut()
 
     def cancel_when_gone(self) -> None:
         """Let the connection, when it is lost, cancel what nobody waits for any more."""
@@ -177,13 +182,13 @@ class _Exchange:
             self.gone = True
             task.cancel()
 
-        if self._connection is not None:
-            self._connection.gone = gone
+        if self.connection is not None:
+            self.connection.gone = gone
 
     def settle(self) -> None:
         """The answer is out: losing the connection means nothing now."""
-        if self._connection is not None:
-            self._connection.gone = None
+        if self.connection is not None:
+            self.connection.gone = None
 
 
 class _Body:

@@ -45,15 +45,14 @@ async def search(
     given: Annotated[SearchQuery, Query()],
 ) -> Response:
     """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
-    return await answer_search(request, collection)
+    return await answer_search(request, collection, await request.body())
 
 
-async def answer_search(request: Request, collection: str) -> Response:
-    """The answer to a search, whose body and address are read here."""
+async def answer_search(request: Request, collection: str, content: bytes) -> Response:
+    """The answer to a search whose body is ``content``."""
     service = get_service(request)
     await service.comparable(collection)
     kind = content_type(request)
-    content = await request.body()
     if kind in IMAGE_TYPES:
         given = _parsed(SearchQuery, dict(request.query_params))
         deadline, where = service.deadline(given.deadline_ms), read_filter(given.filter)

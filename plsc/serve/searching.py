@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import PlscError
-from plsc.gallery.contract import Match, Person, Store
+from plsc.gallery.contract import Match, Named, Store
 from plsc.gallery.filters import Filter
 from plsc.serve.inputs import Float32
 
@@ -32,7 +32,7 @@ class Found:
     matches: list[list[Match]]
 
 
-Answer = list[list[tuple[Match, Person]]]
+Answer = list[list[tuple[Match, Named]]]
 
 
 class Searcher:
@@ -58,7 +58,7 @@ class Searcher:
         ids: dict[str, set[int]] = defaultdict(set)
         for one in found:
             ids[one.collection].update(match.person for matches in one.matches for match in matches)
-        persons = {name: self._store.persons_of(name, sorted(wanted)) for name, wanted in ids.items()}
+        persons = {name: self._store.names_of(name, sorted(wanted)) for name, wanted in ids.items()}
         return [_answer(one.matches, persons[one.collection]) for one in found]
 
     def _group(self, searches: list[Search]) -> list[Found | Exception]:
@@ -80,5 +80,5 @@ class Searcher:
         return self._store.search(search.collection, queries, k=search.k, where=search.where, **threshold)
 
 
-def _answer(matches: list[list[Match]], persons: dict[int, Person]) -> Answer:
+def _answer(matches: list[list[Match]], persons: dict[int, Named]) -> Answer:
     return [[(match, persons[match.person]) for match in one if match.person in persons] for one in matches]

@@ -2,6 +2,7 @@
 
 import ipaddress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 MIB = 2**20
@@ -53,6 +54,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
 
 
+@lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
     """Whether a host's name or address can only mean this machine."""
     if host.lower() == "localhost":

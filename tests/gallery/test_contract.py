@@ -17,7 +17,7 @@ from memory_store import MemoryStore
 from store_kits import KINDS, Kit, Servers
 
 from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
-from plsc.gallery.contract import Match, NewPerson, Person, Store
+from plsc.gallery.contract import Match, Named, NewPerson, Person, Store
 from plsc.gallery.filters import Filter
 
 DIM, MODEL = 8, "model-1"
@@ -163,10 +163,10 @@ def test_enrolled_persons_are_there_as_given(store: Store) -> None:
     assert store.vectors(GALLERY, made[1].id).shape == (0, DIM)
     assert (store.collection(GALLERY).persons, store.collection(GALLERY).faces) == (3, 6)
     assert store.add_persons(GALLERY, [], MODEL) == []
-    assert store.persons_of(GALLERY, [made[2].id, 10**9, made[0].id, made[0].id, -1, 2**70]) == {
-        made[0].id: made[0], made[2].id: made[2]
+    assert store.names_of(GALLERY, [made[2].id, 10**9, made[0].id, made[0].id, -1, 2**70]) == {
+        one.id: Named(one.id, one.name, one.metadata) for one in (made[0], made[2])
     }  # fmt: skip
-    assert store.persons_of(GALLERY, []) == {}
+    assert store.names_of(GALLERY, []) == {}
 
 
 def test_vectors_of_any_length(store: Store) -> None:
@@ -208,7 +208,7 @@ def test_a_deleted_person_is_forgotten(store: Store) -> None:
     store.delete_person(GALLERY, gone.id)
     assert [one.id for one in store.persons(GALLERY)] == [one.id for one in made if one != gone]
     assert gone.id not in {match.person for match in store.search(GALLERY, faces(5), k=9)[2]}
-    assert store.persons_of(GALLERY, [gone.id]) == {}
+    assert store.names_of(GALLERY, [gone.id]) == {}
     assert (store.collection(GALLERY).persons, store.collection(GALLERY).faces) == (4, 4)
     for ask in (store.person, store.vectors, store.delete_person, store.update_person):
         with pytest.raises(NotFoundError):
@@ -339,7 +339,7 @@ def errors_of(store: Store, one: Person, other: Person) -> list[tuple[type[PlscE
         (NotFoundError, lambda: store.add_persons(away, [NewPerson(good)], MODEL)),
         (NotFoundError, lambda: store.person(away, 1)),
         (NotFoundError, lambda: store.persons(away)),
-        (NotFoundError, lambda: store.persons_of(away, [1])),
+        (NotFoundError, lambda: store.names_of(away, [1])),
         (NotFoundError, lambda: store.search(away, good)),
         (NotFoundError, lambda: store.compact(away)),
         (NotFoundError, lambda: store.vectors(away, 1)),

@@ -183,6 +183,18 @@ def test_a_damaged_vector_is_not_given_out(folder: Path) -> None:
     store.close()
 
 
+@pytest.mark.parametrize("value", ["'Person 7'", "x'FF00'", "7", "NULL", "1e999", "CAST(x'FF' AS TEXT)"])
+def test_a_damaged_name_is_not_shown_with_a_match(folder: Path, value: str) -> None:
+    change(folder, f"UPDATE persons SET name = {value} WHERE id = 7")
+    store = SqliteStore(folder)
+    assert list(store.names_of(GALLERY, [6, 8])) == [6, 8]
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
+        store.names_of(GALLERY, [6, 7, 8])
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
+        store.person(GALLERY, 7)
+    store.close()
+
+
 def test_flipped_bits_in_sqlite_never_change_an_answer_unnoticed(folder: Path, sound: Path, tmp_path: Path) -> None:
     path = folder / "gallery.sqlite"
     good = SqliteStore(shutil.copytree(sound, tmp_path / "good"))

@@ -209,7 +209,7 @@ def test_more_rows_than_one_request_takes(place: str, monkeypatch: pytest.Monkey
     assert {match.person for match in matches} >= {one.id for one in made}
     assert len(matches) == 125
     assert len(store.persons("people", limit=10**6)) == 125
-    assert len(store.persons_of("people", range(10**3))) == 125
+    assert len(store.names_of("people", range(10**3))) == 125
     np.testing.assert_allclose(store.vectors("people", made[0].id), crowd / np.linalg.norm(crowd, axis=1)[:, None],
                                atol=1e-6)  # fmt: skip
     store.update_person("people", made[0].id, metadata={"n": 77})

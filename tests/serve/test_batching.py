@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from live_service import DIM, live_service
 
 from plsc.errors import UsageError
-from plsc.gallery.contract import Match, Person
+from plsc.gallery.contract import Match, Named
 from plsc.gallery.filters import Filter
 from plsc.serve.device_worker import DeviceWorker, Kind
 from plsc.serve.failures import Refusal
@@ -83,6 +83,26 @@ def test_what_gathers_while_the_device_is_busy_runs_as_one_batch():
     assert asyncio.run(scenario()) == [2, *range(20, 44, 2)]
     busy.close()
     assert log.batches == [("a", 1), ("a", 8), ("a", 4)]
+
+
+def test_callers_who_come_again_join_those_who_waited():
+    """Else the two groups would go on in turn, each at the price of a whole batch."""
+    device, log = Device(), Log()
+    patient = worker(device, log, max_wait=20)
+
+    async def scenario() -> None:
+        first = await occupied(patient, device)
+        others = asyncio.create_task(together(patient, [3, 4, 5]))
+        while patient.waiting("a") < 3:
+            await asyncio.sleep(0.001)
+        device.go_on.set()
+        await first
+        await together(patient, [6])
+        await others
+
+    asyncio.run(scenario())
+    patient.close()
+    assert log.batches == [("a", 1), ("a", 4)]
 
 
 def test_kinds_are_not_mixed_and_the_oldest_goes_first():
@@ -220,8 +240,8 @@ class CountingStore:
             raise UsageError("lost")
         return [[Match(int(query[0]), 1, threshold)] for query in queries]
 
-    def persons_of(self, collection: str, ids: Sequence[int]) -> dict[int, Person]:
-        return {one: Person(one, str(one), {}, (1,), "") for one in ids if one != 13}
+    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+        return {one: Named(one, str(one), {}) for one in ids if one != 13}
 
 
 def test_searches_alike_are_one_call_of_the_store():
