@@ -1,6 +1,7 @@
 """What the routes share: the model, the store, the device's worker and the threads for decoding and storing."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +45,7 @@ class Service:
         self.audit = Audit(settings.audit)
         self._decoders = ThreadPoolExecutor(settings.decode_threads, "plsc-decode")
         self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")
-        self._remembered: dict[str, tuple[float, Any]] = {}
+        self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
         searcher = Searcher(store)
         self.worker = DeviceWorker(
             {"embed": Kind(self._embed), "search": Kind(searcher.run, searcher.name)},
@@ -153,15 +154,15 @@ class Service:
         self.audit.close()
 
     async def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
-        known = self._remembered.get(key)
         now = time.monotonic()
-        if known is not None and now - known[0] < _REMEMBERED_SECONDS:
-            return known[1]
-        value = await self.in_store(function, *args)
-        if len(self._remembered) > self.settings.limits.collections:
-            self._remembered.clear()
-        self._remembered[key] = now, value
-        return value
+        asked, asking = self._remembered.get(key, (-math.inf, None))
+        if asking is None or now - asked >= _REMEMBERED_SECONDS or _has_failed(asking):
+            asking = asyncio.ensure_future(self.in_store(function, *args))
+            asking.add_done_callback(_has_failed)  # else asyncio complains where its caller has gone
+            if len(self._remembered) > self.settings.limits.collections:
+                self._remembered.clear()
+            self._remembered[key] = now, asking
+        return asking.result() if asking.done() else await asyncio.shield(asking)  # one asks for all
 
     def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> torch.Tensor:
         begun = time.monotonic()
@@ -177,3 +178,7 @@ class Service:
         chunks = torch.split(images, self.settings.max_batch)
         vectors = torch.cat([embed_images(self.embedder, chunk, self.settings.flip) for chunk in chunks])
         return [rows.numpy() for rows in torch.split(vectors, [len(batch) for batch in batches])]
+
+
+def _has_failed(asking: "asyncio.Future[Any]") -> bool:
+    return asking.done() and (asking.cancelled() or asking.exception() is not None)

@@ -302,3 +302,31 @@ def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_pat
             thread.join(20)
         assert answers == [200] * 9
         assert sizes == [1, 8]
+
+
+def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tmp_path):
+    with live_service(tmp_path) as live:
+        live.collection("crowd")
+        service, asked = live.service, []
+        original = service.store.collection
+
+        def counted(name: str) -> Any:
+            asked.append(name)
+            time.sleep(0.05)
+            if len(asked) == 1:
+                raise UsageError("not now")
+            return original(name)
+
+        service.store.collection = counted
+        service.forget("crowd")
+
+        async def together() -> list[Any]:
+            return await asyncio.gather(*(service.comparable("crowd") for _ in range(20)), return_exceptions=True)
+
+        async def scenario() -> tuple[list[Any], list[Any]]:
+            return await together(), await together()
+
+        failed, known = asyncio.run(scenario())
+        assert [isinstance(one, Exception) for one in failed] == [True] * 20
+        assert [one.name for one in known] == ["crowd"] * 20
+        assert len(asked) == 2
