@@ -1,0 +1,152 @@
+"""Every store, one contract: what is found, against float64."""
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from contract_kit import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
+
+from plsc.gallery.contract import NewPerson, Store
+from plsc.gallery.filters import Filter
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+def test_search_against_float64(store: Store, compacted: bool) -> None:
+    random_state = np.random.default_rng(5)
+    centres = random_state.standard_normal((60, DIM))
+    new = []
+    for number, centre in enumerate(centres):
+        near = centre + 0.3 * random_state.standard_normal((number % 3, DIM))  # some persons have no faces
+        new.append(NewPerson(near, f"p{number}", {"group": number % 7, "even": number % 2 == 0}))
+    store.add_persons(GALLERY, new[:50], MODEL)
+    if compacted:
+        store.compact(GALLERY)
+    store.add_persons(GALLERY, new[50:], MODEL)
+    oracle = twin(store)
+    queries = np.concatenate([centres[:7], -centres[:3], random_state.standard_normal((5, DIM))])
+    for k in (1, 39, 40, 10**6):
+        agree(store, oracle, GALLERY, queries, k=k)
+    for threshold in (-2.0, 0.0, 0.5, 0.95, 2.0, -np.inf, np.inf):
+        agree(store, oracle, GALLERY, queries, threshold=threshold, k=20)
+    filters: list[dict[str, Any]] = [
+        {}, {"group": 3}, {"group": {"in": [1, 2]}, "even": True}, {"group": 99}, {"none": {"exists": False}},
+    ]  # fmt: skip
+    for asked in filters:
+        agree(store, oracle, GALLERY, queries, where=Filter.parse(asked), k=12)
+        agree(store, oracle, GALLERY, queries, where=Filter.parse(asked), k=12, threshold=0.4)
+    assert store.search(GALLERY, np.empty((0, DIM))) == []
+    assert store.search(GALLERY, (queries * 1e-3).tolist(), k=1)[0][0].score == pytest.approx(
+        store.search(GALLERY, queries, k=1)[0][0].score, abs=CLOSE
+    )
+
+
+def test_an_empty_collection_answers(store: Store) -> None:
+    assert store.search(GALLERY, faces(3), k=5) == [[], [], []]
+    assert store.search(GALLERY, faces(1), where=Filter.parse({"a": 1})) == [[]]
+    store.add_persons(GALLERY, [NewPerson([])], MODEL)
+    assert store.search(GALLERY, faces(2), k=5) == [[], []]
+
+
+def test_the_threshold_is_inclusive(store: Store) -> None:
+    basis = np.eye(DIM)
+    new = [NewPerson(basis[:1]), NewPerson(basis[1:2]), NewPerson(-basis[:1])]
+    new += [NewPerson((basis[:1] + 3**0.5 * basis[n : n + 1]) / 2) for n in (2, 3)]
+    new += [NewPerson(faces(40, 9))]
+    made = [one.id for one in store.add_persons(GALLERY, new, MODEL)]
+    for threshold, at_least in ((1.0, made[:1]), (0.0, made[:2]), (-1.0, made)):
+        found = {match.person for match in store.search(GALLERY, basis[:1], threshold=threshold)[0]}
+        assert found >= set(at_least)
+        assert (made[2] in found) == (threshold == -1.0)
+    for match in store.search(GALLERY, basis[:1])[0]:
+        reached = {one.person for one in store.search(GALLERY, basis[:1], threshold=match.score)[0]}
+        assert match.person in reached, "a score that was answered is reached as a threshold"
+        if match.score < 1:
+            above = store.search(GALLERY, basis[:1], threshold=float(np.nextafter(match.score, 2)))[0]
+            assert match.person not in {one.person for one in above}
+
+
+def test_opposite_and_equal_directions_are_found_in_spite_of_rounding(store: Store) -> None:
+    vectors = faces(30, 3)
+    made = store.add_persons(GALLERY, [NewPerson(-vectors[n : n + 1]) for n in range(30)], MODEL)
+    for matches, opposite in zip(store.search(GALLERY, vectors, k=30), made, strict=True):
+        assert len(matches) == 30, "a cosine is never below -1"
+        assert matches[-1].person == opposite.id
+        assert matches[-1].score >= -1
+    for matches in store.search(GALLERY, -vectors, k=1):
+        assert matches[0].score <= 1
+
+
+def test_a_person_is_found_once_by_the_best_face(store: Store) -> None:
+    """One person's many faces do not push the others out."""
+    centre = faces(1, 1)
+    crowd = centre / np.linalg.norm(centre) + 0.01 * np.random.default_rng(2).standard_normal((400, DIM))
+    (many,) = store.add_persons(GALLERY, [NewPerson(crowd)], MODEL)
+    others = enrol(store, 6, seed=4)
+    (matches,) = store.search(GALLERY, centre, k=7)
+    assert {match.person for match in matches} == {many.id, *(one.id for one in others)}
+    assert len(matches) == 7
+    best = int(np.argmax(units(crowd) @ units(centre)[0]))
+    assert matches[0].score == pytest.approx(float((units(crowd) @ units(centre)[0])[best]), abs=CLOSE)
+    agree(store, twin(store), GALLERY, faces(4, 11), k=5)
+
+
+def test_filters_never_find_less_than_there_is(store: Store) -> None:
+    """Three persons of many fit, and they are those least alike."""
+    query = faces(1, 1)
+    towards = np.random.default_rng(0).standard_normal((1200, DIM)) * 0.2 + query / np.linalg.norm(query)
+    new = [NewPerson(row[None], None, {"rare": False, "n": n, "word": f"w{n:04}"}) for n, row in enumerate(towards)]
+    for place in (3, 700, 1199):
+        new[place] = NewPerson(-towards[place][None], None, {"rare": True, "n": -5 - place, "word": "z", "also": 1.5})
+    ids = [one.id for one in store.add_persons(GALLERY, new, MODEL)]
+    three = {ids[3], ids[700], ids[1199]}
+    asked: list[dict[str, Any]] = [
+        {"rare": True}, {"rare": {"ne": False}}, {"n": {"lt": 0}}, {"n": {"lte": -8}}, {"word": {"gt": "w9999"}},
+        {"word": {"gte": "z"}}, {"word": {"in": ["z", "a"]}}, {"also": {"exists": True}}, {"also": 1.5},
+        {"also": {"gt": 1}}, {"n": {"in": [-8, -705, -1204]}}, {"word": {"in": [f"v{n}" for n in range(60)] + ["z"]}},
+        {"rare": True, "n": {"lt": 5, "gte": -2000}, "word": {"ne": "x"}},
+    ]  # fmt: skip
+    for compacted in (False, True):
+        if compacted:
+            store.compact()
+        for filter in asked:
+            (matches,) = store.search(GALLERY, query, k=10, where=Filter.parse(filter))
+            assert {match.person for match in matches} == three, filter
+            assert {one.id for one in store.persons(GALLERY, where=Filter.parse(filter), limit=5)} == three, filter
+        assert len(store.search(GALLERY, query, k=2, where=Filter.parse({"rare": True}))[0]) == 2
+        assert store.search(GALLERY, query, k=10, where=Filter.parse({"rare": True}), threshold=0.0) == [[]]
+        common = store.search(GALLERY, query, k=1000, where=Filter.parse({"rare": False, "n": {"gte": 600}}))[0]
+        assert len(common) == 598
+
+
+VALUES: list[Any] = [
+    0, 1, -1, 1.0, 0.5, -0.0, True, False, "", "0", "1", "a", "A", "true", "é", "z", "\U0001f642", "\uffee", 2**53,
+    2**53 + 1, float(2**53), 2**63 - 1, float(2**63), -(2**63), 1e300, 5e-324, 1234567890123456790,
+    1234567890123456768.0, "O'H", 'a"b', "a\\", "%", "_", "x" * 1024,
+]  # fmt: skip
+KEYS = ["k", "a.b", "O'H", 'q"q', "b\\", "$x", "ключ", "[0]", "id", "x" * 1024]
+
+
+def test_filters_mean_the_same_in_every_store(store: Store) -> None:
+    pick = random.Random(7)
+    new = [NewPerson(row[None], None, {} if n % 11 == 0 else {KEYS[0]: VALUES[n % len(VALUES)]})
+           for n, row in enumerate(faces(2 * len(VALUES), 3))]  # fmt: skip
+    new += [
+        NewPerson(row[None], None, {pick.choice(KEYS): pick.choice(VALUES) for _ in range(pick.randrange(3))})
+        for row in faces(40, 8)
+    ]
+    store.add_persons(GALLERY, new, MODEL)
+    oracle = twin(store)
+    asked: list[dict[str, Any]] = []
+    for operator in ("eq", "ne", "gt", "gte", "lt", "lte"):
+        values = [value for value in VALUES if operator in ("eq", "ne") or not isinstance(value, bool)]
+        asked += [{KEYS[0]: {operator: value}} for value in pick.sample(values, 12)]
+    asked += [{pick.choice(KEYS): {"in": pick.sample(VALUES, pick.randrange(6))}} for _ in range(12)]
+    asked += [{key: {"exists": truth}} for key in KEYS for truth in (True, False)]
+    asked += [{key: pick.choice(VALUES), KEYS[0]: {"ne": pick.choice(VALUES)}} for key in KEYS[1:]]
+    for filter in asked:
+        where = Filter.parse(filter)
+        truth = [one.id for one in oracle.persons(GALLERY, limit=10**6, where=where)]
+        assert [one.id for one in store.persons(GALLERY, limit=10**6, where=where)] == truth, filter
+        found = store.search(GALLERY, faces(1, 2), k=10**6, where=where)[0]
+        assert sorted(match.person for match in found) == truth, filter
