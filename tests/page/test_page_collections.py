@@ -1,0 +1,106 @@
+"""The page in a real browser: browsing, collections and the service's figures."""
+
+from pathlib import Path
+from typing import Any
+
+from page_actions import ADA, open_tab_by_keyboard, tab_to
+from page_kit import PageService, chosen, draw
+from playwright.sync_api import expect
+
+
+def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) -> None:
+    many = service.collection("many")
+    for number in range(60):
+        service.enrol(many, f"Person of {number}", [draw(number)], even=number % 2 == 0, number=number)
+    page = visit(many)
+    page.get_by_role("tab", name="Browse").click()
+    names = page.locator("#persons button.name")
+    back, following = (page.get_by_role("button", name=name) for name in ("Previous", "Next"))
+    seen = []
+    for last in (False, False, True):
+        expect(names).to_have_count(10 if last else 25)
+        seen += names.all_inner_texts()
+        assert following.is_disabled() == last
+        if not last:
+            following.click()
+            expect(names.first).to_have_text(f"Person of {len(seen)}")
+    assert seen == [f"Person of {number}" for number in range(60)]
+    expect(page.locator("#browse-summary")).to_have_text("51 to 60 of 60.")
+    back.press("Enter")
+    expect(page.locator("#browse-summary")).to_have_text("26 to 50 of 60.")
+
+    page.locator("#browse-filter").fill("!even, number >= 3")
+    page.locator("#browse-filter").press("Enter")
+    expect(page.locator("#browse-summary")).to_have_text("Nobody here fits.")
+    page.locator("#browse-filter").fill("even = false, number >= 51")
+    page.locator("#browse-filter").press("Enter")
+    expect(names).to_have_text([f"Person of {number}" for number in (51, 53, 55, 57, 59)])
+    page.locator("#browse-name").fill("OF 5")
+    page.locator("#browse-name").press("Enter")
+    expect(names).to_have_text([f"Person of {number}" for number in (51, 53, 55, 57, 59)])
+    page.locator("#browse-filter").fill("")
+    page.locator("#browse-filter").press("Enter")
+    expect(names).to_have_text([f"Person of {number}" for number in (5, *range(50, 60))])
+
+
+def test_browsing_by_keyboard(visit: Any, people: str) -> None:
+    page = visit(people)
+    open_tab_by_keyboard(page, "Browse")
+    tab_to(page, page.locator("#browse-name"))
+    page.keyboard.type("gödel")
+    page.keyboard.press("Enter")
+    expect(page.locator("#persons button.name")).to_have_text(["Kurt Gödel"])
+    tab_to(page, page.locator("#persons button.name"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Kurt Gödel")).to_be_visible()
+    expect(page.get_by_role("dialog")).to_contain_text("face ")
+
+
+def test_a_collection_is_made_by_mouse_and_by_keyboard(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("button", name="New…").click()
+    dialog = page.get_by_role("dialog", name="New collection")
+    for name, status in ((people, 409), ("no spaces", 400)):
+        dialog.get_by_label("Name").fill(name)
+        with page.expect_response("**/v1/collections") as answer:
+            dialog.get_by_role("button", name="Create").click()
+        assert answer.value.status == status
+        expect(page.locator("#making-error")).to_have_text(answer.value.json()["error"]["message"])
+    dialog.get_by_role("button", name="Cancel").click()
+    expect(dialog).to_be_hidden()
+
+    tab_to(page, page.locator("#new-collection"))
+    page.keyboard.press("Enter")
+    page.keyboard.press("Control+A")
+    page.keyboard.type("guests")
+    page.keyboard.press("Enter")
+    expect(dialog).to_be_hidden()
+    expect(page.get_by_label("Collection", exact=True)).to_have_value("guests")
+    assert "guests" in [one.name for one in service.store.collections()]
+    page.get_by_role("tab", name="Browse").click()
+    expect(page.locator("#browse-summary")).to_have_text("Nobody is enrolled here yet.")
+
+
+def test_an_empty_service_asks_for_a_collection(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path)
+    try:
+        page = visit(at=service)
+        page.locator("#search-picture input").set_input_files(chosen(ADA))
+        expect(page.locator("#search-error")).to_have_text("There is no collection yet; create one first.")
+        page.get_by_role("tab", name="Enrol").click()
+        expect(page.locator("#enrol-send")).to_be_disabled()
+    finally:
+        service.stop()
+
+
+def test_the_services_figures_are_shown(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Service").click()
+    figures = page.locator("#service-figures")
+    faces = sum(one.faces for one in service.store.collections())
+    for text in (f"{faces} faces", "pixels", "0.5, for a false-match rate of 0.001", "admin", "16 × 16 pixels"):
+        expect(figures).to_contain_text(text)
+    row = page.locator("#service-collections tbody tr").filter(has=page.get_by_text(people, exact=True))
+    expect(row.locator("td").nth(0)).to_have_text("4")
+    expect(row.locator("td").nth(1)).to_have_text("5")
+    expect(page.locator("#service-limits")).to_contain_text("32 MiB")

@@ -1,0 +1,125 @@
+"""The page in a real browser: what goes wrong is told, and mended where it can be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_actions import ADA
+from page_kit import PageService, chosen
+from playwright.sync_api import expect
+
+from plsc.serve.settings import Limits
+from plsc.serve.tokens import add_token
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [(b"\x89PNG\r\n\x1a\nbroken", "query"), (b"no picture at all", "JPEG, PNG or WEBP")]
+)
+def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, content: bytes, told: str) -> None:
+    page = visit(people)
+    broken = {"name": "broken.png", "mimeType": "image/png", "buffer": content}
+    with page.expect_response("**/search") as answer:
+        page.locator("#search-picture input").set_input_files(broken)
+    message = answer.value.json()["error"]["message"]
+    assert told in message
+    expect(page.locator("#search-error")).to_have_text(message)
+    expect(page.locator("#search-picture .blind")).to_have_text("no preview of broken.png")
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#matches > li")).to_have_count(4)
+    expect(page.locator("#search-error")).to_be_hidden()
+
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare-a input").set_input_files(broken)
+    page.locator("#compare-b input").set_input_files(chosen(ADA))
+    expect(page.locator("#compare-error")).to_contain_text(told.replace("query", "a"))
+    page.get_by_role("tab", name="Enrol").click()
+    page.locator("#enrol-pictures input").set_input_files([chosen(ADA), broken])
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-error")).to_contain_text("faces[1]")
+    expect(page.locator("#enrol-pictures li")).to_have_count(2)
+
+
+def test_a_picture_beyond_the_limit_is_not_sent(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path, limits=Limits(body_bytes=2**20))
+    try:
+        page = visit(service.collection("staff"), at=service)
+        large = {"name": "large.png", "mimeType": "image/png", "buffer": bytes(2**20 * 4 // 5)}
+        page.locator("#search-picture input").set_input_files(large)
+        expect(page.locator("#search-error")).to_contain_text("The service takes 1 MiB at a time")
+    finally:
+        service.stop()
+
+
+def test_tokens_wrong_reading_and_writing(visit: Any, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    reader, writer = add_token(tokens, "reader", "read"), add_token(tokens, "writer", "write")
+    service = PageService(tmp_path, tokens=tokens)
+    try:
+        service.enrol(service.collection("staff"), "Ada", [ADA])
+        page = visit(at=service)
+        field = page.get_by_label("Token", exact=True)
+        expect(field).to_be_focused()
+        expect(page.locator("#page-error")).to_be_hidden()
+        expect(page.locator("#search-threshold")).not_to_contain_text("no threshold")  # nobody knows yet
+        for wrong, told in (("plsc_wrong", "a token is needed"), ("two words", "without spaces"), ("ключ", "letters")):
+            field.fill(wrong)
+            field.press("Enter")
+            expect(page.locator("#token-error")).to_contain_text(told)
+            assert page.evaluate("sessionStorage.getItem('plsc-token')") is None
+        field.fill(reader)
+        field.press("Enter")
+        expect(page.locator("#token-form")).to_be_hidden()
+        expect(page.get_by_label("Collection", exact=True)).to_have_value("staff")
+        page.locator("#search-picture input").set_input_files(chosen(ADA))
+        expect(page.locator("#matches > li")).to_have_count(1)
+        assert page.get_by_role("button", name="Add this picture to Ada").count() == 0
+        page.locator("#matches button.name").click()
+        expect(page.get_by_role("dialog", name="Ada")).to_be_visible()
+        expect(page.get_by_role("button", name="Delete this person…")).to_have_count(0)
+        page.keyboard.press("Escape")
+        page.get_by_role("tab", name="Enrol").click()
+        expect(page.locator("#enrol-done")).to_contain_text("may only read")
+        expect(page.locator("#enrol-send")).to_be_disabled()
+
+        page.reload()
+        expect(page.get_by_label("Collection", exact=True)).to_have_value("staff")
+        assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.getItem('plsc-token')]") == [
+            0, "", reader,
+        ]  # fmt: skip
+        page.get_by_role("tab", name="Service").click()
+        page.get_by_role("button", name="Use another token…").click()
+        field.fill(writer)
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator("#service-figures")).to_contain_text("write")
+        page.get_by_role("tab", name="Enrol").click()
+        expect(page.locator("#enrol-send")).to_be_enabled()
+        page.get_by_role("tab", name="Service").click()
+        page.get_by_role("button", name="Forget the token").click()
+        expect(field).to_be_focused()
+        assert page.evaluate("sessionStorage.getItem('plsc-token')") is None
+        expect(page.get_by_label("Collection", exact=True)).to_be_disabled()
+    finally:
+        service.stop()
+
+
+def test_a_service_that_is_gone_is_told_and_its_return_noticed(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path)
+    try:
+        service.enrol(service.collection("staff"), "Ada", [ADA])
+        page = visit("staff", at=service)
+        service.stop()
+        page.locator("#search-picture input").set_input_files(chosen(ADA))
+        expect(page.locator("#search-error")).to_contain_text(f"The service at {service.url[7:-1]} does not answer")
+        expect(page.locator("#health-word")).to_have_text("not answering")
+        page.get_by_role("tab", name="Service").click()
+        page.get_by_role("button", name="Ask again").click()
+        expect(page.locator("#service-error")).to_contain_text("does not answer")
+        service.start()
+        page.get_by_role("button", name="Ask again").click()
+        expect(page.locator("#health-word")).to_have_text("ready")
+        page.get_by_role("tab", name="Search").click()
+        page.get_by_role("button", name="Search", exact=True).click()
+        expect(page.locator("#matches button.name")).to_have_text(["Ada"])
+        expect(page.locator("#search-error")).to_be_hidden()
+    finally:
+        service.stop()

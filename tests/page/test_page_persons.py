@@ -1,0 +1,145 @@
+"""The page in a real browser: enrolling and deleting; what it did is compared with the store."""
+
+from typing import Any
+
+from page_actions import ADA, ADA_AGAIN, HOSTILE, KURT, choose_by_keyboard, open_tab_by_keyboard, tab_to
+from page_kit import PageService, chosen, draw, embedding
+from playwright.sync_api import expect
+
+
+def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Enrol").click()
+    first, second = draw(30), draw(31)
+    page.locator("#enrol-pictures input").set_input_files([chosen(first), chosen(KURT), chosen(second, "second.png")])
+    page.locator("#enrol-pictures li").nth(1).get_by_role("button").click()
+    page.get_by_label("Name", exact=True).first.fill("Emmy Noether")
+    entries = {"city": "Göttingen", "age": "53", "room": '"12"', "retired": "true", "long": "9007199254740993"}
+    for key, value in entries.items():
+        page.locator("#enrol-metadata").get_by_role("button", name="Add a field").click()
+        page.keyboard.type(key)
+        page.keyboard.press("Tab")
+        page.keyboard.type(value)
+    expect(page.locator("#enrol-metadata .kind")).to_have_text(["text", "number", "text", "yes or no", "number"])
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-done")).to_contain_text("Enrolled Emmy Noether")
+    added = service.store.persons(people)[-1]
+    assert added.name == "Emmy Noether"
+    assert len(added.faces) == 2
+    assert dict(added.metadata) == {
+        "city": "Göttingen", "age": 53, "room": "12", "retired": True, "long": 9007199254740993,
+    }  # fmt: skip
+    for picture in (first, second):
+        assert [match.person for match in service.store.search(people, [embedding(picture)], k=1)[0]] == [added.id]
+    expect(page.locator("#enrol-pictures li")).to_have_count(0)
+    page.locator("#enrol-done").get_by_role("button", name="Open").click()
+    page.get_by_role("dialog").get_by_label("Name", exact=True).fill("Amalie Emmy Noether")
+    page.get_by_role("button", name="Save").click()
+    expect(page.locator("#person-done")).to_have_text("Saved.")
+    changed = service.store.person(people, added.id)
+    assert (changed.name, changed.metadata) == ("Amalie Emmy Noether", added.metadata)
+
+
+def test_a_person_is_enrolled_by_keyboard(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    open_tab_by_keyboard(page, "Enrol")
+    choose_by_keyboard(page, page.get_by_role("button", name="Pictures of the person"), chosen(draw(40)))
+    tab_to(page, page.locator("#enrol-name"))
+    page.keyboard.type("Sofya")
+    page.keyboard.press("Enter")
+    expect(page.locator("#enrol-done")).to_contain_text("Enrolled Sofya")
+    assert [person.name for person in service.store.persons(people)][-1] == "Sofya"
+
+
+def test_enrolling_nothing_is_told_and_enrols_nobody(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Enrol").click()
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-error")).to_have_text("Choose a picture first.")
+    page.locator("#enrol-pictures input").set_input_files(chosen(draw(41)))
+    for _ in range(2):
+        page.locator("#enrol-metadata").get_by_role("button", name="Add a field").click()
+        page.keyboard.type("city")
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-error")).to_contain_text('the field "city" is there twice')
+    assert len(service.store.persons(people)) == 4
+
+
+def test_a_searched_picture_becomes_a_face_of_a_match_or_a_new_person(
+    visit: Any, people: str, service: PageService
+) -> None:
+    page = visit(people)
+    page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
+    page.get_by_role("button", name="Add this picture to Ada Lovelace").click()
+    expect(page.locator("#matches .number").first).to_have_text("1.000")
+    expect(page.locator("#search-summary")).to_contain_text("of Ada Lovelace")
+    assert len(service.store.persons(people)[0].faces) == 2
+    page.get_by_role("button", name="Enrol this picture as a new person").click()
+    expect(page.locator("#enrol-pictures img")).to_have_count(1)
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-done")).to_contain_text("with 1 face")
+    assert len(service.store.persons(people)) == 5
+
+
+def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    page.get_by_role("button", name="Ada Lovelace", exact=True).click()
+    page.get_by_role("button", name="Delete this person…").click()
+    question = page.get_by_role("alertdialog", name="Delete this person?")
+    ada, *others = [person.id for person in service.store.persons(people)]
+    expect(question).to_contain_text(f"Ada Lovelace (#{ada}) with 1 face will no longer be found. There is no undo.")
+    question.get_by_role("button", name="Keep").click()
+    expect(question).to_be_hidden()
+    assert len(service.store.persons(people)) == 4
+    page.get_by_role("button", name="Delete this person…").click()
+    question.get_by_role("button", name="Delete for good").click()
+    expect(page.locator("#person")).to_be_hidden()
+    expect(page.locator("#matches > li")).to_have_count(3)
+    assert [person.id for person in service.store.persons(people)] == others
+
+
+def test_deleting_by_keyboard_and_escape_keeps(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    open_tab_by_keyboard(page, "Browse")
+    first = page.locator("#persons button.name").first
+    tab_to(page, first)
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_role("button", name="Delete this person…"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Keep")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.locator("#confirm")).to_be_hidden()
+    expect(page.locator("#person")).to_be_visible()
+    assert len(service.store.persons(people)) == 4
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_role("button", name="Delete for good"), back=True)
+    page.keyboard.press("Enter")
+    expect(page.locator("#person")).to_be_hidden()
+    expect(page.locator("#persons > li")).to_have_count(3)
+    assert [person.name for person in service.store.persons(people)] == [HOSTILE, "Kurt Gödel", None]
+
+
+def test_a_face_is_added_and_one_deleted(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Browse").click()
+    page.get_by_role("button", name="Kurt Gödel", exact=True).click()
+    page.locator("#person-add input").set_input_files(chosen(draw(50)))
+    expect(page.locator("#person-done")).to_contain_text("Added face")
+    expect(page.locator("#person-faces li")).to_have_count(3)
+    kept = list(service.store.persons(people)[2].faces)
+    page.get_by_role("button", name=f"Delete face {kept.pop(0)}").click()
+    page.get_by_role("button", name="Delete for good").click()
+    expect(page.locator("#person-faces li")).to_have_count(2)
+    assert list(service.store.persons(people)[2].faces) == kept
+
+
+def test_what_somebody_else_deleted_is_told(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Browse").click()
+    expect(page.locator("#persons > li")).to_have_count(4)
+    ada = service.store.persons(people)[0].id
+    service.store.delete_person(people, ada)
+    page.get_by_role("button", name="Ada Lovelace", exact=True).click()
+    expect(page.locator("#page-error")).to_contain_text(str(ada))
+    expect(page.locator("#person")).to_be_hidden()

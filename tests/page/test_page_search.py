@@ -1,0 +1,157 @@
+"""The page in a real browser: searching and comparing; what it shows is compared with numpy."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_actions import (
+    ADA,
+    ADA_AGAIN,
+    GRACE,
+    HOSTILE,
+    KURT,
+    choose_by_keyboard,
+    expected_matches,
+    open_tab_by_keyboard,
+    shown_matches,
+    tab_to,
+)
+from page_kit import PageService, chosen, cosine, png
+from playwright.sync_api import expect
+
+
+def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: str) -> None:
+    page = visit(people)
+    with page.expect_file_chooser() as chooser:
+        page.get_by_role("button", name="A picture to search by").click()
+    chooser.value.set_files(chosen(ADA_AGAIN))
+    expect(page.locator("#matches > li")).to_have_count(4)
+    assert shown_matches(page) == expected_matches(ADA_AGAIN)
+    expect(page.locator("#search-summary")).to_contain_text("4 matches; the best is Ada Lovelace")
+    assert page.locator("#search-picture img").evaluate("image => image.naturalWidth") == ADA.shape[1]
+    hostile = page.locator("#matches > li").filter(has_text=HOSTILE)
+    expect(hostile).to_contain_text("<script>alert(2)</script>")
+    assert page.locator("#matches img, #matches script, #matches b").count() == 0
+    expect(page.locator("#matches > li").first).to_contain_text("London")
+
+
+def test_searching_by_keyboard_alone(visit: Any, people: str) -> None:
+    page = visit(people)
+    choose_by_keyboard(page, page.get_by_role("button", name="A picture to search by"), chosen(KURT))
+    expect(page.locator("#matches > li")).to_have_count(4)
+    names = page.locator("#matches button.name")
+    tab_to(page, names.first)
+    page.keyboard.press("ArrowDown")
+    expect(names.nth(1)).to_be_focused()
+    page.keyboard.press("End")
+    expect(names.nth(3)).to_be_focused()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Home")
+    expect(names.first).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Kurt Gödel")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#person")).to_be_hidden()
+    expect(names.first).to_be_focused()
+    tab_to(page, page.get_by_role("button", name="Choose another"), back=True)
+    page.keyboard.press("Escape")
+    expect(page.locator("#matches > li")).to_have_count(0)
+    expect(page.get_by_role("button", name="A picture to search by")).to_be_focused()
+
+
+@pytest.mark.parametrize("how", ["paste", "drop"])
+def test_pictures_are_pasted_and_dropped_anywhere(visit: Any, people: str, how: str) -> None:
+    page = visit(people)
+    page.evaluate(
+        """([bytes, how]) => {
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([new Uint8Array(bytes)], "", { type: "image/png" }));
+            const event = how === "paste"
+                ? new ClipboardEvent("paste", { clipboardData: transfer, bubbles: true, cancelable: true })
+                : new DragEvent("drop", { dataTransfer: transfer, bubbles: true, cancelable: true });
+            document.querySelector("footer").dispatchEvent(event);
+        }""",
+        [list(png(GRACE)), how],
+    )
+    expect(page.locator("#matches > li")).to_have_count(4)
+    assert shown_matches(page) == expected_matches(GRACE)
+
+
+def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any, people: str) -> None:
+    page = visit(people)
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#matches > li")).to_have_count(4)
+    page.get_by_label("At most").fill("2")
+    page.get_by_label("At most").press("Enter")
+    expect(page.locator("#matches > li")).to_have_count(2)
+    page.locator("#search-filter").fill('city = "Vienna", age > 40')
+    page.locator("#search-filter").press("Enter")
+    expect(page.locator("#matches button.name")).to_have_text(["Kurt Gödel"])
+    page.locator("#search-filter").fill('{"city": {"near": "Bern"}}')
+    page.get_by_role("button", name="Search", exact=True).click()
+    expect(page.locator("#search-error")).to_contain_text("knows no 'near'")
+    page.locator("#search-filter").fill("= 3")
+    page.locator("#search-filter").press("Enter")
+    expect(page.locator("#search-error")).to_contain_text("is no condition")
+    page.locator("#search-filter").fill("")
+    page.get_by_label("At most").fill("0")
+    page.get_by_label("At most").press("Enter")
+    expect(page.locator("#search-form :invalid")).to_have_count(1)
+
+
+def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, people: str) -> None:
+    page = visit(people)
+    page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
+    best = page.locator("#matches > li").first.locator(".judgement")
+    expect(best).to_have_text("same person")
+    expect(page.locator("#search-threshold")).to_contain_text("the service's own: 0.500, where one in 1,000 strangers")
+    slider = page.get_by_label("Same person from").first
+    slider.focus()
+    page.keyboard.press("End")
+    expect(page.locator("#search-threshold output")).to_have_text("1.000")
+    expect(best).to_have_text("someone else")
+    page.keyboard.press("Home")
+    assert {verdict for _, score, verdict in shown_matches(page) if float(score) >= 0} == {"same person"}
+    page.get_by_role("tab", name="Compare").click()
+    expect(page.locator("#compare-threshold output")).to_have_text("0.000")
+    page.get_by_role("button", name="Back to the service's 0.500").click()
+    page.get_by_role("tab", name="Search").click()
+    assert shown_matches(page) == expected_matches(ADA_AGAIN)
+
+
+def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path, threshold=None, false_match_rate=None)
+    try:
+        service.enrol(service.collection("staff"), "Ada", [ADA])
+        page = visit("staff", at=service)
+        page.locator("#search-picture input").set_input_files(chosen(ADA))
+        expect(page.locator("#matches .judgement")).to_have_text("no threshold")
+        page.get_by_label("Same person from").first.press("ArrowRight")
+        expect(page.locator("#matches .judgement")).to_have_text("same person")
+        page.get_by_role("button", name="Judge no more").click()
+        expect(page.locator("#matches .judgement")).to_have_text("no threshold")
+    finally:
+        service.stop()
+
+
+def test_two_pictures_are_compared_by_mouse(visit: Any, people: str) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare-a input").set_input_files(chosen(ADA))
+    expect(page.locator("#compare-verdict")).to_be_empty()
+    page.locator("#compare-b input").set_input_files(chosen(ADA_AGAIN))
+    expect(page.locator("#compare-verdict .number")).to_have_text(f"{cosine(ADA, ADA_AGAIN):.3f}")
+    expect(page.locator("#compare-verdict .judgement")).to_have_text("same person")
+    page.locator("#compare-b input").set_input_files(chosen(KURT))
+    expect(page.locator("#compare-verdict .number")).to_have_text(f"{cosine(ADA, KURT):.3f}")
+    expect(page.locator("#compare-verdict .judgement")).to_have_text("someone else")
+    page.locator("#compare-a").get_by_role("button", name="Remove").click()
+    expect(page.locator("#compare-verdict")).to_be_empty()
+
+
+def test_two_pictures_are_compared_by_keyboard(visit: Any, people: str) -> None:
+    page = visit(people)
+    open_tab_by_keyboard(page, "Compare")
+    choose_by_keyboard(page, page.get_by_role("button", name="One picture"), chosen(KURT))
+    choose_by_keyboard(page, page.get_by_role("button", name="The other picture"), chosen(GRACE))
+    expect(page.locator("#compare-verdict .number")).to_have_text(f"{cosine(KURT, GRACE):.3f}")

@@ -1,0 +1,66 @@
+"""The four persons of the page's tests, and what its users do: look, press Tab, choose, open."""
+
+import re
+from typing import Any
+
+from page_kit import cosine, draw
+from playwright.sync_api import expect
+
+PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 860}
+HOSTILE = "<img src=x onerror=alert(1)>"
+TABS = ("Search", "Compare", "Enrol", "Browse", "Service")
+
+ADA, GRACE, KURT, EDSGER = (draw(seed) for seed in range(4))
+ADA_AGAIN = draw(10, like=ADA)
+
+
+def expected_matches(query: Any) -> list[tuple[str, ...]]:
+    """Name, score and judgement of the four persons, best first, as numpy has it."""
+    faces = {
+        "Ada Lovelace": [ADA], HOSTILE: [GRACE], "Kurt Gödel": [KURT, draw(20)], "Person": [EDSGER],
+    }  # fmt: skip
+    scores = {name: max(cosine(query, face) for face in own) for name, own in faces.items()}
+    return [
+        (name, f"{score:.3f}", "same person" if score >= 0.5 else "someone else")
+        for name, score in sorted(scores.items(), key=lambda item: -item[1])
+    ]
+
+
+def shown_matches(page: Any) -> list[tuple[str, ...]]:
+    """Name, score and judgement of the matches on the page; who has no name is called by the id, left out here."""
+    rows = page.locator("#matches > li").all()
+    parts = (".number", ".judgement")
+    names = [re.sub(r"^Person \d+$", "Person", row.locator("button.name").inner_text()) for row in rows]
+    return [(name, *(row.locator(part).inner_text() for part in parts)) for name, row in zip(names, rows, strict=True)]
+
+
+def tab_to(page: Any, target: Any, *, back: bool = False) -> None:
+    """Press Tab until ``target`` has the focus."""
+    for _ in range(60):
+        if target.evaluate("it => it === document.activeElement"):
+            return
+        page.keyboard.press("Shift+Tab" if back else "Tab")
+    raise AssertionError(f"Tab does not reach {target}")
+
+
+def choose_by_keyboard(page: Any, button: Any, *pictures: Any) -> None:
+    tab_to(page, button)
+    with page.expect_file_chooser() as chooser:
+        page.keyboard.press("Enter")
+    chooser.value.set_files(list(pictures))
+
+
+def open_tab_by_keyboard(page: Any, name: str) -> None:
+    """From the beginning of the page to a tab by Tab and arrows."""
+    selected = page.locator("[role=tab][aria-selected=true]")
+    tab_to(page, selected)
+    page.keyboard.press("Home")
+    for _ in range(TABS.index(name)):
+        page.keyboard.press("ArrowRight")
+    expect(page.get_by_role("tab", name=name)).to_be_focused()
+    expect(page.get_by_role("tabpanel", name=name)).to_be_visible()
+
+
+def overflow(page: Any) -> int:
+    """Pixels by which the page is wider than the window."""
+    return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))
