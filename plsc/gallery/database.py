@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
+from plsc.gallery.write_ahead_log import check_log
 
 APPLICATION_ID = 0x706C7363  # "plsc"
 VERSION = 1
@@ -61,6 +62,7 @@ class Database:
         self.path = path
         self._closed = False
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+        check_log(path, PAGE_BYTES)  # first: SQLite would take what is lost for never written, and remove the log
         with errors_of(path):
             self._writer = _connected(path)
             try:
