@@ -73,9 +73,12 @@ def _plot(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _frame(axes: Any, clients: Sequence[int]) -> None:
+    from matplotlib.ticker import LogLocator
+
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(clients, [str(count) for count in clients])
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_xlabel("callers at once (for the store alone: queries at once)")
