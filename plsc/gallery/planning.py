@@ -4,6 +4,7 @@ What is found lives in memory alone, as long as its base does: it is in no file 
 have to forget. Until it is found, searches are exact.
 """
 
+import contextlib
 import math
 import queue
 import sys
@@ -17,6 +18,7 @@ from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.planner import plan_search
 
 FEWEST = 1000  # rows; fewer take no time
+_WATCH_SECONDS = 5.0
 Show = Callable[[SearchedCollection, Base, ApproximateSearch], None]
 
 
@@ -28,8 +30,9 @@ class Planning:
         if latency_ms is not None and not (math.isfinite(latency_ms) and latency_ms > 0):
             raise UsageError(f"a latency of {latency_ms} ms: it lies above 0")
         self._latency_ms, self._show = latency_ms, show
-        self._waiting: queue.SimpleQueue[tuple[SearchedCollection, Base]] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[tuple[SearchedCollection, Base] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._shown: list[tuple[SearchedCollection, ApproximateSearch]] = []
 
     def consider(self, searched: SearchedCollection) -> None:
         """The collection may have a new base."""
@@ -44,15 +47,34 @@ class Planning:
             )
             self._thread.start()
 
+    def close(self) -> None:
+        """Let the thread end when its plan is done; nobody waits for that."""
+        self._waiting.put(None)
+
     def _run(self, latency_ms: float) -> None:
         while True:
-            searched, base = self._waiting.get()
+            try:
+                wanted = self._waiting.get(timeout=_WATCH_SECONDS if self._shown else None)
+            except queue.Empty:
+                self._watch()
+                continue
+            if wanted is None:
+                return
+            searched, base = wanted
             if searched.view.base is not base:
                 continue  # a newer one is waiting
             found = self._planned(base, latency_ms)
             if found is not None:
                 self._show(searched, base, found)
-            del searched, base, found  # memory that is waited for no longer
+                self._shown.append((searched, found))
+            del wanted, searched, base, found  # memory that is waited for no longer
+
+    def _watch(self) -> None:
+        """Measure the recall of what is in use on what was asked of it."""
+        self._shown = [(searched, quick) for searched, quick in self._shown if searched.quick is quick]
+        for _, quick in self._shown:
+            with contextlib.suppress(PlscError):  # where the base can no longer be read, searches say so
+                quick.watch()
 
     def _planned(self, base: Base, latency_ms: float) -> ApproximateSearch | None:
         try:

@@ -68,6 +68,12 @@ class SearchedCollection:
             self.considered = replace(base, quick=quick)
             self.view = replace(self.view, base=self.considered)
 
+    @property
+    def quick(self) -> ApproximateSearch | None:
+        """What searches the base approximately; None: it is searched exactly, or there is none."""
+        base = self.view.base
+        return None if base is None or self.deleted else base.quick
+
     def kept(self) -> list[int]:
         """Deleted faces that the base still holds."""
         view = self.view
@@ -93,7 +99,8 @@ class SearchedCollection:
         view = self.view
         base = 0 if view.base is None else len(view.base)
         gone, delta = view.base_gone, len(view.delta.ids)
-        quick = None if view.base is None else view.base.quick
+        quick = self.quick
+        recall = None if quick is None else quick.watched.recall or quick.recall
         return {
             "rows": base - gone + delta - len(view.delta_gone),
             "base": base,
@@ -101,7 +108,7 @@ class SearchedCollection:
             "tombstones": gone + len(view.delta_gone),
             "memory_bytes": _memory(view.base) + view.delta.vectors.nbytes,
             "approximate": quick is not None,
-            "recall": 1.0 if quick is None else min(quick.recall.at_1, quick.recall.at_10),
+            "recall": 1.0 if recall is None else min(recall.at_1, recall.at_10),
         }
 
     def _fresh_view(self, base: Base | None, newer: Sequence[Faces], gone: Sequence[int]) -> View:

@@ -293,6 +293,7 @@ class SqliteStore:
     def close(self) -> None:
         """Finish running work and let go of the store."""
         self._maintenance.close()
+        self._planning.close()
         with self._maintaining, self._writing:
             self._database.close()
             self._reserve.hold()

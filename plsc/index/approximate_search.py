@@ -4,38 +4,29 @@ Some real rows are kept out of the structure for good and searched by brute forc
 the structure's effort was tuned with, and its recall can be measured on them again at any time.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from plsc.errors import UsageError
 from plsc.index import approximate
 from plsc.index.exact import Float32, Int64, best_of, nearest
 from plsc.index.recall import Recall, recall_of
 from plsc.index.row_source import RowSource
-
-Allowed = npt.NDArray[np.bool_]
+from plsc.index.watched_recall import Allowed, Exact, WatchedRecall
 
 FEW = 4  # where at most one row in so many is allowed, those alone are scanned, which takes as much less
-
-
-class Searcher(Protocol):
-    """Exact search over all rows; :class:`plsc.index.scan.ExactScan` is one."""
-
-    def search(self, queries: Float32, k: int, *, allowed: Allowed | None = None) -> tuple[Float32, Int64]:
-        """Scores and rows (Q, min(k, rows allowed)), best first."""
 
 
 class ApproximateSearch:
     """Searches ``vectors`` (N, D) by a structure over all of them but ``held_out``.
 
     Attributes: ``structure`` (faiss), ``kind``, ``held_out`` (H,) rows outside it, ascending, ``recall`` as it was
-    measured at the tuning.
+    measured at the tuning, ``watched`` as it is for those who ask, once :meth:`watch` is called from time to time.
     """
 
     def __init__(
-        self, structure: Any, kind: approximate.Kind, vectors: Float32, held_out: Int64, exact: Searcher,
+        self, structure: Any, kind: approximate.Kind, vectors: Float32, held_out: Int64, exact: Exact,
         recall: Recall,
     ) -> None:
         """structure: its id i is the i-th row of ``vectors`` that is not held out, its effort is set."""
@@ -44,6 +35,7 @@ class ApproximateSearch:
                 f"the structure has {structure.ntotal} rows and {len(held_out)} are held out, of {len(vectors)}"
             )
         self.structure, self.kind, self.held_out, self.recall = structure, kind, held_out, recall
+        self.watched = WatchedRecall()
         self._vectors, self._exact = vectors, exact
         self._inside = np.delete(np.arange(len(vectors), dtype=np.int64), held_out)
         self._beside = RowSource(vectors).take(held_out)
@@ -67,8 +59,13 @@ class ApproximateSearch:
             whole = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
             whole[0][~short], whole[1][~short] = scores[~short], rows[~short]
             whole[0][short], whole[1][short] = self._exact.search(queries[short], k, allowed=allowed)
-            return whole
+            scores, rows = whole
+        self.watched.note(queries, scores, allowed)
         return scores, rows
+
+    def watch(self) -> None:
+        """Ask some of the queries since the last time again, exactly."""
+        self.watched.judge(self._exact)
 
     def measure_recall(self) -> Recall:
         """Recall now, on the rows held out, against the exact search of the rows in the structure."""

@@ -10,12 +10,13 @@ import numpy as np
 
 from plsc.errors import UsageError
 from plsc.index import approximate
-from plsc.index.approximate_search import ApproximateSearch, Searcher
+from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.exact import Float32, Int64
 from plsc.index.memory import Within
 from plsc.index.on_disk import built
 from plsc.index.recall import Recall, Target, choose_held_out
 from plsc.index.row_source import RowSource
+from plsc.index.watched_recall import Exact
 
 HELD_OUT = 1000  # queries that tune and measure an approximate structure
 TIMED_QUERIES = 50
@@ -101,7 +102,7 @@ def first_within(
 
 
 def plan_search(
-    exact: Searcher, vectors: Float32, labels: Int64, latency_ms: float, *, recall: float = 0.99,
+    exact: Exact, vectors: Float32, labels: Int64, latency_ms: float, *, recall: float = 0.99,
     recall_at: int = 10, seed: int = 0, quiet: bool = True,
 ) -> ApproximateSearch | None:
     """An approximate search over ``vectors`` (N, D) where ``exact`` takes longer than asked; None where it does not.

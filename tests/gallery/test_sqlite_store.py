@@ -495,7 +495,10 @@ def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, mo
 # --- latency ---------------------------------------------------------------------------------------------------------
 
 
-def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(tmp_path: Path) -> None:
+def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plsc.gallery.planning._WATCH_SECONDS", 0.02)
     generator = np.random.default_rng(0)
     centres = generator.standard_normal((1000, DIM))
     store = open_people(tmp_path / "store", latency_ms=1e-6)  # which nothing meets: the fastest is taken
@@ -517,6 +520,15 @@ def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_i
     faces_found = [[match.face for match in answer] for answers in (quick, true) for answer in answers]
     assert np.mean([one == two for one, two in zip(faces_found[:1000], faces_found[1000:], strict=True)]) > 0.9
     assert [len(answer) for answer in store.search(GALLERY, queries[:2], k=10**6)] == [1000, 1000]
+    monkeypatch.setattr(searched.view.base.quick, "_found", lambda asked, k, _: (  # as if the rows had moved away
+        np.full((len(asked), k), -1, np.float32), np.tile(np.arange(k), (len(asked), 1))))
+    for _ in range(600):
+        store.search(GALLERY, queries, k=3)
+        if store.statistics()[GALLERY]["recall"] < 0.5:
+            break
+        threading.Event().wait(0.02)
+    assert store.statistics()[GALLERY]["recall"] < 0.5, "the recall is watched on what is asked"
+    monkeypatch.undo()
     store.delete_person(GALLERY, made[0].id)
     assert store.search(GALLERY, queries[:1], k=1)[0][0].person != made[0].id
     store.compact()
