@@ -6,21 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from page_actions import (
-    ADA,
-    DESKTOP,
-    EDSGER,
-    GRACE,
-    HOSTILE,
-    KURT,
-)
+from page_actions import ADA, DESKTOP, EDSGER, GRACE, HOSTILE, KURT
 from page_kit import CHROMIUM_FLAGS, PageService, draw
 from playwright.sync_api import expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no longer: while Playwright's event loop lives, tests cannot run their own
 def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("needs Chromium")
@@ -30,7 +23,7 @@ def chromium() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageService]:
     service = PageService(tmp_path_factory.mktemp("page"))
     yield service

@@ -6,13 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_actions import (
-    ADA,
-    DESKTOP,
-    PHONE,
-    TABS,
-    overflow,
-)
+from page_actions import ADA, DESKTOP, PHONE, TABS, overflow
 from page_kit import PageService, chosen, draw
 from playwright.sync_api import Error, expect
 
