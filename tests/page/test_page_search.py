@@ -5,7 +5,15 @@ from typing import Any
 
 import pytest
 from page_actions import (
-    ADA, ADA_AGAIN, GRACE, HOSTILE, KURT, choose_by_keyboard, expected_matches, open_tab_by_keyboard, shown_matches,
+    ADA,
+    ADA_AGAIN,
+    GRACE,
+    HOSTILE,
+    KURT,
+    choose_by_keyboard,
+    expected_matches,
+    open_tab_by_keyboard,
+    shown_matches,
     tab_to,
 )  # fmt: skip
 from page_kit import PageService, chosen, cosine, png
