@@ -391,11 +391,11 @@ def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) 
             filler.unlink(missing_ok=True)
             verify(store, ledger)
             store.check()
+            shutil.rmtree(folder / "snapshots", ignore_errors=True)  # they keep what was deleted after them
             if number % 5 == 0 or number == rounds:
                 verify_forgotten(store, ledger)
         finally:
             store.close()
-        shutil.rmtree(folder / "snapshots", ignore_errors=True)
         print(f"round {number}: {len(ledger.persons)} persons, {ledger.figures}", file=sys.stderr, flush=True)
         if len(ledger.persons) > CROWDED:
             thin_out(folder, ledger)
