@@ -66,7 +66,9 @@ def given_vector(given: Input, name: str, dim: int) -> Float32:
 
 def check_direction(vector: Float32, name: str) -> None:
     """:class:`Refusal` 422 if a vector is not finite, or zero."""
-    if 0 < np.dot(vector, vector) < np.inf:
+    with np.errstate(over="ignore", invalid="ignore"):  # looked into below
+        square = np.dot(vector, vector)
+    if 0 < square < np.inf:
         return
     if not np.isfinite(vector).all():
         raise Refusal(422, f"{name}: the vector holds NaN or infinity, or numbers beyond float32")

@@ -13,6 +13,8 @@ from live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder
 
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.decode import decode_image, resize_image
+from plsc.serve.failures import Refusal
+from plsc.serve.inputs import check_direction
 
 THRESHOLD = 0.6
 
@@ -310,3 +312,14 @@ def test_a_detector_finds_the_face_unless_landmarks_are_given(tmp_path: Path):
         assert "inputs[0]: no face" in none.json()["error"]["message"]
     expected = [embedded(align_face(image, points, SIZE)) for points in (Detector.points, other)]
     assert np.allclose(answer, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [1e-38, 1e38, -1e30, 1e-45])
+def test_vectors_whose_squares_leave_float32_are_taken_in_silence(number):
+    check_direction(np.full(512, number, dtype=np.float32), "it")
+
+
+@pytest.mark.parametrize(("number", "told"), [(np.nan, "NaN"), (np.inf, "NaN or infinity"), (0, "zero")])
+def test_vectors_without_a_direction_are_refused(number, told):
+    with pytest.raises(Refusal, match=told):
+        check_direction(np.full(512, number, dtype=np.float32), "it")
