@@ -5,7 +5,7 @@
 Each part runs in a process of its own. Persons with a face each and a number for a filter; vectors of identities, as
 in `plsc bench search`. Prints a line per part and adds a row to benchmarks/results/gallery_size.csv. "times the
 vectors" is the memory resident after opening, above that of the libraries, by the vectors' bytes in the precision
-searched. About ten minutes, and ten bytes of disk for each number of a vector.
+searched. About three minutes on two cores.
 """
 
 import argparse

@@ -73,7 +73,7 @@ class Planning:
         """Measure the recall of what is in use on what was asked of it."""
         self._shown = [(searched, quick) for searched, quick in self._shown if searched.quick is quick]
         for _, quick in self._shown:
-            with contextlib.suppress(PlscError):  # where the base can no longer be read, searches say so
+            with contextlib.suppress(PlscError, MemoryError):  # where the base can no longer be read, searches say so
                 quick.watch()
 
     def _planned(self, base: Base, latency_ms: float) -> ApproximateSearch | None:

@@ -10,10 +10,10 @@ import numpy as np
 
 from plsc.errors import UsageError
 from plsc.index import approximate
-from plsc.index.exact import Float32, Int64, best_of, nearest
+from plsc.index.exact import Allowed, Exact, Float32, Int64, best_of, nearest
 from plsc.index.recall import Recall, recall_of
 from plsc.index.row_source import RowSource
-from plsc.index.watched_recall import Allowed, Exact, WatchedRecall
+from plsc.index.watched_recall import WatchedRecall
 
 FEW = 4  # where at most one row in so many is allowed, those alone are scanned, which takes as much less
 

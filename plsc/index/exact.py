@@ -1,6 +1,6 @@
 """Exact search: inner products of unit vectors, by faiss' brute force over a (memory-mapped) matrix."""
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -9,10 +9,18 @@ from plsc.errors import UsageError
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
+Allowed = npt.NDArray[np.bool_]
 
 # Rows per matrix product: with faiss' own 1,024 the products are too small for several threads, and 65,536 is no
 # faster than this but takes a gigabyte of scores at once (faiss puts 4,096 queries against a block).
 DATABASE_BLOCK = 16384
+
+
+class Exact(Protocol):
+    """Exact search over all rows; :class:`plsc.index.scan.ExactScan` is one."""
+
+    def search(self, queries: Float32, k: int, *, allowed: Allowed | None = None) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, min(k, rows allowed)), best first."""
 
 
 def load_faiss() -> Any:

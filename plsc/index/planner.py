@@ -11,12 +11,11 @@ import numpy as np
 from plsc.errors import UsageError
 from plsc.index import approximate
 from plsc.index.approximate_search import ApproximateSearch
-from plsc.index.exact import Float32, Int64
+from plsc.index.exact import Exact, Float32, Int64
 from plsc.index.memory import Within
 from plsc.index.on_disk import built
 from plsc.index.recall import Recall, Target, choose_held_out
 from plsc.index.row_source import RowSource
-from plsc.index.watched_recall import Exact
 
 HELD_OUT = 1000  # queries that tune and measure an approximate structure
 TIMED_QUERIES = 50

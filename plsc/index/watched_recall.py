@@ -2,27 +2,16 @@
 
 import threading
 from collections import deque
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from plsc.index.exact import Float32, Int64
+from plsc.index.exact import Allowed, Exact, Float32
 from plsc.index.recall import Recall, recall_of
 
 EVERY = 64  # queries, of which the last is asked again
 FEWEST = 20  # judged queries; fewer say nothing
 _NEWEST = 1000  # judged queries that count
 _PENDING = 16  # noted queries; more replace the oldest
-
-Allowed = npt.NDArray[np.bool_]
-
-
-class Exact(Protocol):
-    """Exact search over all rows; :class:`plsc.index.scan.ExactScan` is one."""
-
-    def search(self, queries: Float32, k: int, *, allowed: Allowed | None = None) -> tuple[Float32, Int64]:
-        """Scores and rows (Q, min(k, rows allowed)), best first."""
 
 
 class WatchedRecall:
