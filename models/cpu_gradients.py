@@ -1,9 +1,11 @@
 """Layers that are PyTorch's own but for the speed of their gradients on CPUs; same parameters, same results.
 
 PyTorch's CPU kernel for PReLU's gradient does not vectorise, and its bf16 gradient of a strided depthwise
-convolution takes a slow path: together they are more than half of a MobileFaceNet's training step.
+convolution takes a slow path: together they are more than half of a MobileFaceNet's training step. Of what is
+left, convolutions with two channels a group and the 1x1 convolutions' weight gradients were a third.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -49,3 +51,46 @@ class StridedDepthwise(nn.Conv2d):
             return super().forward(x)
         with torch.autocast("cpu", enabled=False):
             return super().forward(x.to(self.weight.dtype))
+
+
+class Pointwise(nn.Conv2d):
+    """A 1x1 convolution that trains on CPUs as the matrix product it is when its input is channels-last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Conv2d`."""
+        if not _trains_on_cpu(self) or not x.is_contiguous(memory_format=torch.channels_last):
+            return super().forward(x)
+        y = F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
+        return y.permute(0, 3, 1, 2)
+
+
+class FewPerGroup(nn.Conv2d):
+    """A convolution of few channels a group, which trains on CPUs as one of wider groups padded with zeros.
+
+    oneDNN has fast paths for depthwise convolutions and for groups that fill a vector, and none in between.
+    """
+
+    WIDE = 16  # channels a group, the narrowest that is quick
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As `nn.Conv2d`."""
+        joined = self._groups_to_join()
+        if not _trains_on_cpu(self) or joined == 1:
+            return super().forward(x)
+        weight, padding = _block_diagonal(self.weight, self.groups, joined), cast(Any, self.padding)
+        return F.conv2d(x, weight, self.bias, self.stride, padding, self.dilation, self.groups // joined)
+
+    def _groups_to_join(self) -> int:
+        return math.gcd(self.groups, max(1, self.WIDE // self.weight.shape[1]))
+
+
+def _trains_on_cpu(layer: nn.Module) -> bool:
+    return layer.training and torch.is_grad_enabled() and cast(Tensor, layer.weight).device.type == "cpu"
+
+
+def _block_diagonal(weight: Tensor, groups: int, joined: int) -> Tensor:
+    """(K, C/groups, h, w) -> (K, joined·C/groups, h, w): each output channel's filter at its group's inputs."""
+    outputs, per_group, height, width = weight.shape
+    blocks = weight.view(groups // joined, joined, outputs // groups, 1, per_group, height, width)
+    mine = torch.eye(joined, dtype=weight.dtype, device=weight.device).view(1, joined, 1, joined, 1, 1, 1)
+    return (blocks * mine).reshape(outputs, joined * per_group, height, width)

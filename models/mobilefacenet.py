@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 from torch import Tensor, nn
 
 from plsc.models.backbone import Backbone, in_full_precision
-from plsc.models.cpu_gradients import PReLU, StridedDepthwise
+from plsc.models.cpu_gradients import FewPerGroup, Pointwise, PReLU, StridedDepthwise
 from plsc.models.registry import register
 
 
@@ -107,11 +107,19 @@ class MobileFaceNet(Backbone):
 def _linear_convolution(
     channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> Layers:
-    kind = StridedDepthwise if groups > 1 and stride > 1 else nn.Conv2d
+    kind = _quickest(channels_in // groups, kernel, stride)
     convolution = kind(
         channels_in, channels, kernel, stride=stride, padding=padding, groups=groups, bias=False
     )
     return Layers(convolution, nn.BatchNorm2d(channels))
+
+
+def _quickest(channels_per_group: int, kernel: int, stride: int) -> type[nn.Conv2d]:
+    if kernel == 1:
+        return Pointwise
+    if channels_per_group == 1:
+        return StridedDepthwise if stride > 1 else nn.Conv2d
+    return FewPerGroup
 
 
 def _convolution(
