@@ -103,7 +103,7 @@ class Store(Protocol):
         """Up to ``limit`` persons with ids above ``after``, ascending."""
 
     def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
-        """The persons of ``ids`` that exist, in one go."""
+        """The persons of ``ids`` that exist, in one go; the store may give the same metadata again, so leave it be."""
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None

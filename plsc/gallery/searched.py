@@ -9,6 +9,7 @@ from plsc.gallery.base import Base
 from plsc.gallery.contract import Collection
 from plsc.gallery.delta import Delta
 from plsc.gallery.records import Faces, StoredCollection
+from plsc.gallery.remembered_names import RememberedNames
 from plsc.gallery.view import View
 from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.exact import Int64
@@ -18,7 +19,8 @@ DELTA_SHARE = 8  # the base is made anew when an eighth of it was added, or dele
 
 
 class SearchedCollection:
-    """``number`` and ``about`` (whose counts are those at opening); ``view`` is read by searches without a lock.
+    """``number`` and ``about`` (whose counts are those at opening); ``view`` is read by searches without a lock, and
+    ``names`` has its own.
 
     Everything else is called by one thread at a time, after the change was committed.
     """
@@ -29,6 +31,7 @@ class SearchedCollection:
         """``newer``: the faces that ``base`` does not cover; ``gone``: faces that it has and that were deleted."""
         self.number = stored.number
         self.about: Collection = stored.about
+        self.names = RememberedNames()
         self.covered, self.base_number = stored.covered, stored.base
         self.deleted = False
         self.considered: Base | None = None  # for which a quicker search was looked for

@@ -162,8 +162,12 @@ class SqliteStore:
     def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
         """The persons of ``ids`` that exist."""
         searched = self._of(collection)
-        with self._database.reading() as db:
-            return records.find_names(db, searched.number, [int(one) for one in ids if is_id(one)])
+
+        def read(persons: list[int]) -> dict[int, Named]:
+            with self._database.reading() as db:
+                return records.find_names(db, searched.number, persons)
+
+        return searched.names.of([int(one) for one in ids if is_id(one)], read)
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None
@@ -173,7 +177,7 @@ class SqliteStore:
         check_name(name)
         replaced = None if metadata is None else check_metadata(metadata)
         with self._changing(searched):
-            with self._database.writing() as db:
+            with searched.names.changing(person), self._database.writing() as db:
                 former = self._person(db, searched, person)
                 changed = replace(
                     former, name=former.name if name is None else name,
@@ -192,7 +196,7 @@ class SqliteStore:
             records.delete_person(db, searched.number, former)
             return former.faces
 
-        with self._changing(searched, deleting=True):
+        with self._changing(searched, deleting=True), searched.names.changing(person):
             searched.show_deleted(self._forget(forget))
 
     # --- faces ---

@@ -96,6 +96,20 @@ def test_enrolled_persons_are_there_as_given(store: Store) -> None:
     assert store.names_of(GALLERY, []) == {}
 
 
+def test_names_are_those_of_now(store: Store) -> None:
+    one, other = enrol(store, 2)
+    both = [other.id, one.id]
+    for _ in range(2):
+        assert store.names_of(GALLERY, both)[one.id] == Named(one.id, one.name, one.metadata)
+    store.update_person(GALLERY, one.id, name="Grace", metadata={"team": "b"})
+    assert store.names_of(GALLERY, both)[one.id] == Named(one.id, "Grace", {"team": "b"})
+    for wrong in (10**9, -1, "x"):
+        with pytest.raises(NotFoundError):
+            store.update_person(GALLERY, wrong, name="Nobody")  # type: ignore[arg-type]
+    store.delete_person(GALLERY, one.id)
+    assert store.names_of(GALLERY, both) == {other.id: Named(other.id, other.name, other.metadata)}
+
+
 def test_vectors_of_any_length(store: Store) -> None:
     given = [[1e-300] + [0.0] * 7, [1e300, 1e300] + [0.0] * 6, [3, 4] + [0] * 6, [5e-324] * 8]
     (one,) = store.add_persons(GALLERY, [NewPerson(given)], MODEL)

@@ -1,0 +1,71 @@
+"""Names and metadata of the persons who were found last: who is found often is asked of SQLite once."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from plsc.gallery.checks import is_id
+from plsc.gallery.contract import Named
+
+Read = Callable[[list[int]], dict[int, Named]]
+
+MOST_BYTES = 32 << 20
+_OVERHEAD = 500  # bytes of an entry, about
+_PER_ITEM = 150  # bytes of a metadata entry besides its text
+
+
+class RememberedNames:
+    """What was last read of a collection's persons, up to about ``most_bytes``; any thread may ask."""
+
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most, self._bytes = most_bytes, 0
+        self._names: OrderedDict[int, Named] = OrderedDict()  # who was found last stands last
+        self._changes = 0
+        self._lock = threading.Lock()
+
+    def of(self, persons: Sequence[int], read: Read) -> dict[int, Named]:
+        """Those of ``persons`` that exist; ``read`` gets the ones that are not remembered."""
+        with self._lock:
+            known = {person: self._names[person] for person in persons if person in self._names}
+            for person in known:
+                self._names.move_to_end(person)
+            changes = self._changes
+        missing = [person for person in persons if person not in known]
+        if missing:
+            found = read(missing)
+            with self._lock:
+                if changes == self._changes:  # else what was read may be of before a change, and would stay
+                    self._keep(found)
+            known.update(found)
+        return {person: known[person] for person in persons if person in known}
+
+    @contextmanager
+    def changing(self, person: Any) -> Iterator[None]:
+        """Around a change of ``person``, which may be no id: afterwards, however it ended, it is read again."""
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._changes += 1
+                if is_id(person):
+                    self._drop(int(person))
+
+    def _keep(self, found: dict[int, Named]) -> None:
+        for person, named in found.items():
+            self._drop(person)
+            self._names[person] = named
+            self._bytes += _size(named)
+        while self._bytes > self._most:
+            self._drop(next(iter(self._names)))
+
+    def _drop(self, person: int) -> None:
+        named = self._names.pop(person, None)
+        if named is not None:
+            self._bytes -= _size(named)
+
+
+def _size(named: Named) -> int:
+    text = sum(len(key) + (len(value) if isinstance(value, str) else 8) for key, value in named.metadata.items())
+    return _OVERHEAD + len(named.name or "") + text + _PER_ITEM * len(named.metadata)
