@@ -54,14 +54,14 @@ class StridedDepthwise(nn.Conv2d):
 
 
 class Pointwise(nn.Conv2d):
-    """A 1x1 convolution that trains on CPUs as the matrix product it is when its input is channels-last."""
+    """A 1x1 convolution that trains on CPUs as the matrix product it is, where maps are channels-last."""
 
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Conv2d`."""
-        if not _trains_on_cpu(self) or not x.is_contiguous(memory_format=torch.channels_last):
+        if not _trains_on_cpu(self, x):
             return super().forward(x)
-        y = F.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
-        return y.permute(0, 3, 1, 2)
+        weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # by this way its gradient is channels-last, too
+        return F.linear(x.permute(0, 2, 3, 1), weight, self.bias).permute(0, 3, 1, 2)
 
 
 class FewPerGroup(nn.Conv2d):
@@ -75,7 +75,7 @@ class FewPerGroup(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """As `nn.Conv2d`."""
         joined = self._groups_to_join()
-        if not _trains_on_cpu(self) or joined == 1:
+        if not _trains_on_cpu(self, x) or joined == 1:
             return super().forward(x)
         weight, padding = _block_diagonal(self.weight, self.groups, joined), cast(Any, self.padding)
         return F.conv2d(x, weight, self.bias, self.stride, padding, self.dilation, self.groups // joined)
@@ -84,13 +84,15 @@ class FewPerGroup(nn.Conv2d):
         return math.gcd(self.groups, max(1, self.WIDE // self.weight.shape[1]))
 
 
-def _trains_on_cpu(layer: nn.Module) -> bool:
-    return layer.training and torch.is_grad_enabled() and cast(Tensor, layer.weight).device.type == "cpu"
+def _trains_on_cpu(layer: nn.Module, x: Tensor) -> bool:
+    learns = layer.training and torch.is_grad_enabled()
+    return learns and x.device.type == "cpu" and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _block_diagonal(weight: Tensor, groups: int, joined: int) -> Tensor:
     """(K, C/groups, h, w) -> (K, joined·C/groups, h, w): each output channel's filter at its group's inputs."""
     outputs, per_group, height, width = weight.shape
-    blocks = weight.view(groups // joined, joined, outputs // groups, 1, per_group, height, width)
-    mine = torch.eye(joined, dtype=weight.dtype, device=weight.device).view(1, joined, 1, joined, 1, 1, 1)
-    return (blocks * mine).reshape(outputs, joined * per_group, height, width)
+    filters = weight.permute(0, 2, 3, 1)  # channels-last, as its gradient is then
+    blocks = filters.reshape(groups // joined, joined, outputs // groups, height, width, 1, per_group)
+    mine = torch.eye(joined, dtype=weight.dtype, device=weight.device).view(1, joined, 1, 1, 1, joined, 1)
+    return (blocks * mine).reshape(outputs, height, width, joined * per_group).permute(0, 3, 1, 2)

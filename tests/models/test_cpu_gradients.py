@@ -84,6 +84,16 @@ def test_pointwise_convolution_is_that_of_torch(bias: bool, memory_format: torch
     assert y.is_contiguous(memory_format=memory_format)
 
 
+@pytest.mark.parametrize("layer", [Pointwise(6, 4, 1), FewPerGroup(12, 24, 3, padding=1, groups=6)])
+def test_gradients_lie_in_memory_as_their_weights_do(layer: nn.Conv2d) -> None:
+    """Else DistributedDataParallel copies them, and warns."""
+    layer = layer.to(memory_format=torch.channels_last)
+    strides: list[tuple[int, ...]] = []
+    layer.weight.register_hook(lambda grad: strides.append(grad.stride()))
+    layer(torch.randn(2, layer.in_channels, 5, 3).contiguous(memory_format=torch.channels_last)).sum().backward()
+    assert strides == [layer.weight.stride()]
+
+
 def assert_same_as_torchs(ours: nn.Conv2d, torchs: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
     """Output and gradients agree, in float64, while training; and the output outside it. Returns the output."""
     x = x.double()
