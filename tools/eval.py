@@ -120,9 +120,12 @@ def _argv(args: argparse.Namespace) -> list[str]:
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.evaluation import evaluate, ijb
     from plsc.evaluation.table import results_table
+    from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import init, shutdown
 
     mesh = init()
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     rocs: dict[str, Roc] = {}
     try:
         embed, image_size = _embedder(args, mesh.device)

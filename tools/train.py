@@ -70,11 +70,14 @@ def _rank_arguments(args: argparse.Namespace) -> list[str]:
 
 def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:
     import plsc
+    from plsc.native.allocator import keep_freed_memory
     from plsc.parallel import shutdown
     from plsc.train import train
     from plsc.train.failure import as_lost_rank, tells, wait_for_the_teller
 
     mesh = plsc.init(head_ranks=config.head_ranks)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     out = args.out if args.out is not None else Path("runs") / args.config.stem
     try:
         result = train(config, mesh, out=out, resume=args.resume)

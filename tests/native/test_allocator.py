@@ -1,0 +1,38 @@
+"""Memory that is freed stays with the process, where the C library can keep it."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+COUNT = """
+import resource
+import numpy as np
+from plsc.native.allocator import keep_freed_memory
+
+def new_pages():
+    np.ones(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        np.ones(1 << 26, np.uint8), np.ones(1 << 26, np.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(new_pages(), int(keep_freed_memory()), new_pages())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
+def test_what_is_freed_is_used_again() -> None:
+    ran = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+    before, kept, after = (int(number) for number in ran.stdout.split())
+    assert kept
+    assert before > 20  # large pages, where the system gives them, are few
+    assert after < before / 10
+
+
+def test_a_c_library_without_mallopt_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from plsc.native.allocator import keep_freed_memory
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert not keep_freed_memory()
