@@ -11,7 +11,7 @@ from plsc.gallery.contract import Named
 
 Read = Callable[[list[int]], dict[int, Named]]
 
-MOST_BYTES = 32 << 20
+MOST_BYTES = 8 << 20  # a collection
 _OVERHEAD = 500  # bytes of an entry, about
 _PER_ITEM = 150  # bytes of a metadata entry besides its text
 

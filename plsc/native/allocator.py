@@ -11,8 +11,8 @@ def keep_freed_memory() -> bool:
     """Let this process keep the memory that it frees, from now on; whether the C library can (glibc).
 
     PyTorch frees every map of a batch on CPUs and asks for it again in the next, and glibc gives such large blocks back
-    to the system each time. A MobileFaceNet's training step of 32 pictures at 48x48 then touches 16,000 new pages,
-    embedding 64 pictures at 112x112 touches 335,000 (benchmarks/freed_memory.py).
+    to the system each time. A MobileFaceNet's training step of 32 pictures at 48x48 then touches 12,000 new pages,
+    embedding 64 pictures at 112x112 touches 377,000 (benchmarks/freed_memory.py).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
