@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -69,6 +71,11 @@ class Live:
         """Make a collection; returns its path."""
         assert self.ask("POST", "/v1/collections", {"name": name}).status_code == 201
         return f"/v1/collections/{name}"
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        place = urlsplit(self.server.address)
+        return socket.create_connection((place.hostname, place.port), timeout=10)
 
 
 @contextmanager

@@ -19,28 +19,23 @@ class Connection(asyncio.Protocol):
 
     limits: Limits
     loop: asyncio.AbstractEventLoop
-    transport: asyncio.Transport
+    transport: Any
     connections: set[Any]
     cycle: Any
     flow: Any
-    app: Callable[..., Any]
+    app_state: dict[str, Any]
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **keywords)
         self.gone: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._head = 0  # bytes since the last request, of which there is no whole head yet
-        app = self.app
-
-        async def introduced(scope: Any, receive: Any, send: Any) -> None:
-            scope["state"]["connection"] = self
-            await app(scope, receive, send)
-
-        self.app = introduced
+        self.app_state = {**self.app_state, "connection": self}  # what uvicorn copies into each request's scope
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Take a connection, or cut it off where there are too many."""
         super().connection_made(transport)
+        self.transport = JoiningTransport(transport)
         if len(self.connections) > self.limits.connections:
             self.cut()
         else:
@@ -68,7 +63,16 @@ class Connection(asyncio.Protocol):
 
     def cut(self) -> None:
         """End the connection at once, whatever was still to be sent."""
+        self.transport.held = None
         self.transport.abort()
+
+    def hold_writes(self) -> None:
+        """Keep what is written until :meth:`release_writes`."""
+        self.transport.held = []
+
+    def release_writes(self) -> None:
+        """Send what was kept, as one."""
+        self.transport.release()
 
     @property
     def has_whole_body(self) -> bool:
@@ -95,6 +99,38 @@ class Connection(asyncio.Protocol):
         self._timer = None
         if not self._is_busy():
             self.cut()
+
+
+class JoiningTransport:
+    """A transport on which several writes can go out as one: a system call costs more than most of an answer.
+
+    ``held``: what is kept back, or None where writes pass.
+    """
+
+    def __init__(self, transport: asyncio.BaseTransport) -> None:
+        self._transport: Any = transport
+        self.held: list[bytes] | None = None
+
+    def write(self, data: bytes) -> None:
+        """Send, or keep back."""
+        if self.held is None:
+            self._transport.write(data)
+        else:
+            self.held.append(data)
+
+    def release(self) -> None:
+        """Send what is kept; what comes after passes."""
+        held, self.held = self.held, None
+        if held:
+            self._transport.writelines(held)
+
+    def close(self) -> None:
+        """Close once everything is sent."""
+        self.release()
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
 
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from plsc.serve.deadlines import Deadlines
 from plsc.serve.failures import Refusal
 
 Work = Callable[[list[Any]], Sequence[Any]]
@@ -65,6 +66,7 @@ class DeviceWorker:
         self._changed = threading.Condition()
         self._wake_at = 1  # rows of a kind for which the device's thread is woken: each waking takes turns from callers
         self._closing = False
+        self._deadlines = Deadlines()
         self._finisher = ThreadPoolExecutor(1, "plsc-finish")
         self._thread = threading.Thread(target=self._work, name="plsc-device", daemon=True)
         self._thread.start()
@@ -77,11 +79,11 @@ class DeviceWorker:
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future))
-        timer = future.get_loop().call_later(max(deadline - time.monotonic(), 0), _expire, future)
+        self._deadlines.add(future, deadline)
         try:
             return await future
         finally:
-            timer.cancel()
+            self._deadlines.remove(future)
             future.cancel()  # where the caller has gone, nobody computes for it
 
     def waiting(self, kind: str) -> int:
@@ -116,7 +118,8 @@ class DeviceWorker:
             batch = self._still_wanted(kind, batch)
             if batch:
                 self._run(kind, batch)
-            self._expected[kind] = sum(task.rows for task in batch) + self._rows[kind]
+            else:
+                self._expected[kind] = self._rows[kind]
 
     def _take(self) -> tuple[str, list[_Task]] | None:
         with self._changed:
@@ -163,6 +166,7 @@ class DeviceWorker:
         ended = time.monotonic()
         rows, waited = sum(task.rows for task in batch), [begun - task.arrived for task in batch]
         self._observer.batch(kind, rows, waited, ended - begun)
+        self._expected[kind] = rows + self._rows[kind]  # before the answers: who comes again would count twice
         finish = self._kinds[kind].finish
         if finish is None:
             _deliver(batch, results)
@@ -203,9 +207,3 @@ def _settle(batch: list[_Task], results: list[Any]) -> None:
             task.future.set_exception(result)
         else:
             task.future.set_result(result)
-
-
-def _expire(future: "asyncio.Future[Any]") -> None:
-    if not future.done():
-        message = "the deadline passed before there was a result; allow more time, or ask for less"
-        future.set_exception(Refusal(504, message))

@@ -44,13 +44,13 @@ class Guard:
         self._app, self._gate, self._settings, self._tokens, self._metrics = app, gate, settings, tokens, metrics
         self._requests = 0
         self._bytes = 0  # of all bodies in hand
+        metrics.watch_requests(lambda: self._requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} connections are not served")
         self._requests += 1
-        self._metrics.entered(1)
         exchange = _Exchange(scope, send, self._settings.limits.send_seconds, self._audit)
         try:
             await self._answer(exchange, receive)
@@ -61,7 +61,6 @@ class Guard:
         finally:
             exchange.settle()
             self._requests -= 1
-            self._metrics.entered(-1)
             template = getattr(scope.get("route"), "path", "other")
             status = exchange.status or GONE
             self._metrics.request(template, exchange.method, status, time.monotonic() - exchange.begun)
@@ -70,7 +69,7 @@ class Guard:
         held = 0
         try:
             try:
-                needed = self._admit(exchange)
+                self._admit(exchange)
                 body = _Body(exchange.headers, self._settings.limits.body_bytes)
                 self._hold(body.announced)
                 held = body.announced
@@ -80,23 +79,22 @@ class Guard:
             except Refusal as refusal:
                 await self._refuse(exchange, refusal)
                 return
-            if needed == "read":
+            if exchange.needed == "read":
                 exchange.cancel_when_gone()
             await self._app(exchange.scope, _replay(content, receive), exchange.send)
         finally:
             self._bytes -= held
 
-    def _admit(self, exchange: "_Exchange") -> Role | None:
-        """The role that the request needs, where its caller has it; everything here is told by the head."""
+    def _admit(self, exchange: "_Exchange") -> None:
+        """:class:`Refusal` unless the caller has the role that the request needs; all here is told by the head."""
         if self._tokens is None:
             _check_origin(exchange.headers)
-        needed = needed_role(exchange.method, exchange.path)
+        needed = exchange.needed = needed_role(exchange.method, exchange.path)
         if needed is not None:
             exchange.scope["state"]["caller"] = self._caller(exchange.headers, needed)
             exchange.scope["state"]["service"] = self._gate.service
         if self._requests > self._settings.limits.requests:
             raise Refusal(503, f"{self._settings.limits.requests} requests are in hand already; ask again in a moment")
-        return needed
 
     def _caller(self, headers: dict[bytes, bytes], needed: Role) -> Caller:
         if self._tokens is None:
@@ -137,7 +135,7 @@ class Guard:
         """The line of a write, before its caller hears of it."""
         scope = exchange.scope
         route, caller = scope.get("route"), scope["state"].get("caller")
-        looks = exchange.method in ("GET", "HEAD") or needed_role(exchange.method, exchange.path) == "read"
+        looks = exchange.method in ("GET", "HEAD") or exchange.needed == "read"
         if caller is None or route is None or looks:
             return
         collection, ids = scope.get("path_params", {}).get("collection"), scope["state"].get("ids", [])
@@ -154,25 +152,36 @@ class _Exchange:
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.monotonic()
+        self.needed: Role | None = None  # the role
         self.status = 0
         self.gone = False
         self.connection: Connection | None = scope.setdefault("state", {}).get("connection")
 
     async def send(self, message: Message) -> None:
         """Pass an answer's message on; a caller who does not take it is cut off."""
-        if message["type"] == "http.response.start":
+        begins, connection = message["type"] == "http.response.start", self.connection
+        if begins:
             self.status = message["status"]
             message["headers"] = [*message["headers"], *_headers_of(self.path)]
             self._begin(self)
-        if self.connection is not None and self.connection.is_writable:
+        if connection is None:
             await self._send(message)
             return
+        if begins:
+            connection.hold_writes()  # the head goes out with the first of the body
+        if connection.is_writable:
+            await self._send(message)
+        else:
+            await self._send_in_time(message, connection)
+        if not begins:
+            connection.release_writes()
+
+    async def _send_in_time(self, message: Message, connection: Connection) -> None:
         try:
             async with asyncio.timeout(self._seconds):
                 await self._send(message)
         except TimeoutError:
-            if self.connection is not None:
-                self.connection.cut()
+            connection.cut()
 
     def cancel_when_gone(self) -> None:
         """Let the connection, when it is lost, cancel what nobody waits for any more."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 import torch
 
 from plsc.data.alignment import align_face
@@ -21,7 +22,7 @@ IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 def image_bytes(given: Input, name: str) -> bytes:
     """The encoded image of an input; :class:`Refusal` 422 if it is no base64."""
     try:
-        return binascii.a2b_base64(given.image or "", strict_mode=True)
+        return pybase64.b64decode(given.image or "", validate=True)
     except (binascii.Error, ValueError):
         raise Refusal(422, f"{name}: the image is not base64; send the bytes of the file in base64") from None
 
@@ -83,9 +84,9 @@ def _from_list(numbers: list[float] | None) -> Float32:
 
 def _from_base64(text: str, name: str) -> Float32:
     try:
-        data = binascii.a2b_base64(text, strict_mode=True)
+        data = pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         data = b"?"
     if len(data) % 4:
         raise Refusal(422, f"{name}: vector_b64 is not float32, little-endian, in base64")
-    return np.frombuffer(data, dtype="<f4").astype(np.float32)
+    return np.frombuffer(data, dtype="<f4")

@@ -34,7 +34,6 @@ class Metrics:
         self._batch = Histogram("plsc_batch_rows", "Rows of a device batch", ["kind"], buckets=_BATCHES, **make)
         self._dropped = Counter("plsc_dropped", "Let go without computing", ["kind", "why"], **make)
         self._refused = Counter("plsc_refused", "Refused before the body was read", ["why"], **make)
-        self._in_flight = Gauge("plsc_in_flight", "Requests in hand", **make)
         self._labelled: dict[tuple[str, str, int], tuple[Any, Any]] = {}
         self._stages: dict[str, Any] = {}
 
@@ -57,9 +56,9 @@ class Metrics:
         """A request or connection was turned away."""
         self._refused.labels(why).inc()
 
-    def entered(self, by: int) -> None:
-        """So many more requests (or, below zero, fewer) are in hand."""
-        self._in_flight.inc(by)
+    def watch_requests(self, in_hand: Callable[[], float]) -> None:
+        """Show how many requests are in hand."""
+        Gauge("plsc_in_flight", "Requests in hand", registry=self.registry).set_function(in_hand)
 
     def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
         """See :class:`plsc.serve.device_worker.Observer`."""

@@ -1,5 +1,6 @@
 """Who may do what: each request needs a role, told by its method and path before anything of its body is read."""
 
+import functools
 import re
 from typing import Literal
 
@@ -11,6 +12,7 @@ _READ_BY_POST = re.compile(r"/v1/(compare|embeddings|collections/[^/]+/search)|/
 _ADMIN = re.compile(r"(DELETE /v1/collections/[^/]+|POST /v1/collections/[^/]+/compact|[A-Z]+ /v1/snapshots(/.*)?)")
 
 
+@functools.lru_cache(1024)
 def needed_role(method: str, path: str) -> Role | None:
     """The least role that may ask for it; None: anyone (the page, health, the description of the interface)."""
     if method in ("GET", "HEAD") and _OPEN.fullmatch(path):

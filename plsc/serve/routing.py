@@ -54,12 +54,12 @@ def read_json(body: bytes) -> Any:
 
 def content_type(request: Request) -> str:
     """The type that a body says it has, without parameters."""
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    given: bytes = dict(request.scope["headers"]).get(b"content-type", b"")
+    return given.decode("latin-1").partition(";")[0].strip().lower()
 
 
-def require_json(request: Request) -> None:
-    """:class:`Refusal` 415 unless the body says that it is JSON."""
-    kind = content_type(request)
+def require_json(kind: str) -> None:
+    """:class:`Refusal` 415 unless a body's type is JSON."""
     if kind != "application/json":
         raise Refusal(415, f"the body is {kind or 'of no type'}; send it with Content-Type: application/json")
 
@@ -82,7 +82,7 @@ class JsonRoute(APIRoute):
 
         async def handled(request: Request) -> Response:
             if takes_body:
-                require_json(request)
+                require_json(content_type(request))
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handled

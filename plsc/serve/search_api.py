@@ -60,7 +60,7 @@ async def answer_search(request: Request, collection: str, content: bytes) -> Re
         vectors = await service.embed([(content, None)], ["the body"], deadline)
         search = Search(collection, vectors, given.k, given.threshold, where)
         return await _shown(service, search, await service.search(search, deadline))
-    require_json(request)
+    require_json(kind)
     body = _parsed(SearchBody, read_json(content))
     deadline, where = service.deadline(body.deadline_ms), parse_filter(body.filter)
     inputs = [body.query] if body.query is not None else body.queries or []

@@ -168,6 +168,32 @@ def test_deadlines_and_lost_callers_are_dropped_before_computing():
     assert log.let_go == [("a", "cancelled", 2)]
 
 
+def test_everyone_hears_at_their_own_deadline():
+    """Deadlines that come in any order, while the device is held by another."""
+    device, log = Device(), Log()
+    busy = worker(device, log)
+
+    async def one(seconds: float) -> float:
+        begun = time.monotonic()
+        with pytest.raises(Refusal) as refused:
+            await busy.submit("a", 1, 1, begun + seconds)
+        assert refused.value.status_code == 504
+        return time.monotonic() - begun
+
+    async def scenario() -> list[float]:
+        first = await occupied(busy, device)
+        waited = await asyncio.gather(*(one(seconds) for seconds in (0.3, 0.1, 0.2, 0.0)))
+        again = await one(0.1)
+        device.go_on.set()
+        assert await first == 2
+        return [*waited, again]
+
+    waited = asyncio.run(scenario())
+    busy.close()
+    assert all(least <= spent for least, spent in zip((0.3, 0.1, 0.2, 0.0, 0.1), waited, strict=True))
+    assert waited[1] < waited[2] < waited[0]
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_back():
     device, log = Device(), Log()
     busy = worker(device, log, capacity=10)

@@ -8,7 +8,6 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 from live_service import DIM, Live, image_input, live_service, picture
@@ -49,11 +48,6 @@ def reset_peak() -> int:
     return memory("VmRSS")
 
 
-def connect(live: Live) -> socket.socket:
-    place = urlsplit(live.server.address)
-    return socket.create_connection((place.hostname, place.port), timeout=10)
-
-
 def ask_without_end(connection: socket.socket, request: bytes) -> None:
     """Pipeline requests without reading an answer."""
     while True:
@@ -77,7 +71,7 @@ def test_an_unknown_caller_s_upload_is_refused_before_it_is_read(tmp_path):
     block = bytes(MIB)
     with live_service(tmp_path, tokens=tokens, limits=Limits(body_bytes=128 * MIB)) as live:
         before = reset_peak()
-        with connect(live) as connection:
+        with live.connect() as connection:
             head = f"POST /v1/embeddings HTTP/1.1\r\nHost: x\r\nContent-Length: {64 * MIB}\r\n\r\n"
             connection.sendall(head.encode())
             time.sleep(0.1)
@@ -99,7 +93,7 @@ def test_a_body_beyond_the_limit_is_refused_while_it_comes(live, chunked):
     size = LIMITS.body_bytes + MIB
     length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
     block = bytes(MIB // 4)
-    with connect(live) as connection:
+    with live.connect() as connection:
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n{length}\r\n\r\n"
         connection.sendall(head.encode())
         try:
@@ -172,7 +166,7 @@ def test_compressed_bodies_are_not_taken(live):
 
 
 def test_slow_callers_are_cut_off_and_the_others_served(live):
-    slow_head, slow_body, silent = connect(live), connect(live), connect(live)
+    slow_head, slow_body, silent = live.connect(), live.connect(), live.connect()
     slow_head.sendall(b"GET /v1/info HTTP/1.1\r\nHost: 127.0")
     head = b"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
     slow_body.sendall(head)
@@ -185,7 +179,7 @@ def test_slow_callers_are_cut_off_and_the_others_served(live):
 
 
 def test_drops_of_a_second_request_s_head_are_timed_too(live):
-    with connect(live) as connection:
+    with live.connect() as connection:
         connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         received = b""
         while not received.endswith(b"}"):
@@ -196,7 +190,7 @@ def test_drops_of_a_second_request_s_head_are_timed_too(live):
 
 def test_a_caller_who_does_not_take_the_answer_is_cut_off(live):
     request = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-    with connect(live) as connection:
+    with live.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.settimeout(5)
         with pytest.raises((BrokenPipeError, ConnectionResetError)):  # before 5 s are over
@@ -204,7 +198,7 @@ def test_a_caller_who_does_not_take_the_answer_is_cut_off(live):
 
 
 def test_too_many_connections_do_not_push_out_those_there(live):
-    crowd = [connect(live) for _ in range(LIMITS.connections + 10)]
+    crowd = [live.connect() for _ in range(LIMITS.connections + 10)]
     closed = 0
     for connection in crowd:
         connection.settimeout(0.01)
@@ -222,7 +216,7 @@ def test_too_many_connections_do_not_push_out_those_there(live):
 
 def test_bodies_in_hand_are_limited_together(live):
     head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {7 * MIB}\r\n\r\n".encode()
-    with connect(live) as first, connect(live) as second:
+    with live.connect() as first, live.connect() as second:
         first.sendall(head)
         time.sleep(0.1)
         second.sendall(head)
@@ -242,7 +236,7 @@ def test_requests_in_hand_are_limited(live):
 
     live.service.store.collections = blocked
     try:
-        connections = [connect(live) for _ in range(LIMITS.requests)]
+        connections = [live.connect() for _ in range(LIMITS.requests)]
         for connection in connections:
             connection.sendall(b"GET /v1/collections HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
         assert began.acquire(timeout=10)
@@ -262,7 +256,7 @@ def test_requests_in_hand_are_limited(live):
 
 def test_garbage_is_no_http(live):
     for garbage in (b"\x16\x03\x01\x02\x00\x01\x00", b"GET / HTTP/9.9\r\n\r\n", b"\r\n" * 50, b"A" * 100_000):
-        with connect(live) as connection:
+        with live.connect() as connection:
             connection.sendall(garbage)
             connection.shutdown(socket.SHUT_WR)
             assert answer_of(connection)[:12] in (b"", b"HTTP/1.1 400", b"HTTP/1.1 403")
