@@ -5,12 +5,13 @@
 They speak HTTP by hand with requests made beforehand, so that two cores are left to the service as far as they can be.
 """
 
-import asyncio
 import base64
+import contextlib
 import json
+import selectors
+import socket
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ from plsc.bench.search_data import K, SearchData
 from plsc.files import read_json, write_json
 
 _WARM_SHARE = 0.25  # of the measured time, before it
+_PATIENCE = 60.0  # seconds
+_CHUNK = 1 << 16
 
 
 def main(task: str, result: str) -> None:
@@ -32,8 +35,7 @@ def load(task: dict[str, Any]) -> dict[str, float]:
     """``{"qps", "p50_ms", "p99_ms", "answers"}`` of ``task["clients"]`` callers over ``task["seconds"]``."""
     place = urlsplit(task["address"])
     requests = _requests(SearchData(Path(task["data"])), task["path"], str(place.netloc), task["form"])
-    calls = asyncio.run(_run(str(place.hostname), int(place.port or 0), requests, task["clients"], task["seconds"]))
-    seconds = np.array(calls)
+    seconds = np.array(_run((str(place.hostname), place.port or 80), requests, task["clients"], task["seconds"]))
     p50, p99 = np.percentile(seconds, [50, 99]) * 1000 if len(seconds) else (0.0, 0.0)
     return {"qps": len(seconds) / task["seconds"], "p50_ms": float(p50), "p99_ms": float(p99), "answers": len(seconds)}
 
@@ -49,77 +51,57 @@ def _request(row: Any, path: str, host: str, form: str) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-async def _run(host: str, port: int, requests: list[bytes], clients: int, seconds: float) -> list[float]:
-    loop = asyncio.get_running_loop()
+def _run(place: tuple[str, int], requests: list[bytes], clients: int, seconds: float) -> list[float]:
+    """What each call took that was answered within ``seconds``, after some time to warm up."""
     begin = time.perf_counter() + seconds * _WARM_SHARE
-    window = begin, begin + seconds
-    callers = [
-        (await loop.create_connection(partial(_Caller, requests, first, window), host, port))[1]
-        for first in range(clients)
-    ]
-    try:
-        return [call for calls in await asyncio.gather(*(caller.done for caller in callers)) for call in calls]
-    finally:
-        for caller in callers:
-            caller.close()
-        await asyncio.sleep(0)  # the transports close in the loop's next turn
+    calls: list[float] = []
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as answered:
+        for first in range(clients):
+            caller = _Caller(opened.enter_context(socket.create_connection(place, _PATIENCE)), requests, first)
+            answered.register(caller.connection, selectors.EVENT_READ, caller)
+            caller.send()
+        while (now := time.perf_counter()) < begin + seconds:
+            for key, _ in answered.select(begin + seconds - now):
+                took = key.data.receive()
+                if took is not None and begin <= time.perf_counter() < begin + seconds:
+                    calls.append(took)
+    return calls
 
 
-class _Caller(asyncio.Protocol):
-    """Sends the next request when the answer is there, until the time is over."""
+class _Caller:
+    """Sends the next request when the answer is there."""
 
-    def __init__(self, requests: list[bytes], first: int, window: tuple[float, float]) -> None:
-        self._requests, self._next, self._window = requests, first, window
-        self._received, self._expected, self._sent = b"", -1, 0.0
-        self._calls: list[float] = []
-        self.done: asyncio.Future[list[float]] = asyncio.get_running_loop().create_future()
+    def __init__(self, connection: socket.socket, requests: list[bytes], first: int) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection, self._requests, self._next = connection, requests, first
+        self._received, self._sent = b"", 0.0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        self._send()
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._expected < 0 and (end := self._received.find(b"\r\n\r\n")) >= 0:
-            head = self._received[:end]
-            if head[9:12] != b"200":
-                self._end(ConnectionError(f"the service answered {head[:60]!r}"))
-                return
-            self._expected = end + 4 + _length(head)
-        if 0 <= self._expected <= len(self._received):
-            self._received, self._expected = b"", -1
-            self._answered(time.perf_counter())
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end(ConnectionError("the service closed a connection while it was measured"))
-
-    def close(self) -> None:
-        self._transport.abort()
-
-    def _answered(self, now: float) -> None:
-        begin, end = self._window
-        if begin <= now <= end:
-            self._calls.append(now - self._sent)
-        if now < end:
-            self._send()
-        else:
-            self.done.set_result(self._calls)
-
-    def _end(self, error: ConnectionError) -> None:
-        if not self.done.done():
-            self.done.set_exception(error)
-
-    def _send(self) -> None:
+    def send(self) -> None:
         self._sent = time.perf_counter()
-        self._transport.write(self._requests[self._next % len(self._requests)])
+        self.connection.sendall(self._requests[self._next % len(self._requests)])
         self._next += 7
+
+    def receive(self) -> float | None:
+        """Take what there is; the seconds of the call, when its answer is whole and the next request sent."""
+        data = self.connection.recv(_CHUNK)
+        if not data:
+            raise ConnectionError("the service closed a connection while it was measured")
+        self._received += data
+        end = self._received.find(b"\r\n\r\n")
+        if end < 0 or len(self._received) < end + 4 + _length(self._received[:end]):
+            return None
+        took = time.perf_counter() - self._sent
+        self._received = b""
+        self.send()
+        return took
 
 
 def _length(head: bytes) -> int:
-    """The Content-Length of an answer."""
-    lines = (line.split(b":", 1) for line in head.lower().split(b"\r\n")[1:])
-    return next(int(value) for name, value in lines if name == b"content-length")
+    """The Content-Length of an answer; :class:`ConnectionError` for one that is an error."""
+    if head[9:12] != b"200":
+        raise ConnectionError(f"the service answered {head[:60]!r}")
+    _, _, rest = head.lower().partition(b"\r\ncontent-length:")
+    return int(rest.partition(b"\r\n")[0])
 
 
 if __name__ == "__main__":
