@@ -1,6 +1,6 @@
 """/v2: the Open Inference Protocol, so that clients of KServe and Triton can ask the model itself."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 from pydantic import BaseModel
@@ -10,7 +10,7 @@ from plsc.serve.failures import Refusal
 from plsc.serve.health_api import readiness
 from plsc.serve.routing import Served
 from plsc.serve.service import Service
-from plsc.serve.tensors import INPUT, OUTPUT, InferResponse, read_inference, write_inference
+from plsc.serve.tensors import INPUT, OUTPUT, VERSION, InferResponse, read_inference, write_inference
 
 
 class InferenceError(BaseModel):
@@ -68,6 +68,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": InferenceError} for status in sorted({400, 401, 403, 500, 503, *statuses})}
 
 
+JsonLength = Annotated[str | None, Header(description="Bytes of JSON before raw tensors")]
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 _BODY = {
     "required": True,
@@ -102,10 +103,10 @@ async def server_ready(request: Request) -> JSONResponse:
 @router.get("/models/{model}", responses=_errors(404))
 async def model_metadata(model: str, service: Served) -> ModelMetadata:
     """The model's input and output."""
-    _check_name(service, model)
+    _check(service, model)
     size, dim = service.embedder.image_size, service.embedder.embedding_dim
     return ModelMetadata(
-        name=model, versions=["1"], platform="plsc",
+        name=model, versions=[VERSION], platform="plsc",
         inputs=[TensorMetadata(name=INPUT, datatype="UINT8", shape=[-1, 3, size, size])],
         outputs=[TensorMetadata(name=OUTPUT, datatype="FP32", shape=[-1, dim])],
     )  # fmt: skip
@@ -114,8 +115,22 @@ async def model_metadata(model: str, service: Served) -> ModelMetadata:
 @router.get("/models/{model}/ready", responses=_errors(404))
 async def model_ready(model: str, service: Served) -> ModelReady:
     """The model is loaded."""
-    _check_name(service, model)
+    _check(service, model)
     return ModelReady(name=model, ready=True)
+
+
+@router.get("/models/{model}/versions/{version}", responses=_errors(404))
+async def version_metadata(model: str, version: str, service: Served) -> ModelMetadata:
+    """The same, for callers that name the version."""
+    _check(service, model, version)
+    return await model_metadata(model, service)
+
+
+@router.get("/models/{model}/versions/{version}/ready", responses=_errors(404))
+async def version_ready(model: str, version: str, service: Served) -> ModelReady:
+    """The same, for callers that name the version."""
+    _check(service, model, version)
+    return await model_ready(model, service)
 
 
 @router.post(
@@ -124,10 +139,10 @@ async def model_ready(model: str, service: Served) -> ModelReady:
 )  # fmt: skip
 async def infer(
     model: str, service: Served, request: Request,
-    inference_header_content_length: str | None = Header(None, description="Bytes of JSON before raw tensors"),
+    inference_header_content_length: JsonLength = None,
 ) -> Response:
     """Embed images that are sized and aligned already: UINT8 [n, 3, S, S] to FP32 [n, D]."""
-    _check_name(service, model)
+    _check(service, model)
     body, size, most = await request.body(), service.embedder.image_size, service.settings.limits.inputs
     asked = read_inference(body, inference_header_content_length, size, most)
     vectors = await service.embed_images(asked.images, service.deadline(None))
@@ -135,6 +150,20 @@ async def infer(
     return Response(content, headers=headers)
 
 
-def _check_name(service: Service, model: str) -> None:
+@router.post(
+    "/models/{model}/versions/{version}/infer", response_model=InferResponse, responses=_errors(404, 413, 415, 504),
+    openapi_extra={"requestBody": _BODY},
+)  # fmt: skip
+async def version_infer(
+    model: str, version: str, service: Served, request: Request, inference_header_content_length: JsonLength = None
+) -> Response:
+    """The same, for callers that name the version."""
+    _check(service, model, version)
+    return await infer(model, service, request, inference_header_content_length)
+
+
+def _check(service: Service, model: str, version: str = VERSION) -> None:
+    if version != VERSION:
+        raise Refusal(404, f"there is no version {ascii(version)[:80]} of a model; this service has {VERSION}")
     if model != service.model_name:
         raise Refusal(404, f"there is no model {ascii(model)[:80]}; this service has {service.model_name}")

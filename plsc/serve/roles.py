@@ -8,7 +8,9 @@ Role = Literal["read", "write", "admin"]
 ROLES: tuple[Role, ...] = ("read", "write", "admin")  # each may do what those before it may
 
 _OPEN = re.compile(r"/|/page/[^/]+|/health/(live|ready)|/v2|/v2/health/(live|ready)|/openapi\.json")
-_READ_BY_POST = re.compile(r"/v1/(compare|embeddings|collections/[^/]+/search)|/v2/models/[^/]+/infer")
+_READ_BY_POST = re.compile(
+    r"/v1/(compare|embeddings|collections/[^/]+/search)|/v2/models/[^/]+(/versions/[^/]+)?/infer"
+)
 _ADMIN = re.compile(r"(DELETE /v1/collections/[^/]+|POST /v1/collections/[^/]+/compact|[A-Z]+ /v1/snapshots(/.*)?)")
 
 

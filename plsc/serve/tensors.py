@@ -13,7 +13,7 @@ from plsc.serve.failures import Refusal
 from plsc.serve.inputs import Float32
 from plsc.serve.routing import read_json, said
 
-INPUT, OUTPUT = "images", "embeddings"
+INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
 LENGTH_HEADER = "Inference-Header-Content-Length"
 
 
@@ -121,7 +121,7 @@ def write_inference(vectors: Float32, model: str, asked: Inference) -> tuple[byt
         output["parameters"] = {"binary_data_size": len(raw)}
     else:
         output["data"] = vectors.ravel().tolist()
-    shown: dict[str, Any] = {"model_name": model, "model_version": "1", "outputs": [output]}
+    shown: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": [output]}
     if asked.id is not None:
         shown["id"] = asked.id
     head = to_json(shown)

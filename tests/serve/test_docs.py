@@ -39,6 +39,6 @@ def test_every_request_runs_as_written(tmp_path):
     script = blocks("sh")
     for path, methods in operations.items():
         place = re.sub(r"\{snapshot\}", r"\\$ID", re.sub(r"\{(person|face)\}", r"\\d", path))
-        place = place.replace("{collection}", "staff").replace("{model}", "model")
+        place = place.replace("{collection}", "staff").replace("{model}", "model").replace("{version}", "1")
         shown = re.search(rf"\$URL{place}(?=[\s?\"|)]|$)", script, flags=re.MULTILINE)
         assert shown, f"{path} {list(methods)} is not shown"

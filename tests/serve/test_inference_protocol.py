@@ -56,6 +56,16 @@ def test_metadata_and_health(live):
     }  # fmt: skip
 
 
+def test_the_version_may_be_named(live):
+    images = pictures(2)
+    version = f"{MODEL}/versions/{live.ask('GET', MODEL).json()['versions'][0]}"
+    for path in ("", "/ready"):
+        assert live.ask("GET", version + path).json() == live.ask("GET", MODEL + path).json()
+    answer = live.ask("POST", f"{version}/infer", {"inputs": [tensor(images, data=images.ravel().tolist())]}).json()
+    assert answer["model_version"] == "1"
+    assert_same(np.array(answer["outputs"][0]["data"]).reshape(2, DIM), expected(images))
+
+
 @pytest.mark.parametrize("nested", [False, True])
 def test_numbers_in_numbers_out(live, nested):
     images = pictures(3)
@@ -122,6 +132,10 @@ def test_what_does_not_fit_is_told_in_the_protocols_shape(live):
         (images.tobytes(), {LENGTH: "x"}),
     ):  # fmt: skip
         assert raw(live, whole, tail, **headers).status_code == 400, headers
-    for method, path in (("GET", "/v2/models/other"), ("GET", "/v2/models/other/ready"), ("GET", "/v2/else")):
+    for method, path in (
+        ("GET", "/v2/models/other"), ("GET", "/v2/models/other/ready"), ("GET", "/v2/else"),
+        ("GET", "/v2/models/other/versions/1"), ("GET", f"{MODEL}/versions/2"), ("GET", f"{MODEL}/versions/2/ready"),
+        ("POST", f"{MODEL}/versions/2/infer"),
+    ):  # fmt: skip
         answer = live.ask(method, path)
         assert (answer.status_code, isinstance(answer.json()["error"], str)) == (404, True)

@@ -23,6 +23,7 @@ NEEDED = {
     "update_person": "write", "delete_person": "write", "add_faces": "write", "delete_face": "write", "search": "read",
     "info": "read", "compare": "read", "embeddings": "read", "list_snapshots": "admin", "take_snapshot": "admin",
     "delete_snapshot": "admin", "model_metadata": "read", "model_ready": "read", "infer": "read",
+    "version_metadata": "read", "version_ready": "read", "version_infer": "read",
     "server_metadata": None, "server_live": None, "server_ready": None, "live": None, "ready": None,
 }  # fmt: skip
 
@@ -111,7 +112,7 @@ def test_each_operation_needs_its_role(live, secrets):
     }  # fmt: skip
     assert {name: operation["x-role"] for name, (_, _, operation) in operations.items()} == NEEDED
     for name, (method, path, _) in operations.items():
-        path = path.format(collection="c", person=1, face=1, snapshot="s", model="m")
+        path = path.format(collection="c", person=1, face=1, snapshot="s", model="m", version="1")
         for role in (None, "wrong", *ROLES):
             secret = "plsc_x" if role == "wrong" else secrets.get(role or "")
             status = live.ask(method, path, headers={} if role is None else bearer(str(secret))).status_code
