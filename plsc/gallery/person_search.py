@@ -5,7 +5,6 @@ import numpy as np
 from plsc.gallery.contract import Float32, Match
 from plsc.gallery.grouping import faces_asked
 from plsc.gallery.view import Allowed, View
-from plsc.index.exact import Int64
 
 _WIDER = 4  # times as many faces where too few persons were among them
 
@@ -20,20 +19,26 @@ def nearest_persons(view: View, queries: Float32, k: int, threshold: float, allo
     count = faces_asked(k)
     while len(pending):
         scores, faces, persons = view.nearest(queries[pending], count, allowed)
-        scores = np.clip(scores, -1.0, 1.0)
         exhausted = scores.shape[1] < count
+        found = zip(np.clip(scores, -1.0, 1.0).tolist(), faces.tolist(), persons.tolist(), strict=True)
         short = []
-        for place, query in enumerate(pending.tolist()):
-            answers[query] = _best_faces(scores[place], faces[place], persons[place], k)
-            if len(answers[query]) < k and not exhausted and scores[place, -1] >= threshold:
+        for query, (own_scores, own_faces, own_persons) in zip(pending.tolist(), found, strict=True):
+            answers[query] = _best_faces(own_scores, own_faces, own_persons, k, threshold)
+            if len(answers[query]) < k and not exhausted and own_scores[-1] >= threshold:
                 short.append(query)
         pending = np.array(short, dtype=np.int64)
         count *= _WIDER
-    return [[match for match in answer if match.score >= threshold] for answer in answers]
+    return answers
 
 
-def _best_faces(scores: Float32, faces: Int64, persons: Int64, k: int) -> list[Match]:
-    """The first ``k`` persons in faces (n,) that are sorted best first."""
-    first = np.sort(np.unique(persons, return_index=True)[1])[:k]
-    rows = zip(persons[first].tolist(), faces[first].tolist(), scores[first].tolist(), strict=True)
-    return [Match(person, face, score) for person, face, score in rows]
+def _best_faces(
+    scores: list[float], faces: list[int], persons: list[int], k: int, threshold: float
+) -> list[Match]:
+    """The first ``k`` persons with scores >= ``threshold`` among faces that are sorted best first."""
+    best: dict[int, Match] = {}
+    for score, face, person in zip(scores, faces, persons, strict=True):
+        if score < threshold or len(best) == k:
+            break
+        if person not in best:
+            best[person] = Match(person, face, score)
+    return list(best.values())
