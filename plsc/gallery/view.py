@@ -98,9 +98,12 @@ class View:
             return scores, faces, persons
         search = self.base.scan if self.base.quick is None else self.base.quick
         base_scores, base_rows = search.search(queries, count, allowed=allowed.base)
+        base_faces, base_persons = self.base.faces[base_rows], self.base.persons[base_rows]
+        if not faces.size:
+            return base_scores, base_faces, base_persons
         scores = np.concatenate([base_scores, scores], axis=1)  # the base first: its ids are smaller
-        faces = np.concatenate([self.base.faces[base_rows], faces], axis=1)
-        persons = np.concatenate([self.base.persons[base_rows], persons], axis=1)
+        faces = np.concatenate([base_faces, faces], axis=1)
+        persons = np.concatenate([base_persons, persons], axis=1)
         order = np.argsort(-scores, axis=1, kind="stable")[:, :count]
         return tuple(np.take_along_axis(part, order, axis=1) for part in (scores, faces, persons))  # type: ignore[return-value]
 
