@@ -8,7 +8,7 @@ from typing import Any
 from plsc.errors import UsageError
 from plsc.models.backbone import Backbone, check_geometry
 
-TIMM_PREFIX = "timm:"
+TIMM_PREFIX, TURNED_PREFIX = "timm:", "turned:"
 
 Builder = Callable[..., Backbone]
 _builders: dict[str, Builder] = {}
@@ -36,7 +36,8 @@ def create(name: str, *, embedding_dim: int = 512, image_size: int = 112, **opti
     """A new backbone with fresh weights, (B, 3, S, S) float32 -> (B, D) float32.
 
     Args:
-        name: one of :func:`names`, or ``timm:NAME`` for any model of timm.
+        name: one of :func:`names`, or ``timm:NAME`` for any model of timm; or ``turned:`` and such a name, for
+            :class:`plsc.models.turned.TurnedViews` of it.
         embedding_dim: D.
         image_size: S in pixels, a multiple of 16 from 32 up.
         options: what the family takes further: ``dropout`` (iresnet); ``drop_path``, ``mask_ratio`` and
@@ -66,6 +67,10 @@ def _builder(name: str) -> Builder:
         from plsc.models.timm_backbone import timm_builder
 
         return timm_builder(name.removeprefix(TIMM_PREFIX))
+    if name.startswith(TURNED_PREFIX):
+        from plsc.models.turned import turned_builder
+
+        return turned_builder(name.removeprefix(TURNED_PREFIX))
     meant = _ARCFACE_TORCH_NAMES.get(name)
     hint = f"; did you mean {meant!r}?" if meant else nearest(name, _builders)
     raise UsageError(f"no backbone is called {name!r}{hint} (known: {', '.join(_builders)}, timm:NAME)")

@@ -15,7 +15,8 @@ from plsc.errors import DataError, UsageError
 from plsc.files import written_aside
 from plsc.models.architecture import Architecture, infer
 from plsc.models.backbone import Backbone
-from plsc.models.registry import TIMM_PREFIX
+from plsc.models.registry import TIMM_PREFIX, TURNED_PREFIX
+from plsc.models.turned import UPRIGHT_KEYS, TurnedViews
 
 FORMAT = "plsc-backbone-1"
 PIXEL_MEAN = PIXEL_STD = 127.5          # (x/255 - 0.5)/0.5 = (x - 127.5)/127.5
@@ -72,7 +73,8 @@ def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone
 def load_weights(model: nn.Module, path: str | Path) -> None:
     """Copy the weights in ``path`` into ``model``, strictly; for fine-tuning with any number of classes.
 
-    The class head is no part of a backbone, so weights trained on other classes fit as they are.
+    The class head is no part of a backbone, so weights trained on other classes fit as they are. Weights of a
+    :class:`plsc.models.turned.TurnedViews` fit the backbone that it turns pictures for.
 
     Raises:
         UsageError: there is no such file.
@@ -80,6 +82,8 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     path = Path(path)
     state, _ = read_state(path)
+    if all(key.startswith(UPRIGHT_KEYS) for key in state) and not isinstance(unwrapped(model), TurnedViews):
+        state = {key.removeprefix(UPRIGHT_KEYS): tensor for key, tensor in state.items()}
     _assign(unwrapped(model), state, path)
 
 
@@ -187,7 +191,7 @@ def _inferred(state: dict[str, Tensor], architecture: str | None, path: Path) ->
 
 def _built(architecture: Architecture, path: Path) -> Backbone:
     try:
-        if architecture.name.startswith(TIMM_PREFIX):   # its further buffers need real values
+        if architecture.name.removeprefix(TURNED_PREFIX).startswith(TIMM_PREFIX):  # has buffers that need values
             return architecture.build()
         with torch.device("meta"):      # no memory, and no initialisation that would be overwritten at once
             return architecture.build()

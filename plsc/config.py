@@ -175,6 +175,10 @@ class Config:
         0.0, "decay of the moving average of the weights, which is evaluated and exported; 0: off",
         least=0, below=1,
     )
+    turned_views: bool = key(
+        False, "evaluate and export the backbone on four positions of each picture, its embeddings side by side (four "
+        "times as long); goes with data.turned_classes",
+    )
     max_skipped_steps: int = key(
         20, "steps in a row that a non-finite loss may cost before the run gives up", least=1
     )

@@ -18,6 +18,8 @@ from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import MARGINS as MARGIN_TYPES
 from plsc.losses.margins import Margin
 from plsc.models import create, load_weights
+from plsc.models.turned import TurnedViews
+from plsc.models.weights import unwrapped
 from plsc.optim.grad_scaler import GradScaler
 from plsc.optim.head_adamw import HeadAdamW
 from plsc.optim.head_optimizer import HeadOptimizer
@@ -53,8 +55,9 @@ class Parts:
 
     @property
     def judged(self) -> nn.Module:
-        """The weights that are evaluated and exported: the moving average where there is one."""
-        return self.average.model if self.average is not None else self.backbone
+        """What is evaluated and exported: the moving average where there is one, perhaps in turned views."""
+        model = self.average.model if self.average is not None else self.backbone
+        return TurnedViews(unwrapped(model)) if self.config.turned_views else model
 
     def autocast(self) -> torch.autocast:
         """The arithmetic of the backbone's passes."""

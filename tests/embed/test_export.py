@@ -72,7 +72,7 @@ def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody
     assert not [name for name in early if name.startswith(("Sub", "Mul", "_minus", "_mul"))]
 
 
-@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:mobilefacenet"])
 def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = export.export_onnx(small(name, 32), tmp_path / "m.onnx")
     assert result["max_abs_error"] <= 1e-4 * result["max_abs_value"]
@@ -108,6 +108,11 @@ def test_insightface_gets_a_bare_state_dict(name: str, size: int, there: str | N
     assert list(state) == list(model.state_dict())
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items())
     assert (result["arcface_torch"], result["max_abs_error"]) == (there, 0.0)
+
+
+def test_insightface_has_no_turned_views(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="arcface_torch has no turned:mobilefacenet"):
+        export.export_insightface(small("turned:mobilefacenet"), tmp_path / "m.pt")
 
 
 def test_insightface_has_no_timm(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from plsc.models import Backbone
 
 # Small in each family: what they share with the large ones is code, not numbers.
 CHEAP = {"iresnet18", "mobilefacenet", "mobilefacenet_large", "resnet8", "vit_tiny"}
-NAMES = (*plsc.models.names(), "timm:test_vit", "timm:test_resnet")
+NAMES = (*plsc.models.names(), "timm:test_vit", "timm:test_resnet", "turned:resnet8")
 RUN_NAMES = tuple(name for name in NAMES if name in CHEAP or name.startswith("timm:"))
 DIM = 24
 

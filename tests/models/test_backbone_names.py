@@ -76,3 +76,19 @@ def test_timm_gets_the_image_size_where_it_takes_one_and_what_it_cannot_build_is
     assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 8)
     with pytest.raises(UsageError, match="timm cannot build"):
         plsc.models.create("timm:test_vit", image_size=64, no_such_option=3)
+
+
+def test_turned_views_are_four_rows_side_by_side() -> None:
+    torch.manual_seed(0)
+    model = plsc.models.create("turned:mobilefacenet", image_size=48, embedding_dim=32).eval()
+    plain = plsc.models.create("mobilefacenet", image_size=48, embedding_dim=8).eval()
+    plain.load_state_dict({key.removeprefix("upright."): value for key, value in model.state_dict().items()})
+    images = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        views = model(images).split(8, dim=1)
+        for turns, view in enumerate(views):
+            torch.testing.assert_close(view, plain(torch.rot90(images, turns, (2, 3))))
+    with pytest.raises(UsageError, match="a multiple of 4"):
+        plsc.models.create("turned:mobilefacenet", image_size=48, embedding_dim=30)
+    with pytest.raises(UsageError, match="no backbone is called 'mobilefacenets'"):
+        plsc.models.create("turned:mobilefacenets", image_size=48, embedding_dim=32)

@@ -15,7 +15,7 @@ import plsc.models
 from plsc.errors import DataError, PlscError, UsageError
 
 ALL = [*plsc.models.names(), "timm:test_vit"]
-SMALL = ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"]
+SMALL = ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:mobilefacenet", "turned:timm:test_vit"]
 
 
 def small(name: str = "mobilefacenet", size: int = 48, dim: int = 16, **options: Any) -> plsc.models.Backbone:

@@ -250,6 +250,36 @@ def test_fine_tuning_with_another_number_of_classes(tmp_path: Path, ranks: Ranks
     assert len(json.loads((tmp_path / "second/classes.json").read_text())["classes"]) == 8
 
 
+def turned_views(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, Any], float]:
+    """A run with turned views; what it says of itself, what its model is found to do, and a run from its weights."""
+    from safetensors.torch import load_file
+
+    from plsc.embed.embedder import open_embedder
+    from plsc.evaluation import evaluate
+    from plsc.models import load_model
+
+    first, second, tested = out / "first", out / "second", "avatars:9x4@5000"
+    changes = {"data.turned_classes": True, "epochs": 1, "checkpoint.every_steps": 0}
+    run(mesh, first, {**changes, "turned_views": True, "eval.sets": [tested]})
+    said = [line for line in read_metrics(first) if "eval" in line][-1]["eval"][tested]
+    embedder = open_embedder(first, device=mesh.device)
+    found = evaluate(embedder, [tested], image_size=32, mesh=mesh, quiet=True)[tested]
+    given = first / "model.safetensors"
+    run(mesh, second, {**changes, "epochs": None, "steps": 1, "optim.lr": 1e-12, "init_weights": str(given)})
+    before, after = load_file(given), load_file(second / "model.safetensors")
+    moved = max(float((before[f"upright.{key}"] - after[key]).abs().max())
+                for key in after if "running" not in key and "tracked" not in key)
+    return load_model(given).name, said, found, moved
+
+
+def test_turned_views_are_judged_shipped_and_can_be_trained_on(tmp_path: Path, ranks: Ranks) -> None:
+    name, said, found, moved = ranks(1, turned_views, tmp_path)[0]
+    assert name == "turned:tiny"
+    for figure in ("accuracy", "auc", "rank1"):
+        assert said[figure] == pytest.approx(found[figure], abs=1e-6)
+    assert moved < 1e-6
+
+
 def test_unreadable_pictures_cost_themselves_alone(tmp_path: Path, ranks: Ranks) -> None:
     from PIL import Image
 
