@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     To be called before there are threads, which then share one heap: heaps of their own would give blocks back.
 
     PyTorch frees every map of a batch on CPUs and asks for it again in the next, and glibc gives such large blocks back
-    to the system each time. A MobileFaceNet's training step of 32 pictures at 48x48 then touches 12,000 new pages,
-    embedding 64 pictures at 112x112 touches 377,000 (benchmarks/freed_memory.py).
+    to the system each time. A MobileFaceNet's training step of 32 pictures at 48x48 then touches 10,000 new pages,
+    embedding 64 pictures at 112x112 touches 50,000 (benchmarks/freed_memory.py).
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
