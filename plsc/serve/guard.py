@@ -152,7 +152,7 @@ class _Exchange:
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.monotonic()
-        self.needed: Role | None = None  # the role
+        self.needed: Role | None = None  # the role that it takes, once that is known
         self.status = 0
         self.gone = False
         self.connection: Connection | None = scope.setdefault("state", {}).get("connection")
