@@ -80,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure:
         if args.keep and not keep_freed_memory():
-            raise SystemExit("this C library has no mallopt")
+            raise SystemExit("this C library has no mallopt, or there is a GPU")
         print(json.dumps(measure(args.measure)))
         return
     for work in WORK:

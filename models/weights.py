@@ -82,9 +82,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     """
     path = Path(path)
     state, _ = read_state(path)
-    if all(key.startswith(UPRIGHT_KEYS) for key in state) and not isinstance(unwrapped(model), TurnedViews):
-        state = {key.removeprefix(UPRIGHT_KEYS): tensor for key, tensor in state.items()}
-    _assign(unwrapped(model), state, path)
+    backbone = unwrapped(model)
+    if not isinstance(backbone, TurnedViews):
+        state = _without_prefixes(state, (UPRIGHT_KEYS,))
+    _assign(backbone, state, path)
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -161,8 +162,8 @@ def _tensors(loaded: Any, path: Path) -> dict[str, Tensor]:
     return dict(loaded)
 
 
-def _without_prefixes(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    while prefix := next((p for p in _PREFIXES if all(key.startswith(p) for key in state)), None):
+def _without_prefixes(state: dict[str, Tensor], prefixes: Iterable[str] = _PREFIXES) -> dict[str, Tensor]:
+    while prefix := next((p for p in prefixes if all(key.startswith(p) for key in state)), None):
         state = {key.removeprefix(prefix): tensor for key, tensor in state.items()}
     return state
 

@@ -111,9 +111,8 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.embed.sources import open_images
     from plsc.native.allocator import keep_freed_memory
 
+    keep_freed_memory()
     mesh = parallel.init()
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
     try:
         embedder = open_embedder(args.model, device=mesh.device, precision=args.precision)
         summary = extract(

@@ -123,9 +123,8 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import init, shutdown
 
+    keep_freed_memory()
     mesh = init()
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
     rocs: dict[str, Roc] = {}
     try:
         embed, image_size = _embedder(args, mesh.device)

@@ -75,9 +75,8 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.train import train
     from plsc.train.failure import as_lost_rank, tells, wait_for_the_teller
 
+    keep_freed_memory()
     mesh = plsc.init(head_ranks=config.head_ranks)
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
     out = args.out if args.out is not None else Path("runs") / args.config.stem
     try:
         result = train(config, mesh, out=out, resume=args.resume)
