@@ -2,7 +2,9 @@
 
 import copy
 import hashlib
+import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,10 @@ from plsc.parallel.wide_gradients import sum_gradients_in_float64
 from plsc.train.agreement import on_every_rank
 from plsc.train.ema import MovingAverage
 
+# What torch says while it compiles and nobody can mend: of data parallel's own code, and of a machine without a GPU.
+_NOISE = {
+    "torch._dynamo.variables.ctx_manager": "Profiler record function", "torch.utils.cpp_extension": "No CUDA runtime",
+}  # fmt: skip
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CACHE: dict[str, Any] = {"auto": "auto", "always": True, "never": False}
 
@@ -78,13 +84,23 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
     exact = _sums_exactly(config, mesh)
     net = data_parallel(backbone, mesh, sum_gradients_in_float64(backbone, mesh) if exact else None)
     if config.compile:
-        net = torch.compile(net)  # type: ignore[assignment]
+        net = _compiled(net)
     head = on_every_rank(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
     return Parts(
         config, mesh, dataset, fingerprint(dataset), on_every_rank(mesh, lambda: make_loader(config, dataset, mesh)),
         backbone, net, head, _optimizer(config, net), make_head_optimizer(config, head), average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
     )
+
+
+def _compiled(net: nn.Module) -> nn.Module:
+    for name, start in _NOISE.items():
+        logging.getLogger(name).addFilter(partial(_begins_otherwise, start))
+    return torch.compile(net)  # type: ignore[return-value]
+
+
+def _begins_otherwise(start: str, record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(start)
 
 
 def fingerprint(dataset: ImageDataset) -> dict[str, Any]:
