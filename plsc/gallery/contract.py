@@ -8,7 +8,7 @@ Every call that changes something returns only when the change is durable and fo
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,7 @@ class Named:
     metadata: Metadata
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """A person who is like the query: ``score`` is the cosine of the best face, ``face`` its id."""
 
     person: int

@@ -1,7 +1,6 @@
 """Names and metadata of the persons who were found last: who is found often is asked of SQLite once."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -11,27 +10,35 @@ from plsc.gallery.contract import Named
 
 Read = Callable[[list[int]], dict[int, Named]]
 
-MOST_BYTES = 8 << 20  # a collection
+MOST_BYTES = 16 << 20  # a collection
 _OVERHEAD = 500  # bytes of an entry, about
 _PER_ITEM = 150  # bytes of a metadata entry besides its text
 
 
 class RememberedNames:
-    """What was last read of a collection's persons, up to about ``most_bytes``; any thread may ask."""
+    """What was last read of a collection's persons, up to about ``most_bytes``; any thread may ask.
+
+    Two generations: who is found is in the younger, or moves there. When that has half of the bytes, the older is
+    let go and the younger is the older. So being found again changes nothing, and costs next to nothing.
+    """
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
-        self._most, self._bytes = most_bytes, 0
-        self._names: OrderedDict[int, Named] = OrderedDict()  # who was found last stands last
+        self._most_young, self._bytes = most_bytes // 2, 0  # of the younger
+        self._young: dict[int, Named] = {}
+        self._old: dict[int, Named] = {}
         self._changes = 0
         self._lock = threading.Lock()
 
     def of(self, persons: Sequence[int], read: Read) -> dict[int, Named]:
         """Those of ``persons`` that exist; ``read`` gets the ones that are not remembered."""
         with self._lock:
-            known = {person: self._names[person] for person in persons if person in self._names}
-            for person in known:
-                self._names.move_to_end(person)
+            known = {person: self._young[person] for person in persons if person in self._young}
+            if len(known) == len(persons):
+                return known
+            renewed = {person: self._old.pop(person) for person in persons if person in self._old}
+            self._keep(renewed)
             changes = self._changes
+        known.update(renewed)
         missing = [person for person in persons if person not in known]
         if missing:
             found = read(missing)
@@ -50,18 +57,19 @@ class RememberedNames:
             with self._lock:
                 self._changes += 1
                 if is_id(person):
-                    self._drop(int(person))
+                    self._forget(int(person))
 
     def _keep(self, found: dict[int, Named]) -> None:
         for person, named in found.items():
-            self._drop(person)
-            self._names[person] = named
+            self._forget(person)
+            self._young[person] = named
             self._bytes += _size(named)
-        while self._bytes > self._most:
-            self._drop(next(iter(self._names)))
+            if self._bytes > self._most_young:
+                self._old, self._young, self._bytes = self._young, {}, 0
 
-    def _drop(self, person: int) -> None:
-        named = self._names.pop(person, None)
+    def _forget(self, person: int) -> None:
+        self._old.pop(person, None)
+        named = self._young.pop(person, None)
         if named is not None:
             self._bytes -= _size(named)
 

@@ -165,9 +165,10 @@ class SqliteStore:
 
         def read(persons: list[int]) -> dict[int, Named]:
             with self._database.reading() as db:
-                return records.find_names(db, searched.number, persons)
+                return records.find_names(db, searched.number, [one for one in persons if is_id(one)])
 
-        return searched.names.of([int(one) for one in ids if is_id(one)], read)
+        whole = [one if type(one) is int else int(one) for one in ids if type(one) is int or is_id(one)]
+        return searched.names.of(whole, read)  # what is no id is not remembered, and looked at there
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None

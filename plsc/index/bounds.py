@@ -33,8 +33,8 @@ def query_error(exact: Tensor, kept: Tensor, rows: RowBounds) -> Tensor:
 
     ⟨q, v⟩ − ⟨q', v'⟩ = ⟨q − q', v⟩ + ⟨q', v − v'⟩, and the sum of D products in float32 adds its own rounding.
     """
-    residue = (exact - kept.to(exact.dtype)).norm(dim=1) * _SLACK
-    length = torch.maximum(exact.norm(dim=1), kept.to(exact.dtype).norm(dim=1)) * _SLACK
+    residue = torch.linalg.vector_norm(exact - kept, dim=1) * _SLACK
+    length = torch.linalg.vector_norm(exact, dim=1) * _SLACK + residue  # of the longer of both, at most
     summing = (exact.shape[1] + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)
     error: Tensor = residue * rows.longest + length * (rows.largest_residue + summing)
     return error

@@ -95,15 +95,16 @@ async def _shown(service: Service, search: Search, answer: Answer) -> Response:
         {
             "matches": [
                 {
-                    "person": {"id": person.id, "name": person.name, "metadata": person.metadata},
-                    "face": match.face,
-                    "score": match.score,
-                    "same_person": None if threshold is None else match.score >= threshold,
+                    "person": {"id": known.id, "name": known.name, "metadata": known.metadata},
+                    "face": face,
+                    "score": score,
+                    "same_person": None if threshold is None else score >= threshold,
                 }
-                for match, person in matches
+                for person, face, score in matches
+                if (known := answer.persons.get(person)) is not None
             ]
         }
-        for matches in answer
+        for matches in answer.matches
     ]
     shown = {
         "results": results, "threshold": threshold, "approximate": bool(figures.get("approximate", False)),

@@ -1,9 +1,9 @@
 """Searches on the device's thread: those alike go to the store as one, and matches get their persons' names."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,18 @@ class Search:
     where: Filter | None
 
 
-@dataclass(frozen=True)
-class Found:
-    """Each query's matches, with the person of each."""
+class Found(NamedTuple):
+    """Each query's matches."""
 
     collection: str
     matches: list[list[Match]]
 
 
-Answer = list[list[tuple[Match, Named]]]
+class Answer(NamedTuple):
+    """Each query's matches; of a person who is not among ``persons`` nothing is shown."""
+
+    matches: list[list[Match]]
+    persons: Mapping[int, Named]
 
 
 class Searcher:
@@ -57,9 +60,10 @@ class Searcher:
         """The persons of all matches, asked for once per collection; those deleted meanwhile are left out."""
         ids: dict[str, set[int]] = defaultdict(set)
         for one in found:
-            ids[one.collection].update(match.person for matches in one.matches for match in matches)
+            for matches in one.matches:
+                ids[one.collection].update([match.person for match in matches])
         persons = {name: self._store.names_of(name, sorted(wanted)) for name, wanted in ids.items()}
-        return [_answer(one.matches, persons[one.collection]) for one in found]
+        return [Answer(one.matches, persons[one.collection]) for one in found]
 
     def _group(self, searches: list[Search]) -> list[Found | Exception]:
         try:
@@ -78,7 +82,3 @@ class Searcher:
     def _ask(self, search: Search, queries: Float32) -> list[list[Match]]:
         threshold = {} if search.threshold is None else {"threshold": search.threshold}
         return self._store.search(search.collection, queries, k=search.k, where=search.where, **threshold)
-
-
-def _answer(matches: list[list[Match]], persons: dict[int, Named]) -> Answer:
-    return [[(match, persons[match.person]) for match in one if match.person in persons] for one in matches]

@@ -289,7 +289,10 @@ def test_searches_alike_are_one_call_of_the_store():
     ], key=str)  # fmt: skip
     assert [isinstance(one, UsageError) for one in found].count(True) == 2
     answers = searcher.name([one for one in found if isinstance(one, Found)])
-    shown = [[[match.person for match, _ in matches] for matches in answer] for answer in answers]
+    shown = [
+        [[match.person for match in matches if match.person in answer.persons] for matches in answer.matches]
+        for answer in answers
+    ]
     assert shown == [[[1]], [[2]] * 3, [[3]], [[4]], [[5]], [[6]], [[7]], [[]], [[10]]]
 
 
