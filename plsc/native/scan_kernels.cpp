@@ -25,6 +25,7 @@ constexpr int64_t kBlock = 32;     // rows whose scores are computed together
 constexpr int64_t kPanel = 32;     // queries likewise
 constexpr int64_t kGroup = 4;      // panels whose tiles take turns with a part of the rows
 constexpr int64_t kPart = 256;     // numbers of each row that such a part has
+constexpr int64_t kAhead = 128;    // rows, how far before its turn a row is asked of the memory
 constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time
 constexpr int64_t kFour = 4;       // rows that one pass over a query's numbers multiplies
 constexpr int64_t kNoMemory = -1, kUnreadable = -2;  // what a call returns that failed
@@ -282,8 +283,9 @@ private:
             _tile_zero(3);
         }
         for (int64_t t = 0; t < depth; t++) {
-            if (ahead)  // the same columns of the next block
-                for (int64_t r = 0; r < kBlock; r++) __builtin_prefetch(rows + (kBlock + r) * search.stride + t * 32);
+            if (ahead)  // the same columns, some blocks further, into the second-level cache: the first is full
+                for (int64_t r = kAhead; r < kAhead + kBlock; r++)
+                    __builtin_prefetch(rows + r * search.stride + t * 32, 0, 2);
             _tile_loadd(4, rows + t * 32, bytes);
             _tile_loadd(5, rows + 16 * search.stride + t * 32, bytes);
             _tile_loadd(6, panel + t * 512, 64);
