@@ -53,7 +53,9 @@ def _zeros(count: int, stride: int, device: torch.device) -> Tensor:
     """A bfloat16 tensor; on a CPU in large pages where the system has them, for scans read it from end to end."""
     if device.type != "cpu" or not count:
         return torch.zeros(count, stride, dtype=torch.bfloat16, device=device)
-    memory = mmap.mmap(-1, count * stride * 2)
     if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory = mmap.mmap(-1, count * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones get none
         memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, count * stride * 2)
     return torch.from_numpy(np.frombuffer(memory, dtype=np.uint16)).view(torch.bfloat16).view(count, stride)

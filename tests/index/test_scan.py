@@ -1,5 +1,6 @@
 """The exact scan against float64 numpy: any size, filters, ties, near-ties that low precision cannot tell apart."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import DataError, UsageError
+from plsc.index.kept_rows import KeptRows
 from plsc.index.scan import ExactScan
 
 
@@ -132,6 +134,20 @@ def test_a_file_that_was_cut_is_an_error_and_no_answer(tmp_path: Path):
         file.truncate(1000)
     with pytest.raises(DataError, match="has it been cut"):
         scan.search(vectors[-2:], 3)
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux about this process's memory")
+def test_the_copy_may_lie_in_large_pages():
+    copy = KeptRows(np.ones((5000, 64), dtype=np.float32), "bf16", torch.device("cpu")).copy
+    assert copy is not None
+    place, flags = copy.data_ptr(), []
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= place < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()
+    assert "hg" in flags  # large pages are wanted
+    assert "sh" not in flags  # shared memory gets none, unless the whole system is set up so
 
 
 def test_what_does_not_fit_is_refused():
