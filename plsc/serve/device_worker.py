@@ -1,8 +1,9 @@
 """Micro-batching: one thread owns the device, and takes at once whatever work of one kind waits for it.
 
-While a batch runs, the next one gathers by itself. Waiting longer, for at most ``max_wait``, pays only where more is
-sure to come: the callers of the batch before are about to ask again. With those who waited while it ran they make one
-large batch then, and not two small ones in turn, of which each would cost the device nearly as much.
+While a batch runs, the next one gathers by itself. Waiting longer pays only where more is sure to come: the callers of
+the batch before are about to ask again. With those who waited while it ran they make one large batch then, and not two
+small ones in turn, of which each would cost the device nearly as much. Those who have asked are waited for while the
+event loop reads what they sent; those who have yet to ask, for at most ``max_wait``.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from plsc.serve.deadlines import Deadlines
 from plsc.serve.failures import Refusal
 
 Work = Callable[[list[Any]], Sequence[Any]]
+_LONGEST_GATHERING = 0.05  # seconds: the event loop may have ended
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Observer(Protocol):
 class DeviceWorker:
     """Runs work in batches of at most ``max_batch`` rows; at most ``capacity`` rows wait.
 
-    A single caller with more than ``max_batch`` rows is a batch of its own. ``max_wait`` in seconds.
+    A single caller with more than ``max_batch`` rows is a batch of its own. ``max_wait`` in seconds. :meth:`submit` is
+    called in one event loop at a time.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class DeviceWorker:
         self._rows = dict.fromkeys(kinds, 0)
         self._expected = dict.fromkeys(kinds, 0)  # rows, should all come again who were answered or wait
         self._changed = threading.Condition()
-        self._wake_at = 1  # rows of a kind for which the device's thread is woken: each waking takes turns from callers
+        self._gathering: asyncio.AbstractEventLoop | None = None  # which has more in hand of what came together
         self._closing = False
         self._deadlines = Deadlines()
         self._finisher = ThreadPoolExecutor(1, "plsc-finish")
@@ -106,11 +109,28 @@ class DeviceWorker:
             if not full:
                 self._waiting[kind].append(task)
                 self._rows[kind] += task.rows
-                if self._rows[kind] >= self._wake_at:
+                if self._rows[kind] >= self._enough(kind):
                     self._changed.notify()
+                else:
+                    self._gather(task.future.get_loop())
         if full:
             self._observer.dropped(kind, "full", 1)
             raise Refusal(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
+
+    def _enough(self, kind: str) -> int:
+        """Rows for which the device's thread is woken at once; each waking takes turns from callers."""
+        return max(min(self._expected[kind], self._max_batch), 1)
+
+    def _gather(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the device's thread behind all that the loop has in hand now."""
+        if self._gathering is not loop:
+            self._gathering = loop
+            loop.call_soon(self._gathered)
+
+    def _gathered(self) -> None:
+        with self._changed:
+            self._gathering = None
+            self._changed.notify()
 
     def _work(self) -> None:
         while (taken := self._take()) is not None:
@@ -135,11 +155,11 @@ class DeviceWorker:
         return self._waiting[kind][0].arrived
 
     def _wait_for_more(self, kind: str) -> None:
-        wanted = min(self._expected[kind], self._max_batch)
-        if self._rows[kind] < wanted and not self._closing:
-            self._wake_at = wanted
-            self._changed.wait(self._max_wait)
-            self._wake_at = 1
+        def enough() -> bool:
+            return self._rows[kind] >= self._enough(kind) or self._closing
+
+        self._changed.wait_for(lambda: enough() or self._gathering is None, _LONGEST_GATHERING)
+        self._changed.wait_for(enough, self._max_wait)
 
     def _drain(self, kind: str) -> list[_Task]:
         tasks, rows = self._waiting[kind], 0

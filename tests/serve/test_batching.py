@@ -105,6 +105,29 @@ def test_callers_who_come_again_join_those_who_waited():
     assert log.batches == [("a", 1), ("a", 4)]
 
 
+def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes():
+    device, log = Device(), Log()
+    busy = worker(device, log, max_wait=0.0)
+
+    async def read_slowly(payload: int) -> Any:
+        time.sleep(0.003)  # the event loop is busy with it
+        return await busy.submit("a", payload, 1, time.monotonic() + 20)
+
+    async def scenario() -> None:
+        first = await occupied(busy, device)
+        others = asyncio.create_task(together(busy, list(range(6))))
+        while busy.waiting("a") < 6:
+            await asyncio.sleep(0.001)
+        device.go_on.set()
+        await asyncio.gather(first, others)
+        for _ in range(3):
+            await asyncio.gather(*[read_slowly(payload) for payload in range(6)])
+
+    asyncio.run(scenario())
+    busy.close()
+    assert log.batches == [("a", 1)] + [("a", 6)] * 4
+
+
 def test_kinds_are_not_mixed_and_the_oldest_goes_first():
     device, log = Device(), Log()
     busy = worker(device, log)
