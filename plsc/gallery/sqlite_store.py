@@ -167,8 +167,9 @@ class SqliteStore:
             with self._database.reading() as db:
                 return records.find_names(db, searched.number, [one for one in persons if is_id(one)])
 
+        # A plain int is looked up as it is, which is quicker than checking it: only ids are ever remembered.
         whole = [one if type(one) is int else int(one) for one in ids if type(one) is int or is_id(one)]
-        return searched.names.of(whole, read)  # what is no id is not remembered, and looked at there
+        return searched.names.of(whole, read)
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None
