@@ -7,6 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from plsc.errors import PlscError
 from plsc.serve import (
     collections_api,
     health_api,
@@ -18,7 +19,7 @@ from plsc.serve import (
     snapshots_api,
 )
 from plsc.serve.express import Express
-from plsc.serve.failures import error_response
+from plsc.serve.failures import as_refusal, error_response
 from plsc.serve.gate import Gate
 from plsc.serve.guard import Guard
 from plsc.serve.metrics import Metrics
@@ -40,7 +41,7 @@ def build_app(gate: Gate, settings: Settings, tokens: TokenBook | None, metrics:
         title="plsc", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
         description="Search a gallery of persons by pictures or vectors.", generate_unique_id_function=_operation_id,
         exception_handlers={
-            HTTPException: _refused, RequestValidationError: _invalid, Exception: _broken,
+            HTTPException: _refused, PlscError: _failed, RequestValidationError: _invalid, Exception: _broken,
         },
     )  # fmt: skip
     app.state.gate = gate
@@ -58,6 +59,10 @@ def _operation_id(route: Any) -> str:
 
 async def _refused(request: Request, error: Any) -> Response:
     return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
+
+
+async def _failed(request: Request, error: Any) -> Response:
+    return await _refused(request, as_refusal(error))
 
 
 async def _invalid(request: Request, error: Any) -> Response:

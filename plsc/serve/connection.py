@@ -1,10 +1,12 @@
 """uvicorn's HTTP connections, made impatient: a request's head has to come in time, and lost callers are noticed."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from plsc.serve.asgi import Scope
 from plsc.serve.settings import Limits
 
 LARGEST_HEAD = 65_536
@@ -74,15 +76,22 @@ class Connection(asyncio.Protocol):
         """Send what was kept, as one."""
         self.transport.release()
 
-    @property
-    def has_whole_body(self) -> bool:
-        """Whether the request in hand needs nothing more from the caller."""
-        return self._is_busy() and not self.cycle.more_body
+    def take_body(self, scope: Scope) -> bytes | None:
+        """The body of the request of ``scope``, where the whole of it has come and nobody has read of it; else None."""
+        return None
 
     @property
     def is_writable(self) -> bool:
         """Whether an answer's next part goes out without waiting for the caller."""
         return not self.flow.write_paused
+
+    def can_answer(self, scope: Scope) -> bool:
+        """Whether the request of ``scope`` may be answered by :meth:`answer`; else by ASGI's messages."""
+        return False
+
+    def answer(self, headers: bytes, content: bytes) -> None:
+        """Send status 200, the headers, each with its line's end, and the content, and be done with the request."""
+        raise NotImplementedError
 
     def _is_busy(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
@@ -99,6 +108,41 @@ class Connection(asyncio.Protocol):
         self._timer = None
         if not self._is_busy():
             self.cut()
+
+
+class QuickConnection(Connection):
+    """By httptools, where a body or an answer that is there as a whole needs none of ASGI's messages.
+
+    uvicorn's way between those and the bytes takes an eighth of the time of a search's request.
+    """
+
+    server_state: Any
+
+    def take_body(self, scope: Scope) -> bytes | None:
+        """See :meth:`Connection.take_body`."""
+        cycle = self.cycle
+        if cycle.scope is not scope or cycle.more_body or cycle.disconnected:
+            return None
+        content, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        return content
+
+    def can_answer(self, scope: Scope) -> bool:
+        """See :meth:`Connection.can_answer`; not where another request was sent behind this one, or none may follow."""
+        cycle = self.cycle
+        return cycle.scope is scope and cycle.keep_alive and not cycle.disconnected and self.is_writable
+
+    def answer(self, headers: bytes, content: bytes) -> None:
+        """See :meth:`Connection.answer`."""
+        cycle = self.cycle
+        self.transport.write(b"%s%s\r\n%s" % (_head(tuple(self.server_state.default_headers)), headers, content))
+        cycle.response_started = cycle.response_complete = True
+        cycle.on_response()
+
+
+@functools.lru_cache(8)
+def _head(headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    return b"HTTP/1.1 200 OK\r\n" + b"".join(b"%s: %s\r\n" % header for header in headers)
 
 
 class JoiningTransport:
@@ -135,9 +179,13 @@ class JoiningTransport:
 
 def protocol(limits: Limits) -> type[asyncio.Protocol]:
     """uvicorn's protocol for a service of these limits; by httptools, where there is one: h11 answers far fewer."""
-    base: type[asyncio.Protocol]
+    kinds: tuple[type[asyncio.Protocol], ...]
     if find_spec("httptools") is not None:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as base
+        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+        kinds = QuickConnection, HttpToolsProtocol
     else:
-        from uvicorn.protocols.http.h11_impl import H11Protocol as base
-    return type("LimitedConnection", (Connection, base), {"limits": limits})
+        from uvicorn.protocols.http.h11_impl import H11Protocol
+
+        kinds = Connection, H11Protocol
+    return type("LimitedConnection", kinds, {"limits": limits})

@@ -2,12 +2,14 @@
 
 import logging
 import re
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 
-from plsc.serve.failures import Refusal, error_response
-from plsc.serve.guard import Receive, Scope, Send
+from plsc.errors import PlscError
+from plsc.serve.exchange import Exchange
+from plsc.serve.failures import Refusal, as_refusal, error_response
 from plsc.serve.schemas import COLLECTION
 from plsc.serve.search_api import answer_search
 
@@ -26,24 +28,29 @@ _ROUTE = _Route("/v1/collections/{collection}/search", "search")
 
 
 class Express:
-    """ASGI: searches are answered at once, by the very function that FastAPI's route calls; the rest is FastAPI's."""
+    """Answers searches by the very function that FastAPI's route calls; the rest is FastAPI's."""
 
     def __init__(self, app: FastAPI) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        found = _SEARCH.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+    def __call__(self, exchange: Exchange) -> Awaitable[None]:
+        """Answer one request, which the guard has admitted."""
+        found = _SEARCH.fullmatch(exchange.path) if exchange.method == "POST" else None
         if found is None:
-            await self._app(scope, receive, send)
-            return
-        scope["route"] = _ROUTE
-        try:
-            content = (await receive())["body"]  # the guard has all of it
-            response = await answer_search(Request(scope, receive), found[1], content)
-        except Refusal as refusal:
-            response = error_response(scope["path"], refusal.status_code, refusal.detail, refusal.headers)
-        except Exception:
-            logging.getLogger("uvicorn.error").exception("a search failed")
-            response = error_response(scope["path"], 500, "something broke in the service; its log tells what")
-        await response(scope, receive, send)
+            return self._app(exchange.scope, exchange.replay, exchange.send)
+        exchange.scope["route"] = _ROUTE
+        return _search(exchange, found[1])
+
+
+async def _search(exchange: Exchange, collection: str) -> None:
+    try:
+        content = await answer_search(exchange.scope, collection, exchange.content)
+    except (Refusal, PlscError) as error:
+        refusal = error if isinstance(error, Refusal) else as_refusal(error)
+        await exchange.respond(error_response(exchange.path, refusal.status_code, refusal.detail, refusal.headers))
+    except Exception:
+        logging.getLogger("uvicorn.error").exception("a search failed")
+        broken = error_response(exchange.path, 500, "something broke in the service; its log tells what")
+        await exchange.respond(broken)
+    else:
+        await exchange.answer(content)

@@ -23,7 +23,7 @@ async def readiness(gate: Gate) -> str:
     try:
         async with asyncio.timeout(STORE_SECONDS):
             await service.figures("")
-    except (Refusal, PlscError, TimeoutError):
+    except (PlscError, TimeoutError):
         return "without its store"
     return "ready"
 

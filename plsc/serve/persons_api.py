@@ -7,10 +7,9 @@ import numpy as np
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from plsc.errors import UsageError
 from plsc.gallery.contract import NewPerson, Person
 from plsc.gallery.filters import Filter
-from plsc.serve.failures import Refusal, as_refusal
+from plsc.serve.failures import Refusal
 from plsc.serve.routing import CollectionName, Id, JsonRoute, Served, errors, read_json, record_ids
 from plsc.serve.schemas import (
     LARGEST_ID,
@@ -38,12 +37,7 @@ def read_filter(text: str | None) -> Filter | None:
 
 def parse_filter(value: Any) -> Filter | None:
     """A filter from its JSON form; None stays None."""
-    if value is None:
-        return None
-    try:
-        return Filter.parse(value)
-    except UsageError as error:
-        raise as_refusal(error) from None
+    return None if value is None else Filter.parse(value)
 
 
 @router.get("", responses=errors(404))

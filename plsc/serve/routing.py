@@ -1,5 +1,6 @@
 """What the routes have in common: the service, JSON read fast and strictly, and the errors that each may answer."""
 
+import functools
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Annotated, Any
 
@@ -8,6 +9,7 @@ from fastapi import Depends, Path, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from plsc.serve.asgi import Scope
 from plsc.serve.failures import Refusal
 from plsc.serve.schemas import COLLECTION, LARGEST_ID, ErrorBody
 from plsc.serve.service import Service
@@ -21,14 +23,14 @@ _DESCRIPTIONS = {
 }  # fmt: skip
 
 
-def get_service(request: Request) -> Service:
+def get_service(scope: Scope) -> Service:
     """The service that the guard admitted the request to; it finishes what it began, even when asked to stop."""
-    service: Service = request.scope["state"]["service"]
+    service: Service = scope["state"]["service"]
     return service
 
 
 async def _service(request: Request) -> Service:
-    return get_service(request)
+    return get_service(request.scope)
 
 
 Served = Annotated[Service, Depends(_service)]
@@ -52,9 +54,13 @@ def read_json(body: bytes) -> Any:
         raise Refusal(400, f"the body is not JSON: {error}") from None
 
 
-def content_type(request: Request) -> str:
+def content_type(scope: Scope) -> str:
     """The type that a body says it has, without parameters."""
-    given: bytes = dict(request.scope["headers"]).get(b"content-type", b"")
+    return _content_type(dict(scope["headers"]).get(b"content-type", b""))
+
+
+@functools.lru_cache(64)
+def _content_type(given: bytes) -> str:
     return given.decode("latin-1").partition(";")[0].strip().lower()
 
 
@@ -82,7 +88,7 @@ class JsonRoute(APIRoute):
 
         async def handled(request: Request) -> Response:
             if takes_body:
-                require_json(content_type(request))
+                require_json(content_type(request.scope))
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handled

@@ -3,11 +3,12 @@
 import math
 from typing import Annotated, Any, TypeVar
 
+import orjson
 from fastapi import APIRouter, Path, Query, Request
 from pydantic import BaseModel, Field, ValidationError
-from pydantic_core import to_json
 from starlette.responses import Response
 
+from plsc.serve.asgi import Scope
 from plsc.serve.failures import Refusal
 from plsc.serve.inputs import IMAGE_TYPES
 from plsc.serve.persons_api import check_count, parse_filter, read_filter
@@ -45,16 +46,17 @@ async def search(
     given: Annotated[SearchQuery, Query()],
 ) -> Response:
     """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
-    return await answer_search(request, collection, await request.body())
+    shown = await answer_search(request.scope, collection, await request.body())
+    return Response(shown, media_type="application/json")
 
 
-async def answer_search(request: Request, collection: str, content: bytes) -> Response:
-    """The answer to a search whose body is ``content``."""
-    service = get_service(request)
+async def answer_search(scope: Scope, collection: str, content: bytes) -> bytes:
+    """The answer, as JSON, to a search whose body is ``content``."""
+    service = get_service(scope)
     await service.comparable(collection)
-    kind = content_type(request)
+    kind = content_type(scope)
     if kind in IMAGE_TYPES:
-        given = _parsed(SearchQuery, dict(request.query_params))
+        given = _parsed(SearchQuery, dict(Request(scope).query_params))
         deadline, where = service.deadline(given.deadline_ms), read_filter(given.filter)
         _check_k(service, given.k, 1)
         vectors = await service.embed([(content, None)], ["the body"], deadline)
@@ -87,7 +89,7 @@ def _check_k(service: Service, k: int, queries: int) -> None:
         raise Refusal(400, f"{queries} queries with k {k} ask for more than {limits.matches:,} matches; ask in parts")
 
 
-async def _shown(service: Service, search: Search, answer: Answer) -> Response:
+async def _shown(service: Service, search: Search, answer: Answer) -> bytes:
     threshold = service.settings.threshold if search.threshold is None else search.threshold
     figures = await service.figures(search.collection)
     recall = float(figures.get("recall", math.nan))
@@ -95,7 +97,7 @@ async def _shown(service: Service, search: Search, answer: Answer) -> Response:
         {
             "matches": [
                 {
-                    "person": {"id": known.id, "name": known.name, "metadata": known.metadata},
+                    "person": known,  # a dataclass, which orjson writes as the object of its fields
                     "face": face,
                     "score": score,
                     "same_person": None if threshold is None else score >= threshold,
@@ -110,4 +112,4 @@ async def _shown(service: Service, search: Search, answer: Answer) -> Response:
         "results": results, "threshold": threshold, "approximate": bool(figures.get("approximate", False)),
         "recall": recall if math.isfinite(recall) else None,
     }  # fmt: skip
-    return Response(to_json(shown), media_type="application/json")
+    return orjson.dumps(shown)

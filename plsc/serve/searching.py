@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +12,7 @@ from plsc.gallery.filters import Filter
 from plsc.serve.inputs import Float32
 
 
-@dataclass(frozen=True)
-class Search:
+class Search(NamedTuple):
     """``queries`` (Q, D) of one request, and what is asked of them."""
 
     collection: str

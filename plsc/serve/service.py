@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -14,11 +14,11 @@ import torch
 
 from plsc.embed.embedder import Embedder
 from plsc.embed.extract import contract_of, embed_images
-from plsc.errors import ConflictError, PlscError
+from plsc.errors import ConflictError
 from plsc.gallery.contract import Collection, Store
 from plsc.serve.audit import Audit
 from plsc.serve.device_worker import DeviceWorker, Kind
-from plsc.serve.failures import Refusal, as_refusal
+from plsc.serve.failures import Refusal
 from plsc.serve.inputs import Float32, check_direction, decode, given_vector, image_bytes
 from plsc.serve.metrics import Metrics
 from plsc.serve.schemas import Input
@@ -57,30 +57,28 @@ class Service:
         metrics.watch_store(store.statistics)
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
-        """``function(*args)``, which may block on the store, in a thread; its failures as refusals."""
+        """``function(*args)``, which may block on the store, in a thread."""
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._storers, lambda: function(*args, **keywords))
-        except PlscError as error:
-            raise as_refusal(error) from None
         finally:
             self.metrics.stage("store", time.monotonic() - begun)
 
     async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Float32:
         """(n, D) float32 of inputs, pictures embedded; :class:`Refusal` names the first input that is unfit."""
         dim = self.embedder.embedding_dim
-        vectors = np.empty((len(inputs), dim), dtype=np.float32)
-        pictures = []
-        for place, (given, name) in enumerate(zip(inputs, names, strict=True)):
-            if given.image is None:
-                vectors[place] = given_vector(given, name, dim)
-            else:
-                pictures.append(place)
+        vectors = [
+            None if given.image is not None else given_vector(given, name, dim)
+            for given, name in zip(inputs, names, strict=True)
+        ]
+        pictures = [place for place, vector in enumerate(vectors) if vector is None]
         if pictures:
             chosen = [(image_bytes(inputs[place], names[place]), inputs[place].landmarks) for place in pictures]
-            vectors[pictures] = await self.embed(chosen, [names[place] for place in pictures], deadline)
-        return vectors
+            embedded = await self.embed(chosen, [names[place] for place in pictures], deadline)
+            for place, vector in zip(pictures, embedded, strict=True):
+                vectors[place] = vector
+        return np.array(vectors, dtype=np.float32)
 
     async def embed(
         self, pictures: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float
@@ -96,41 +94,34 @@ class Service:
         finally:
             for image in decoding:
                 image.cancel()
-        vectors = await self.on_device("embed", images, len(images), deadline)
+        vectors = await self.worker.submit("embed", images, len(images), deadline)
         for vector, name in zip(vectors, names, strict=True):
             check_direction(vector, name)
         return np.asarray(vectors)
 
     async def embed_images(self, images: torch.Tensor, deadline: float) -> Float32:
         """(n, D) float32 of uint8 (n, 3, S, S)."""
-        return np.asarray(await self.on_device("embed", images, len(images), deadline))
+        return np.asarray(await self.worker.submit("embed", images, len(images), deadline))
 
-    async def search(self, search: Search, deadline: float) -> Answer:
+    def search(self, search: Search, deadline: float) -> Awaitable[Answer]:
         """Each query's matches with their persons."""
-        answer: Answer = await self.on_device("search", search, len(search.queries), deadline)
-        return answer
-
-    async def on_device(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
-        """The worker's result, the library's failures as refusals."""
-        try:
-            return await self.worker.submit(kind, payload, rows, deadline)
-        except PlscError as error:
-            raise as_refusal(error) from None
+        return self.worker.submit("search", search, len(search.queries), deadline)
 
     async def comparable(self, name: str) -> Collection:
-        """A collection whose vectors are of this service's model; :class:`Refusal` 404 or 409 if it is none."""
+        """A collection whose vectors are of this service's model; :class:`ConflictError` if it is none."""
         collection: Collection = await self._remember(name, self.store.collection, name)
         if collection.contract_id != self.contract_id:
-            raise as_refusal(ConflictError(
+            raise ConflictError(
                 f"collection {name} holds embeddings of the contract {collection.contract_id}, and this service's "
                 f"model makes {self.contract_id}; serve it with its own model, or use another collection"
-            ))  # fmt: skip
+            )
         return collection
 
-    async def figures(self, collection: str) -> dict[str, float]:
+    async def figures(self, collection: str) -> Mapping[str, float]:
         """The store's statistics of a collection, at most a second old."""
         statistics = await self._remember("", self.store.statistics)
-        return dict(statistics.get(collection, {}))
+        figures: Mapping[str, float] = statistics.get(collection, {})
+        return figures
 
     def forget(self, collection: str) -> None:
         """A collection was made or deleted: what is remembered of it is void."""
@@ -153,16 +144,21 @@ class Service:
         self.store.close()
         self.audit.close()
 
-    async def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> Any:
+    def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         now = time.monotonic()
         asked, asking = self._remembered.get(key, (-math.inf, None))
-        if asking is None or now - asked >= _REMEMBERED_SECONDS or _has_failed(asking):
+        if asking is None or now - asked >= _REMEMBERED_SECONDS:
             asking = asyncio.ensure_future(self.in_store(function, *args))
-            asking.add_done_callback(_has_failed)  # else asyncio complains where its caller has gone
+            asking.add_done_callback(partial(self._drop_failed, key))
             if len(self._remembered) > self.settings.limits.collections:
                 self._remembered.clear()
             self._remembered[key] = now, asking
-        return asking.result() if asking.done() else await asyncio.shield(asking)  # one asks for all
+        return asking if asking.done() else asyncio.shield(asking)  # one asks for all
+
+    def _drop_failed(self, key: str, asked: "asyncio.Future[Any]") -> None:
+        failed = asked.cancelled() or asked.exception() is not None
+        if failed and self._remembered.get(key, (0.0, None))[1] is asked:
+            del self._remembered[key]
 
     def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> torch.Tensor:
         begun = time.monotonic()
@@ -178,7 +174,3 @@ class Service:
         chunks = torch.split(images, self.settings.max_batch)
         vectors = torch.cat([embed_images(self.embedder, chunk, self.settings.flip) for chunk in chunks])
         return [rows.numpy() for rows in torch.split(vectors, [len(batch) for batch in batches])]
-
-
-def _has_failed(asking: "asyncio.Future[Any]") -> bool:
-    return asking.done() and (asking.cancelled() or asking.exception() is not None)
