@@ -113,7 +113,7 @@ class Connection(asyncio.Protocol):
 class QuickConnection(Connection):
     """By httptools, where a body or an answer that is there as a whole needs none of ASGI's messages.
 
-    uvicorn's way between those and the bytes takes an eighth of the time of a search's request.
+    uvicorn's way between those and the bytes takes a sixth of the time of a search's request.
     """
 
     server_state: Any
