@@ -78,7 +78,7 @@ class Service:
             embedded = await self.embed(chosen, [names[place] for place in pictures], deadline)
             for place, vector in zip(pictures, embedded, strict=True):
                 vectors[place] = vector
-        return np.array(vectors, dtype=np.float32)
+        return np.array(vectors, dtype=np.float32).reshape(len(inputs), dim)
 
     async def embed(
         self, pictures: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float
@@ -108,7 +108,7 @@ class Service:
         return self.worker.submit("search", search, len(search.queries), deadline)
 
     async def comparable(self, name: str) -> Collection:
-        """A collection whose vectors are of this service's model; :class:`ConflictError` if it is none."""
+        """A collection whose vectors are of this service's model; :class:`PlscError` if there is none."""
         collection: Collection = await self._remember(name, self.store.collection, name)
         if collection.contract_id != self.contract_id:
             raise ConflictError(
@@ -156,7 +156,7 @@ class Service:
         return asking if asking.done() else asyncio.shield(asking)  # one asks for all
 
     def _drop_failed(self, key: str, asked: "asyncio.Future[Any]") -> None:
-        failed = asked.cancelled() or asked.exception() is not None
+        failed = asked.cancelled() or asked.exception() is not None  # asyncio complains of one that nobody looks at
         if failed and self._remembered.get(key, (0.0, None))[1] is asked:
             del self._remembered[key]
 
