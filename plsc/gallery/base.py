@@ -35,11 +35,12 @@ FILES = ("vectors.npy", "faces.npy", "persons.npy")
 @dataclass(frozen=True, eq=False)
 class Base:
     """Faces (N,) ascending, their persons (N,) and vectors (N, dim), mapped; ``scan`` searches the vectors, and
-    ``quick``, where there is one, does so approximately."""
+    ``quick``, where there is one, does so approximately. Nobody has more than ``most_faces`` of the faces."""
 
     faces: Int64
     persons: Int64
     vectors: Float32
+    most_faces: int
     scan: ExactScan
     quick: ApproximateSearch | None = None
 
@@ -121,7 +122,13 @@ def _opened(folder: Path, manifest: Manifest, precision: str) -> Base:
     rows, dim = manifest["rows"], manifest["dim"]
     vectors = open_array(folder / "vectors.npy", (rows, dim), "float32")
     faces, persons = _numbers(folder, rows)
-    return Base(np.array(faces), np.array(persons), vectors, ExactScan(vectors, precision=precision))
+    scan = ExactScan(vectors, precision=precision)
+    return Base(np.array(faces), np.array(persons), vectors, most_of_one(persons), scan)
+
+
+def most_of_one(persons: Int64) -> int:
+    """How often the most frequent of ``persons`` occurs."""
+    return int(np.unique(persons, return_counts=True)[1].max(initial=0))
 
 
 def _numbers(folder: Path, rows: int) -> tuple[Int64, Int64]:

@@ -8,9 +8,11 @@ Rows = Sequence[tuple[int, int, float]]
 Fetch = Callable[[int, list[int]], Rows]
 
 
-def faces_asked(persons: int, most: int | None = None) -> int:
-    """How many faces to ask for in search of ``persons`` persons."""
+def faces_asked(persons: int, *, each: int | None = None, most: int | None = None) -> int:
+    """How many faces to ask for, at most ``most``, in search of ``persons`` persons with at most ``each`` faces."""
     count = 2 * persons + 16
+    if each is not None:
+        count = min(count, (persons - 1) * each + 1)  # so many faces are of as many persons at least
     return count if most is None else min(count, most)
 
 
@@ -23,7 +25,7 @@ def best_persons(fetch: Fetch, k: int, threshold: float, *, most: int | None = N
     """
     found: dict[int, Match] = {}
     while len(found) < k:
-        count = faces_asked(k - len(found), most)
+        count = faces_asked(k - len(found), most=most)
         rows = fetch(count, list(found))
         for person, face, score in rows:
             found.setdefault(person, Match(person, face, min(max(float(score), -1.0), 1.0)))

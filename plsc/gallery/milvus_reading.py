@@ -100,7 +100,7 @@ def _nearest(
         others = state.seen_faces(*parts, f"person not in {ids_text(without)}")
         return rows.search(state.faces, query[None], count, others)[0]
 
-    begun = rows.search(state.faces, queries, faces_asked(k, MOST), state.seen_faces(*parts))
+    begun = rows.search(state.faces, queries, faces_asked(k, most=MOST), state.seen_faces(*parts))
     fetches = [partial(fetch, query, first) for query, first in zip(queries, begun, strict=True)]
     return [best_persons(one, k, threshold, most=MOST) for one in fetches]
 

@@ -16,7 +16,7 @@ def nearest_persons(view: View, queries: Float32, k: int, threshold: float, allo
     """
     answers: list[list[Match]] = [[] for _ in queries]
     pending = np.arange(len(queries))
-    count = faces_asked(k)
+    count = faces_asked(k, each=view.most_faces)
     while len(pending):
         scores, faces, persons = view.nearest(queries[pending], count, allowed)
         exhausted = scores.shape[1] < count

@@ -1,12 +1,13 @@
 """What one search sees of a collection: a base, the faces added since, and which of both are still there."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from plsc.gallery.base import Base
+from plsc.gallery.base import Base, most_of_one
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces
 from plsc.index.exact import Int64
@@ -46,6 +47,11 @@ class View:
     def base_gone(self) -> int:
         """How many rows of the base were deleted."""
         return 0 if self.base_left is None else len(self.base_left) - int(np.count_nonzero(self.base_left))
+
+    @functools.cached_property
+    def most_faces(self) -> int:
+        """How many faces one person has at most, or more."""
+        return (0 if self.base is None else self.base.most_faces) + most_of_one(self.delta.persons)
 
     def with_delta(self, delta: Faces) -> "View":
         """This view with more rows."""
