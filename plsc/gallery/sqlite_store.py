@@ -32,7 +32,6 @@ from plsc.gallery.checks import (
     check_search,
     is_id,
     now,
-    unit_vectors,
 )
 from plsc.gallery.compaction import Compactor, Maintenance
 from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
@@ -47,6 +46,7 @@ from plsc.gallery.snapshot import write_snapshot
 from plsc.gallery.view import Allowed, View
 from plsc.index.approximate_search import ApproximateSearch
 from plsc.index.exact import Int64
+from plsc.index.unit_vectors import unit_vectors
 
 _T = TypeVar("_T")
 

@@ -5,8 +5,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from plsc.errors import UsageError
-
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 Allowed = npt.NDArray[np.bool_]
@@ -56,24 +54,3 @@ def best_of(first: tuple[Float32, Int64], second: tuple[Float32, Int64], k: int)
     )
     order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
-
-
-def unit_rows(vectors: npt.ArrayLike, dim: int) -> Float32:
-    """``vectors`` (Q, dim) as float32 of length 1; :class:`UsageError` names the first row that has no
-    direction."""
-    array = np.asarray(vectors)
-    if array.ndim != 2 or array.shape[1] != dim or array.dtype.kind not in "fiu":
-        raise UsageError(
-            f"queries are {array.dtype}{list(array.shape)}; this index takes numbers of shape [Q, {dim}]"
-        )
-    wide = array.astype(np.float64)
-    if not np.isfinite(wide).all():
-        raise UsageError(
-            f"query {int(np.flatnonzero(~np.isfinite(wide).all(axis=1))[0])} holds NaN or infinity"
-        )
-    norms = np.linalg.norm(wide, axis=1, keepdims=True)
-    if not norms.all():
-        raise UsageError(
-            f"query {int(np.flatnonzero(norms[:, 0] == 0)[0])} is the zero vector, which has no direction"
-        )
-    return np.ascontiguousarray((wide / norms).astype(np.float32))

@@ -26,9 +26,10 @@ from plsc.embed.manifest import read_manifest
 from plsc.errors import UsageError
 from plsc.files import verify_files
 from plsc.index import approximate
-from plsc.index.exact import Float32, Int64, best_of, nearest, unit_rows
+from plsc.index.exact import Float32, Int64, best_of, nearest
 from plsc.index.exact_search import ExactSearch
 from plsc.index.on_disk import LISTS_FILE, settle
+from plsc.index.unit_vectors import unit_vectors
 
 FORMAT = "plsc index"
 VERSION = 1
@@ -138,7 +139,7 @@ class Index:
         """
         if k < 1:
             raise UsageError(f"k is {k}; at least one neighbour must be asked for")
-        queries = unit_rows(vectors, self.dim)
+        queries = unit_vectors(vectors, self.dim)
         k = min(k, len(self))
         scores, rows = (
             self._exact.search(queries, k) if self.structure is None else self._approximate(queries, k)

@@ -241,8 +241,9 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
     bad = good.copy()
     bad[1, 3] = np.nan
     for queries, text in (
-        (good[0], r"take"), (good[:, :5], r"\[2, 5\]; this index takes numbers of shape \[Q, 32\]"),
-        (bad, "query 1 holds NaN"), (good * 0, "query 0 is the zero vector"), ([["a"] * 32], "takes numbers"),
+        (good[0], r"float32\[32\]; they are numbers of shape \[n, 32\]"), (good[:, :5], r"\[2, 5\]; they are numbers"),
+        (bad, "vector 1 holds NaN"), (good * 0, "vector 0 is zero, which has no direction"),
+        ([["a"] * 32], "are numbers of shape"), ([[1.0] * 32, [1.0]], "rows of different lengths"),
     ):  # fmt: skip
         with pytest.raises(UsageError, match=text):
             index.search(queries, 1)
@@ -251,6 +252,16 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
         Index.open(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="is no plsc index"):
         Index.open(faces.folder)
+
+
+@pytest.mark.parametrize("factor", [1e-200, 1e-300, 1e200, 1e300])
+def test_the_length_of_a_query_does_not_matter(faces: EmbeddingSet, tmp_path: Path, factor: float) -> None:
+    """Even where its square is no number that float64 can hold."""
+    index = Index.build([faces], tmp_path / "idx", quiet=True)
+    good = faces.rows(0, 4).astype(np.float64)
+    expected, found = index.search(good, 3), index.search(good * factor, 3)
+    assert np.array_equal(found.rows, expected.rows)
+    assert np.allclose(found.scores, expected.scores, atol=1e-6)
 
 
 def test_queries_from_a_set(faces: EmbeddingSet, tmp_path: Path) -> None:
