@@ -1,6 +1,5 @@
 """What only the store in a folder has: bases, compaction, one owner, files that forget, copies."""
 
-import contextlib
 import itertools
 import os
 import subprocess
@@ -26,7 +25,6 @@ from plsc.gallery.open import open_store
 from plsc.gallery.snapshot import IDS_SKIPPED, restore
 from plsc.gallery.sqlite_store import SqliteStore
 from plsc.gallery.transfer import export_set, import_set
-from plsc.gallery.view import Allowed, View
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
 Float32 = npt.NDArray[np.float32]
@@ -67,30 +65,6 @@ def places_of(folder: Path, needles: list[bytes]) -> list[str]:
 
 
 # --- forgetting ------------------------------------------------------------------------------------------------------
-
-
-def test_faces_are_asked_for_by_how_many_a_person_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So many that k persons must be among them, and more, as often as it takes, only where somebody has very many."""
-    asked: list[int] = []
-    nearest = View.nearest
-
-    def recorded(view: View, queries: Float32, count: int, allowed: Allowed) -> Any:
-        asked.append(count)
-        return nearest(view, queries, count, allowed)
-
-    monkeypatch.setattr(View, "nearest", recorded)
-    with contextlib.closing(open_people(tmp_path / "store")) as store:
-        first, *others = enrol(store, faces(100))
-        store.compact(GALLERY)
-        query = faces(1)  # the first person's face
-        expected = [match.person for match in store.search(GALLERY, query, k=10)[0]]
-        for more, counts in ((0, [10]), (1, [19]), (38, [36, 144])):
-            store.add_faces(GALLERY, first.id, np.repeat(query, more, axis=0), MODEL)
-            asked.clear()
-            assert [match.person for match in store.search(GALLERY, query, k=10)[0]] == expected
-            assert asked == counts
-        assert expected[0] == first.id
-        assert {*expected[1:]} < {one.id for one in others}
 
 
 @pytest.mark.parametrize("dim", [DIM, 5000])  # 5,000: a vector is longer than a page

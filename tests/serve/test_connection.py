@@ -76,7 +76,9 @@ def test_an_answer_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         for path in ("/v1/info", "/", "/v1/nowhere", search):
             wires.clear()
             with httpx.Client(base_url=live.server.address) as client:
-                client.request("POST" if path == search else "GET", path, json={"query": {"vector": [1.0] * DIM}})
+                method = "POST" if path == search else "GET"
+                answer = client.request(method, path, json={"query": {"vector": [1.0] * DIM}})
+            assert answer.status_code == (404 if path == "/v1/nowhere" else 200)
             assert [wire.writes for wire in wires] == [1], path
 
 
