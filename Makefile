@@ -28,6 +28,7 @@ test: install
 
 lint: install
 	$(VENV)/bin/ruff check --no-cache .  # a cached verdict of a moved module outlives the move
+	$(VENV)/bin/ruff format --no-cache --check --quiet .
 	$(VENV)/bin/mypy
 
 clean:

@@ -35,9 +35,15 @@ def main() -> None:
     for size in (32, 48, 112, 224):
         rate = round(pictures_per_second(size, pictures))
         print(f"{size:>4} x {size:<4} {rate:>6,} pictures/s per core")
-        add_row("avatars_rate", {
-            "pillow": PIL.__version__, "image_size": size, "pictures": pictures, "pictures_per_second_per_core": rate,
-        })
+        add_row(
+            "avatars_rate",
+            {
+                "pillow": PIL.__version__,
+                "image_size": size,
+                "pictures": pictures,
+                "pictures_per_second_per_core": rate,
+            },
+        )
 
 
 if __name__ == "__main__":

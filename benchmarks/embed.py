@@ -64,12 +64,22 @@ def measure(args: argparse.Namespace, precision: str, model: Path, dataset: Imag
     model_rate, rate = statistics.median(bare), statistics.median(whole)
     rates = f"model alone {model_rate:.1f} images/s, plsc embed {rate:.1f}"
     print(f"{args.model} {precision}: {rates}: {rate / model_rate:.1%}")
-    add_row("embed", {
-        "model": args.model, "precision": precision, "threads": torch.get_num_threads(), "workers": args.workers,
-        "batch_size": args.batch_size, "images": len(dataset), "rounds": args.rounds, "bound_by": bound,
-        "model_images_per_second": round(model_rate, 1), "embed_images_per_second": round(rate, 1),
-        "ratio": round(rate / model_rate, 3),
-    })
+    add_row(
+        "embed",
+        {
+            "model": args.model,
+            "precision": precision,
+            "threads": torch.get_num_threads(),
+            "workers": args.workers,
+            "batch_size": args.batch_size,
+            "images": len(dataset),
+            "rounds": args.rounds,
+            "bound_by": bound,
+            "model_images_per_second": round(model_rate, 1),
+            "embed_images_per_second": round(rate, 1),
+            "ratio": round(rate / model_rate, 3),
+        },
+    )
 
 
 def main() -> None:

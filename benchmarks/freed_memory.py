@@ -99,12 +99,22 @@ def compare(work: str, rounds: int) -> None:
     pages = {keep: statistics.median(one["new_pages_per_batch"] for one in runs) for keep, runs in found.items()}
     ratio = statistics.median(kept / given for given, kept in zip(rate[False], rate[True], strict=True))
     given, kept = statistics.median(rate[False]), statistics.median(rate[True])
-    print(f"{work}: {kept:.0f} pictures/s kept, {given:.0f} given back, {ratio:.2f} times; "
-          f"{pages[True]:,.0f} and {pages[False]:,.0f} new pages a batch")  # fmt: skip
-    add_row("freed_memory", {
-        "work": work, "rounds": rounds, "kept_per_second": round(kept, 1), "given_back_per_second": round(given, 1),
-        "ratio": round(ratio, 3), "kept_new_pages": round(pages[True]), "given_back_new_pages": round(pages[False]),
-    })  # fmt: skip
+    print(
+        f"{work}: {kept:.0f} pictures/s kept, {given:.0f} given back, {ratio:.2f} times; "
+        f"{pages[True]:,.0f} and {pages[False]:,.0f} new pages a batch"
+    )
+    add_row(
+        "freed_memory",
+        {
+            "work": work,
+            "rounds": rounds,
+            "kept_per_second": round(kept, 1),
+            "given_back_per_second": round(given, 1),
+            "ratio": round(ratio, 3),
+            "kept_new_pages": round(pages[True]),
+            "given_back_new_pages": round(pages[False]),
+        },
+    )
 
 
 if __name__ == "__main__":

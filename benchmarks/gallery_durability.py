@@ -74,8 +74,14 @@ class Worker:
 
     def run(self) -> None:
         """Start the threads; never returns."""
-        jobs: list[Callable[[random.Random], None]] = [self._enrol, self._enrol, self._change, self._delete,
-                                                       self._search, self._upkeep]  # fmt: skip
+        jobs: list[Callable[[random.Random], None]] = [
+            self._enrol,
+            self._enrol,
+            self._change,
+            self._delete,
+            self._search,
+            self._upkeep,
+        ]
         if self._filler is not None:
             jobs.append(self._fill)
         for place, job in enumerate(jobs):
@@ -106,8 +112,14 @@ class Worker:
     def _enrol(self, chance: random.Random) -> None:
         keys = [self._keys(chance.randint(0, 3)) for _ in range(chance.choice([1, 1, 2, 40]))]
         lot = self._keys(1)[0]
-        new = [NewPerson(np.array([vector(key) for key in of]).reshape(-1, DIM), None,
-                         {"keys": json.dumps(of), "lot": lot, "of": len(keys)}) for of in keys]  # fmt: skip
+        new = [
+            NewPerson(
+                np.array([vector(key) for key in of]).reshape(-1, DIM),
+                None,
+                {"keys": json.dumps(of), "lot": lot, "of": len(keys)},
+            )
+            for of in keys
+        ]
         for person, of in zip(self._store.add_persons(GALLERY, new, MODEL), keys, strict=True):
             self._send("did", "enrol", person.id, list(zip(person.faces, of, strict=True)))
             self._alive[person.id] = list(zip(person.faces, of, strict=True))
@@ -399,9 +411,15 @@ def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) 
         print(f"round {number}: {len(ledger.persons)} persons, {ledger.figures}", file=sys.stderr, flush=True)
         if len(ledger.persons) > CROWDED:
             thin_out(folder, ledger)
-    return {"rounds": rounds, "full_disk": full_disk, **ledger.figures, "persons": len(ledger.persons),
-            "deleted_faces": len(ledger.gone_faces), "slowest_opening_seconds": round(slowest, 2),
-            "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+    return {
+        "rounds": rounds,
+        "full_disk": full_disk,
+        **ledger.figures,
+        "persons": len(ledger.persons),
+        "deleted_faces": len(ledger.gone_faces),
+        "slowest_opening_seconds": round(slowest, 2),
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def listen(pipe: Connection, ledger: Ledger, kill: Callable[[], None], delay: float, after: str) -> None:

@@ -102,8 +102,20 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {"fill": fi
 
 def in_process(args: argparse.Namespace, part: str) -> dict[str, float]:
     """The figures of a part, from a fresh process."""
-    command = [sys.executable, __file__, "--part", part, "--folder", str(args.folder), "--precision", args.precision,
-               "--rows", str(args.rows), "--dim", str(args.dim)]  # fmt: skip
+    command = [
+        sys.executable,
+        __file__,
+        "--part",
+        part,
+        "--folder",
+        str(args.folder),
+        "--precision",
+        args.precision,
+        "--rows",
+        str(args.rows),
+        "--dim",
+        str(args.dim),
+    ]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return figures

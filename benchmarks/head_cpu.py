@@ -27,8 +27,10 @@ def shares(ratios: list[Mapping[str, Any]]) -> list[str]:
     for ratio in ratios:
         if (ratio["ours"], ratio["peer"]) in PAIRS:
             cpu, memory = 1 / ratio["cpu_s"], 1 / ratio["memory_mib"]
-            lines.append(f"{ratio['ours']} takes {cpu:.3f} of the CPU seconds and {memory:.3f} of the memory "
-                         f"of {ratio['peer']} at {ratio['classes']:,} classes")
+            lines.append(
+                f"{ratio['ours']} takes {cpu:.3f} of the CPU seconds and {memory:.3f} of the memory "
+                f"of {ratio['peer']} at {ratio['classes']:,} classes"
+            )
     return lines
 
 

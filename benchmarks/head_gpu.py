@@ -102,9 +102,15 @@ class Table:
         print(f"\n{'part':<10} {'variant':<46} {'C':>11} {'B':>5} {'ms':>10} {'ns/class':>9} {'of rate':>8} {'GiB':>6}")
 
     def add(
-        self, part: str, variant: str, size: tuple[int, int], dim: int, milliseconds: list[float], products: int,
+        self,
+        part: str,
+        variant: str,
+        size: tuple[int, int],
+        dim: int,
+        milliseconds: list[float],
+        products: int,
         peak: float = 0.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A row: the median of ``milliseconds``, and its share of the rate if it makes ``products`` of them."""
         (classes, batch), median = size, statistics.median(milliseconds)
         share = 2 * products * classes * batch * dim / self.rate / median
@@ -115,11 +121,18 @@ class Table:
             flush=True,
         )
         row = {
-            "part": part, "variant": variant, "classes": classes, "batch": batch, "dim": dim,
-            "milliseconds": round(median, 4), "least": round(min(milliseconds), 4), "ns_per_class": round(each, 3),
-            "share_of_product_rate": round(share, 4), "peak_gib": round(peak, 3),
+            "part": part,
+            "variant": variant,
+            "classes": classes,
+            "batch": batch,
+            "dim": dim,
+            "milliseconds": round(median, 4),
+            "least": round(min(milliseconds), 4),
+            "ns_per_class": round(each, 3),
+            "share_of_product_rate": round(share, 4),
+            "peak_gib": round(peak, 3),
             "product_tflops": round(self.rate / 1e9, 1),
-        }  # fmt: skip
+        }
         add_row("head_gpu", row, self.folder)
 
 

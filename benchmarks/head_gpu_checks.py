@@ -219,10 +219,21 @@ def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 51
             triton_softmax.first_pass(rows, features, y, 64.0, 4096, with_pull=True)
             for chunk, gradient in triton_softmax.second_pass(rows, features, y, 64.0, log_z, scale, pull, 4096):
                 triton_update.update_rows(
-                    chunk.table.weight, chunk.table.inverse_norm, chunk.index, gradient, state,
-                    factor=1.0, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False, rounding="stochastic",
-                    key=1, numbers=chunk.local_rows, first_number=0,
-                )  # fmt: skip
+                    chunk.table.weight,
+                    chunk.table.inverse_norm,
+                    chunk.index,
+                    gradient,
+                    state,
+                    factor=1.0,
+                    lr=0.1,
+                    momentum=0.9,
+                    weight_decay=0.0,
+                    nesterov=False,
+                    rounding="stochastic",
+                    key=1,
+                    numbers=chunk.local_rows,
+                    first_number=0,
+                )
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return "no wait"

@@ -66,8 +66,13 @@ class Worker:
         forget_peak()
         begin = time.monotonic()
         self.head = plsc.ShardedHead(
-            args.dim, args.classes, self.mesh, sample_rate=args.sample_rate,
-            weight_dtype=torch.bfloat16, momentum_dtype=torch.int8, placement=f"mmap:{args.folder / 'table'}",
+            args.dim,
+            args.classes,
+            self.mesh,
+            sample_rate=args.sample_rate,
+            weight_dtype=torch.bfloat16,
+            momentum_dtype=torch.int8,
+            placement=f"mmap:{args.folder / 'table'}",
         )
         self.optimizer = plsc.HeadSGD(self.head, lr=0.5, momentum=0.9, weight_decay=5e-4)
         self.head.inverse_norms()
@@ -122,10 +127,17 @@ class Worker:
         self.note("training")
         mean_norm = self.head.mean_norm()
         self.note("mean norm")
-        print(json.dumps({
-            "steps_per_second": (self.args.steps - done) / seconds, "creation_seconds": self.creation_seconds,
-            "libraries_mib": self.libraries, "peaks_mib": self.peaks, "mean_norm": mean_norm,
-        }))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "steps_per_second": (self.args.steps - done) / seconds,
+                    "creation_seconds": self.creation_seconds,
+                    "libraries_mib": self.libraries,
+                    "peaks_mib": self.peaks,
+                    "mean_norm": mean_norm,
+                }
+            )
+        )
 
 
 def run(args: argparse.Namespace, folder: Path, kill_at: int = 0) -> tuple[dict[int, float], dict[str, Any]]:
@@ -157,17 +169,25 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     after, resumed = run(args, folder / "killed")
     equal = {**before, **after} == whole and all(before[step] == after[step] for step in before.keys() & after.keys())
     peaks = {part: round(value) for part, value in {**resumed["peaks_mib"], **figures["peaks_mib"]}.items()}
-    print(f"killed after step {max(before)}, resumed from step {min(after) - 1}: losses "
-          f"{'are equal' if equal else 'DIFFER'}")
+    print(
+        f"killed after step {max(before)}, resumed from step {min(after) - 1}: losses "
+        f"{'are equal' if equal else 'DIFFER'}"
+    )
     return {
-        "classes": args.classes, "dim": args.dim, "sample_rate": args.sample_rate, "batch": args.batch,
-        "steps": args.steps, "table_mib": round(size / 2**20),
+        "classes": args.classes,
+        "dim": args.dim,
+        "sample_rate": args.sample_rate,
+        "batch": args.batch,
+        "steps": args.steps,
+        "table_mib": round(size / 2**20),
         "steps_per_second": round(figures["steps_per_second"], 2),
-        "creation_seconds": round(figures["creation_seconds"], 1), "first_loss": round(whole[1], 3),
-        "last_loss": round(whole[args.steps], 3), "losses_equal_after_kill": equal,
+        "creation_seconds": round(figures["creation_seconds"], 1),
+        "first_loss": round(whole[1], 3),
+        "last_loss": round(whole[args.steps], 3),
+        "losses_equal_after_kill": equal,
         "libraries_mib": round(figures["libraries_mib"]),
         **{f"peak_{part.replace(' ', '_')}_mib": value for part, value in sorted(peaks.items())},
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -30,8 +30,13 @@ def trained(data: str, epochs: int, seed: int, table: str, optimizer: str, sampl
     """Train from scratch on two ranks and return the figures on unseen identities."""
     weight, momentum = TABLES[table]
     settings = {
-        "data.train": data, "epochs": epochs, "seed": seed, "head.weight_dtype": weight,
-        "head.momentum_dtype": momentum, "head.sample_rate": sample_rate, "log.tensorboard": False,
+        "data.train": data,
+        "epochs": epochs,
+        "seed": seed,
+        "head.weight_dtype": weight,
+        "head.momentum_dtype": momentum,
+        "head.sample_rate": sample_rate,
+        "log.tensorboard": False,
         **OPTIMIZERS[optimizer],
     }
     overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower())]
@@ -57,10 +62,18 @@ def main() -> None:
         for rate in args.sample_rates:
             for table in TABLES:
                 figures = trained(args.data, args.epochs, seed, table, args.optimizer, rate)
-                row = {"data": args.data, "epochs": args.epochs, "optimizer": args.optimizer, "table": table,
-                       "sample_rate": rate, "seed": seed,
-                       "accuracy": round(figures["accuracy"], 5), "rank1": round(figures["rank1"], 5),
-                       "loss": round(figures["loss"], 4), "seconds": round(figures["seconds"], 1)}
+                row = {
+                    "data": args.data,
+                    "epochs": args.epochs,
+                    "optimizer": args.optimizer,
+                    "table": table,
+                    "sample_rate": rate,
+                    "seed": seed,
+                    "accuracy": round(figures["accuracy"], 5),
+                    "rank1": round(figures["rank1"], 5),
+                    "loss": round(figures["loss"], 4),
+                    "seconds": round(figures["seconds"], 1),
+                }
                 print(row, flush=True)
                 add_row("low_precision_accuracy", row)
                 means.setdefault(f"{table}, sampled {rate}", []).append(figures["accuracy"])

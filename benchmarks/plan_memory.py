@@ -80,19 +80,32 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     planned = sum(plan.kept.values())
     return {
         **{name: value for name, value in vars(args).items() if name not in ("no_row", "measure_here")},
-        "state_bytes": state, "planned_state_bytes": planned, "state_ratio": round(planned / state, 4),
-        "peak_bytes": peak, "planned_peak_bytes": plan.computed, "peak_ratio": round(plan.computed / peak, 4),
-    }  # fmt: skip
+        "state_bytes": state,
+        "planned_state_bytes": planned,
+        "state_ratio": round(planned / state, 4),
+        "peak_bytes": peak,
+        "planned_peak_bytes": plan.computed,
+        "peak_ratio": round(plan.computed / peak, 4),
+    }
 
 
 def _config(args: argparse.Namespace, classes: int) -> Config:
-    return configuration.from_dict({
-        "backbone": args.backbone, "embedding_dim": args.dim, "precision": args.precision,
-        "data": {"train": f"avatars:{classes}x1", "image_size": args.image_size, "batch_size": args.batch,
-                 "workers": 0, "cache": "never"},
-        "head": {"weight_dtype": args.weights, "momentum_dtype": args.momentum, "sample_rate": args.sample_rate},
-        "optim": {"name": args.optimizer},
-    })  # fmt: skip
+    return configuration.from_dict(
+        {
+            "backbone": args.backbone,
+            "embedding_dim": args.dim,
+            "precision": args.precision,
+            "data": {
+                "train": f"avatars:{classes}x1",
+                "image_size": args.image_size,
+                "batch_size": args.batch,
+                "workers": 0,
+                "cache": "never",
+            },
+            "head": {"weight_dtype": args.weights, "momentum_dtype": args.momentum, "sample_rate": args.sample_rate},
+            "optim": {"name": args.optimizer},
+        }
+    )
 
 
 def _step(parts: Parts, steps: int) -> Stepper:

@@ -71,10 +71,25 @@ def _cell(planned: Plan | None) -> str:
 def _write_csv(plans: dict[tuple[int, int], Plan | None], args: argparse.Namespace) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([
-        "kind", "device", "gpu_memory", "backbone", "batch_per_gpu", "gpus", "classes", "fits", "weight_dtype",
-        "momentum_dtype", "head_ranks", "gpu_bytes", "step_seconds", "head_seconds", "images_per_second",
-    ])  # fmt: skip
+    writer.writerow(
+        [
+            "kind",
+            "device",
+            "gpu_memory",
+            "backbone",
+            "batch_per_gpu",
+            "gpus",
+            "classes",
+            "fits",
+            "weight_dtype",
+            "momentum_dtype",
+            "head_ranks",
+            "gpu_bytes",
+            "step_seconds",
+            "head_seconds",
+            "images_per_second",
+        ]
+    )
     given = ["plan", args.device, args.gpu_memory, args.backbone, args.batch]
     for (gpus, millions), planned in plans.items():
         writer.writerow([*given, gpus, millions * 1_000_000, *_figures(planned)])
@@ -88,9 +103,14 @@ def _figures(planned: Plan | None) -> list[object]:
     choice = planned.advice.choice
     head = sum(seconds for name, seconds in choice.timing.parts.items() if name.startswith("head"))
     return [
-        True, *choice.setup.storage, choice.setup.head_ranks, choice.memory.total, f"{choice.timing.seconds:.6f}",
-        f"{head:.6f}", round(choice.timing.images_per_second),
-    ]  # fmt: skip
+        True,
+        *choice.setup.storage,
+        choice.setup.head_ranks,
+        choice.memory.total,
+        f"{choice.timing.seconds:.6f}",
+        f"{head:.6f}",
+        round(choice.timing.images_per_second),
+    ]
 
 
 if __name__ == "__main__":

@@ -32,9 +32,13 @@ from plsc.tools.entry import main as plsc
 
 ROWS, DIM = 1000, 512
 VARIANTS = {
-    "as it is": "everything", "asyncio": "without uvloop", "h11": "without httptools", "binascii": "without pybase64",
-    "pydantic": "without orjson", "messages": "by ASGI's messages",
-}  # fmt: skip
+    "as it is": "everything",
+    "asyncio": "without uvloop",
+    "h11": "without httptools",
+    "binascii": "without pybase64",
+    "pydantic": "without orjson",
+    "messages": "by ASGI's messages",
+}
 ABSENT = {"asyncio": "plsc.serve.server", "h11": "plsc.serve.connection"}  # who looks for what is not to be found
 
 
@@ -82,9 +86,13 @@ def served(variant: str, folder: str) -> Iterator[str]:
 def rate(address: str, folder: str, clients: int) -> float:
     """Requests a second over two seconds, by callers in this process."""
     task: dict[str, Any] = {
-        "data": folder, "address": address, "path": f"/v1/collections/{COLLECTION}/search", "clients": clients,
-        "seconds": 2.0, "form": "vector_b64",
-    }  # fmt: skip
+        "data": folder,
+        "address": address,
+        "path": f"/v1/collections/{COLLECTION}/search",
+        "clients": clients,
+        "seconds": 2.0,
+        "form": "vector_b64",
+    }
     return load(task)["qps"]
 
 
@@ -101,10 +109,16 @@ def compare(rounds: int, clients: int) -> None:
         ratio = statistics.median(whole / one for whole, one in zip(found["as it is"], found[variant], strict=True))
         median = statistics.median(found[variant])
         print(f"{label}: {median:,.0f} requests/s; as it is, {ratio:.2f} times as many")
-        add_row("serve_http", {
-            "variant": label, "clients": clients, "rounds": rounds, "requests_per_second": round(median, 1),
-            "whole_by_this": round(ratio, 3),
-        })  # fmt: skip
+        add_row(
+            "serve_http",
+            {
+                "variant": label,
+                "clients": clients,
+                "rounds": rounds,
+                "requests_per_second": round(median, 1),
+                "whole_by_this": round(ratio, 3),
+            },
+        )
 
 
 def main() -> None:

@@ -93,7 +93,10 @@ def warp(image: torch.Tensor, matrix: NDArray[np.float64], size: int) -> torch.T
     # grid_sample's coordinates, align_corners=False: -1 and 1 are the outer edges of the outer pixels.
     grid = (2 * origin + 1) / [width, height] - 1
     moved = grid_sample(
-        image[None].float(), torch.from_numpy(grid)[None].float(), mode="bilinear", padding_mode="zeros",
+        image[None].float(),
+        torch.from_numpy(grid)[None].float(),
+        mode="bilinear",
+        padding_mode="zeros",
         align_corners=False,
     )
     return moved[0].round_().clamp_(0, 255).to(torch.uint8)
@@ -106,9 +109,7 @@ def _fit(source: NDArray[np.float64], target: NDArray[np.float64]) -> float:
     return float(1 - unexplained)
 
 
-def _seen_region(
-    matrix: NDArray[np.float64], size: int, height: int, width: int
-) -> tuple[int, int, int, int] | None:
+def _seen_region(matrix: NDArray[np.float64], size: int, height: int, width: int) -> tuple[int, int, int, int] | None:
     """The part of the picture (left, top, right, bottom) that the crop's pixels are made of; None if there is none."""
     corners = np.array([[0, 0], [size - 1, 0], [0, size - 1], [size - 1, size - 1]])
     seen = (corners - matrix[:, 2]) @ np.linalg.inv(matrix[:, :2]).T
@@ -118,9 +119,7 @@ def _seen_region(
     return (left, top, right, bottom) if left < right and top < bottom else None
 
 
-def _brought_to_scale(
-    image: torch.Tensor, matrix: NDArray[np.float64]
-) -> tuple[torch.Tensor, NDArray[np.float64]]:
+def _brought_to_scale(image: torch.Tensor, matrix: NDArray[np.float64]) -> tuple[torch.Tensor, NDArray[np.float64]]:
     """``image``, averaged down where ``matrix`` would skip pixels of it, and the matrix that is left to apply.
 
     A bilinear sample sees two pixels a side. So nothing is done down to a scale of 1/2, the whole scale is averaged

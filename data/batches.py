@@ -62,9 +62,7 @@ class BatchReader(Dataset[Batch]):
             batch = Batch(images, indices, batch.failures | extra.failures)
         return batch
 
-    def _fill(
-        self, images: torch.Tensor, indices: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], dict[str, str]]:
+    def _fill(self, images: torch.Tensor, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], dict[str, str]]:
         """Write the images into rows of ``images``; which rows are good, and why the others are not."""
         good = np.zeros(len(indices), dtype=np.bool_)
         failures: dict[str, str] = {}

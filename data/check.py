@@ -96,9 +96,7 @@ def _as_it_is(found: Any) -> Any:
     return found
 
 
-def _duplicates(
-    dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDArray[np.int64]
-) -> dict[str, Any]:
+def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDArray[np.int64]) -> dict[str, Any]:
     """Images with the bytes of an earlier one; broken images do not count."""
     sound = np.delete(np.arange(len(digests)), broken)
     # A stable sort by content: equal contents stand side by side, the earliest image of each first.

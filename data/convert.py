@@ -25,9 +25,15 @@ _log = logging.getLogger("plsc.data")
 
 
 def convert(
-    dataset: ImageDataset, out: Path, *, encoding: Encoding = "jpeg", max_bad_records: int | None = MAX_BAD_RECORDS,
-    workers: int = 0, what: str = "convert", quiet: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    dataset: ImageDataset,
+    out: Path,
+    *,
+    encoding: Encoding = "jpeg",
+    max_bad_records: int | None = MAX_BAD_RECORDS,
+    workers: int = 0,
+    what: str = "convert",
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Write ``dataset`` to ``out``: a ``.rec`` if it ends so, otherwise a folder per identity.
 
     Images are copied byte by byte if ``dataset.image_size`` is ``None``, otherwise resized and encoded anew, by
@@ -51,9 +57,12 @@ class _Images:
         self.dataset, self._limit, self._progress = dataset, max_bad_records, progress
         self._order = np.argsort(dataset.labels, kind="stable")
         self._encoded = DataLoader(
-            _Encoder(dataset, encoding), batch_size=None, sampler=_Places(self._order), num_workers=workers,
+            _Encoder(dataset, encoding),
+            batch_size=None,
+            sampler=_Places(self._order),
+            num_workers=workers,
             collate_fn=_as_it_is,
-        )  # fmt: skip
+        )
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 

@@ -19,9 +19,14 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _RGB = 3  # torchvision's ImageReadMode.RGB
 _SIGNATURES = (
-    (b"\xff\xd8\xff", ".jpg"), (b"\x89PNG\r\n\x1a\n", ".png"), (b"RIFF", ".webp"), (b"BM", ".bmp"),
-    (b"GIF8", ".gif"), (b"II*\0", ".tiff"), (b"MM\0*", ".tiff"),
-)  # fmt: skip
+    (b"\xff\xd8\xff", ".jpg"),
+    (b"\x89PNG\r\n\x1a\n", ".png"),
+    (b"RIFF", ".webp"),
+    (b"BM", ".bmp"),
+    (b"GIF8", ".gif"),
+    (b"II*\0", ".tiff"),
+    (b"MM\0*", ".tiff"),
+)
 
 
 def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -104,9 +109,7 @@ def image_pixels(data: bytes) -> tuple[int, int]:
 
 def _check_pixels(width: int, height: int, name: str, max_pixels: int) -> None:
     if width * height > max_pixels:
-        raise DataError(
-            f"{name} has {width} x {height} pixels, more than the {max_pixels:,} allowed; shrink it first"
-        )
+        raise DataError(f"{name} has {width} x {height} pixels, more than the {max_pixels:,} allowed; shrink it first")
     if width * height == 0:
         raise DataError(f"{name} has {width} x {height} pixels; replace or remove it")
 

@@ -38,10 +38,19 @@ class TrainLoader:
     """
 
     def __init__(
-        self, dataset: ImageDataset, *, batch_size: int, rank: int, world_size: int, seed: int,
-        augment: str = "flip", workers: int = 0, shuffle: bool = True,
-        cache_images: bool | Literal["auto"] = "auto", max_bad_records: int = 100,
-    ) -> None:  # fmt: skip
+        self,
+        dataset: ImageDataset,
+        *,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        augment: str = "flip",
+        workers: int = 0,
+        shuffle: bool = True,
+        cache_images: bool | Literal["auto"] = "auto",
+        max_bad_records: int = 100,
+    ) -> None:
         _check(dataset, batch_size, rank, world_size, seed, workers)
         check_augmentation(augment)
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
@@ -143,18 +152,21 @@ class _Requests:
 def _open_batches(reader: BatchReader, requests: _Requests, workers: int) -> DataLoader[Batch]:
     """The DataLoader; its processes live on between epochs, and it draws no number from torch's generator."""
     return DataLoader(
-        reader, batch_size=None, sampler=requests, num_workers=workers, collate_fn=_as_it_is,
-        persistent_workers=workers > 0, generator=torch.Generator(),
-    )  # fmt: skip
+        reader,
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_as_it_is,
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),
+    )
 
 
 def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _check(
-    dataset: ImageDataset, batch_size: int, rank: int, world_size: int, seed: int, workers: int
-) -> None:
+def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, seed: int, workers: int) -> None:
     if dataset.image_size is None:
         raise UsageError("training needs images of one size: open the data set with an image_size")
     for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):

@@ -34,9 +34,12 @@ def make_pairs(
     images = {int(index): _checked(dataset, int(index), encoding) for index in used}
     write_pairs(out, [images[int(index)] for index in drawn.reshape(-1)], np.arange(pairs) % 2 == 0)
     return {
-        "out": str(out), "pairs": pairs, "same": len(same), "images": len(used),
+        "out": str(out),
+        "pairs": pairs,
+        "same": len(same),
+        "images": len(used),
         "identities": len(np.unique(dataset.labels[used])),
-    }  # fmt: skip
+    }
 
 
 def _checked(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:

@@ -49,9 +49,7 @@ def read_pairs(path: str | Path) -> PairSet:
     return PairSet(images, is_same)
 
 
-def write_pairs(
-    path: str | Path, images: Sequence[bytes], is_same: Sequence[bool] | NDArray[np.bool_]
-) -> None:
+def write_pairs(path: str | Path, images: Sequence[bytes], is_same: Sequence[bool] | NDArray[np.bool_]) -> None:
     """Write 2N encoded images and N truth values as a ``.bin`` that insightface's tools read too."""
     if len(images) != 2 * len(is_same):
         raise UsageError(f"{len(images)} images do not make {len(is_same)} pairs; give two for each")
@@ -143,9 +141,7 @@ class _Reconstruct(_Inert):
 
 
 class _FromBuffer(_Inert):
-    def __call__(
-        self, buffer: Any, dtype: Any, shape: Any, order: Any = "C", axis_order: Any = None
-    ) -> _Array:
+    def __call__(self, buffer: Any, dtype: Any, shape: Any, order: Any = "C", axis_order: Any = None) -> _Array:
         array = _Array()
         array.fill(buffer, dtype, shape if isinstance(shape, tuple) else (shape,))
         return array

@@ -56,9 +56,7 @@ class RecordDataset(EncodedDataset):
         except ValueError as error:
             raise DataError(f"record {self.key(index)} of {self.source} is damaged: {error}") from None
 
-    def _check_damage(
-        self, table: RecordTable, damaged: NDArray[np.bool_], max_bad_records: int | None
-    ) -> None:
+    def _check_damage(self, table: RecordTable, damaged: NDArray[np.bool_], max_bad_records: int | None) -> None:
         count, path = int(damaged.sum()), self._file.path
         if len(damaged) == 0:
             raise DataError(f"{path} holds no image record; use another copy")
@@ -99,7 +97,7 @@ def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
     content = read_json(stored)
     names = content.get("classes") if isinstance(content, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{stored} has no list of names under \"classes\"; delete it, or mend it")
+        raise DataError(f'{stored} has no list of names under "classes"; delete it, or mend it')
     if len(names) <= int(numbers[-1]):
         raise UsageError(f"{stored} names {len(names)} classes, but {path} has a label {numbers[-1]}; delete it")
     return PackedStrings(names[number] for number in numbers)

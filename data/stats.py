@@ -26,14 +26,16 @@ def stats(dataset: ImageDataset) -> dict[str, Any]:
         "images": len(dataset),
         "classes": dataset.num_classes,
         "images_per_class": {
-            "min": int(counts.min()), "median": float(np.median(counts)),
-            "mean": float(counts.mean()), "max": int(counts.max()),
+            "min": int(counts.min()),
+            "median": float(np.median(counts)),
+            "mean": float(counts.mean()),
+            "max": int(counts.max()),
         },
         "single_image_classes": int(np.sum(counts == 1)),
         "largest_class": dataset.class_names[int(counts.argmax())],
         "left_out": len(dataset.skipped),
         "histogram": _histogram(counts),
-    }  # fmt: skip
+    }
 
 
 def _histogram(counts: NDArray[np.int64]) -> list[dict[str, int]]:
@@ -95,7 +97,11 @@ def stats_plot(figures: dict[str, Any], path: Path) -> None:
     axes.annotate(
         f"{per_class['min']:,} to {per_class['max']:,} images per class, "
         f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}",
-        (0, 1), xycoords="axes fraction", xytext=(0, 8), textcoords="offset points", color="#555555",
-    )  # fmt: skip
+        (0, 1),
+        xycoords="axes fraction",
+        xytext=(0, 8),
+        textcoords="offset points",
+        color="#555555",
+    )
     with written_aside(path) as aside:
         figure.savefig(aside, format=path.suffix.lstrip(".").lower() or "png")

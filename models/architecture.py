@@ -23,9 +23,7 @@ class Architecture(NamedTuple):
 
     def build(self) -> Backbone:
         """A new backbone of this architecture."""
-        return create(
-            self.name, embedding_dim=self.embedding_dim, image_size=self.image_size, **self.options
-        )
+        return create(self.name, embedding_dim=self.embedding_dim, image_size=self.image_size, **self.options)
 
 
 def infer(state: Mapping[str, Tensor], origin: str) -> Architecture:

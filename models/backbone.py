@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from plsc.errors import UsageError
 
-SIZE_STEP = 16          # every convolutional family halves the image four times
+SIZE_STEP = 16  # every convolutional family halves the image four times
 SMALLEST_SIZE = 32
 
 
@@ -43,8 +43,7 @@ def check_geometry(embedding_dim: int, image_size: int) -> None:
         if whole:
             near = str(max(SMALLEST_SIZE, round(image_size / SIZE_STEP) * SIZE_STEP))
         raise UsageError(
-            f"image_size is {image_size!r}; "
-            f"it has to be a multiple of {SIZE_STEP} from {SMALLEST_SIZE} up: try {near}"
+            f"image_size is {image_size!r}; it has to be a multiple of {SIZE_STEP} from {SMALLEST_SIZE} up: try {near}"
         )
 
 
@@ -55,7 +54,7 @@ def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torc
     """
     # No conversion to the same type: an exported program would keep it, and with it a check of the type.
     x = x if x.dtype == dtype else x.to(dtype)
-    kind = x.device.type        # the meta device knows no autocast
+    kind = x.device.type  # the meta device knows no autocast
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return module(x)
     with torch.autocast(kind, enabled=False):
@@ -82,7 +81,7 @@ def _recompute_contexts(
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:      # momentum 0 keeps the statistics, and the same tensors are saved for backward
+    for norm in norms:  # momentum 0 keeps the statistics, and the same tensors are saved for backward
         norm.momentum = 0.0
         norm.num_batches_tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
     try:

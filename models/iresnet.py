@@ -67,7 +67,7 @@ class IResNet(Backbone):
         self.dropout = nn.Dropout(dropout)
         self.fc = nn.Linear(WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim)
-        self.features.weight.requires_grad_(False)      # fixed at 1: the head normalises the embedding anyway
+        self.features.weight.requires_grad_(False)  # fixed at 1: the head normalises the embedding anyway
         self._initialize()
 
     def _initialize(self) -> None:

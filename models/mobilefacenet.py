@@ -64,16 +64,18 @@ class MobileFaceNet(Backbone):
         second: nn.Module = _convolution(narrow, narrow, 3, padding=1, groups=64)
         if blocks[0] > 1:
             second = _residuals(narrow, 128, blocks[0])
-        self.layers = nn.ModuleList([
-            _convolution(3, narrow, 3, stride=2, padding=1),
-            second,
-            InvertedResidual(narrow, narrow, 128, stride=2, residual=False),
-            _residuals(narrow, 128, blocks[1]),
-            InvertedResidual(narrow, wide, 256, stride=2, residual=False),
-            _residuals(wide, 256, blocks[2]),
-            InvertedResidual(wide, wide, 512, stride=2, residual=False),
-            _residuals(wide, 256, blocks[3]),
-        ])
+        self.layers = nn.ModuleList(
+            [
+                _convolution(3, narrow, 3, stride=2, padding=1),
+                second,
+                InvertedResidual(narrow, narrow, 128, stride=2, residual=False),
+                _residuals(narrow, 128, blocks[1]),
+                InvertedResidual(narrow, wide, 256, stride=2, residual=False),
+                _residuals(wide, 256, blocks[2]),
+                InvertedResidual(wide, wide, 512, stride=2, residual=False),
+                _residuals(wide, 256, blocks[3]),
+            ]
+        )
         self.conv_sep = _convolution(wide, LAST_CHANNELS, 1)
         self.features = Layers(
             _linear_convolution(LAST_CHANNELS, LAST_CHANNELS, image_size // 16, groups=LAST_CHANNELS),
@@ -108,9 +110,7 @@ def _linear_convolution(
     channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> Layers:
     kind = _quickest(channels_in // groups, kernel, stride)
-    convolution = kind(
-        channels_in, channels, kernel, stride=stride, padding=padding, groups=groups, bias=False
-    )
+    convolution = kind(channels_in, channels, kernel, stride=stride, padding=padding, groups=groups, bias=False)
     return Layers(convolution, nn.BatchNorm2d(channels))
 
 

@@ -15,9 +15,17 @@ _builders: dict[str, Builder] = {}
 
 # What arcface_torch calls them: used to answer a wrong name with the right one.
 _ARCFACE_TORCH_NAMES = {
-    "r18": "iresnet18", "r34": "iresnet34", "r50": "iresnet50", "r100": "iresnet100", "r200": "iresnet200",
-    "mbf": "mobilefacenet", "mbf_large": "mobilefacenet_large",
-    "vit_t": "vit_tiny", "vit_s": "vit_small", "vit_b": "vit_base", "vit_l": "vit_large",
+    "r18": "iresnet18",
+    "r34": "iresnet34",
+    "r50": "iresnet50",
+    "r100": "iresnet100",
+    "r200": "iresnet200",
+    "mbf": "mobilefacenet",
+    "mbf_large": "mobilefacenet_large",
+    "vit_t": "vit_tiny",
+    "vit_s": "vit_small",
+    "vit_b": "vit_base",
+    "vit_l": "vit_large",
 }
 
 

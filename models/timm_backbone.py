@@ -14,7 +14,11 @@ class TimmBackbone(Backbone):
     """``trunk`` is timm's model without classifier; ``fc`` and ``features`` make (B, D) of its features."""
 
     def __init__(
-        self, name: str, embedding_dim: int, image_size: int, gradient_checkpointing: bool,
+        self,
+        name: str,
+        embedding_dim: int,
+        image_size: int,
+        gradient_checkpointing: bool,
         options: dict[str, Any],
     ) -> None:
         super().__init__(name, embedding_dim, image_size)
@@ -58,6 +62,6 @@ def _trunk(name: str, image_size: int, options: dict[str, Any]) -> Any:
         except TypeError as error:
             if "img_size" not in str(error):
                 raise
-            return create(**options)    # a fully convolutional model: it takes any size as it comes
+            return create(**options)  # a fully convolutional model: it takes any size as it comes
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise UsageError(f"timm cannot build {name} for {image_size}x{image_size} images: {error}") from None

@@ -40,6 +40,8 @@ def turned_builder(name: str) -> Builder:
 
 def _build(name: str, embedding_dim: int, image_size: int, **options: Any) -> Backbone:
     if embedding_dim % VIEWS:
-        raise UsageError(f"embedding_dim is {embedding_dim}; {TURNED_PREFIX}{name} gives {VIEWS} rows side by side, "
-                         f"so it has to be a multiple of {VIEWS}")  # fmt: skip
+        raise UsageError(
+            f"embedding_dim is {embedding_dim}; {TURNED_PREFIX}{name} gives {VIEWS} rows side by side, "
+            f"so it has to be a multiple of {VIEWS}"
+        )
     return TurnedViews(create(name, embedding_dim=embedding_dim // VIEWS, image_size=image_size, **options))

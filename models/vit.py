@@ -32,8 +32,8 @@ SHAPES = {
 }
 HEADS = 8
 MLP_RATIO = 4
-PUBLISHED_SIZE, PUBLISHED_PATCH = 112, 9        # 12 x 12 patches; the last 4 rows and columns go unseen
-PATCH = 8                                       # at every other size: divides all of them
+PUBLISHED_SIZE, PUBLISHED_PATCH = 112, 9  # 12 x 12 patches; the last 4 rows and columns go unseen
+PATCH = 8  # at every other size: divides all of them
 
 
 class PatchEmbed(nn.Module):
@@ -104,8 +104,14 @@ class VisionTransformer(Backbone):
     """Patches, ``SHAPES[name].depth`` blocks, and a linear layer over all tokens."""
 
     def __init__(
-        self, name: str, embedding_dim: int, image_size: int, drop_path: float, mask_ratio: float,
-        patch_size: int | None, gradient_checkpointing: bool,
+        self,
+        name: str,
+        embedding_dim: int,
+        image_size: int,
+        drop_path: float,
+        mask_ratio: float,
+        patch_size: int | None,
+        gradient_checkpointing: bool,
     ) -> None:
         super().__init__(name, embedding_dim, image_size)
         _check_rate("drop_path", drop_path)
@@ -180,8 +186,13 @@ def _check_rate(name: str, rate: float) -> None:
 
 @register
 def vit_tiny(
-    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.0,
-    patch_size: int | None = None, gradient_checkpointing: bool = False,
+    embedding_dim: int,
+    image_size: int,
+    *,
+    drop_path: float = 0.05,
+    mask_ratio: float = 0.0,
+    patch_size: int | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """12 blocks of width 256."""
     return VisionTransformer(
@@ -191,8 +202,13 @@ def vit_tiny(
 
 @register
 def vit_small(
-    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.0,
-    patch_size: int | None = None, gradient_checkpointing: bool = False,
+    embedding_dim: int,
+    image_size: int,
+    *,
+    drop_path: float = 0.05,
+    mask_ratio: float = 0.0,
+    patch_size: int | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """12 blocks of width 512."""
     return VisionTransformer(
@@ -202,8 +218,13 @@ def vit_small(
 
 @register
 def vit_base(
-    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.05,
-    patch_size: int | None = None, gradient_checkpointing: bool = False,
+    embedding_dim: int,
+    image_size: int,
+    *,
+    drop_path: float = 0.05,
+    mask_ratio: float = 0.05,
+    patch_size: int | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """24 blocks of width 512."""
     return VisionTransformer(
@@ -213,8 +234,13 @@ def vit_base(
 
 @register
 def vit_large(
-    embedding_dim: int, image_size: int, *, drop_path: float = 0.05, mask_ratio: float = 0.05,
-    patch_size: int | None = None, gradient_checkpointing: bool = False,
+    embedding_dim: int,
+    image_size: int,
+    *,
+    drop_path: float = 0.05,
+    mask_ratio: float = 0.05,
+    patch_size: int | None = None,
+    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """24 blocks of width 768."""
     return VisionTransformer(

@@ -19,7 +19,7 @@ from plsc.models.registry import TIMM_PREFIX, TURNED_PREFIX
 from plsc.models.turned import UPRIGHT_KEYS, TurnedViews
 
 FORMAT = "plsc-backbone-1"
-PIXEL_MEAN = PIXEL_STD = 127.5          # (x/255 - 0.5)/0.5 = (x - 127.5)/127.5
+PIXEL_MEAN = PIXEL_STD = 127.5  # (x/255 - 0.5)/0.5 = (x - 127.5)/127.5
 
 # Around a state_dict: what data parallel wrappers and torch.compile put before its keys …
 _PREFIXES = ("module.", "_orig_mod.")
@@ -39,9 +39,14 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
     backbone = unwrapped(model)
     metadata = {
-        "format": FORMAT, "name": backbone.name, "embedding_dim": str(backbone.embedding_dim),
-        "image_size": str(backbone.image_size), "options": json.dumps(backbone.options, default=str),
-        "mean": str(PIXEL_MEAN), "std": str(PIXEL_STD), "channels": "RGB",
+        "format": FORMAT,
+        "name": backbone.name,
+        "embedding_dim": str(backbone.embedding_dim),
+        "image_size": str(backbone.image_size),
+        "options": json.dumps(backbone.options, default=str),
+        "mean": str(PIXEL_MEAN),
+        "std": str(PIXEL_STD),
+        "channels": "RGB",
     }
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}
     with written_aside(Path(path)) as aside:
@@ -125,7 +130,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")     # about pickles that are refused below
+            warnings.simplefilter("ignore")  # about pickles that are refused below
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise DataError(
@@ -134,7 +139,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         ) from None
     except OSError:
         raise
-    except Exception as error:      # the reader of a foreign format meets arbitrary bytes
+    except Exception as error:  # the reader of a foreign format meets arbitrary bytes
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
     return _tensors(loaded, path)
@@ -175,7 +180,9 @@ def _described(metadata: dict[str, str], path: Path) -> Architecture | None:
         raise DataError(f"{path} has the format {metadata['format']!r}; this version reads {FORMAT!r}")
     try:
         return Architecture(
-            metadata["name"], int(metadata["embedding_dim"]), int(metadata["image_size"]),
+            metadata["name"],
+            int(metadata["embedding_dim"]),
+            int(metadata["image_size"]),
             {key: value for key, value in json.loads(metadata["options"]).items() if key not in _FETCHING},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -194,7 +201,7 @@ def _built(architecture: Architecture, path: Path) -> Backbone:
     try:
         if architecture.name.removeprefix(TURNED_PREFIX).startswith(TIMM_PREFIX):  # has buffers that need values
             return architecture.build()
-        with torch.device("meta"):      # no memory, and no initialisation that would be overwritten at once
+        with torch.device("meta"):  # no memory, and no initialisation that would be overwritten at once
             return architecture.build()
     except (UsageError, RuntimeError, TypeError) as error:
         raise DataError(f"{path} describes a model that cannot be built: {error}") from None
@@ -204,10 +211,15 @@ def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     own = model.state_dict()
     _refuse("lacks", [key for key in own if key not in state], path)
     _refuse("has unexpected", [key for key in state if key not in own], path)
-    _refuse("has other shapes in", [
-        f"{key} {tuple(state[key].shape)} instead of {tuple(tensor.shape)}"
-        for key, tensor in own.items() if tensor.shape != state[key].shape
-    ], path)
+    _refuse(
+        "has other shapes in",
+        [
+            f"{key} {tuple(state[key].shape)} instead of {tuple(tensor.shape)}"
+            for key, tensor in own.items()
+            if tensor.shape != state[key].shape
+        ],
+        path,
+    )
     as_built = {key: tensor.to(own[key].dtype) for key, tensor in state.items()}
     model.load_state_dict(as_built, strict=True, assign=any(tensor.is_meta for tensor in own.values()))
 

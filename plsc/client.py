@@ -177,7 +177,11 @@ class Client:
         return dict(self._ask("POST", f"{_path(collection)}/compact")["statistics"])
 
     def add_person(
-        self, collection: str, name: str | None = None, *, metadata: Mapping[str, Scalar] | None = None,
+        self,
+        collection: str,
+        name: str | None = None,
+        *,
+        metadata: Mapping[str, Scalar] | None = None,
         faces: Sequence[Input] = (),
     ) -> Person:
         """Enrol someone."""
@@ -205,7 +209,11 @@ class Client:
             after = page["next"]
 
     def update_person(
-        self, collection: str, person: int, *, name: str | None = None,
+        self,
+        collection: str,
+        person: int,
+        *,
+        name: str | None = None,
         metadata: Mapping[str, Scalar] | None = None,
     ) -> Person:
         """Change the name, or replace the metadata; None leaves it."""
@@ -227,18 +235,28 @@ class Client:
         self._ask("DELETE", f"{_path(collection, person)}/faces/{int(face)}")
 
     def search(
-        self, collection: str, query: Input, *, k: int = 10, threshold: float | None = None,
-        filter: Filter | None = None, deadline_ms: int | None = None,
+        self,
+        collection: str,
+        query: Input,
+        *,
+        k: int = 10,
+        threshold: float | None = None,
+        filter: Filter | None = None,
+        deadline_ms: int | None = None,
     ) -> list[Match]:
         """Who is most like ``query``, best first; with ``threshold`` only those with at least this score."""
-        found = self.search_many(
-            collection, [query], k=k, threshold=threshold, filter=filter, deadline_ms=deadline_ms
-        )
+        found = self.search_many(collection, [query], k=k, threshold=threshold, filter=filter, deadline_ms=deadline_ms)
         return found[0]
 
     def search_many(
-        self, collection: str, queries: Sequence[Input], *, k: int = 10, threshold: float | None = None,
-        filter: Filter | None = None, deadline_ms: int | None = None,
+        self,
+        collection: str,
+        queries: Sequence[Input],
+        *,
+        k: int = 10,
+        threshold: float | None = None,
+        filter: Filter | None = None,
+        deadline_ms: int | None = None,
     ) -> list[list[Match]]:
         """The matches of each of ``queries``, in one request."""
         given: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
@@ -270,7 +288,12 @@ class Client:
         self._ask("DELETE", f"/v1/snapshots/{_quoted(snapshot)}")
 
     def _ask(
-        self, method: str, path: str, body: Any = None, *, query: Mapping[str, Any] | None = None,
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, Any] | None = None,
         repeatable: bool = False,
     ) -> Any:
         """The answer's JSON, None where it has none."""

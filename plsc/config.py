@@ -53,7 +53,8 @@ class DataConfig:
     workers: int = key(2, "decoding processes per rank; 0 decodes in the training process", least=0)
     max_bad_records: int = key(1000, "unreadable pictures to skip before the run gives up", least=0)
     cache: str = key(
-        "auto", "keep decoded pictures in memory; auto: where they take little of it",
+        "auto",
+        "keep decoded pictures in memory; auto: where they take little of it",
         choices=("auto", "always", "never"),
     )
 
@@ -81,20 +82,24 @@ class HeadConfig:
     base: str | None = key(None, "elasticface: margin on the angle or on the cosine", choices=("arc", "cos"))
     plus: bool | None = key(None, "elasticface: largest margins to smallest cosines (ElasticFace+)")
     gradient: str | None = key(
-        None, "gradient of the margin; straight_through is arcface_torch's; unset: exact",
+        None,
+        "gradient of the margin; straight_through is arcface_torch's; unset: exact",
         choices=("exact", "straight_through"),
     )
     centers: int = key(1, "sub-centres per class", least=1)
     sample_rate: float = key(
-        1.0, "share of the classes in a step (Partial FC); 1 is exact, 0 takes the batch's own classes alone",
-        least=0, most=1,
+        1.0,
+        "share of the classes in a step (Partial FC); 1 is exact, 0 takes the batch's own classes alone",
+        least=0,
+        most=1,
     )
     weight_dtype: str = key("float32", "class weights' storage", choices=("float32", "bfloat16"))
     momentum_dtype: str = key(
         "float32", "momentum's storage; none trains without", choices=("float32", "bfloat16", "int8", "none")
     )
     placement: str = key(
-        "device", "where class weights and momentum lie: device; host, in its memory; mmap:FILE, in a file per rank",
+        "device",
+        "where class weights and momentum lie: device; host, in its memory; mmap:FILE, in a file per rank",
     )
 
 
@@ -110,7 +115,8 @@ class OptimConfig:
     betas: tuple[float, ...] = key((0.9, 0.999), "adamw: decay of the two moments", least=0, below=1)
     eps: float = key(1e-8, "adamw: added to the root of the second moment", above=0)
     schedule: str = key(
-        "polynomial", "how the rate falls after the warm-up",
+        "polynomial",
+        "how the rate falls after the warm-up",
         choices=("constant", "polynomial", "cosine", "step"),
     )
     warmup_epochs: float | None = key(None, "linear warm-up in epochs; unset: none", least=0)
@@ -155,15 +161,14 @@ class Config:
 
     backbone: str = key("iresnet50", "a name in models/ (iresnet100, mobilefacenet, vit_base…) or timm:NAME")
     embedding_dim: int = key(512, "length of an embedding", least=2)
-    precision: str = key(
-        "bf16", "arithmetic of the backbone; fp16 scales the loss", choices=("fp32", "bf16", "fp16")
-    )
+    precision: str = key("bf16", "arithmetic of the backbone; fp16 scales the loss", choices=("fp32", "bf16", "fp16"))
     epochs: int | None = key(None, "passes over the data; 20 where steps are not given either", least=1)
     steps: int | None = key(None, "steps to train (instead of epochs)", least=1)
     seed: int = key(0, "everything random follows from it", least=0, below=2**31)
     init_weights: str = key("", "weights to fine-tune from: .safetensors, arcface_torch's .pt; empty: none")
     head_ranks: int = key(
-        0, "ranks over which the class table is sharded, a divisor of all; the others hold replicas of it; 0: all",
+        0,
+        "ranks over which the class table is sharded, a divisor of all; the others hold replicas of it; 0: all",
         least=0,
     )
     sync_batchnorm: bool = key(
@@ -172,16 +177,17 @@ class Config:
     channels_last: bool = key(False, "memory format NHWC (faster convolutions on GPUs)")
     compile: bool = key(False, "torch.compile the backbone")
     ema: float = key(
-        0.0, "decay of the moving average of the weights, which is evaluated and exported; 0: off",
-        least=0, below=1,
+        0.0,
+        "decay of the moving average of the weights, which is evaluated and exported; 0: off",
+        least=0,
+        below=1,
     )
     turned_views: bool = key(
-        False, "evaluate and export the backbone on four positions of each picture, its embeddings side by side (four "
+        False,
+        "evaluate and export the backbone on four positions of each picture, its embeddings side by side (four "
         "times as long); goes with data.turned_classes",
     )
-    max_skipped_steps: int = key(
-        20, "steps in a row that a non-finite loss may cost before the run gives up", least=1
-    )
+    max_skipped_steps: int = key(20, "steps in a row that a non-finite loss may cost before the run gives up", least=1)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)

@@ -69,9 +69,7 @@ def sha256(path: Path) -> str:
 
 def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """``{name: {"bytes", "sha256"}}`` of ``names`` in ``folder``, as manifests hold it."""
-    return {
-        name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names
-    }
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
 
 
 def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:

@@ -20,8 +20,14 @@ from plsc.errors import UsageError
 
 
 def key(
-    default: Any, doc: str, *, choices: Sequence[str] = (), above: float | None = None,
-    least: float | None = None, most: float | None = None, below: float | None = None,
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[str] = (),
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A field of a schema: its default, its meaning, and the values that it takes."""
     limits = {"above": above, "at least": least, "at most": most, "below": below}
@@ -106,8 +112,10 @@ class Key:
         above, least, most, below = self.limits.values()
         return (
             math.isfinite(value)
-            and (above is None or value > above) and (least is None or value >= least)
-            and (most is None or value <= most) and (below is None or value < below)
+            and (above is None or value > above)
+            and (least is None or value >= least)
+            and (most is None or value <= most)
+            and (below is None or value < below)
         )
 
     def _wrong(self, value: Any) -> UsageError:

@@ -12,8 +12,20 @@ from plsc.gallery.contract import NewPerson, Person, Store
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64
 GALLERY = "people"
-ODD_NAMES = ["", "O'Hara", 'say "hi"', "a\\b", "%s {0} $1 :x ?", "; DROP TABLE persons; --", "Ünïcödé 李小龙 🙂",
-             "a\nb\t", "x" * 1024, "\u202eabc", "null", "é" * 1024]  # fmt: skip
+ODD_NAMES = [
+    "",
+    "O'Hara",
+    'say "hi"',
+    "a\\b",
+    "%s {0} $1 :x ?",
+    "; DROP TABLE persons; --",
+    "Ünïcödé 李小龙 🙂",
+    "a\nb\t",
+    "x" * 1024,
+    "\u202eabc",
+    "null",
+    "é" * 1024,
+]
 ODD_METADATA: list[dict[str, Any]] = [
     {},
     {"a": 1, "b": 1.0, "c": True, "d": False, "e": "1", "f": ""},

@@ -106,8 +106,9 @@ class MemoryStore:
     def add_persons(self, collection: str, persons: Sequence[NewPerson], contract_id: str) -> list[Person]:
         rows = self._of(collection)
         self._same(rows, contract_id)
-        ready = [(_name(new.name), check_metadata(new.metadata), directions(new.vectors, rows.about.dim))
-                 for new in persons]  # fmt: skip
+        ready = [
+            (_name(new.name), check_metadata(new.metadata), directions(new.vectors, rows.about.dim)) for new in persons
+        ]
         made = []
         for name, metadata, vectors in ready:
             person = Person(rows.new_id(), name, metadata, (), "2026-01-01T00:00:00Z")
@@ -152,9 +153,10 @@ class MemoryStore:
     ) -> Person:
         known = self._person(collection, person)
         changed = replace(
-            known, name=known.name if name is None else _name(name),
+            known,
+            name=known.name if name is None else _name(name),
             metadata=known.metadata if metadata is None else check_metadata(metadata),
-        )  # fmt: skip
+        )
         self._of(collection).persons[person] = changed
         return changed
 
@@ -188,7 +190,12 @@ class MemoryStore:
 
     @_alone
     def search(
-        self, collection: str, queries: npt.ArrayLike, *, k: int = 10, threshold: float = -1.0,
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        *,
+        k: int = 10,
+        threshold: float = -1.0,
         where: Filter | None = None,
     ) -> list[list[Match]]:
         rows = self._of(collection)
@@ -196,8 +203,10 @@ class MemoryStore:
             raise UsageError("k")
         if where is not None and not isinstance(where, Filter):
             raise UsageError("where")
-        return [[match for match in self._nearest(rows, query, where)[:k] if match.score >= threshold]
-                for query in directions(queries, rows.about.dim)]  # fmt: skip
+        return [
+            [match for match in self._nearest(rows, query, where)[:k] if match.score >= threshold]
+            for query in directions(queries, rows.about.dim)
+        ]
 
     def _nearest(self, rows: _Rows, query: Float64, where: Filter | None) -> list[Match]:
         best = []
@@ -222,8 +231,10 @@ class MemoryStore:
         return {"collections": len(self._rows)}
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        return {name: {"rows": len(rows.vectors), "delta": 0, "tombstones": 0, "recall": 1}
-                for name, rows in self._rows.items()}  # fmt: skip
+        return {
+            name: {"rows": len(rows.vectors), "delta": 0, "tombstones": 0, "recall": 1}
+            for name, rows in self._rows.items()
+        }
 
     def close(self) -> None:
         pass

@@ -17,8 +17,11 @@ ADA_AGAIN = draw(10, like=ADA)
 def expected_matches(query: Any) -> list[tuple[str, ...]]:
     """Name, score and judgement of the four persons, best first, as numpy has it."""
     faces = {
-        "Ada Lovelace": [ADA], HOSTILE: [GRACE], "Kurt Gödel": [KURT, draw(20)], "Person": [EDSGER],
-    }  # fmt: skip
+        "Ada Lovelace": [ADA],
+        HOSTILE: [GRACE],
+        "Kurt Gödel": [KURT, draw(20)],
+        "Person": [EDSGER],
+    }
     scores = {name: max(cosine(query, face) for face in own) for name, own in faces.items()}
     return [
         (name, f"{score:.3f}", "same person" if score >= 0.5 else "someone else")

@@ -23,9 +23,15 @@ from plsc.serve.settings import Settings
 
 SIZE = 16
 CHROMIUM_FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 
 
 class PixelEngine:
@@ -83,9 +89,7 @@ class PageService:
         self.store.create_collection(name, PixelEngine.embedding_dim, PixelEngine.contract_id)
         return name
 
-    def enrol(
-        self, collection: str, name: str | None, pictures: list[npt.NDArray[np.uint8]], **metadata: Any
-    ) -> int:
+    def enrol(self, collection: str, name: str | None, pictures: list[npt.NDArray[np.uint8]], **metadata: Any) -> int:
         """Enrol a person past HTTP; returns the id."""
         vectors = np.stack([embedding(picture) for picture in pictures]).astype(np.float32)
         return self.store.add_persons(collection, [NewPerson(vectors, name, metadata)], PixelEngine.contract_id)[0].id
@@ -118,5 +122,3 @@ def png(picture: npt.NDArray[np.uint8]) -> bytes:
 def chosen(picture: npt.NDArray[np.uint8], name: str = "face.png") -> dict[str, Any]:
     """The picture as Playwright gives it to a file input."""
     return {"name": name, "mimeType": "image/png", "buffer": png(picture)}
-
-

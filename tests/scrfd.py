@@ -19,16 +19,32 @@ POINTS = np.array([[-0.4, -0.2], [0.9, -0.1], [0.3, 0.5], [-0.3, 1.1], [0.8, 1.2
 
 
 def stand_in(
-    path: Path, *, shape: Sequence[Any] = (1, 3, "H", "W"), batch_axis: bool = False, order: Sequence[int] = range(9),
-    names: Sequence[str] | None = None, box: Sequence[float] = BOX, points: Any = POINTS, only_small: bool = False,
-) -> Path:  # fmt: skip
+    path: Path,
+    *,
+    shape: Sequence[Any] = (1, 3, "H", "W"),
+    batch_axis: bool = False,
+    order: Sequence[int] = range(9),
+    names: Sequence[str] | None = None,
+    box: Sequence[float] = BOX,
+    points: Any = POINTS,
+    only_small: bool = False,
+) -> Path:
     """Write the model. ``order`` shuffles the outputs; ``only_small`` makes it blind to inputs above 240 pixels."""
     names = names or [f"{kind}_{stride}" for kind in ("score", "bbox", "kps") for stride in STRIDES]
-    nodes, constants = [], {
-        "anchors": np.array([[1.0, 0.9]], np.float32), "column": np.array([-1, 1]), "zero": np.float32(0),
-        "one": np.float32(1), "axis": np.array([0]), "hide": np.array([2]), "half": np.float32(120),
-        "box": np.array([box], np.float32), "points": np.asarray(points, np.float32).reshape(1, -1),
-    }  # fmt: skip
+    nodes, constants = (
+        [],
+        {
+            "anchors": np.array([[1.0, 0.9]], np.float32),
+            "column": np.array([-1, 1]),
+            "zero": np.float32(0),
+            "one": np.float32(1),
+            "axis": np.array([0]),
+            "hide": np.array([2]),
+            "half": np.float32(120),
+            "box": np.array([box], np.float32),
+            "points": np.asarray(points, np.float32).reshape(1, -1),
+        },
+    )
     nodes += [
         helper.make_node("Split", ["x"], ["c0", "c1", "c2"], axis=1),
         helper.make_node("Shape", ["x"], ["shape"]),
@@ -56,9 +72,15 @@ def stand_in(
 
 
 def write_model(
-    path: Path, nodes: Sequence[Any], shape: Sequence[Any], outputs: Sequence[str],
-    constants: dict[str, Any] | None = None, *, dtype: int = TensorProto.FLOAT, domain: str | None = None,
-) -> Path:  # fmt: skip
+    path: Path,
+    nodes: Sequence[Any],
+    shape: Sequence[Any],
+    outputs: Sequence[str],
+    constants: dict[str, Any] | None = None,
+    *,
+    dtype: int = TensorProto.FLOAT,
+    domain: str | None = None,
+) -> Path:
     """Write an ONNX file with the input x of ``shape``."""
     weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in (constants or {}).items()]
     answers = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]

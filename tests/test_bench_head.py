@@ -63,8 +63,29 @@ def bench(*argv):
 
 
 def test_rows_ratios_and_files(peer, tmp_path, capsys):
-    assert bench("--classes", 3000, "--nproc", 2, "--rounds", 1, "--steps", 1, "--partial-fc", peer,
-                 "--contestants", "floor", "plsc", "partial-fc", "--out", tmp_path, "--json", tmp_path / "r.json") == 0
+    assert (
+        bench(
+            "--classes",
+            3000,
+            "--nproc",
+            2,
+            "--rounds",
+            1,
+            "--steps",
+            1,
+            "--partial-fc",
+            peer,
+            "--contestants",
+            "floor",
+            "plsc",
+            "partial-fc",
+            "--out",
+            tmp_path,
+            "--json",
+            tmp_path / "r.json",
+        )
+        == 0
+    )
     result = json.loads((tmp_path / "r.json").read_text())
     rows = {(row["contestant"], row["classes"]): row for row in result["rows"]}
     assert list(rows) == [(name, 3000) for name in ("floor", "plsc", "partial-fc")]
@@ -98,8 +119,24 @@ def test_rows_ratios_and_files(peer, tmp_path, capsys):
 
 
 def test_what_fails_or_does_not_fit_is_a_row(peer, tmp_path, capsys):
-    assert bench("--classes", 10**10, "--nproc", 1, "--rounds", 1, "--partial-fc", peer,
-                 "--contestants", "plsc-fp32", "partial-fc", "--json", tmp_path / "r.json") == 0
+    assert (
+        bench(
+            "--classes",
+            10**10,
+            "--nproc",
+            1,
+            "--rounds",
+            1,
+            "--partial-fc",
+            peer,
+            "--contestants",
+            "plsc-fp32",
+            "partial-fc",
+            "--json",
+            tmp_path / "r.json",
+        )
+        == 0
+    )
     result = json.loads((tmp_path / "r.json").read_text())
     assert [row["failed"] for row in result["rows"]] == [True, True]
     assert [row["cpu_s"] for row in result["rows"]] == [None, None]
@@ -154,8 +191,15 @@ def test_medians_and_ratios_are_over_the_rounds():
     row = row_of(plan, "plsc", 100, 4, rounds["plsc"])
     assert (row["cpu_s"], row["cpu_s_low"], row["cpu_s_high"], row["wall_s"]) == (2.0, 1.0, 4.0, 4.0)
     (ratio,) = ratios_of(plan, 100, 4, rounds)
-    assert ratio == {"classes": 100, "batch_per_rank": 4, "ours": "plsc", "peer": "dense",
-                     "cpu_s": statistics.median([3.0, 10.0, 2.0]), "wall_s": 3.0, "memory_mib": 2.0}
+    assert ratio == {
+        "classes": 100,
+        "batch_per_rank": 4,
+        "ours": "plsc",
+        "peer": "dense",
+        "cpu_s": statistics.median([3.0, 10.0, 2.0]),
+        "wall_s": 3.0,
+        "memory_mib": 2.0,
+    }
 
 
 def test_contestants_alternate_and_failures_are_not_tried_again(monkeypatch):
@@ -167,20 +211,32 @@ def test_contestants_alternate_and_failures_are_not_tried_again(monkeypatch):
 
     monkeypatch.setattr(comparison, "measured", measured)
     result = comparison.compare(Comparison(("plsc", "dense"), [300, 100, 200], [4], rounds=2), quiet=True)
-    assert turns == [("plsc", 100), ("dense", 100), ("plsc", 100), ("dense", 100),
-                     ("plsc", 200), ("dense", 200), ("plsc", 200), ("plsc", 300), ("plsc", 300)]
+    assert turns == [
+        ("plsc", 100),
+        ("dense", 100),
+        ("plsc", 100),
+        ("dense", 100),
+        ("plsc", 200),
+        ("dense", 200),
+        ("plsc", 200),
+        ("plsc", 300),
+        ("plsc", 300),
+    ]
     notes = {row["classes"]: row["note"] for row in result["rows"] if row["contestant"] == "dense"}
     assert notes == {100: "", 200: "no", 300: "failed with fewer classes already"}
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["--partial-fc", "nowhere"], "there is no partial_fc_v2.py in it"),
-    (["--contestants", "partial-fc"], "PartialFC_V2 needs --partial-fc FOLDER"),
-    (["--contestants", "pfc"], "no contestant 'pfc'"),
-    (["--classes", "0"], "--classes 0: it must be at least 1"),
-    (["--sample-rate", "1"], "--sample-rate 1.0"),
-    (["--limit", "0"], "--limit 0.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--partial-fc", "nowhere"], "there is no partial_fc_v2.py in it"),
+        (["--contestants", "partial-fc"], "PartialFC_V2 needs --partial-fc FOLDER"),
+        (["--contestants", "pfc"], "no contestant 'pfc'"),
+        (["--classes", "0"], "--classes 0: it must be at least 1"),
+        (["--sample-rate", "1"], "--sample-rate 1.0"),
+        (["--limit", "0"], "--limit 0.0"),
+    ],
+)
 def test_a_wrong_request_is_one_line(argv, message, capsys):
     assert bench(*argv) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "left out" not in line]

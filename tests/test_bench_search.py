@@ -59,20 +59,39 @@ def test_every_contestant_finds_the_truth(name, data):
 
 
 def test_rows_ratios_and_files(tmp_path, capsys):
-    assert bench("--batch", "1", "8", "--rounds", "1", "--contestants", "plsc", "numpy", "--out", str(tmp_path),
-                 "--json", str(tmp_path / "r.json")) == 0  # fmt: skip
+    assert (
+        bench(
+            "--batch",
+            "1",
+            "8",
+            "--rounds",
+            "1",
+            "--contestants",
+            "plsc",
+            "numpy",
+            "--out",
+            str(tmp_path),
+            "--json",
+            str(tmp_path / "r.json"),
+        )
+        == 0
+    )
     result = json.loads((tmp_path / "r.json").read_text())
     assert [(row["batch"], row["contestant"]) for row in result["rows"]] == [
-        (1, "plsc"), (1, "numpy"), (8, "plsc"), (8, "numpy")
-    ]  # fmt: skip
+        (1, "plsc"),
+        (1, "numpy"),
+        (8, "plsc"),
+        (8, "numpy"),
+    ]
     for row in result["rows"]:
         assert (row["rows"], row["dim"], row["threads"], row["rounds"], row["failed"]) == (500, 16, 1, 1, False)
         assert row["date"]
         assert row["recall"] == 1.0
         assert row["qps_low"] <= row["qps"] <= row["qps_high"]
     assert [(ratio["batch"], ratio["ours"], ratio["best_other"]) for ratio in result["ratios"]] == [
-        (1, "plsc", "numpy"), (8, "plsc", "numpy")
-    ]  # fmt: skip
+        (1, "plsc", "numpy"),
+        (8, "plsc", "numpy"),
+    ]
     with (tmp_path / "search.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 4
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
@@ -82,14 +101,21 @@ def test_rows_ratios_and_files(tmp_path, capsys):
 
 
 def turn(rate, late=2.0):
-    return {"recall": 1.0, "memory_mib": 5.0, "build_s": 0.1,
-            "batches": {"4": {"qps": rate, "p50_ms": 1.0, "p99_ms": late, "searches": 3, "note": ""}}}  # fmt: skip
+    return {
+        "recall": 1.0,
+        "memory_mib": 5.0,
+        "build_s": 0.1,
+        "batches": {"4": {"qps": rate, "p50_ms": 1.0, "p99_ms": late, "searches": 3, "note": ""}},
+    }
 
 
 def test_medians_and_ratios_are_over_the_rounds():
     plan = SearchComparison(("plsc", "numpy", "faiss"), batches=[4])
-    turns = {"plsc": [turn(100.0, 9.0), turn(40.0), turn(90.0)], "numpy": [turn(50.0), turn(10.0), turn(10.0)],
-             "faiss": [turn(20.0), turn(20.0), turn(20.0)]}  # fmt: skip
+    turns = {
+        "plsc": [turn(100.0, 9.0), turn(40.0), turn(90.0)],
+        "numpy": [turn(50.0), turn(10.0), turn(10.0)],
+        "faiss": [turn(20.0), turn(20.0), turn(20.0)],
+    }
     row = row_of(plan, "plsc", 4, turns["plsc"])
     assert (row["qps"], row["qps_low"], row["qps_high"], row["p99_ms"]) == (90.0, 40.0, 100.0, 2.0)
     (ratio,) = ratios_of(plan, turns)
@@ -108,8 +134,9 @@ def test_a_contestant_that_fails_is_a_row_and_not_tried_again(monkeypatch):
     result = compare_searches(SearchComparison(("plsc", "numpy"), batches=[4], rounds=3), quiet=True)
     assert tried == ["plsc", "numpy", "plsc", "plsc"]
     assert [(row["failed"], row["note"], row["qps"]) for row in result["rows"]] == [
-        (False, "", 10.0), (True, "no memory", None)
-    ]  # fmt: skip
+        (False, "", 10.0),
+        (True, "no memory", None),
+    ]
     assert result["ratios"] == []
     assert "no memory" in search_table(result["rows"], result["ratios"])
 
@@ -121,13 +148,16 @@ def test_a_process_that_ends_early_says_why(monkeypatch):
     assert "none" in row["note"]
 
 
-@pytest.mark.parametrize(("argv", "message"), [
-    (["--contestants", "annoy"], "no contestant 'annoy'"),
-    (["--rows", "0"], "--rows 0: it must be at least 1"),
-    (["--batch", "0"], "--batch 0: it lies between 1 and 1024"),
-    (["--batch", "2000"], "--batch 2000"),
-    (["--seconds", "0"], "--seconds 0.0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--contestants", "annoy"], "no contestant 'annoy'"),
+        (["--rows", "0"], "--rows 0: it must be at least 1"),
+        (["--batch", "0"], "--batch 0: it lies between 1 and 1024"),
+        (["--batch", "2000"], "--batch 2000"),
+        (["--seconds", "0"], "--seconds 0.0"),
+    ],
+)
 def test_a_wrong_request_is_one_line(argv, message, capsys):
     assert main(["bench", "search", *argv]) == 2
     (line,) = capsys.readouterr().err.splitlines()

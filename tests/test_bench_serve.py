@@ -23,13 +23,12 @@ def turn(rates: dict[str, float]) -> dict[tuple[str, int], dict[str, float]]:
     """A round in which four callers get four times the rate of one."""
     return {
         (name, clients): {"qps": rate * clients, "p50_ms": 1.0, "p99_ms": 2.0, "mean_batch": float(clients)}
-        for name, rate in rates.items() for clients in (1, 4)
-    }  # fmt: skip
+        for name, rate in rates.items()
+        for clients in (1, 4)
+    }
 
 
-TURNS = [
-    turn({BATCHED: 10.0 * speed, UNBATCHED: 5.0, BARE: 20.0, BARE_AT_BATCH: 12.5}) for speed in (1, 2, 4)
-]
+TURNS = [turn({BATCHED: 10.0 * speed, UNBATCHED: 5.0, BARE: 20.0, BARE_AT_BATCH: 12.5}) for speed in (1, 2, 4)]
 
 
 def test_ratios_are_medians_of_the_rounds_own():
@@ -70,8 +69,14 @@ def test_callers_ask_and_count_answers_alone(tmp_path, form):
         place = live.collection(COLLECTION)
         faces = [{"vector": row.tolist()} for row in data.rows]
         live.ask("POST", f"{place}/persons", {"persons": [{"faces": [face]} for face in faces]})
-        task = {"data": str(tmp_path), "address": live.server.address, "path": f"{place}/search", "clients": 3,
-                "seconds": 0.2, "form": form}  # fmt: skip
+        task = {
+            "data": str(tmp_path),
+            "address": live.server.address,
+            "path": f"{place}/search",
+            "clients": 3,
+            "seconds": 0.2,
+            "form": form,
+        }
         figures = load(task)
         asked, batches = serve._batches(str(live.server.metrics_address))
         assert 3 <= figures["answers"] <= asked

@@ -104,37 +104,40 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
         config.load(None, {entry.name: f"[{text}]" if entry.is_list else text})
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("epoch = 3", "there is no key epoch; did you mean epochs?"),
-    ("[optim]\nlearning_rate = 0.1", "optim.learning_rate"),
-    ("[optim]\nwarmup_epoch = 1", "did you mean optim.warmup_epochs?"),
-    ("batch_size = 3", "did you mean data.batch_size?"),
-    ("lr = 3", "did you mean optim.lr?"),
-    ("[optimizer]\nlr = 3", "optimizer; did you mean [optim]?"),
-    ("[heads]\n", "heads; did you mean [head]?"),
-    ("zzzz = 1", "plsc train --keys"),
-    ("data = 3", "data is a section"),
-    ("data.train.x = 3", "data.train = {'x': 3} is a dict"),
-    ("epochs = 3\nsteps = 4", "epochs and steps are both given"),
-    ("[optim]\nwarmup_epochs = 3\nwarmup_steps = 4", "both given"),
-    ("epochs = 0", "epochs = 0 is out of range; it takes an integer at least 1"),
-    ("epochs = true", "epochs = true is a boolean"),
-    ("epochs = 3.0", "epochs = 3.0 is a number; it takes an integer"),
-    ('backbone = "iresnet51"', "did you mean iresnet50?"),
-    ('backbone = "zzz"', "timm:NAME"),
-    ('precision = "bf 16"', "did you mean bf16?"),
-    ('[head]\nmargin = "arc_face"', "did you mean arcface?"),
-    ("[head]\nm1 = 1.0", "head.m1 is no key of the margin arcface, which takes s, gradient, m"),
-    ("[head]\nsample_rate = -0.1", "at least 0 and at most 1"),
-    ("[optim]\nbetas = [0.9]", "it takes two"),
-    ("[optim]\nmilestones = [3, 2]", "must rise"),
-    ("[data]\nbatch_size = 1", "give 2 or more"),
-    ('[optim]\nname = "adamw"\n[head]\nmomentum_dtype = "none"', "leaves adamw no moments"),
-    ("[optim]\nbetas = 0.9", "it takes a list of numbers"),
-    ("[eval]\nsets = [1]", "it takes a list of strings"),
-    ("epochs = ", "is not TOML"),
-    ("epochs = 1\nepochs = 2", "is not TOML"),
-])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "there is no key epoch; did you mean epochs?"),
+        ("[optim]\nlearning_rate = 0.1", "optim.learning_rate"),
+        ("[optim]\nwarmup_epoch = 1", "did you mean optim.warmup_epochs?"),
+        ("batch_size = 3", "did you mean data.batch_size?"),
+        ("lr = 3", "did you mean optim.lr?"),
+        ("[optimizer]\nlr = 3", "optimizer; did you mean [optim]?"),
+        ("[heads]\n", "heads; did you mean [head]?"),
+        ("zzzz = 1", "plsc train --keys"),
+        ("data = 3", "data is a section"),
+        ("data.train.x = 3", "data.train = {'x': 3} is a dict"),
+        ("epochs = 3\nsteps = 4", "epochs and steps are both given"),
+        ("[optim]\nwarmup_epochs = 3\nwarmup_steps = 4", "both given"),
+        ("epochs = 0", "epochs = 0 is out of range; it takes an integer at least 1"),
+        ("epochs = true", "epochs = true is a boolean"),
+        ("epochs = 3.0", "epochs = 3.0 is a number; it takes an integer"),
+        ('backbone = "iresnet51"', "did you mean iresnet50?"),
+        ('backbone = "zzz"', "timm:NAME"),
+        ('precision = "bf 16"', "did you mean bf16?"),
+        ('[head]\nmargin = "arc_face"', "did you mean arcface?"),
+        ("[head]\nm1 = 1.0", "head.m1 is no key of the margin arcface, which takes s, gradient, m"),
+        ("[head]\nsample_rate = -0.1", "at least 0 and at most 1"),
+        ("[optim]\nbetas = [0.9]", "it takes two"),
+        ("[optim]\nmilestones = [3, 2]", "must rise"),
+        ("[data]\nbatch_size = 1", "give 2 or more"),
+        ('[optim]\nname = "adamw"\n[head]\nmomentum_dtype = "none"', "leaves adamw no moments"),
+        ("[optim]\nbetas = 0.9", "it takes a list of numbers"),
+        ("[eval]\nsets = [1]", "it takes a list of strings"),
+        ("epochs = ", "is not TOML"),
+        ("epochs = 1\nepochs = 2", "is not TOML"),
+    ],
+)
 def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         config.load(write(tmp_path, text))
@@ -162,9 +165,15 @@ def test_the_command_line_takes_the_place_of_the_file(tmp_path: Path) -> None:
         config.load(path, {"epochs": "1", "steps": "2"})
 
 
-@pytest.mark.parametrize(("text", "sets"), [
-    ("a.bin,b c/", ("a.bin", "b c/")), ('["a.bin", "b,c"]', ("a.bin", "b,c")), ("[]", ()), ("", ()),
-])
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("a.bin,b c/", ("a.bin", "b c/")),
+        ('["a.bin", "b,c"]', ("a.bin", "b,c")),
+        ("[]", ()),
+        ("", ()),
+    ],
+)
 def test_lists_on_the_command_line(text: str, sets: tuple[str, ...]) -> None:
     assert config.load(None, {"eval.sets": text}).eval.sets == sets
 
@@ -172,11 +181,16 @@ def test_lists_on_the_command_line(text: str, sets: tuple[str, ...]) -> None:
 def test_arguments() -> None:
     words = ["--optim.lr", "0.2", "--epochs=3", "--data.batch-size", "8", "--optim.weight_decay", "-1"]
     assert config.parse_arguments(words) == {
-        "optim.lr": "0.2", "epochs": "3", "data.batch_size": "8", "optim.weight_decay": "-1",
+        "optim.lr": "0.2",
+        "epochs": "3",
+        "data.batch_size": "8",
+        "optim.weight_decay": "-1",
     }
     for words, message in [
-        (["--lrr", "1"], "did you mean optim.lr"), (["--epochs"], "needs a value"),
-        (["--epochs", "--seed", "1"], "needs a value"), (["stray"], "belongs to no key"),
+        (["--lrr", "1"], "did you mean optim.lr"),
+        (["--epochs"], "needs a value"),
+        (["--epochs", "--seed", "1"], "needs a value"),
+        (["stray"], "belongs to no key"),
         (["--seed", "1", "--seed", "2"], "given twice"),
     ]:
         with pytest.raises(UsageError, match=message):

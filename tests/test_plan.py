@@ -34,9 +34,12 @@ CARD = Machine(H100, parse_memory("80GB"), Links(360e9, 40e9))
 
 def settings(weights: str = "bfloat16", momentum: str = "int8", batch: int = 32, **more: object) -> Config:
     tree = {
-        "backbone": "resnet8", "embedding_dim": 512, "data": {"image_size": 48, "batch_size": batch},
-        "head": {"weight_dtype": weights, "momentum_dtype": momentum}, **more,
-    }  # fmt: skip
+        "backbone": "resnet8",
+        "embedding_dim": 512,
+        "data": {"image_size": 48, "batch_size": batch},
+        "head": {"weight_dtype": weights, "momentum_dtype": momentum},
+        **more,
+    }
     return configuration.from_dict(tree)
 
 

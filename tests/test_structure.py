@@ -53,8 +53,20 @@ def test_arrows_run_one_way():
 
 
 def test_collectives_are_called_in_one_module_only():
-    calls = {"all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "broadcast", "barrier",
-             "all_gather_object", "broadcast_object_list", "all_to_all", "reduce", "gather", "scatter"}
+    calls = {
+        "all_reduce",
+        "all_gather",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "broadcast",
+        "barrier",
+        "all_gather_object",
+        "broadcast_object_list",
+        "all_to_all",
+        "reduce",
+        "gather",
+        "scatter",
+    }
     for name, path in modules().items():
         if name == "plsc.parallel.collectives":
             continue
@@ -69,14 +81,19 @@ def test_packages_and_their_data_are_listed():
     assert listed == {name for name, path in modules().items() if path.name == "__init__.py"}
     data = project["tool"]["setuptools"]["package-data"]
     shipped = {f"{package.replace('.', '/')}/{file}" for package, files in data.items() for file in files}
-    extra = {str(p.relative_to(ROOT)) for p in (ROOT / "plsc").rglob("*")
-             if p.is_file() and p.suffix not in (".py", ".pyc") and "__pycache__" not in p.parts}
+    extra = {
+        str(p.relative_to(ROOT))
+        for p in (ROOT / "plsc").rglob("*")
+        if p.is_file() and p.suffix not in (".py", ".pyc") and "__pycache__" not in p.parts
+    }
     assert extra == shipped
 
 
 def test_import_needs_torch_and_numpy_alone():
-    code = ("import sys, torch, numpy; before = set(sys.modules); import plsc; "
-            "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))")
+    code = (
+        "import sys, torch, numpy; before = set(sys.modules); import plsc; "
+        "print(*sorted({m.split('.')[0] for m in set(sys.modules) - before}))"
+    )
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert set(loaded) - sys.stdlib_module_names <= {"plsc", "torch", "numpy"}
 

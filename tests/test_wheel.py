@@ -23,8 +23,11 @@ def wheel(tmp_path_factory) -> Path:
             target.symlink_to((ROOT / name).readlink())
         elif (ROOT / name).exists():
             target.write_bytes((ROOT / name).read_bytes())
-    subprocess.run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)],
-                   check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(source)],
+        check=True,
+        capture_output=True,
+    )
     return next(out.glob("*.whl"))
 
 
@@ -38,8 +41,9 @@ def test_nothing_but_plsc_lands_in_site_packages(wheel):
 
 def test_installed_wheel_works_elsewhere(wheel, tmp_path):
     site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)],
-                   check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)], check=True
+    )
 
     def run(*command: str) -> str:
         environment = {**os.environ, "PYTHONPATH": str(site)}

@@ -16,10 +16,22 @@ import torch
 from torch import Tensor, nn
 
 TINY: dict[str, Any] = {
-    "backbone": "tiny", "embedding_dim": 16, "precision": "fp32", "epochs": 4,
-    "data.train": "avatars:10x6", "data.image_size": 32, "data.batch_size": 12, "data.workers": 0,
-    "head.s": 16.0, "head.m": 0.1, "optim.lr": 0.05, "optim.warmup_steps": 2,
-    "log.every_steps": 1, "log.tensorboard": False, "eval.every_steps": 0, "checkpoint.every_steps": 4,
+    "backbone": "tiny",
+    "embedding_dim": 16,
+    "precision": "fp32",
+    "epochs": 4,
+    "data.train": "avatars:10x6",
+    "data.image_size": 32,
+    "data.batch_size": 12,
+    "data.workers": 0,
+    "head.s": 16.0,
+    "head.m": 0.1,
+    "optim.lr": 0.05,
+    "optim.warmup_steps": 2,
+    "log.every_steps": 1,
+    "log.tensorboard": False,
+    "eval.every_steps": 0,
+    "checkpoint.every_steps": 4,
 }  # 60 images: 5 steps an epoch, 20 in all
 
 
@@ -34,9 +46,15 @@ def register_tiny() -> None:
         def __init__(self, name: str, embedding_dim: int, image_size: int, dropout: float) -> None:
             super().__init__(name, embedding_dim, image_size)
             self.layers = nn.Sequential(
-                nn.Conv2d(3, 8, 5, stride=4, padding=2, bias=False), nn.BatchNorm2d(8), nn.PReLU(8),
-                nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(16), nn.PReLU(16),
-                nn.Flatten(), nn.Dropout(dropout), nn.Linear(16 * (image_size // 8) ** 2, embedding_dim),
+                nn.Conv2d(3, 8, 5, stride=4, padding=2, bias=False),
+                nn.BatchNorm2d(8),
+                nn.PReLU(8),
+                nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+                nn.BatchNorm2d(16),
+                nn.PReLU(16),
+                nn.Flatten(),
+                nn.Dropout(dropout),
+                nn.Linear(16 * (image_size // 8) ** 2, embedding_dim),
             )
 
         def forward(self, x: Tensor) -> Tensor:
@@ -78,7 +96,11 @@ class Killable:
     """``world`` ranks of one run as processes of their own."""
 
     def __init__(
-        self, world: int, out: Path, changes: dict[str, Any] | None = None, resume: str | None = None,
+        self,
+        world: int,
+        out: Path,
+        changes: dict[str, Any] | None = None,
+        resume: str | None = None,
         fault: str = "",
     ) -> None:
         context = mp.get_context("forkserver")
@@ -123,8 +145,9 @@ def _be_rank(
 
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (what a killed peer makes gloo say is expected)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
     if fault:
         _arm(fault)
     try:

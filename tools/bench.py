@@ -1,9 +1,9 @@
 """Measure this project beside its peers, in one run and in turn.
 
-  plsc bench head                                     class heads on this machine, in about two minutes
-  plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
-  plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
-  plsc bench serve                                    the service with and without batching, four minutes
+plsc bench head                                     class heads on this machine, in about two minutes
+plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
+plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
+plsc bench serve                                    the service with and without batching, four minutes
 """
 
 import argparse
@@ -55,9 +55,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands."""
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     head = commands.add_parser(
-        "head", help="class heads: time and memory over the number of classes", description=_HEAD,
-        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "head",
+        help="class heads: time and memory over the number of classes",
+        description=_HEAD,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = head.add_argument
     add("--classes", type=int, nargs="+", metavar="C", help="(10000 100000; on a GPU 100000 1000000 10000000)")
     add("--batch", type=int, nargs="+", metavar="B", help="samples per rank (64; on a GPU 1024)")
@@ -84,9 +87,12 @@ def _add_json(command: argparse.ArgumentParser) -> None:
 
 def _configure_search(commands: Any) -> None:
     search = commands.add_parser(
-        "search", help="exact searches: queries per second, latency, memory", description=_SEARCH,
-        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "search",
+        help="exact searches: queries per second, latency, memory",
+        description=_SEARCH,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = search.add_argument
     add("--rows", type=int, default=200_000, metavar="N", help="vectors searched (200000)")
     add("--dim", type=int, default=512, metavar="D", help="their width (512)")
@@ -103,9 +109,12 @@ def _configure_search(commands: Any) -> None:
 
 def _add_serve(commands: Any) -> None:
     serve = commands.add_parser(
-        "serve", help="the service: searches per second and latency over the callers", description=_SERVE,
-        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "serve",
+        help="the service: searches per second and latency over the callers",
+        description=_SERVE,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     add = serve.add_argument
     add("--rows", type=int, default=200_000, metavar="N", help="persons in the gallery (200000)")
     add("--dim", type=int, default=512, metavar="D", help="width of the embeddings (512)")
@@ -163,9 +172,15 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.files import make_folder
 
     comparison = SearchComparison(
-        args.contestants or tuple(CONTESTANTS), args.rows, args.dim, args.batch, args.threads, args.rounds,
-        args.seconds, args.limit,
-    )  # fmt: skip
+        args.contestants or tuple(CONTESTANTS),
+        args.rows,
+        args.dim,
+        args.batch,
+        args.threads,
+        args.rounds,
+        args.seconds,
+        args.limit,
+    )
     if args.out is not None:
         make_folder(args.out)
     result = compare_searches(comparison)
@@ -205,9 +220,16 @@ def _comparison(args: argparse.Namespace) -> Any:
         contestants=args.contestants if args.contestants is not None else everyone,
         classes=args.classes if args.classes is not None else _SIZES[device]["classes"],
         batches=args.batch if args.batch is not None else _SIZES[device]["batch"],
-        dim=args.dim, nproc=nproc, threads=args.threads, rounds=args.rounds, steps=args.steps, device=device,
-        sample_rate=args.sample_rate, partial_fc=args.partial_fc, limit=args.limit,
-    )  # fmt: skip
+        dim=args.dim,
+        nproc=nproc,
+        threads=args.threads,
+        rounds=args.rounds,
+        steps=args.steps,
+        device=device,
+        sample_rate=args.sample_rate,
+        partial_fc=args.partial_fc,
+        limit=args.limit,
+    )
 
 
 if __name__ == "__main__":

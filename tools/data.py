@@ -69,9 +69,11 @@ def _configure_align(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a new or empty folder")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(
-        "--landmarks", type=Path, metavar="FILE",
+        "--landmarks",
+        type=Path,
+        metavar="FILE",
         help='lines path,x1,y1,…,x5,y5 in pixels (or with tabs, or {"path", "landmarks"} as JSON): docs/faces.md',
-    )  # fmt: skip
+    )
     where.add_argument("--detector", metavar="onnx:FILE", help="an SCRFD model that finds each picture's largest face")
     parser.add_argument("--size", type=int, default=112, metavar="S", help="side of the crops in pixels (112)")
     parser.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
@@ -176,9 +178,13 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
     pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
     faces = AlignedImages(pictures, locator(pictures, args.landmarks, args.detector), args.size)
     result = convert(
-        faces, args.out, encoding=args.encoding, max_bad_records=args.max_bad_records, workers=args.workers,
+        faces,
+        args.out,
+        encoding=args.encoding,
+        max_bad_records=args.max_bad_records,
+        workers=args.workers,
         what="align",
-    )  # fmt: skip
+    )
     left_out = f", {result['left_out']:,} pictures left out" if result["left_out"] else ""
     print(f"{result['out']}: {result['images']:,} faces of {result['classes']:,} classes{left_out}")
     return result

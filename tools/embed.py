@@ -61,9 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="average over each image and its mirror image: better, half as fast",
     )
-    parser.add_argument(
-        "--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)"
-    )
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -139,9 +137,7 @@ def _report(summary: dict[str, Any]) -> None:
     print(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now{rate}")
     if summary["errors"]:
         first = summary["first_errors"][0]
-        print(
-            f"{summary['errors']:,} images could not be embedded; the first: {first['key']}: {first['error']}"
-        )
+        print(f"{summary['errors']:,} images could not be embedded; the first: {first['key']}: {first['error']}")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,19 @@ from plsc.errors import PlscError
 from plsc.files import make_folder, write_json
 
 COMMANDS = (
-    "quickstart", "train", "eval", "embed", "export", "index", "serve", "tokens", "gallery", "data", "plan", "bench",
-)  # fmt: skip
+    "quickstart",
+    "train",
+    "eval",
+    "embed",
+    "export",
+    "index",
+    "serve",
+    "tokens",
+    "gallery",
+    "data",
+    "plan",
+    "bench",
+)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -112,9 +112,18 @@ def _argv(args: argparse.Namespace) -> list[str]:
     for name in ("ijb", "plot", "histogram", "calibration", "json"):
         argv += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
     return [
-        *argv, "--precision", args.precision, "--batch-size", str(args.batch_size),
-        "--image-size", str(args.image_size), "--seed", str(args.seed), "--flip", args.flip,
-    ]  # fmt: skip
+        *argv,
+        "--precision",
+        args.precision,
+        "--batch-size",
+        str(args.batch_size),
+        "--image-size",
+        str(args.image_size),
+        "--seed",
+        str(args.seed),
+        "--flip",
+        args.flip,
+    ]
 
 
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -129,8 +138,11 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     try:
         embed, image_size = _embedder(args, mesh.device)
         options: dict[str, Any] = {
-            "image_size": image_size, "mesh": mesh, "batch_size": args.batch_size, "curves": True,
-        }  # fmt: skip
+            "image_size": image_size,
+            "mesh": mesh,
+            "batch_size": args.batch_size,
+            "curves": True,
+        }
         flip = FLIP[args.flip]
         sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, flip=flip, rocs=rocs, **options)
         if args.ijb is not None:
@@ -161,9 +173,7 @@ def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", ima
     )
 
 
-def _embedder(
-    args: argparse.Namespace, device: torch.device
-) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+def _embedder(args: argparse.Namespace, device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
     """The callable to judge and the side of the images that it takes."""
     if args.model == RAW_PIXELS:
         from plsc.evaluation import raw_pixels

@@ -26,7 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
     parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the file to write")
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4,
+        "--tolerance",
+        type=float,
+        default=1e-4,
         help="largest difference allowed, as a share of the largest embedding value (default %(default)g)",
     )
 

@@ -48,8 +48,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Do what was asked, print it as text, and return it."""
-    actions = {"check": _check, "compact": _compact, "snapshot": _snapshot, "restore": _restore, "export": _export,
-               "import": _import}  # fmt: skip
+    actions = {
+        "check": _check,
+        "compact": _compact,
+        "snapshot": _snapshot,
+        "restore": _restore,
+        "export": _export,
+        "import": _import,
+    }
     return actions[args.action](args)
 
 
@@ -145,8 +151,10 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
 
     with _opened(args.store, make=True) as store:
         result = import_set(store, args.collection, args.set)
-    print(f"{args.collection}: {result['faces']:,} faces of {result['persons']:,} persons enrolled, "
-          f"{result['left_out']:,} rows left out")  # fmt: skip
+    print(
+        f"{args.collection}: {result['faces']:,} faces of {result['persons']:,} persons enrolled, "
+        f"{result['left_out']:,} rows left out"
+    )
     return {"store": args.store, "collection": args.collection, **result}
 
 

@@ -113,13 +113,17 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     memory = None if args.memory is None else parse_memory(args.memory)
     manifest = build(
-        args.sets, args.out, kind=args.kind, recall=args.recall, recall_at=args.recall_at,
-        latency_ms=args.latency_ms, memory=memory, seed=args.seed,
-    )  # fmt: skip
+        args.sets,
+        args.out,
+        kind=args.kind,
+        recall=args.recall,
+        recall_at=args.recall_at,
+        latency_ms=args.latency_ms,
+        memory=memory,
+        seed=args.seed,
+    )
     left = ", ".join(
-        f"{count:,} with {reason.replace('_', ' ')}"
-        for reason, count in manifest["left_out"].items()
-        if count
+        f"{count:,} with {reason.replace('_', ' ')}" for reason, count in manifest["left_out"].items() if count
     )
     size = f"{manifest['rows']:,} rows of {manifest['dim']}"
     print(f"{args.out}: {size}, {_structure(manifest)}, {manifest['build_seconds']:.1f} s")

@@ -57,9 +57,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     machine = _machine(args)
     classes, images = _counts(config, args)
     result = plan(
-        config, classes, machine, gpus=args.gpus, gpus_per_node=args.gpus_per_node, images=images,
+        config,
+        classes,
+        machine,
+        gpus=args.gpus,
+        gpus_per_node=args.gpus_per_node,
+        images=images,
         wanted=args.images_per_second,
-    )  # fmt: skip
+    )
     print(as_text(result))
     return result.as_dict()
 

@@ -31,8 +31,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     findings = follow(course)
     page = write_report(course, findings)
     trained = findings.report["trained"]
-    print(f"\nunseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
-          f"{findings.report['seconds']:.0f} s in all\nlook at {page}")
+    print(
+        f"\nunseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
+        f"{findings.report['seconds']:.0f} s in all\nlook at {page}"
+    )
     return findings.report
 
 

@@ -88,26 +88,36 @@ def _settings(args: argparse.Namespace) -> "Settings":
 
     folder = None if args.store.startswith(_REMOTE) else Path(args.store)
     return Settings(
-        host=args.host, port=args.port, metrics_port=args.metrics_port, tokens=args.tokens,
-        threshold=_threshold(args), false_match_rate=args.fmr, flip=args.flip, max_batch=_positive(args, "max_batch"),
-        max_wait_ms=args.max_wait_ms, drain_seconds=args.drain_seconds,
-        decode_threads=max((os.cpu_count() or 1) // 2, 1) if args.decode_threads is None else _positive(
-            args, "decode_threads"
-        ),
+        host=args.host,
+        port=args.port,
+        metrics_port=args.metrics_port,
+        tokens=args.tokens,
+        threshold=_threshold(args),
+        false_match_rate=args.fmr,
+        flip=args.flip,
+        max_batch=_positive(args, "max_batch"),
+        max_wait_ms=args.max_wait_ms,
+        drain_seconds=args.drain_seconds,
+        decode_threads=max((os.cpu_count() or 1) // 2, 1)
+        if args.decode_threads is None
+        else _positive(args, "decode_threads"),
         snapshots=folder / "snapshots" if folder is not None and args.snapshots is None else args.snapshots,
         audit=folder / "audit.jsonl" if folder is not None and args.audit is None else args.audit,
         limits=_limits(args),
-    )  # fmt: skip
+    )
 
 
 def _limits(args: argparse.Namespace) -> "Limits":
     from plsc.serve.settings import Limits
 
     return Limits(
-        body_bytes=_positive(args, "max_body_mib") * MIB, image_pixels=_positive(args, "max_pixels"),
-        inputs=_positive(args, "max_inputs"), collections=_positive(args, "max_collections"),
-        queue=_positive(args, "queue"), connections=_positive(args, "connections"),
-    )  # fmt: skip
+        body_bytes=_positive(args, "max_body_mib") * MIB,
+        image_pixels=_positive(args, "max_pixels"),
+        inputs=_positive(args, "max_inputs"),
+        collections=_positive(args, "max_collections"),
+        queue=_positive(args, "queue"),
+        connections=_positive(args, "connections"),
+    )
 
 
 def _positive(args: argparse.Namespace, name: str) -> int:

@@ -38,7 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--out", metavar="RUN", type=Path, help="the run directory (default: runs/CONFIG's name)")
     parser.add_argument(
-        "--resume", metavar="auto|FOLDER",
+        "--resume",
+        metavar="auto|FOLDER",
         help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
     )
     parser.add_argument("--keys", action="store_true", help="list every configuration key and end")

@@ -59,10 +59,18 @@ class Comparison:
         """One measurement of it."""
         memory = available_bytes() if self.device == "cpu" else None
         return Setting(
-            contestant, classes, batch, self.dim, self.nproc, self.threads, self.steps, self.device, self.sample_rate,
+            contestant,
+            classes,
+            batch,
+            self.dim,
+            self.nproc,
+            self.threads,
+            self.steps,
+            self.device,
+            self.sample_rate,
             None if self.partial_fc is None else str(self.partial_fc.absolute()),
             None if memory is None else int(memory * _SHARE_OF_MEMORY / self.nproc),
-        )  # fmt: skip
+        )
 
 
 def compare(comparison: Comparison, *, quiet: bool = False) -> dict[str, Any]:
@@ -117,9 +125,13 @@ def row_of(comparison: Comparison, name: str, classes: int, batch: int, rounds: 
     """
     sizes = {name: getattr(comparison, name) for name in ("nproc", "threads", "dim", "rounds", "steps")}
     row: dict[str, Any] = circumstances(processor() if comparison.device == "cpu" else None) | {
-        "kind": comparison.device, "contestant": name, "label": label(name, comparison.sample_rate),
-        "classes": classes, "batch_per_rank": batch, **sizes,
-    }  # fmt: skip
+        "kind": comparison.device,
+        "contestant": name,
+        "label": label(name, comparison.sample_rate),
+        "classes": classes,
+        "batch_per_rank": batch,
+        **sizes,
+    }
     failed = next((taken["reason"] for taken in rounds if "reason" in taken), None)
     good = [] if failed is not None else rounds
     for key in _FIGURES:

@@ -52,8 +52,11 @@ def _start(setting: Setting, rank: int, port: int, folder: Path) -> subprocess.P
     with (folder / f"rank-{rank}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "plsc.bench.worker", str(folder / "task.json"), str(folder)],
-            env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> str | None:

@@ -13,9 +13,14 @@ Row = Mapping[str, Any]
 _GRID, _INK = "#d9d9d9", "#333333"
 _BLUE, _ORANGE, _GREEN, _PINK, _SKY, _, _GREY = COLOURS
 _COLOURS = {
-    FLOOR: "#888888", "plsc": _BLUE, "plsc-no-momentum": _SKY, "plsc-fp32": _GREEN, "partial-fc": _ORANGE,
-    "dense": _GREY, "linear-cross-entropy": _PINK,
-}  # fmt: skip
+    FLOOR: "#888888",
+    "plsc": _BLUE,
+    "plsc-no-momentum": _SKY,
+    "plsc-fp32": _GREEN,
+    "partial-fc": _ORANGE,
+    "dense": _GREY,
+    "linear-cross-entropy": _PINK,
+}
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -58,11 +63,13 @@ def ratio_lines(ratios: Sequence[Row], rows: Sequence[Row]) -> str:
     for ratio in ratios:
         if ratio["ours"] in shown and CONTESTANTS[ratio["ours"]].sampled <= CONTESTANTS[ratio["peer"]].sampled:
             times = ", ".join(
-                f"{text} {ratio[key]:.2f}x" for key, text in
-                (("cpu_s", "CPU"), ("wall_s", "wall"), ("memory_mib", "memory")) if ratio[key] is not None
-            )  # fmt: skip
-            lines.append(f"  {ratio['classes']:>11,}  {labels[ratio['peer']]:<{width}}  over  "
-                         f"{labels[ratio['ours']]}: {times}")
+                f"{text} {ratio[key]:.2f}x"
+                for key, text in (("cpu_s", "CPU"), ("wall_s", "wall"), ("memory_mib", "memory"))
+                if ratio[key] is not None
+            )
+            lines.append(
+                f"  {ratio['classes']:>11,}  {labels[ratio['peer']]:<{width}}  over  {labels[ratio['ours']]}: {times}"
+            )
     return "\n".join(["peer / ours, medians of the rounds:", *lines]) if lines else ""
 
 
@@ -95,8 +102,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         else:
             _panel(time_axes, here, names, "wall_s", 1000, "milliseconds per step")
         _panel(memory_axes, here, names, "memory_mib", 1, "MiB per rank at the peak, above the libraries'")
-        time_axes.set_title(f"{batch} samples a rank, {here[0]['nproc']} ranks, D = {here[0]['dim']}",
-                            loc="left", fontsize=11, color=_INK)
+        time_axes.set_title(
+            f"{batch} samples a rank, {here[0]['nproc']} ranks, D = {here[0]['dim']}",
+            loc="left",
+            fontsize=11,
+            color=_INK,
+        )
     lines, texts = panels[0][0].get_legend_handles_labels()
     figure.legend(lines, texts, loc="outside upper left", ncols=3, frameon=False, fontsize=10)
     with written_aside(path) as aside:
@@ -131,9 +142,13 @@ def _style(name: str) -> dict[str, Any]:
     who = CONTESTANTS[name]
     colour = _COLOURS[name.removesuffix("-sampled")]
     return {
-        "color": colour, "linewidth": 2, "linestyle": "--" if who.sampled else "-", "markersize": 6,
-        "marker": "o" if who.ours else "s", "markerfacecolor": "white" if who.sampled else colour,
-    }  # fmt: skip
+        "color": colour,
+        "linewidth": 2,
+        "linestyle": "--" if who.sampled else "-",
+        "markersize": 6,
+        "marker": "o" if who.ours else "s",
+        "markerfacecolor": "white" if who.sampled else colour,
+    }
 
 
 def _short(value: float, _: int) -> str:

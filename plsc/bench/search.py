@@ -77,17 +77,30 @@ def _turn(comparison: SearchComparison, name: str, data: SearchData) -> dict[str
         return {"reason": reason}
     task, result = data.folder / "task.json", data.folder / "result.json"
     result.unlink(missing_ok=True)
-    write_json(task, {
-        "contestant": name, "data": str(data.folder), "batches": list(comparison.batches),
-        "threads": comparison.threads, "seconds": comparison.seconds,
-    })  # fmt: skip
-    environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
-                                                 str(comparison.threads))}  # fmt: skip
+    write_json(
+        task,
+        {
+            "contestant": name,
+            "data": str(data.folder),
+            "batches": list(comparison.batches),
+            "threads": comparison.threads,
+            "seconds": comparison.seconds,
+        },
+    )
+    environment = {
+        **os.environ,
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(comparison.threads)),
+    }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "plsc.bench.search_worker", str(task), str(result)], env=environment,
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=comparison.limit, errors="replace",
-        )  # fmt: skip
+            [sys.executable, "-m", "plsc.bench.search_worker", str(task), str(result)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=comparison.limit,
+            errors="replace",
+        )
     except subprocess.TimeoutExpired:
         return {"reason": f"took longer than {comparison.limit:g} s"}
     if done.returncode or not result.exists():
@@ -104,9 +117,14 @@ def row_of(comparison: SearchComparison, name: str, batch: int, turns: Sequence[
     search of the batch, ``recall`` the share of the ten true rows found, ``memory_mib`` the peak above the libraries.
     """
     row: dict[str, Any] = circumstances(processor()) | {
-        "contestant": name, "label": CONTESTANTS[name].label, "rows": comparison.rows, "dim": comparison.dim,
-        "batch": batch, "threads": comparison.threads, "rounds": comparison.rounds,
-    }  # fmt: skip
+        "contestant": name,
+        "label": CONTESTANTS[name].label,
+        "rows": comparison.rows,
+        "dim": comparison.dim,
+        "batch": batch,
+        "threads": comparison.threads,
+        "rounds": comparison.rounds,
+    }
     failed = next((turn["reason"] for turn in turns if "reason" in turn), None)
     good = [] if failed is not None else list(turns)
     here = [turn["batches"][str(batch)] for turn in good]

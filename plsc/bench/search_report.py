@@ -11,8 +11,13 @@ from plsc.files import written_aside
 _GRID, _INK = "#d9d9d9", "#333333"
 _BLUE, _ORANGE, _GREEN, _PINK, _SKY, _, _GREY = COLOURS
 _COLOURS = {
-    "plsc": _BLUE, "plsc-fp32": _SKY, "numpy": _GREY, "faiss": _ORANGE, "faiss-tuned": _PINK, "usearch": _GREEN,
-}  # fmt: skip
+    "plsc": _BLUE,
+    "plsc-fp32": _SKY,
+    "numpy": _GREY,
+    "faiss": _ORANGE,
+    "faiss-tuned": _PINK,
+    "usearch": _GREEN,
+}
 
 
 def search_table(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str, Any]]) -> str:
@@ -24,14 +29,18 @@ def search_table(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str
         f"the ten best, medians of {first['rounds']} round{'s' * (first['rounds'] > 1)}:"
     ]
     for batch in dict.fromkeys(row["batch"] for row in rows):
-        lines += ["", f"  {f'batches of {batch}':<{width}}  {'queries/s':>10} {'p50 ms':>9} {'p99 ms':>9} "
-                      f"{'recall@10':>10} {'MiB':>7}"]  # fmt: skip
+        lines += [
+            "",
+            f"  {f'batches of {batch}':<{width}}  {'queries/s':>10} {'p50 ms':>9} {'p99 ms':>9} "
+            f"{'recall@10':>10} {'MiB':>7}",
+        ]
         lines += [_line(row, width) for row in rows if row["batch"] == batch]
         lines += [
             f"  {CONTESTANTS[ratio['ours']].label}: {ratio['times']:.2f} times the best of the others "
             f"({CONTESTANTS[ratio['best_other']].label})"
-            for ratio in ratios if ratio["batch"] == batch
-        ]  # fmt: skip
+            for ratio in ratios
+            if ratio["batch"] == batch
+        ]
     return "\n".join(lines)
 
 
@@ -81,5 +90,15 @@ def _plot(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         [row["qps_high"] - row["qps"] for row in rows],
     ]
     ours = CONTESTANTS[name].ours
-    axes.errorbar([row["batch"] for row in rows], rates, yerr=extremes, label=rows[0]["label"], color=_COLOURS[name],
-                  linewidth=2, marker="o" if ours else "s", markersize=6, capsize=3, elinewidth=1)  # fmt: skip
+    axes.errorbar(
+        [row["batch"] for row in rows],
+        rates,
+        yerr=extremes,
+        label=rows[0]["label"],
+        color=_COLOURS[name],
+        linewidth=2,
+        marker="o" if ours else "s",
+        markersize=6,
+        capsize=3,
+        elinewidth=1,
+    )

@@ -50,8 +50,11 @@ def _time(search: Search, queries: Float32, batch: int, k: int, seconds: float) 
         times.append(time.perf_counter() - began)
     middle, late = np.percentile(times, [50, 99])
     return {
-        "qps": batch * len(times) / sum(times), "p50_ms": 1000 * middle, "p99_ms": 1000 * late, "searches": len(times),
-    }  # fmt: skip
+        "qps": batch * len(times) / sum(times),
+        "p50_ms": 1000 * middle,
+        "p99_ms": 1000 * late,
+        "searches": len(times),
+    }
 
 
 def main() -> int:
@@ -60,9 +63,12 @@ def main() -> int:
     asked = json.loads(Path(task).read_text(encoding="utf-8"))
     torch.set_num_threads(asked["threads"])
     figures = measure(
-        CONTESTANTS[asked["contestant"]], SearchData(Path(asked["data"])), asked["batches"], asked["threads"],
+        CONTESTANTS[asked["contestant"]],
+        SearchData(Path(asked["data"])),
+        asked["batches"],
+        asked["threads"],
         asked["seconds"],
-    )  # fmt: skip
+    )
     write_json(Path(result), figures)
     return 0
 

@@ -21,9 +21,11 @@ from plsc.progress import Progress
 
 BATCHED, UNBATCHED, BARE, BARE_AT_BATCH = "batched", "unbatched", "bare", "bare-at-batch"
 LABELS = {
-    BATCHED: "plsc serve", UNBATCHED: "plsc serve --max-batch 1", BARE: "the store alone, as many at once",
+    BATCHED: "plsc serve",
+    UNBATCHED: "plsc serve --max-batch 1",
+    BARE: "the store alone, as many at once",
     BARE_AT_BATCH: "the store alone, in the service's batches",
-}  # fmt: skip
+}
 _FIGURES = ("qps", "p50_ms", "p99_ms", "mean_batch")
 FORMS = ("vector", "vector_b64")
 
@@ -66,9 +68,16 @@ def compare_serving(comparison: ServeComparison, *, quiet: bool = False) -> dict
     turns: list[dict[tuple[str, int], dict[str, float]]] = []
     progress = Progress("measuring", len(LABELS) * comparison.rounds + 1, "turns", interval=2.0, quiet=quiet)
     with tempfile.TemporaryDirectory(prefix="plsc-serve-") as folder:
-        made = _in_process(comparison, ["plsc.bench.serve_gallery", "make"], {
-            "data": folder, "rows": comparison.rows, "dim": comparison.dim,
-        }, Path(folder))  # fmt: skip
+        made = _in_process(
+            comparison,
+            ["plsc.bench.serve_gallery", "make"],
+            {
+                "data": folder,
+                "rows": comparison.rows,
+                "dim": comparison.dim,
+            },
+            Path(folder),
+        )
         progress.advance(note=f"enrolled in {made['seconds']:.0f} s")
         for _ in range(comparison.rounds):
             turns.append(_round(comparison, Path(folder), progress))
@@ -87,9 +96,15 @@ def row_of(
     """
     here = [turn[name, clients] for turn in turns]
     row: dict[str, Any] = circumstances(processor()) | {
-        "contestant": name, "label": LABELS[name], "rows": comparison.rows, "dim": comparison.dim, "clients": clients,
-        "threads": comparison.threads, "rounds": comparison.rounds, "form": comparison.form,
-    }  # fmt: skip
+        "contestant": name,
+        "label": LABELS[name],
+        "rows": comparison.rows,
+        "dim": comparison.dim,
+        "clients": clients,
+        "threads": comparison.threads,
+        "rounds": comparison.rounds,
+        "form": comparison.form,
+    }
     row |= {key: statistics.median(figures[key] for figures in here) for key in _FIGURES}
     rates = [figures["qps"] for figures in here]
     return row | {"qps_low": min(rates), "qps_high": max(rates)}
@@ -100,16 +115,19 @@ def ratios_of(
 ) -> list[dict[str, float]]:
     """For every number of callers: the batched rate by the unbatched, and by the bare store's with as many queries at
     once as there are callers, or as were in the service's batches; medians of the rounds' quotients."""
+
     def times(clients: int, other: str) -> float:
         return statistics.median(turn[BATCHED, clients]["qps"] / turn[other, clients]["qps"] for turn in turns)
 
     return [
         {
-            "clients": clients, "times_unbatched": times(clients, UNBATCHED), "share_of_bare": times(clients, BARE),
+            "clients": clients,
+            "times_unbatched": times(clients, UNBATCHED),
+            "share_of_bare": times(clients, BARE),
             "share_of_bare_at_batch": times(clients, BARE_AT_BATCH),
         }
         for clients in comparison.clients
-    ]  # fmt: skip
+    ]
 
 
 def _round(comparison: ServeComparison, folder: Path, progress: Progress) -> dict[tuple[str, int], dict[str, float]]:
@@ -143,9 +161,13 @@ def _served(comparison: ServeComparison, folder: Path, options: Sequence[str]) -
     with _service(comparison, folder, options) as (address, metrics):
         for clients in comparison.clients:
             task = {
-                "data": str(folder), "address": address, "path": f"/v1/collections/{COLLECTION}/search",
-                "clients": clients, "seconds": comparison.seconds, "form": comparison.form,
-            }  # fmt: skip
+                "data": str(folder),
+                "address": address,
+                "path": f"/v1/collections/{COLLECTION}/search",
+                "clients": clients,
+                "seconds": comparison.seconds,
+                "form": comparison.form,
+            }
             rows, batches = _batches(metrics)
             measured = _in_process(comparison, ["plsc.bench.serve_load"], task, folder)
             more_rows, more_batches = _batches(metrics)
@@ -157,9 +179,22 @@ def _served(comparison: ServeComparison, folder: Path, options: Sequence[str]) -
 def _service(comparison: ServeComparison, folder: Path, options: Sequence[str]) -> Iterator[tuple[str, str]]:
     """A running ``plsc serve`` of the gallery: its address, and that of its metrics."""
     command = [
-        sys.executable, "-m", "plsc.tools.entry", "serve", "--model", str(folder / "model.safetensors"), "--store",
-        str(folder / "store"), "--port", "0", "--metrics-port", "0", "--device", "cpu", *options,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "plsc.tools.entry",
+        "serve",
+        "--model",
+        str(folder / "model.safetensors"),
+        "--store",
+        str(folder / "store"),
+        "--port",
+        "0",
+        "--metrics-port",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(comparison)
     )
@@ -193,9 +228,14 @@ def _in_process(
     name, *arguments = module
     try:
         done = subprocess.run(
-            [sys.executable, "-m", name, *arguments, str(given), str(result)], env=_environment(comparison),
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=comparison.limit, errors="replace",
-        )  # fmt: skip
+            [sys.executable, "-m", name, *arguments, str(given), str(result)],
+            env=_environment(comparison),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=comparison.limit,
+            errors="replace",
+        )
     except subprocess.TimeoutExpired:
         raise DataError(f"{name} took longer than {comparison.limit:g} s; measure less") from None
     if done.returncode or not result.exists():

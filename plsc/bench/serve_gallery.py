@@ -1,6 +1,6 @@
 """What a service is measured on: a store of persons with a face each, an untrained model, and the bare store's rate.
 
-    python -m plsc.bench.serve_gallery make|bare TASK.json RESULT.json
+python -m plsc.bench.serve_gallery make|bare TASK.json RESULT.json
 """
 
 import sys

@@ -26,8 +26,9 @@ def serve_table(rows: Sequence[Mapping[str, Any]], ratios: Sequence[Mapping[str,
         lines += [
             f"  {row['label']:<{width}}  {row['qps']:>10,.0f} {row['p50_ms']:>9,.2f} {row['p99_ms']:>9,.2f} "
             f"{row['mean_batch']:>7,.1f}"
-            for row in rows if row["clients"] == clients
-        ]  # fmt: skip
+            for row in rows
+            if row["clients"] == clients
+        ]
         lines.append(
             f"  batching: {ratio['times_unbatched']:.2f} times the unbatched rate; "
             f"{ratio['share_of_bare_at_batch']:.0%} of the store alone in the same batches, "
@@ -51,9 +52,10 @@ def draw_serving(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             waits.plot(clients, [row["p99_ms"] for row in here], color=_COLOURS[name], marker="o", linestyle=":")
     first = rows[0]
     rates.set_title(
-        f"Searches per second, {first['rows']:,} persons x {first['dim']}, {first['threads']} cores", loc="left",
+        f"Searches per second, {first['rows']:,} persons x {first['dim']}, {first['threads']} cores",
+        loc="left",
         fontsize=10,
-    )  # fmt: skip
+    )
     waits.set_title("Milliseconds to the answer: median, and (dotted) 99%", loc="left", fontsize=10)
     for axes in (rates, waits):
         _frame(axes, sorted({row["clients"] for row in rows}))
@@ -66,10 +68,18 @@ def _plot(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
     rates = [row["qps"] for row in rows]
     extremes = [[row["qps"] - row["qps_low"] for row in rows], [row["qps_high"] - row["qps"] for row in rows]]
     axes.errorbar(
-        [row["clients"] for row in rows], rates, yerr=extremes, label=LABELS[name], color=_COLOURS[name], linewidth=2,
-        marker="o" if name in _SERVED else "s", markersize=6, capsize=3, elinewidth=1,
+        [row["clients"] for row in rows],
+        rates,
+        yerr=extremes,
+        label=LABELS[name],
+        color=_COLOURS[name],
+        linewidth=2,
+        marker="o" if name in _SERVED else "s",
+        markersize=6,
+        capsize=3,
+        elinewidth=1,
         linestyle="-" if name in _SERVED else "--",
-    )  # fmt: skip
+    )
 
 
 def _frame(axes: Any, clients: Sequence[int]) -> None:

@@ -76,8 +76,15 @@ class TorchEngine:
     """
 
     def __init__(
-        self, module: nn.Module, preprocessing: Preprocessing, embedding_dim: int, contract: str,
-        device: torch.device, precision: str, *, channels_last: bool = False,
+        self,
+        module: nn.Module,
+        preprocessing: Preprocessing,
+        embedding_dim: int,
+        contract: str,
+        device: torch.device,
+        precision: str,
+        *,
+        channels_last: bool = False,
     ) -> None:
         self.preprocessing = preprocessing
         self.embedding_dim = embedding_dim
@@ -107,7 +114,10 @@ class TorchEngine:
 
 
 def open_embedder(
-    source: str | Path, *, device: torch.device | None = None, precision: str = "fp32",
+    source: str | Path,
+    *,
+    device: torch.device | None = None,
+    precision: str = "fp32",
     architecture: str | None = None,
 ) -> Embedder:
     """Open a model for embedding.

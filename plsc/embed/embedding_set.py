@@ -118,9 +118,7 @@ class EmbeddingSet:
         for shard in self.shards:
             first, last = max(start, shard.start), min(stop, shard.start + len(shard))
             if first < last:
-                taken[first - start : last - start] = shard.embeddings[
-                    first - shard.start : last - shard.start
-                ]
+                taken[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
         return taken
 
     @property

@@ -29,9 +29,17 @@ CHECKED_BATCHES = (1, 2, 5)
 TOLERANCE = 1e-4
 
 ARCFACE_TORCH_NAMES = {
-    "iresnet18": "r18", "iresnet34": "r34", "iresnet50": "r50", "iresnet100": "r100", "iresnet200": "r200",
-    "mobilefacenet": "mbf", "mobilefacenet_large": "mbf_large",
-    "vit_tiny": "vit_t", "vit_small": "vit_s", "vit_base": "vit_b", "vit_large": "vit_l_dp005_mask_005",
+    "iresnet18": "r18",
+    "iresnet34": "r34",
+    "iresnet50": "r50",
+    "iresnet100": "r100",
+    "iresnet200": "r200",
+    "mobilefacenet": "mbf",
+    "mobilefacenet_large": "mbf_large",
+    "vit_tiny": "vit_t",
+    "vit_small": "vit_s",
+    "vit_base": "vit_b",
+    "vit_large": "vit_l_dp005_mask_005",
 }
 ARCFACE_TORCH_SIZE = 112
 
@@ -55,7 +63,7 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
     with written_aside(Path(path)) as aside:
-        aside.touch()       # a place that cannot be written is told before the work
+        aside.touch()  # a place that cannot be written is told before the work
         onnx.save(_onnx_model(model, engine), str(aside))
         check = _checked(engine, expected, OnnxEngine(aside, CPU), Path(path), tolerance)
     return _result("onnx", Path(path), engine, check)
@@ -107,8 +115,12 @@ def _onnx_model(model: Backbone, engine: Engine) -> Any:
     with _quiet():
         try:
             program = torch.onnx.export(
-                _program(model), input_names=["data"], output_names=["embedding"], external_data=False,
-                dynamo=True, verbose=False,
+                _program(model),
+                input_names=["data"],
+                output_names=["embedding"],
+                external_data=False,
+                dynamo=True,
+                verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
             raise UsageError(f"{model.name} has no ONNX form: {str(error).partition(chr(10))[0]}") from None
@@ -131,8 +143,12 @@ def _program(model: Backbone) -> torch.export.ExportedProgram:
 def _contract(engine: Engine) -> dict[str, Any]:
     preprocessing = engine.preprocessing
     return {
-        "image_size": preprocessing.image_size, "mean": preprocessing.mean, "std": preprocessing.std,
-        "channels": "RGB", "embedding_dim": engine.embedding_dim, "contract_id": engine.contract_id,
+        "image_size": preprocessing.image_size,
+        "mean": preprocessing.mean,
+        "std": preprocessing.std,
+        "channels": "RGB",
+        "embedding_dim": engine.embedding_dim,
+        "contract_id": engine.contract_id,
     }
 
 
@@ -170,9 +186,13 @@ def _random_images(count: int, size: int) -> Tensor:
 
 def _result(kind: str, path: Path, engine: Engine, check: dict[str, float]) -> dict[str, Any]:
     return {
-        "format": kind, "file": str(path), "bytes": path.stat().st_size, **check,
+        "format": kind,
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        **check,
         "embedding_dim": engine.embedding_dim,
-        "image_size": engine.preprocessing.image_size, "contract_id": engine.contract_id,
+        "image_size": engine.preprocessing.image_size,
+        "contract_id": engine.contract_id,
     }
 
 

@@ -113,9 +113,7 @@ def extract(
         "shard_rows": shard_rows or default_shard_rows(len(dataset)),
         **({"alignment": dataset.alignment} if dataset.alignment else {}),
     }
-    writer = SetWriter(
-        Path(folder), settings, {"model": _place(embedder.source), "data": _place(dataset.source)}
-    )
+    writer = SetWriter(Path(folder), settings, {"model": _place(embedder.source), "data": _place(dataset.source)})
     with ExitStack() as lock:
         complete = _begin(writer, mesh, lock)
         pending = _pending(writer, mesh)
@@ -239,9 +237,7 @@ def _run(job: _Job, shards: list[int], mesh: Mesh, quiet: bool) -> _Work:
     return work
 
 
-def _shard_rows(
-    job: _Job, number: int, batches: Iterator[Embedded], work: _Work, progress: Progress
-) -> ShardRows:
+def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work, progress: Progress) -> ShardRows:
     """The rows of a shard, out of as many ``batches`` as it takes."""
     start, stop = job.writer.shard_range(number)
     settings = job.writer.settings
@@ -263,9 +259,7 @@ def _shard_rows(
     return ShardRows(start, embeddings, np.arange(start, stop, dtype=np.int64), labels, keys, errors)
 
 
-def _storable(
-    vectors: npt.NDArray[np.float32], dtype: np.dtype[Any]
-) -> tuple[npt.NDArray[Any], dict[int, str]]:
+def _storable(vectors: npt.NDArray[np.float32], dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], dict[int, str]]:
     """``vectors`` in the stored dtype, and the rows that are not finite in it."""
     with np.errstate(over="ignore"):
         stored = vectors.astype(dtype)
@@ -277,9 +271,7 @@ def _summary(folder: Path, works: list[_Work]) -> dict[str, Any]:
     finished = EmbeddingSet(folder)
     errors = [{"key": finished.keys[row], "error": text} for row, text in finished.errors.items()]
     if len(errors) == len(finished):
-        raise DataError(
-            f"none of the {len(finished)} images could be embedded; the first: {errors[0]['error']}"
-        )
+        raise DataError(f"none of the {len(finished)} images could be embedded; the first: {errors[0]['error']}")
     rows = sum(work.rows for work in works)
     seconds = max(work.seconds for work in works)
     waited = sum(work.waits.images for work in works), sum(work.waits.model for work in works)

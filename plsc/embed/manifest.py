@@ -49,9 +49,7 @@ def read_manifest(folder: Path, format_name: str, version: int) -> Manifest:
     if sealed["format"] != format_name:
         raise DataError(f"{folder} is no {format_name}: it is a {sealed['format']}")
     if sealed["version"] != version:
-        raise DataError(
-            f"{folder} is of version {sealed['version']}; this plsc reads a {format_name} of {version}"
-        )
+        raise DataError(f"{folder} is of version {sealed['version']}; this plsc reads a {format_name} of {version}")
     return sealed
 
 

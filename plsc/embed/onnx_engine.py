@@ -40,8 +40,9 @@ class OnnxEngine:
         self._path = path
         model = load_graph(path)
         self._session = open_session(path, device)
-        given, answer = _single(path, "input", self._session.get_inputs()), _single(
-            path, "output", self._session.get_outputs()
+        given, answer = (
+            _single(path, "input", self._session.get_inputs()),
+            _single(path, "output", self._session.get_outputs()),
         )
         self._input, self._output = given.name, answer.name
         self._dtype = _dtype(path, given)
@@ -124,8 +125,7 @@ def _dtype(path: Path, given: Any) -> Any:
 def _metadata(model: Any) -> dict[str, str]:
     properties = {entry.key: entry.value for entry in model.metadata_props}
     return {
-        key.removeprefix(METADATA_PREFIX): value
-        for key, value in properties.items() if key.startswith(METADATA_PREFIX)
+        key.removeprefix(METADATA_PREFIX): value for key, value in properties.items() if key.startswith(METADATA_PREFIX)
     }
 
 
@@ -214,7 +214,8 @@ def _constants(model: Any) -> dict[str, float]:
     arrays = {name: numpy_helper.to_array(tensor) for name, tensor in small.items()}
     return {
         name: float(array.mean())
-        for name, array in arrays.items() if array.size and np.issubdtype(array.dtype, np.number)
+        for name, array in arrays.items()
+        if array.size and np.issubdtype(array.dtype, np.number)
     }
 
 

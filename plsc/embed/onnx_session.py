@@ -9,9 +9,11 @@ import torch
 from plsc.errors import DataError
 
 INPUT_TYPES: dict[str, Any] = {
-    "tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64,
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
     "tensor(uint8)": np.uint8,
-}  # fmt: skip
+}
 
 
 def load_graph(path: Path) -> Any:

@@ -56,6 +56,4 @@ def _next(stream: Iterator[Any]) -> Any:
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
             raise
-        raise DataError(
-            "a decoding process was killed, perhaps for want of memory; use fewer --workers"
-        ) from None
+        raise DataError("a decoding process was killed, perhaps for want of memory; use fewer --workers") from None

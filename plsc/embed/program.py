@@ -32,9 +32,37 @@ _OPERATORS = re.compile(
     r"|torch\.sym_(max|min|int|float|not|ite)"
 )
 _FUNCTIONS = {
-    "Symbol", "Integer", "Rational", "Float", "Add", "Mul", "Pow", "Max", "Min", "Mod", "PythonMod", "FloorDiv",
-    "CleanDiv", "CeilDiv", "Eq", "Equality", "Ne", "Unequality", "Lt", "Le", "Gt", "Ge", "StrictLessThan",
-    "LessThan", "StrictGreaterThan", "GreaterThan", "And", "Or", "Not", "true", "false",
+    "Symbol",
+    "Integer",
+    "Rational",
+    "Float",
+    "Add",
+    "Mul",
+    "Pow",
+    "Max",
+    "Min",
+    "Mod",
+    "PythonMod",
+    "FloorDiv",
+    "CleanDiv",
+    "CeilDiv",
+    "Eq",
+    "Equality",
+    "Ne",
+    "Unequality",
+    "Lt",
+    "Le",
+    "Gt",
+    "Ge",
+    "StrictLessThan",
+    "LessThan",
+    "StrictGreaterThan",
+    "GreaterThan",
+    "And",
+    "Or",
+    "Not",
+    "true",
+    "false",
 }
 _MEMBERS = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|models/\w+\.json"
@@ -44,8 +72,19 @@ _PLAIN = re.compile(r"[\w.+:-]*")
 # Checked by themselves, parsed as JSON, or never turned into code.
 _INERT = ("expr_str", "in_spec", "out_spec", "metadata")
 _ARITHMETIC = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Constant, ast.Name, ast.Load, ast.keyword,
-    ast.operator, ast.unaryop, ast.boolop, ast.cmpop,
+    ast.Expression,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.BoolOp,
+    ast.Compare,
+    ast.Constant,
+    ast.Name,
+    ast.Load,
+    ast.keyword,
+    ast.operator,
+    ast.unaryop,
+    ast.boolop,
+    ast.cmpop,
 )
 
 
@@ -64,7 +103,7 @@ def save_program(program: torch.export.ExportedProgram, path: Path, contract: di
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={CONTRACT_FILE: "{}"})
     contract = {**contract, "fingerprint": _fingerprint(buffer)}
-    final = io.BytesIO()        # not the path itself: torch would name the archive's folder after it
+    final = io.BytesIO()  # not the path itself: torch would name the archive's folder after it
     torch.export.save(program, final, extra_files={CONTRACT_FILE: json.dumps(contract)})
     path.write_bytes(final.getvalue())
 
@@ -88,11 +127,12 @@ def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preproces
             module = program.module()
         contract = json.loads(extra[CONTRACT_FILE] or "{}")
         preprocessing = Preprocessing(
-            int(contract.get("image_size", 112)), float(contract.get("mean", 127.5)),
+            int(contract.get("image_size", 112)),
+            float(contract.get("mean", 127.5)),
             float(contract.get("std", 127.5)),
         )
         embedding_dim = _embedding_dim(module, preprocessing, device)
-    except Exception as error:      # a reader of arbitrary bytes: whatever it stumbles over
+    except Exception as error:  # a reader of arbitrary bytes: whatever it stumbles over
         raise DataError(f"{path} is no exported embedding model: {_first_line(error)}") from None
     return module, preprocessing, embedding_dim, _contract_id(contract, _fingerprint(content), preprocessing)
 

@@ -51,13 +51,9 @@ class SetWriter:
     :meth:`begin`, all :meth:`publish`, one :meth:`finish`.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], origin: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> None:
         if settings["dtype"] not in DTYPES:
-            raise UsageError(
-                f"no dtype {settings['dtype']!r} for embeddings; it is one of {', '.join(DTYPES)}"
-            )
+            raise UsageError(f"no dtype {settings['dtype']!r} for embeddings; it is one of {', '.join(DTYPES)}")
         self.folder, self.settings, self.origin = folder, dict(settings), dict(origin or {})
         self._belongs_to = digest(self.settings)
 
@@ -85,9 +81,7 @@ class SetWriter:
         try:
             found = read_manifest(self.folder, FORMAT, VERSION)
         except DataError:
-            raise UsageError(
-                f"{self.folder} is not empty and holds no embedding set; name another folder"
-            ) from None
+            raise UsageError(f"{self.folder} is not empty and holds no embedding set; name another folder") from None
         self._refuse_other_settings(found)
         self._clear_leftovers()
         return bool(found["complete"])
@@ -142,9 +136,7 @@ class SetWriter:
         for number in range(self.shard_count):
             folder = self.folder / shard_name(number)
             manifest = read_manifest(folder, SHARD_FORMAT, VERSION)
-            shards.append(
-                {"name": folder.name, **{k: manifest[k] for k in ("start", "rows", "errors", "files")}}
-            )
+            shards.append({"name": folder.name, **{k: manifest[k] for k in ("start", "rows", "errors", "files")}})
         self._write(
             complete=True,
             errors=sum(shard["errors"] for shard in shards),
@@ -176,9 +168,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
-        raise UsageError(
-            f"{folder} is being written by another process; wait for it, or name another folder"
-        ) from None
+        raise UsageError(f"{folder} is being written by another process; wait for it, or name another folder") from None
     finally:
         os.close(descriptor)
 
@@ -207,9 +197,7 @@ def write_embedding_set(
     labels = np.full(count, -1, dtype=np.int64) if labels is None else labels
     keys = [str(row) for row in range(count)] if keys is None else keys
     if not len(ids) == len(labels) == len(keys) == count:
-        raise UsageError(
-            f"{count} embeddings, {len(ids)} ids, {len(labels)} labels and {len(keys)} keys do not match"
-        )
+        raise UsageError(f"{count} embeddings, {len(ids)} ids, {len(labels)} labels and {len(keys)} keys do not match")
     if count and (int(labels.min()) < -1 or int(labels.max()) >= len(class_names)):
         raise UsageError(f"labels reach {int(labels.max())}, and there are {len(class_names)} class names")
     if len(np.unique(ids)) != count:
@@ -230,7 +218,5 @@ def write_embedding_set(
             start, stop = writer.shard_range(number)
             part = slice(start, stop)
             bad = {row: text for row, text in (errors or {}).items() if start <= row < stop}
-            writer.publish(
-                number, ShardRows(start, embeddings[part], ids[part], labels[part], keys[part], bad)
-            )
+            writer.publish(number, ShardRows(start, embeddings[part], ids[part], labels[part], keys[part], bad))
         return writer.finish(class_names)

@@ -74,11 +74,7 @@ def _open(source: str | Path, image_size: int | None) -> ImageDataset:
     path = Path(source)
     if path.is_file() and _is_image(path.name):
         return LooseImages(path.parent, [path.name], image_size)
-    if (
-        path.is_dir()
-        and any(_is_image(entry.name) for entry in path.iterdir())
-        and not any(path.glob("*.rec"))
-    ):
+    if path.is_dir() and any(_is_image(entry.name) for entry in path.iterdir()) and not any(path.glob("*.rec")):
         return LooseImages(path, _images_below(path), image_size)
     return open_dataset(source, image_size=image_size)
 

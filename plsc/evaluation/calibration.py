@@ -94,9 +94,7 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
             f"{', '.join(rocs)}: {roc.impostor_pairs:,} different pairs support no false-match rate up to 0.1 "
             f"({MINIMUM_IMPOSTORS} of them must match there); calibrate on more people"
         )
-    return Calibration(
-        contract_id, model, tuple(rocs), images, roc.impostor_pairs, roc.genuine_pairs, tuple(points)
-    )
+    return Calibration(contract_id, model, tuple(rocs), images, roc.impostor_pairs, roc.genuine_pairs, tuple(points))
 
 
 def _operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:

@@ -28,8 +28,15 @@ class EmbeddedImages:
 
 
 def embed_images(
-    embed: Embed, images: ImageSource, name: str, *, image_size: int, mesh: Mesh, batch_size: int,
-    flip: bool = True, quiet: bool = False,
+    embed: Embed,
+    images: ImageSource,
+    name: str,
+    *,
+    image_size: int,
+    mesh: Mesh,
+    batch_size: int,
+    flip: bool = True,
+    quiet: bool = False,
 ) -> EmbeddedImages:
     """The embedding of every image, with ``flip`` plus that of its mirror image; the same rows on every rank.
 
@@ -94,8 +101,7 @@ def _report(found: list[list[tuple[int, str]]], name: str, total: int, mesh: Mes
     unreadable = sorted(item for part in found for item in part)
     if len(unreadable) > max(10, total // 100) or len(unreadable) == total:
         raise DataError(
-            f"{name}: {len(unreadable)} of {total} images cannot be read, the first: {unreadable[0][1]}; "
-            "mend the set"
+            f"{name}: {len(unreadable)} of {total} images cannot be read, the first: {unreadable[0][1]}; mend the set"
         )
     if mesh.is_main:
         for _, message in unreadable:
@@ -105,9 +111,7 @@ def _report(found: list[list[tuple[int, str]]], name: str, total: int, mesh: Mes
     return readable
 
 
-def _check_finite(
-    rows: NDArray[np.float32], readable: NDArray[np.bool_], images: ImageSource, name: str
-) -> None:
+def _check_finite(rows: NDArray[np.float32], readable: NDArray[np.bool_], images: ImageSource, name: str) -> None:
     bad = np.flatnonzero(readable & ~np.isfinite(rows).all(axis=1))
     if bad.size:
         raise DataError(

@@ -27,8 +27,17 @@ T = TypeVar("T")
 
 
 def evaluate(
-    embed: Embed, sets: Sequence[str], *, image_size: int, mesh: Mesh, batch_size: int = 64, seed: int = 0,
-    flip: bool | None = None, curves: bool = False, quiet: bool = False, rocs: dict[str, Roc] | None = None,
+    embed: Embed,
+    sets: Sequence[str],
+    *,
+    image_size: int,
+    mesh: Mesh,
+    batch_size: int = 64,
+    seed: int = 0,
+    flip: bool | None = None,
+    curves: bool = False,
+    quiet: bool = False,
+    rocs: dict[str, Roc] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Judge ``embed`` on every set; the same answer on every rank and for every number of ranks.
 
@@ -63,7 +72,13 @@ def evaluate(
     for source, name in zip(sets, set_names(sets), strict=True):
         data = open_set(source, name, image_size)
         embedded = embed_images(
-            embed, data.images, name, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet,
+            embed,
+            data.images,
+            name,
+            image_size=image_size,
+            mesh=mesh,
+            batch_size=batch_size,
+            quiet=quiet,
             flip=data.is_same is not None if flip is None else flip,
         )
         judged: list[Roc] = []  # stays on the first rank: an exact ROC is large
@@ -87,9 +102,7 @@ def on_main(function: Callable[[], T], mesh: Mesh) -> T:
     return cast(T, answer)
 
 
-def _judge(
-    data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, judged: list[Roc]
-) -> dict[str, Any]:
+def _judge(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, judged: list[Roc]) -> dict[str, Any]:
     """The set's results; its exact ROC is appended to ``judged``."""
     counts = {"images": len(data.images), "unreadable": int(np.sum(~embedded.readable))}
     if data.is_same is not None:
@@ -109,9 +122,7 @@ def _judge_pairs(embedded: EmbeddedImages, is_same: NDArray[np.bool_]) -> tuple[
     return result, roc_from_scores(1.0 - squared_distances(rows, truth.size) / 2.0, truth)
 
 
-def _judge_identities(
-    embedded: EmbeddedImages, all_labels: NDArray[np.int64], seed: int
-) -> tuple[dict[str, Any], Roc]:
+def _judge_identities(embedded: EmbeddedImages, all_labels: NDArray[np.int64], seed: int) -> tuple[dict[str, Any], Roc]:
     rows, labels = embedded.rows[embedded.readable], all_labels[embedded.readable]
     first, second, is_same = draw_pairs(labels, seed)
     pairs = np.stack([first, second], axis=1).reshape(-1)

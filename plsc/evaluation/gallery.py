@@ -38,8 +38,11 @@ def identification(
 
 
 def open_set(
-    unit: NDArray[np.float32], identity: NDArray[np.int64], first: NDArray[np.int64],
-    unknown_share: float, seed: int,
+    unit: NDArray[np.float32],
+    identity: NDArray[np.int64],
+    first: NDArray[np.int64],
+    unknown_share: float,
+    seed: int,
 ) -> dict[str, Any]:
     """TPIR at FPIR 1e-1, 1e-2 and 1e-3; a share of the identities, drawn by ``seed``, is not in the gallery.
 

@@ -72,9 +72,7 @@ def read_faces(folder: Path, prefix: str, image_size: int) -> IjbFaces:
     if members != names:
         places = places[_matching_rows(names, members, folder / "meta" / f"{prefix}{_TEMPLATES}")]
     templates, medias = places.astype(np.int64).T
-    return IjbFaces(
-        folder, image_size, names, values[:, :10].reshape(-1, 5, 2), values[:, 10], templates, medias
-    )
+    return IjbFaces(folder, image_size, names, values[:, :10].reshape(-1, 5, 2), values[:, 10], templates, medias)
 
 
 def read_template_pairs(folder: Path, prefix: str) -> TemplatePairs:

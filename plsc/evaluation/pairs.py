@@ -36,9 +36,7 @@ def verification(embeddings: NDArray[np.floating], is_same: NDArray[np.bool_]) -
 def squared_distances(embeddings: NDArray[np.floating], pairs: int) -> NDArray[np.float64]:
     """Squared L2 distances (N,) between the normalised rows 2i and 2i+1 of ``embeddings`` (2N, D)."""
     if embeddings.ndim != 2 or len(embeddings) != 2 * pairs:
-        raise DataError(
-            f"embeddings of shape {tuple(embeddings.shape)} do not fit {pairs} pairs: each needs two rows"
-        )
+        raise DataError(f"embeddings of shape {tuple(embeddings.shape)} do not fit {pairs} pairs: each needs two rows")
     check_finite(embeddings)
     distances = np.empty(pairs)
     for start in range(0, pairs, _ROWS):
@@ -68,8 +66,7 @@ def check_finite(embeddings: NDArray[np.floating], name: str = "embeddings") -> 
         bad = np.flatnonzero(~np.isfinite(embeddings[start : start + _ROWS]).all(axis=1))
         if bad.size:
             raise DataError(
-                f"{name}: row {start + int(bad[0])} is not finite; the model has diverged, "
-                "or its precision overflows"
+                f"{name}: row {start + int(bad[0])} is not finite; the model has diverged, or its precision overflows"
             )
 
 
@@ -112,10 +109,7 @@ def _accepted_by_fold(
     # A pair is accepted (distance < threshold) from the first threshold that exceeds its distance.
     first = np.searchsorted(thresholds, distances, side="right")
     bins = len(thresholds) + 1
-    counts = [
-        np.bincount(first[start:end][chosen[start:end]], minlength=bins)[:-1]
-        for start, end in pairwise(bounds)
-    ]
+    counts = [np.bincount(first[start:end][chosen[start:end]], minlength=bins)[:-1] for start, end in pairwise(bounds)]
     return np.cumsum(np.stack(counts), axis=1)
 
 
@@ -132,9 +126,7 @@ def _fold_accuracies(
     return correct[np.arange(FOLDS), best] / sizes, ACCURACY_THRESHOLDS[best]
 
 
-def _fold_tar(
-    distances: NDArray[np.float64], is_same: NDArray[np.bool_], far: float
-) -> dict[str, float] | None:
+def _fold_tar(distances: NDArray[np.float64], is_same: NDArray[np.bool_], far: float) -> dict[str, float] | None:
     """insightface's ``val``: each fold is judged at the distance that gives ``far`` on the nine others.
 
     The distance is interpolated between the last threshold below ``far`` and the first that reaches it. None

@@ -26,8 +26,13 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
     for place, (name, result) in enumerate(drawn.items()):
         curve = result["roc"]
         axes[0].plot(
-            curve["far"], curve["tar"], color=COLOURS[place % len(COLOURS)], linewidth=2, clip_on=False,
-            linestyle=("-", "--", ":")[place // len(COLOURS) % 3], label=f"{name}   AUC {result['auc']:.4f}",
+            curve["far"],
+            curve["tar"],
+            color=COLOURS[place % len(COLOURS)],
+            linewidth=2,
+            clip_on=False,
+            linestyle=("-", "--", ":")[place // len(COLOURS) % 3],
+            label=f"{name}   AUC {result['auc']:.4f}",
         )
     axes[0].set_xscale("log")
     axes[0].set_xlim(min(result["roc"]["far"][0] for result in drawn.values()), 1.0)
@@ -39,9 +44,7 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
     _save(figure, target, form)
 
 
-def score_figure(
-    results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg"
-) -> None:
+def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg") -> None:
     """Draw each set's histogram of cosines, same pairs against different ones, on a common axis.
 
     ``target``, ``form``: as for :func:`roc_figure`.

@@ -41,9 +41,7 @@ def roc_from_scores(scores: NDArray[np.floating], is_same: NDArray[np.bool_]) ->
     return Roc(ordered[last_of_tie].astype(np.float64), genuine, last_of_tie + 1 - genuine)
 
 
-def roc_from_counts(
-    scores: NDArray[np.float64], same: NDArray[np.int64], different: NDArray[np.int64]
-) -> Roc:
+def roc_from_counts(scores: NDArray[np.float64], same: NDArray[np.int64], different: NDArray[np.int64]) -> Roc:
     """The ROC of a histogram: ``same[k]`` and ``different[k]`` pairs have ``scores[k]`` (K,), ascending."""
     filled = np.flatnonzero((same > 0) | (different > 0))[::-1]
     return Roc(scores[filled], np.cumsum(same[filled]), np.cumsum(different[filled]))

@@ -67,9 +67,7 @@ def open_set(source: str, name: str, image_size: int) -> EvaluationSet:
         pairs = read_pairs(Path(source))
         is_same = np.asarray(pairs.is_same, dtype=bool)
         if len(pairs.images) != 2 * is_same.size or not is_same.size:
-            raise DataError(
-                f"{source} holds {len(pairs.images)} images for {is_same.size} pairs; each pair needs two"
-            )
+            raise DataError(f"{source} holds {len(pairs.images)} images for {is_same.size} pairs; each pair needs two")
         return EvaluationSet(name, PairImages(source, pairs.images, image_size), is_same=is_same)
     dataset = open_dataset(source, image_size=image_size)
     if not len(dataset):

@@ -26,7 +26,13 @@ _PAIRS_AT_A_TIME = 4096  # two chunks of 512 float32 fit a processor's cache
 
 
 def ijb(
-    embed: Embed, folder: Path, *, image_size: int, mesh: Mesh, batch_size: int = 64, curves: bool = False,
+    embed: Embed,
+    folder: Path,
+    *,
+    image_size: int,
+    mesh: Mesh,
+    batch_size: int = 64,
+    curves: bool = False,
     quiet: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Judge ``embed`` by the 1:1 protocol of the IJB-B or IJB-C ``folder``; see :func:`evaluate`'s arguments.
@@ -44,15 +50,15 @@ def ijb(
     faces = read_faces(folder, prefix, image_size)
     comparisons: list[TemplatePairs] = []  # read on the first rank before the long work: faults show early
     on_main(lambda: comparisons.append(_checked_pairs(faces, prefix)), mesh)
-    embedded = embed_images(
-        embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet
-    )
+    embedded = embed_images(embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet)
     return {prefix: on_main(lambda: _judge(faces, embedded, comparisons[0], curves), mesh)}
 
 
 def pool_templates(
-    rows: NDArray[np.float32], scores: NDArray[np.float64],
-    templates: NDArray[np.int64], medias: NDArray[np.int64],
+    rows: NDArray[np.float32],
+    scores: NDArray[np.float64],
+    templates: NDArray[np.int64],
+    medias: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Template ids (T,), ascending, and their unit vectors (T, D), from embeddings ``rows`` (N, D) of faces.
 
@@ -98,9 +104,7 @@ def _checked_pairs(faces: IjbFaces, prefix: str) -> TemplatePairs:
 
 def _judge(faces: IjbFaces, embedded: EmbeddedImages, pairs: TemplatePairs, curves: bool) -> dict[str, Any]:
     kept = embedded.readable
-    names, vectors = pool_templates(
-        embedded.rows[kept], faces.scores[kept], faces.templates[kept], faces.medias[kept]
-    )
+    names, vectors = pool_templates(embedded.rows[kept], faces.scores[kept], faces.templates[kept], faces.medias[kept])
     # An unreadable face may be its template's only one: the pairs of that template are left out.
     whole = np.isin(pairs.first, names) & np.isin(pairs.second, names)
     first, second = (np.searchsorted(names, side[whole]) for side in (pairs.first, pairs.second))

@@ -1,11 +1,11 @@
 """The base of a collection: most of its faces as files made for scanning, never changed once published.
 
-    STORE/collections/<collection's number>/base-<n>/
-      manifest.json    sealed: the collection, n, rows, dim, covered, and {file: {"bytes", "sha256"}}; SQLite holds the
-                       seal, so that no other base can stand in this one's place
-      vectors.npy      (N, dim) float32 of length 1, by face id
-      faces.npy        (N,) int64, ascending
-      persons.npy      (N,) int64: whose face it is
+STORE/collections/<collection's number>/base-<n>/
+  manifest.json    sealed: the collection, n, rows, dim, covered, and {file: {"bytes", "sha256"}}; SQLite holds the
+                   seal, so that no other base can stand in this one's place
+  vectors.npy      (N, dim) float32 of length 1, by face id
+  faces.npy        (N,) int64, ascending
+  persons.npy      (N,) int64: whose face it is
 """
 
 import shutil
@@ -74,9 +74,15 @@ def write_base(folder: Path, about: Manifest, count: int, parts: Iterator[Faces]
 def describe(collection: StoredCollection, base: int, covered: int, rows: int) -> Manifest:
     """A manifest of a base, without its files."""
     return {
-        "format": FORMAT, "version": VERSION, "collection": collection.number, "base": base, "rows": rows,
-        "dim": collection.about.dim, "contract_id": collection.about.contract_id, "covered": covered,
-    }  # fmt: skip
+        "format": FORMAT,
+        "version": VERSION,
+        "collection": collection.number,
+        "base": base,
+        "rows": rows,
+        "dim": collection.about.dim,
+        "contract_id": collection.about.contract_id,
+        "covered": covered,
+    }
 
 
 def open_base(folder: Path, collection: StoredCollection, precision: str, *, verify: bool = True) -> Base:

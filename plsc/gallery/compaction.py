@@ -148,4 +148,3 @@ class Maintenance:
                 self._failed(error)
                 self._closing.wait(_PAUSE_SECONDS)
                 self._due.set()
-

@@ -1,9 +1,9 @@
 """A copy of a gallery in plain files: what stores that live in a database write as their snapshot.
 
-    COPY/
-      manifest.json              sealed: every collection with its figures, and {file: {"bytes", "sha256"}}
-      00000.persons.jsonl        a line {"id", "name", "metadata", "created", "faces": [ids]} for each person, by id
-      00000.vectors.npy          (faces, dim) float32 of length 1, in the order of the persons' faces
+COPY/
+  manifest.json              sealed: every collection with its figures, and {file: {"bytes", "sha256"}}
+  00000.persons.jsonl        a line {"id", "name", "metadata", "created", "faces": [ids]} for each person, by id
+  00000.vectors.npy          (faces, dim) float32 of length 1, in the order of the persons' faces
 """
 
 import json

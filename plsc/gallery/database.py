@@ -164,8 +164,15 @@ def _meaning(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error):
         return _corrupt(path, error)
-    if code in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN,
-                sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_PERM):  # fmt: skip
+    if code in (
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_PERM,
+    ):
         return StorageError(f"{path}: {error}; nothing was changed: make room on the disk, or check its permissions")
     if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
         return UsageError(f"the store {path.parent} is closed")
@@ -187,8 +194,9 @@ def _connected(path: Path) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    application, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in (
-        "application_id", "user_version"))  # fmt: skip
+    application, version = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
+    )
     tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if not application and not version and not tables:
         connection.execute("PRAGMA journal_mode = WAL")

@@ -14,8 +14,11 @@ _LARGEST = 64  # conditions in a filter, and entries of a metadata object
 _LONGEST = 1024  # characters of a key or a value
 _MANY = 10_000  # values after "in"
 _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
-    "gt": operators.gt, "gte": operators.ge, "lt": operators.lt, "lte": operators.le,
-}  # fmt: skip
+    "gt": operators.gt,
+    "gte": operators.ge,
+    "lt": operators.lt,
+    "lte": operators.le,
+}
 
 
 @dataclass(frozen=True)

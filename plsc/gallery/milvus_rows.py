@@ -98,9 +98,14 @@ class MilvusRows:
         with self._told():
             self._load(name)
             pages = self._client.query_iterator(
-                name, filter=filter, output_fields=list(fields), limit=limit or -1,
-                batch_size=min(limit or MOST, 1000 if "vector" in fields else MOST), timeout=self.timeout, **_STRONG,
-            )  # fmt: skip
+                name,
+                filter=filter,
+                output_fields=list(fields),
+                limit=limit or -1,
+                batch_size=min(limit or MOST, 1000 if "vector" in fields else MOST),
+                timeout=self.timeout,
+                **_STRONG,
+            )
             try:
                 while page := pages.next():
                     yield from page
@@ -149,9 +154,16 @@ class MilvusRows:
             self._load(name)
             for start in range(0, len(queries), _QUERIES):
                 answers = self._client.search(
-                    name, data=list(queries[start : start + _QUERIES]), anns_field="vector", limit=count, filter=filter,
-                    output_fields=["person"], search_params={"metric_type": "IP"}, timeout=self.timeout, **_STRONG,
-                )  # fmt: skip
+                    name,
+                    data=list(queries[start : start + _QUERIES]),
+                    anns_field="vector",
+                    limit=count,
+                    filter=filter,
+                    output_fields=["person"],
+                    search_params={"metric_type": "IP"},
+                    timeout=self.timeout,
+                    **_STRONG,
+                )
                 found += [[(hit["entity"]["person"], hit["id"], hit["distance"]) for hit in hits] for hits in answers]
         return found
 

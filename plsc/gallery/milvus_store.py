@@ -73,7 +73,9 @@ def open_milvus(uri: str, *, token: str = "", timeout: float = 30.0) -> "MilvusS
         raise UsageError("a store in Milvus needs pymilvus: pip install 'plsc-torch[milvus]'") from None
     parts = urlsplit(uri)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{ascii(uri)[:200]} is no address of a Milvus server; it looks like http://HOST:19530/DATABASE")
+        raise UsageError(
+            f"{ascii(uri)[:200]} is no address of a Milvus server; it looks like http://HOST:19530/DATABASE"
+        )
     token = token or (f"{parts.username}:{parts.password}" if parts.username else "")
     address = f"{parts.scheme}://{parts.hostname}:{parts.port or 19530}"
     return MilvusStore(MilvusRows(address, token, parts.path.strip("/"), timeout))
@@ -201,7 +203,12 @@ class MilvusStore:
         return reading.vectors_of(self._rows, state, [person])[person]
 
     def search(
-        self, collection: str, queries: npt.ArrayLike, *, k: int = 10, threshold: float = -1.0,
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        *,
+        k: int = 10,
+        threshold: float = -1.0,
         where: Filter | None = None,
     ) -> list[list[Match]]:
         """For each of ``queries`` (Q, dim): the ``k`` most alike persons with a score >= ``threshold``."""
@@ -336,4 +343,3 @@ class MilvusStore:
             self._rewrite(after, replace(known, name=name, metadata=metadata, created=created))
         self._save(after)
         return after
-

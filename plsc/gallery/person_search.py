@@ -31,9 +31,7 @@ def nearest_persons(view: View, queries: Float32, k: int, threshold: float, allo
     return answers
 
 
-def _best_faces(
-    scores: list[float], faces: list[int], persons: list[int], k: int, threshold: float
-) -> list[Match]:
+def _best_faces(scores: list[float], faces: list[int], persons: list[int], k: int, threshold: float) -> list[Match]:
     """The first ``k`` persons with scores >= ``threshold`` among faces that are sorted best first."""
     best: dict[int, Match] = {}
     for score, face, person in zip(scores, faces, persons, strict=True):

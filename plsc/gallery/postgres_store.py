@@ -181,7 +181,12 @@ class PostgresStore:
             return rows.vectors_of(connection, key, [person], about.dim)[person]
 
     def search(
-        self, collection: str, queries: npt.ArrayLike, *, k: int = 10, threshold: float = -1.0,
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        *,
+        k: int = 10,
+        threshold: float = -1.0,
         where: Filter | None = None,
     ) -> list[list[Match]]:
         """For each of ``queries`` (Q, dim): the ``k`` most alike persons with a score >= ``threshold``."""

@@ -116,14 +116,16 @@ def insert_persons(
         "INSERT INTO persons (id, collection, name, metadata, created, checksum) VALUES (?, ?, ?, ?, ?, ?)",
         (_person_row(number, one) for one in made),
     )
-    db.executemany("INSERT INTO attributes VALUES (?, ?, ?, ?, ?)", (
-        row for one in made for row in _attributes(number, one.id, one.metadata)
-    ))  # fmt: skip
+    db.executemany(
+        "INSERT INTO attributes VALUES (?, ?, ?, ?, ?)",
+        (row for one in made for row in _attributes(number, one.id, one.metadata)),
+    )
     owners = np.repeat([one.id for one in made], [len(one.faces) for one in made]).astype(np.int64)
     faces = Faces(
         np.fromiter(chain.from_iterable(one.faces for one in made), np.int64),
-        owners, np.concatenate([one.vectors for one in persons]),
-    )  # fmt: skip
+        owners,
+        np.concatenate([one.vectors for one in persons]),
+    )
     _insert_faces(db, number, faces)
     _count(db, number, len(made), len(faces.ids))
     return made, faces
@@ -301,8 +303,9 @@ def forgotten(db: sqlite3.Connection, number: int) -> list[int]:
 
 def orphaned(db: sqlite3.Connection) -> list[int]:
     """Numbers of collections that are no more and whose vectors may still lie in SQLite's file."""
-    rows = db.execute("SELECT DISTINCT collection FROM forgotten WHERE collection NOT IN "
-                      "(SELECT number FROM collections)")  # fmt: skip
+    rows = db.execute(
+        "SELECT DISTINCT collection FROM forgotten WHERE collection NOT IN (SELECT number FROM collections)"
+    )
     return [row[0] for row in rows]
 
 
@@ -344,13 +347,15 @@ def erase(db: sqlite3.Connection, faces: Sequence[int]) -> None:
 
 def _insert_faces(db: sqlite3.Connection, number: int, faces: Faces) -> None:
     ids, persons = faces.ids.tolist(), faces.persons.tolist()
-    db.executemany("INSERT INTO faces (id, collection, person, checksum) VALUES (?, ?, ?, ?)", (
-        (id, number, person, _face_checksum(id, number, person)) for id, person in zip(ids, persons, strict=True)
-    ))  # fmt: skip
+    db.executemany(
+        "INSERT INTO faces (id, collection, person, checksum) VALUES (?, ?, ?, ?)",
+        ((id, number, person, _face_checksum(id, number, person)) for id, person in zip(ids, persons, strict=True)),
+    )
     blobs = (vector.astype("<f4", copy=False).tobytes() for vector in faces.vectors)
-    db.executemany("INSERT INTO vectors (face, checksum, vector) VALUES (?, ?, ?)", (
-        (id, vector_checksum(id, blob), blob) for id, blob in zip(ids, blobs, strict=True)
-    ))  # fmt: skip
+    db.executemany(
+        "INSERT INTO vectors (face, checksum, vector) VALUES (?, ?, ?)",
+        ((id, vector_checksum(id, blob), blob) for id, blob in zip(ids, blobs, strict=True)),
+    )
 
 
 def _forget(db: sqlite3.Connection, number: int, faces: Sequence[int]) -> None:

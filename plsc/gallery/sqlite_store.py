@@ -1,11 +1,11 @@
 """The gallery in one folder: SQLite holds the truth, scanned files the speed, and one process the folder.
 
-    STORE/
-      reserve           room on the disk for opening and deleting where it is full
-      lock              held by the process that owns the store; its id inside
-      gallery.sqlite    everything (plsc.gallery.database), with its write-ahead log beside it
-      collections/      a base per collection (plsc.gallery.base): derived from SQLite, made anew where it is damaged
-      snapshots/        copies that the service was asked for (plsc.gallery.snapshot)
+STORE/
+  reserve           room on the disk for opening and deleting where it is full
+  lock              held by the process that owns the store; its id inside
+  gallery.sqlite    everything (plsc.gallery.database), with its write-ahead log beside it
+  collections/      a base per collection (plsc.gallery.base): derived from SQLite, made anew where it is damaged
+  snapshots/        copies that the service was asked for (plsc.gallery.snapshot)
 """
 
 import sqlite3
@@ -63,9 +63,7 @@ class SqliteStore:
     folder that holds something else, :class:`IntegrityError` where SQLite's file is damaged.
     """
 
-    def __init__(
-        self, folder: str | Path, *, precision: str = "bf16", latency_ms: float | None = None
-    ) -> None:
+    def __init__(self, folder: str | Path, *, precision: str = "bf16", latency_ms: float | None = None) -> None:
         self.folder = Path(folder)
         self._planning = Planning(latency_ms, self._show_quick)
         self._lock, self._reserve, self._database = open_files(self.folder)
@@ -182,9 +180,10 @@ class SqliteStore:
             with searched.names.changing(person), self._database.writing() as db:
                 former = self._person(db, searched, person)
                 changed = replace(
-                    former, name=former.name if name is None else name,
+                    former,
+                    name=former.name if name is None else name,
                     metadata=former.metadata if replaced is None else replaced,
-                )  # fmt: skip
+                )
                 records.update_person(db, searched.number, former, changed)
             searched.show_changed()
         return changed
@@ -239,7 +238,12 @@ class SqliteStore:
     # --- search ---
 
     def search(
-        self, collection: str, queries: npt.ArrayLike, *, k: int = 10, threshold: float = -1.0,
+        self,
+        collection: str,
+        queries: npt.ArrayLike,
+        *,
+        k: int = 10,
+        threshold: float = -1.0,
         where: Filter | None = None,
     ) -> list[list[Match]]:
         """The ``k`` most alike persons for each of ``queries`` (Q, dim), by the best face each."""

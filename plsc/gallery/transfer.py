@@ -40,8 +40,13 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
     target, about = Path(folder), store.collection(collection)
     if target.exists():
         raise ConflictError(f"{target} exists already; name a new folder")
-    settings = {"contract_id": about.contract_id, "dim": about.dim, "dtype": "float32", "rows": about.faces,
-                "shard_rows": _SHARD_ROWS}  # fmt: skip
+    settings = {
+        "contract_id": about.contract_id,
+        "dim": about.dim,
+        "dtype": "float32",
+        "rows": about.faces,
+        "shard_rows": _SHARD_ROWS,
+    }
     writer = SetWriter(target, settings)
     try:
         with storage_errors(target):

@@ -106,8 +106,10 @@ def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int
             raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=dim)}")
         if low < 0 or high >= num_classes:
             wrong = low if low < 0 else high
-            raise LabelError(f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes; "
-                             "mend the labels, or make the head with as many classes as they need")
+            raise LabelError(
+                f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes; "
+                "mend the labels, or make the head with as many classes as they need"
+            )
     sizes = [size for size, *_ in everyone]
     if sum(sizes) == 0:
         raise UsageError("no rank has a sample; skip the step, or give at least one")

@@ -111,9 +111,7 @@ class HostTable:
         self, stage: Stage, classes: Tensor | None = None, update: Mapping[str, Column] | None = None
     ) -> "FetchedRows":
         weight, norms = stage.columns[self.weight], stage.columns[self.inverse_norm]
-        return FetchedRows(
-            weight, norms, self.centers, stage=stage, classes=classes, host=self, update=update
-        )
+        return FetchedRows(weight, norms, self.centers, stage=stage, classes=classes, host=self, update=update)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,7 @@ def visited(pending: list[Pending]) -> tuple[Tensor | None, Tensor | None]:
 def _states(pending: list[Pending]) -> dict[str, Tensor]:
     """The margin's statistics as each sample (B,) met them: they move from one micro-batch to the next."""
     return {
-        name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending])
-        for name in pending[0].batch.state
+        name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending]) for name in pending[0].batch.state
     }
 
 

@@ -34,9 +34,7 @@ class RowShard(Tensor):
     _saving: bool
 
     @staticmethod
-    def __new__(
-        cls, local: Tensor, first: int, total: int, release: Callable[[], None] | None = None
-    ) -> "RowShard":
+    def __new__(cls, local: Tensor, first: int, total: int, release: Callable[[], None] | None = None) -> "RowShard":
         """Wrap ``local`` (n, …) without copying it."""
         shape = (total, *local.shape[1:])
         shard: RowShard = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)

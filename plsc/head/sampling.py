@@ -36,9 +36,7 @@ def _draw(num_classes: int, excluded: Tensor, count: int, generator: torch.Gener
     """``count`` distinct classes outside ``excluded`` (sorted), each set equally likely."""
     drawn = excluded.new_empty(0)
     while drawn.numel() < count:
-        more = torch.randint(
-            num_classes, (count + count // 4 + 16,), generator=generator, device=excluded.device
-        )
+        more = torch.randint(num_classes, (count + count // 4 + 16,), generator=generator, device=excluded.device)
         drawn = torch.cat([drawn, more[~_contains(excluded, more)]]).unique()
     keep = torch.randperm(drawn.numel(), generator=generator, device=drawn.device)[:count]
     return drawn[keep]

@@ -107,9 +107,7 @@ class ShardedHead(nn.Module):
         # .data counts writes by itself: those by way of the parameter are from outside
         weight = self.host.weight.values.data if self.host is not None else self._resident_table(weight_dtype)
         self.weight = nn.Parameter(weight, requires_grad=update == "autograd")
-        self.margin_state = {
-            name: value.to(self.mesh.device) for name, value in self.margin.initial_state().items()
-        }
+        self.margin_state = {name: value.to(self.mesh.device) for name, value in self.margin.initial_state().items()}
         self.forwards = 0  # training batches seen; keys sampling and random margins
         self.pending: list[Pending] = []
         self._inverse_norm = torch.empty(0)
@@ -160,9 +158,7 @@ class ShardedHead(nn.Module):
             UsageError: shapes or dtypes do not fit (likewise on every rank).
         """
         weight = self.table if self.update == "autograd" else None
-        loss: Tensor = HeadLoss.apply(
-            embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled()
-        )
+        loss: Tensor = HeadLoss.apply(embeddings, self._anchor, weight, labels, self, torch.is_grad_enabled())
         return loss
 
     @torch.no_grad()
@@ -271,9 +267,7 @@ class ShardedHead(nn.Module):
 
     # Forward, in the order in which it happens.
 
-    def compute(
-        self, embeddings: Tensor, labels: Tensor, differentiate: bool
-    ) -> tuple[Tensor, Tensor | None, Pending]:
+    def compute(self, embeddings: Tensor, labels: Tensor, differentiate: bool) -> tuple[Tensor, Tensor | None, Pending]:
         """The loss, this rank's embedding gradient (b, D) if ``differentiate``, and what the update needs."""
         gathered = gather_batch(
             embeddings,
@@ -354,9 +348,7 @@ class ShardedHead(nn.Module):
             *[None if values is None else gathered.ours(values) for values in optional],
         )
 
-    def _normalise(
-        self, partial: Partial, target: TargetLogit
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _normalise(self, partial: Partial, target: TargetLogit) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Bring the shards' sums together: losses, log Z and the target's p, all (b,), and this shard's pull / Z."""
         logit = target.phi * self.margin.s
         here = partial.maximum.double()

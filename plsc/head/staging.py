@@ -204,9 +204,7 @@ class _Lane:
         else:
             copies.copy_(column.values[rows], non_blocking=True)
 
-    def _pieces(
-        self, rows: slice | Tensor, copies: Tensor
-    ) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
+    def _pieces(self, rows: slice | Tensor, copies: Tensor) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
         """Some rows' numbers, their part of ``copies``, and a host tensor like that part, in turn."""
         if copies.numel() == 0:
             return

@@ -69,12 +69,29 @@ def update_rows(
     block = max(_ELEMENTS // width, 1)
     with torch.cuda.device_of(weight):
         sgd_rows[(-(-n // block),)](
-            unit_gradient.contiguous(), weight, inverse_norm,
-            None if state is None else state.values, None if state is None else state.scale,
-            listed, first, numbers.contiguous(), first_number, n, as_int32(key),
-            lr, momentum, weight_decay, factor, SMALLEST_NORM, dim,
-            BLOCK_N=block, BLOCK_D=width, NESTEROV=nesterov, STOCHASTIC=rounding == "stochastic",
-            num_warps=4, enable_fp_fusion=True,
-        )  # fmt: skip
+            unit_gradient.contiguous(),
+            weight,
+            inverse_norm,
+            None if state is None else state.values,
+            None if state is None else state.scale,
+            listed,
+            first,
+            numbers.contiguous(),
+            first_number,
+            n,
+            as_int32(key),
+            lr,
+            momentum,
+            weight_decay,
+            factor,
+            SMALLEST_NORM,
+            dim,
+            BLOCK_N=block,
+            BLOCK_D=width,
+            NESTEROV=nesterov,
+            STOCHASTIC=rounding == "stochastic",
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
     changed = [tensor for tensor in (weight, None if state is None else state.values) if tensor is not None]
     torch.autograd.graph.increment_version(changed)

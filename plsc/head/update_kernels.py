@@ -69,10 +69,28 @@ def _store(table, place, values, bits, inside, STOCHASTIC: tl.constexpr):
 
 @triton.jit(do_not_specialize=_CHANGING)
 def sgd_rows(
-    gradient, weight, inverse_norm, buffer, buffer_scale, index, first, numbers, first_number, n, key,
-    lr, momentum, weight_decay, factor, smallest_norm, dim: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, NESTEROV: tl.constexpr, STOCHASTIC: tl.constexpr,
-):  # fmt: skip
+    gradient,
+    weight,
+    inverse_norm,
+    buffer,
+    buffer_scale,
+    index,
+    first,
+    numbers,
+    first_number,
+    n,
+    key,
+    lr,
+    momentum,
+    weight_decay,
+    factor,
+    smallest_norm,
+    dim: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
     """Rows ``index`` (None: ``first`` and those after it) take the gradient (n, dim) by their unit rows.
 
     ``buffer`` is momentum's table or None, ``buffer_scale`` its int8 rows' scales or None; ``numbers`` plus

@@ -77,9 +77,7 @@ def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: T
     return effort, recall
 
 
-def smallest_effort(
-    measure: Callable[[int], Recall], least: int, most: int, target: Target
-) -> tuple[int, Recall]:
+def smallest_effort(measure: Callable[[int], Recall], least: int, most: int, target: Target) -> tuple[int, Recall]:
     """Smallest effort in [least, most], within a sixteenth, that meets ``target``; ``most`` if none does.
 
     Takes recall to grow with the effort.

@@ -26,7 +26,12 @@ class ApproximateSearch:
     """
 
     def __init__(
-        self, structure: Any, kind: approximate.Kind, vectors: Float32, held_out: Int64, exact: Exact,
+        self,
+        structure: Any,
+        kind: approximate.Kind,
+        vectors: Float32,
+        held_out: Int64,
+        exact: Exact,
         recall: Recall,
     ) -> None:
         """structure: its id i is the i-th row of ``vectors`` that is not held out, its effort is set."""

@@ -74,10 +74,15 @@ def build(
             aside,
             rows,
             Wish(
-                _resolved(kind, len(rows), latency_ms), kind == "auto", Target(recall, recall_at), latency_ms, seed,
-                quiet, None if memory is None else Within(memory, len(rows), rows.sets[0].dim, aside),
+                _resolved(kind, len(rows), latency_ms),
+                kind == "auto",
+                Target(recall, recall_at),
+                latency_ms,
+                seed,
+                quiet,
+                None if memory is None else Within(memory, len(rows), rows.sets[0].dim, aside),
             ),
-        )  # fmt: skip
+        )
         manifest["build_seconds"] = round(time.monotonic() - began, 3)
         write_manifest(aside, manifest)
         publish_folder(aside, folder.resolve())
@@ -107,9 +112,7 @@ def _resolved(kind: str, rows: int, latency_ms: float | None) -> approximate.Kin
         return "exact"
     chosen: approximate.Kind = "hnsw" if kind == "hnsw" else "pq" if kind == "pq" else "ivf"
     if rows < approximate.LEAST_ROWS[chosen]:
-        raise UsageError(
-            f"{chosen} needs {approximate.LEAST_ROWS[chosen]} rows and there are {rows}; use --kind exact"
-        )
+        raise UsageError(f"{chosen} needs {approximate.LEAST_ROWS[chosen]} rows and there are {rows}; use --kind exact")
     return chosen
 
 

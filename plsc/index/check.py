@@ -71,6 +71,5 @@ def _check_columns(index: Index) -> None:
         )
     if index.structure is not None and index.structure.ntotal != len(index.base):
         raise IntegrityError(
-            f"{index.folder}: index.faiss holds {index.structure.ntotal} rows and not {len(index.base)}; "
-            "build it again"
+            f"{index.folder}: index.faiss holds {index.structure.ntotal} rows and not {len(index.base)}; build it again"
         )

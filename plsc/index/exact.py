@@ -39,9 +39,7 @@ def nearest(queries: Float32, base: Float32, k: int) -> tuple[Float32, Int64]:
     if not k or not len(queries):
         return np.empty((len(queries), k), dtype=np.float32), np.empty((len(queries), k), dtype=np.int64)
     faiss = load_faiss()
-    scores, rows = faiss.knn(
-        np.ascontiguousarray(queries), np.asarray(base), k, metric=faiss.METRIC_INNER_PRODUCT
-    )
+    scores, rows = faiss.knn(np.ascontiguousarray(queries), np.asarray(base), k, metric=faiss.METRIC_INNER_PRODUCT)
     return scores, rows
 
 

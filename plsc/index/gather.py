@@ -46,9 +46,7 @@ class Gathered:
             for start, stop in _chunks(source):
                 last = int(np.searchsorted(self.source_rows, begin + stop))
                 if last > row:
-                    vectors = source.rows(start, stop)[self.source_rows[row:last] - begin - start].astype(
-                        np.float64
-                    )
+                    vectors = source.rows(start, stop)[self.source_rows[row:last] - begin - start].astype(np.float64)
                     yield row, (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
                 row = last
             begin += len(source)
@@ -121,9 +119,7 @@ def _unique_ids(sets: Sequence[EmbeddingSet]) -> tuple[Int64, list[int]]:
         if len(ids) and any(np.isin(ids, part).any() for part in parts):
             offset = max(int(part.max()) for part in parts if len(part)) + 1 - int(ids.min())
             if int(ids.max()) + offset > np.iinfo(np.int64).max:
-                raise DataError(
-                    f"the ids of {source.folder} cannot be moved behind the others' within 64 bits"
-                )
+                raise DataError(f"the ids of {source.folder} cannot be moved behind the others' within 64 bits")
         parts.append(ids + offset)
         offsets.append(offset)
     return np.concatenate(parts), offsets

@@ -112,9 +112,16 @@ class Index:
         from plsc.index.build import build
 
         build(
-            sets, Path(folder), kind=kind, recall=recall, recall_at=recall_at, latency_ms=latency_ms, memory=memory,
-            seed=seed, quiet=quiet,
-        )  # fmt: skip
+            sets,
+            Path(folder),
+            kind=kind,
+            recall=recall,
+            recall_at=recall_at,
+            latency_ms=latency_ms,
+            memory=memory,
+            seed=seed,
+            quiet=quiet,
+        )
         return cls(folder, verify=False)
 
     def __len__(self) -> int:
@@ -141,9 +148,7 @@ class Index:
             raise UsageError(f"k is {k}; at least one neighbour must be asked for")
         queries = unit_vectors(vectors, self.dim)
         k = min(k, len(self))
-        scores, rows = (
-            self._exact.search(queries, k) if self.structure is None else self._approximate(queries, k)
-        )
+        scores, rows = self._exact.search(queries, k) if self.structure is None else self._approximate(queries, k)
         return Neighbours(scores, rows, self.ids[rows], self.labels[rows])
 
     def class_name(self, label: int) -> str | None:

@@ -17,8 +17,17 @@ from plsc.index.exact import DATABASE_BLOCK, Float32, Int64, nearest
 ROW_BYTES = 96  # ids, labels, places and their sorting, for each row of the sets
 FIXED_BYTES = 14 << 20  # the chunks in which rows are read, normalised, compared and written
 LEAST_BYTES = 12 << 20  # of the structure's part: below, training and adding take no reasonable steps
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30,
-          "tib": 2**40}  # fmt: skip
+_UNITS = {
+    "": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 _QUERIES = 64  # compared at once with a block of rows
 _TRAINED_AT_ONCE = 4096  # rows that faiss compares with all cells
 
@@ -88,8 +97,10 @@ class UncopiedSearch:
 
     def search(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
         """Scores and rows (Q, min(k, N)), best first."""
-        parts = [nearest(queries[start : start + _QUERIES], self._vectors, k)
-                 for start in range(0, max(1, len(queries)), _QUERIES)]  # fmt: skip
+        parts = [
+            nearest(queries[start : start + _QUERIES], self._vectors, k)
+            for start in range(0, max(1, len(queries)), _QUERIES)
+        ]
         return np.concatenate([scores for scores, _ in parts]), np.concatenate([rows for _, rows in parts])
 
 

@@ -38,8 +38,14 @@ class NativeScan:
         every = 4 * k >= count  # too many are asked for to be chosen first
         work = count * len(queries) * exact.shape[1]
         scores, rows, _ = scan(
-            replace(self._rows, base=None) if every else self._rows, queries, None if every else low,
-            (2 * error).numpy(), k, index=index, allowed=allowed, most=max(4 * k, _MOST // len(queries)),
+            replace(self._rows, base=None) if every else self._rows,
+            queries,
+            None if every else low,
+            (2 * error).numpy(),
+            k,
+            index=index,
+            allowed=allowed,
+            most=max(4 * k, _MOST // len(queries)),
             threads=1 if work < _ALONE else torch.get_num_threads(),
-        )  # fmt: skip
+        )
         return scores, rows

@@ -23,9 +23,7 @@ LISTS_FILE = "index.ivfdata"
 _READ_BYTES = 1 << 20  # of the rows that are added at once
 
 
-def built(
-    kind: approximate.Kind, base: approximate.Base, seed: int, within: Within | None, *, quiet: bool
-) -> Any:
+def built(kind: approximate.Kind, base: approximate.Base, seed: int, within: Within | None, *, quiet: bool) -> Any:
     """The faiss index of ``kind`` over ``base`` (N, D): in memory where that is allowed, else with its cells on disk.
 
     Raises :class:`UsageError` for a kind that has to be in memory and does not fit.
@@ -37,9 +35,7 @@ def built(
     return _built_in_parts(kind, base, seed, within, quiet=quiet)
 
 
-def _built_in_parts(
-    kind: approximate.Kind, base: approximate.Base, seed: int, within: Within, *, quiet: bool
-) -> Any:
+def _built_in_parts(kind: approximate.Kind, base: approximate.Base, seed: int, within: Within, *, quiet: bool) -> Any:
     from faiss.contrib.ondisk import merge_ondisk
 
     structure = approximate.trained_ivf(kind, base, seed, most=within.sample_rows)

@@ -65,8 +65,15 @@ def milliseconds(search: Search, queries: Float32, k: int = 10) -> float:
 
 
 def tuned(
-    kind: approximate.Kind, base: approximate.Base, queries: Float32, truth: Float32, target: Target, seed: int, *,
-    quiet: bool, within: Within | None = None,
+    kind: approximate.Kind,
+    base: approximate.Base,
+    queries: Float32,
+    truth: Float32,
+    target: Target,
+    seed: int,
+    *,
+    quiet: bool,
+    within: Within | None = None,
 ) -> Tuned:
     """Build ``kind`` over ``base`` (N, D) and tune it on ``queries`` (Q, D) to ``target``.
 
@@ -80,8 +87,16 @@ def tuned(
 
 
 def first_within(
-    latency_ms: float, kinds: Sequence[approximate.Kind], base: approximate.Base, queries: Float32,
-    truth: Float32, target: Target, seed: int, *, quiet: bool, within: Within | None = None,
+    latency_ms: float,
+    kinds: Sequence[approximate.Kind],
+    base: approximate.Base,
+    queries: Float32,
+    truth: Float32,
+    target: Target,
+    seed: int,
+    *,
+    quiet: bool,
+    within: Within | None = None,
 ) -> Tuned | None:
     """The first of ``kinds`` whose single query takes at most ``latency_ms``, else the fastest of them.
 
@@ -101,8 +116,15 @@ def first_within(
 
 
 def plan_search(
-    exact: Exact, vectors: Float32, labels: Int64, latency_ms: float, *, recall: float = 0.99,
-    recall_at: int = 10, seed: int = 0, quiet: bool = True,
+    exact: Exact,
+    vectors: Float32,
+    labels: Int64,
+    latency_ms: float,
+    *,
+    recall: float = 0.99,
+    recall_at: int = 10,
+    seed: int = 0,
+    quiet: bool = True,
 ) -> ApproximateSearch | None:
     """An approximate search over ``vectors`` (N, D) where ``exact`` takes longer than asked; None where it does not.
 
@@ -131,4 +153,3 @@ def plan_search(
     if best is None or best.milliseconds >= slow:
         return None
     return ApproximateSearch(best.structure, best.kind, vectors, held, exact, best.recall)
-

@@ -40,9 +40,7 @@ def open_queries(index: Index, source: str | Path, model: str | Path | None = No
     if (Path(source) / MANIFEST).is_file():
         return _from_set(index, EmbeddingSet(source, verify=True))
     if not Path(source).exists() and not str(source).startswith("avatars:"):
-        raise UsageError(
-            f"there is no {source} to search for; name an image, a folder of images or an embedding set"
-        )
+        raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
     return _from_images(index, source, _embedder(index, model))
 
 
@@ -58,9 +56,7 @@ def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
         places = good[start : start + SEARCHED_AT_ONCE]
         found = index.search(queries.vectors[places], k)
         for place, scores, rows in zip(places, found.scores, found.rows, strict=True):
-            answers[place]["matches"] = [
-                _match(index, int(row), float(s)) for row, s in zip(rows, scores, strict=True)
-            ]
+            answers[place]["matches"] = [_match(index, int(row), float(s)) for row, s in zip(rows, scores, strict=True)]
     return answers
 
 
@@ -94,9 +90,7 @@ def _embedder(index: Index, model: str | Path | None) -> "Embedder":
     if model is None and remembered is None:
         raise UsageError(f"{index.folder} does not know its model; name it with --model")
     if model is None and not Path(remembered).exists():
-        raise UsageError(
-            f"the model of {index.folder}, {remembered}, is not there any more; name it with --model"
-        )
+        raise UsageError(f"the model of {index.folder}, {remembered}, is not there any more; name it with --model")
     return open_embedder(remembered if model is None else model)
 
 
@@ -105,9 +99,7 @@ def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Quer
     from plsc.embed.sources import open_images
 
     flip = index.contract_id == contract_of(embedder, True)
-    require_contract(
-        contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder)
-    )
+    require_contract(contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder))
     images = open_images(source, embedder.image_size)
     names = [images.key(i) for i in range(len(images))]
     queries = Queries(names, np.zeros((len(names), index.dim), dtype=np.float32))
@@ -131,6 +123,4 @@ def _embed(embedder: "Embedder", images: Any, places: Sequence[int], flip: bool,
         except DataError as error:
             queries.errors[place] = str(error)
     if decoded:
-        queries.vectors[list(decoded)] = embed_images(
-            embedder, torch.stack(list(decoded.values())), flip
-        ).numpy()
+        queries.vectors[list(decoded)] = embed_images(embedder, torch.stack(list(decoded.values())), flip).numpy()

@@ -70,10 +70,11 @@ def _answered(client: Client, collection: str, batch: Sequence[Named], k: int) -
     good = [(name, query) for name, query in batch if not isinstance(query, DataError)]
     found = iter(_found(client, collection, [query for _, query in good], k))
     return [
-        {"query": name, "matches": [], "error": str(query)} if isinstance(query, DataError)
+        {"query": name, "matches": [], "error": str(query)}
+        if isinstance(query, DataError)
         else {"query": name, **next(found)}
         for name, query in batch
-    ]  # fmt: skip
+    ]
 
 
 def _found(client: Client, collection: str, queries: Sequence[Any], k: int) -> list[dict[str, Any]]:
@@ -93,6 +94,10 @@ def _found(client: Client, collection: str, queries: Sequence[Any], k: int) -> l
 
 def _shown(match: Match) -> dict[str, Any]:
     return {
-        "person": match.person.id, "name": match.person.name, "metadata": dict(match.person.metadata),
-        "face": match.face, "score": match.score, "same_person": match.same_person,
-    }  # fmt: skip
+        "person": match.person.id,
+        "name": match.person.name,
+        "metadata": dict(match.person.metadata),
+        "face": match.face,
+        "score": match.score,
+        "same_person": match.same_person,
+    }

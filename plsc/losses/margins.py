@@ -68,9 +68,7 @@ class Margin:
         """The state after seeing a global batch's target cosines (B,) and embedding norms (B,)."""
         return dict(state)
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ (B,) of the target cosines (B,). ``generator`` is the same on every rank."""
         raise NotImplementedError
 
@@ -106,9 +104,7 @@ class Margin:
 class Softmax(Margin):
     """No margin: φ(t) = t. The normalised softmax of NormFace (Wang et al., ACM MM 2017)."""
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = t."""
         return cos * 1.0
 
@@ -119,9 +115,7 @@ class CosFace(Margin):
 
     m: float = 0.4
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = t − m."""
         return cos - self.m
 
@@ -136,9 +130,7 @@ class ArcFace(Margin):
         super().__post_init__()
         _require(0 <= self.m < math.pi, f"ArcFace's m is an angle in [0, π), not {self.m}")
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + m)."""
         return _shifted_angle(cos, cos.new_tensor(self.m))
 
@@ -153,9 +145,7 @@ class SphereFace(Margin):
         super().__post_init__()
         _require(self.m >= 1, f"SphereFace's m multiplies the angle and is at least 1, not {self.m}")
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = (−1)^k cos(mθ) − 2k."""
         return _falling_cosine(self.m * _angle(cos))
 
@@ -176,9 +166,7 @@ class Combined(Margin):
         _require(self.m1 >= 1, f"m1 multiplies the angle and is at least 1, not {self.m1}")
         _require(0 <= self.m2 < math.pi, f"m2 is an angle in [0, π), not {self.m2}")
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(m1·θ + m2) − m3."""
         if self.m1 == 1.0:
             return _shifted_angle(cos, cos.new_tensor(self.m2)) - self.m3
@@ -214,9 +202,7 @@ class AdaFace(Margin):
         std = norm.std() if norm.numel() > 1 else state["std"]  # one sample has no deviation
         return {"mean": state["mean"].lerp(norm.mean(), self.rate), "std": state["std"].lerp(std, self.rate)}
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ − m·ẑ) − (m + m·ẑ)."""
         assert norm is not None
         place = (norm.detach().clamp(0.001, 100) - state["mean"]) / (state["std"] + self._EPSILON) * self.h
@@ -247,9 +233,7 @@ class MagFace(Margin):
         _require(0 < self.norm_low < self.norm_high, "MagFace needs 0 < norm_low < norm_high")
         _require(0 <= self.m_low <= self.m_high < math.pi, "MagFace needs 0 ≤ m_low ≤ m_high < π")
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + m(‖x‖))."""
         assert norm is not None
         slope = (self.m_high - self.m_low) / (self.norm_high - self.norm_low)
@@ -289,9 +273,7 @@ class CurricularFace(Margin):
         """Move t towards the batch's mean target cosine."""
         return {"t": state["t"].lerp(cos.double().mean(), self.rate)}
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + m)."""
         return _shifted_angle(cos, cos.new_tensor(self.m))
 
@@ -319,13 +301,9 @@ class ElasticFace(Margin):
         _require(self.base in ("arc", "cos"), f"ElasticFace's base is 'arc' or 'cos', not {self.base!r}")
         _require(self.std >= 0, f"ElasticFace's std is not negative, but {self.std} is")
 
-    def phi(
-        self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator
-    ) -> Tensor:
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + mᵢ) or t − mᵢ."""
-        drawn = torch.normal(self.m, self.std, (cos.numel(),), generator=generator, dtype=cos.dtype).to(
-            cos.device
-        )
+        drawn = torch.normal(self.m, self.std, (cos.numel(),), generator=generator, dtype=cos.dtype).to(cos.device)
         if self.plus:
             margin = torch.empty_like(drawn)
             margin[cos.detach().argsort()] = drawn.sort(descending=True).values

@@ -180,8 +180,9 @@ def _tiled_second_pass(
     size = kernels.whole_blocks(min(chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
     scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
     for chunk in rows.chunks(size):
-        yield chunk, kernels.gradient(
-            _rows_of(chunk), packed, batch.margin.s, chunk.start, log_z, scale, target_pull, scratch
+        yield (
+            chunk,
+            kernels.gradient(_rows_of(chunk), packed, batch.margin.s, chunk.start, log_z, scale, target_pull, scratch),
         )
 
 

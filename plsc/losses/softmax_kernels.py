@@ -34,9 +34,18 @@ def _loaded(logits, classes, samples, n, batch):
 
 @triton.jit
 def _multiplied(
-    weight, features, classes, samples, n, batch, dim: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    weight,
+    features,
+    classes,
+    samples,
+    n,
+    batch,
+    dim: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """The same block, from weight (n, dim) and features (batch, dim), summed in float32.
 
     Rows past the ends repeat the last: what comes of them is never stored. WIDEN is for the interpreter, whose dot
@@ -63,9 +72,7 @@ def _multiplied(
 
 
 @triton.jit
-def _put_exponentials(
-    product, block, classes, samples, inverse_norm, position, out, partial, n, batch, start, s
-):
+def _put_exponentials(product, block, classes, samples, inverse_norm, position, out, partial, n, batch, start, s):
     """e = exp(s·ρ·product), 0 for targets: stores e·ρ, and this block's sum of e by sample."""
     inside = (classes < n)[:, None] & (samples < batch)[None, :]
     rho = tl.load(inverse_norm + classes, mask=classes < n, other=0.0)[:, None]
@@ -103,9 +110,18 @@ def put_targets(values, position, out, n, batch, start, BLOCK_B: tl.constexpr):
 
 @triton.jit(do_not_specialize=_CHANGING)
 def exponentials_of_logits(
-    logits, inverse_norm, position, out, partial, n, batch, start, s,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
+    logits,
+    inverse_norm,
+    position,
+    out,
+    partial,
+    n,
+    batch,
+    start,
+    s,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
     """Pass 1 behind a product made before."""
     block, classes, samples = _block(batch, BLOCK_N, BLOCK_B)
     product = _loaded(logits, classes, samples, n, batch)
@@ -114,9 +130,22 @@ def exponentials_of_logits(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def exponentials_of_product(
-    weight, features, inverse_norm, position, out, partial, n, batch, dim: tl.constexpr, start, s,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    weight,
+    features,
+    inverse_norm,
+    position,
+    out,
+    partial,
+    n,
+    batch,
+    dim: tl.constexpr,
+    start,
+    s,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """Pass 1, with its product."""
     block, classes, samples = _block(batch, BLOCK_N, BLOCK_B)
     product = _multiplied(weight, features, classes, samples, n, batch, dim, BLOCK_N, BLOCK_B, BLOCK_K, WIDEN)
@@ -125,9 +154,17 @@ def exponentials_of_product(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def probabilities_of_logits(
-    logits, inverse_norm, log_z, scale, out, n, batch, s,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
-):  # fmt: skip
+    logits,
+    inverse_norm,
+    log_z,
+    scale,
+    out,
+    n,
+    batch,
+    s,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
     """Pass 2 behind a product made before."""
     _, classes, samples = _block(batch, BLOCK_N, BLOCK_B)
     product = _loaded(logits, classes, samples, n, batch)
@@ -136,9 +173,21 @@ def probabilities_of_logits(
 
 @triton.jit(do_not_specialize=_CHANGING)
 def probabilities_of_product(
-    weight, features, inverse_norm, log_z, scale, out, n, batch, dim: tl.constexpr, s,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    weight,
+    features,
+    inverse_norm,
+    log_z,
+    scale,
+    out,
+    n,
+    batch,
+    dim: tl.constexpr,
+    s,
+    BLOCK_N: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
     """Pass 2, with its product."""
     _, classes, samples = _block(batch, BLOCK_N, BLOCK_B)
     product = _multiplied(weight, features, classes, samples, n, batch, dim, BLOCK_N, BLOCK_B, BLOCK_K, WIDEN)

@@ -13,8 +13,16 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 _FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-funroll-loops",
-    "-fPIC", "-shared", "-pthread",
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fopenmp-simd",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-funroll-loops",
+    "-fPIC",
+    "-shared",
+    "-pthread",
 )
 _LOG = logging.getLogger("plsc")
 

@@ -108,10 +108,20 @@ class FirstPass:
         def work(thread: int, start: int, stop: int) -> None:
             index, first, count = table.part(start, stop)
             _call(
-                "plsc_first_pass", table.weight, table.inverse_norm, index, _i64(first), _i64(count), batch.columns,
-                _i64(batch.padded), _i64(batch.dim), ctypes.c_float(self._s), batch.position - (place + start),
-                self._totals[thread], None if self._pulls is None else self._pulls[thread],
-            )  # fmt: skip
+                "plsc_first_pass",
+                table.weight,
+                table.inverse_norm,
+                index,
+                _i64(first),
+                _i64(count),
+                batch.columns,
+                _i64(batch.padded),
+                _i64(batch.dim),
+                ctypes.c_float(self._s),
+                batch.position - (place + start),
+                self._totals[thread],
+                None if self._pulls is None else self._pulls[thread],
+            )
 
         _in_threads(work, table.count)
 
@@ -145,10 +155,23 @@ def gradient(
     def work(thread: int, start: int, stop: int) -> None:
         index, first, count = table.part(start, stop)
         _call(
-            "plsc_gradient", table.weight, table.inverse_norm, index, _i64(first), _i64(count), batch.columns,
-            batch.pairs, _i64(batch.padded), _i64(batch.dim), ctypes.c_float(s), batch.position - (place + start),
-            log_z, scale, target_pull, out[start:],
-        )  # fmt: skip
+            "plsc_gradient",
+            table.weight,
+            table.inverse_norm,
+            index,
+            _i64(first),
+            _i64(count),
+            batch.columns,
+            batch.pairs,
+            _i64(batch.padded),
+            _i64(batch.dim),
+            ctypes.c_float(s),
+            batch.position - (place + start),
+            log_z,
+            scale,
+            target_pull,
+            out[start:],
+        )
 
     _in_threads(work, table.count)
     return out[: table.count]
@@ -184,12 +207,27 @@ def sgd(
     def work(thread: int, start: int, stop: int) -> None:
         index, first, count = table.part(start, stop)
         _call(
-            "plsc_sgd", table.weight, ctypes.c_int(_KINDS[table.weight.dtype]), table.inverse_norm, index, _i64(first),
-            _i64(count), _i64(table.weight.shape[1]), unit_gradient[start:], ctypes.c_float(factor), ctypes.c_float(lr),
-            ctypes.c_float(momentum), ctypes.c_float(weight_decay), ctypes.c_int(nesterov), state,
-            ctypes.c_int(_KINDS[None if state is None else state.dtype]), state_scale, ctypes.c_uint32(key),
-            numbers[start:], _i64(first_number),
-        )  # fmt: skip
+            "plsc_sgd",
+            table.weight,
+            ctypes.c_int(_KINDS[table.weight.dtype]),
+            table.inverse_norm,
+            index,
+            _i64(first),
+            _i64(count),
+            _i64(table.weight.shape[1]),
+            unit_gradient[start:],
+            ctypes.c_float(factor),
+            ctypes.c_float(lr),
+            ctypes.c_float(momentum),
+            ctypes.c_float(weight_decay),
+            ctypes.c_int(nesterov),
+            state,
+            ctypes.c_int(_KINDS[None if state is None else state.dtype]),
+            state_scale,
+            ctypes.c_uint32(key),
+            numbers[start:],
+            _i64(first_number),
+        )
 
     _in_threads(work, table.count)
     torch.autograd.graph.increment_version(table.weight)

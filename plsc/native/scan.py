@@ -24,9 +24,26 @@ _UNREADABLE = -2
 _SOURCE = "scan_kernels"
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS = (
-    _POINTER, ctypes.c_int, _INTEGER, _POINTER, ctypes.c_int, _INTEGER, _INTEGER, _POINTER, _INTEGER, _POINTER,
-    _POINTER, _POINTER, _INTEGER, _INTEGER, _POINTER, _INTEGER, _INTEGER, _POINTER, _POINTER,
-)  # fmt: skip
+    _POINTER,
+    ctypes.c_int,
+    _INTEGER,
+    _POINTER,
+    ctypes.c_int,
+    _INTEGER,
+    _INTEGER,
+    _POINTER,
+    _INTEGER,
+    _POINTER,
+    _POINTER,
+    _POINTER,
+    _INTEGER,
+    _INTEGER,
+    _POINTER,
+    _INTEGER,
+    _INTEGER,
+    _POINTER,
+    _POINTER,
+)
 
 
 @functools.cache
@@ -58,8 +75,16 @@ class Rows:
 
 
 def scan(
-    rows: Rows, queries: Float32, low_queries: npt.NDArray[np.uint16] | None, margin: Float32, k: int, *,
-    index: Int64 | None, allowed: npt.NDArray[np.bool_] | None, most: int, threads: int,
+    rows: Rows,
+    queries: Float32,
+    low_queries: npt.NDArray[np.uint16] | None,
+    margin: Float32,
+    k: int,
+    *,
+    index: Int64 | None,
+    allowed: npt.NDArray[np.bool_] | None,
+    most: int,
+    threads: int,
 ) -> tuple[Float32, Int64, int]:
     """The best ``k`` rows of each of ``queries`` (Q, D), by float64 products, ties by number.
 
@@ -86,11 +111,26 @@ def scan(
     run = compiled.plsc_scan
     run.argtypes, run.restype = _ARGUMENTS, _INTEGER
     ranked = run(
-        _address(rows.base), rows.base is not None and rows.base.dtype == np.uint16, stride, _address(rows.vectors),
-        -1 if rows.descriptor is None else rows.descriptor, rows.offset, dim, _address(index),
-        len(rows.vectors) if index is None else len(index), _address(allowed), _address(wide), _address(low),
-        len(queries), k, _address(margin), most, threads, _address(scores), _address(found),
-    )  # fmt: skip
+        _address(rows.base),
+        rows.base is not None and rows.base.dtype == np.uint16,
+        stride,
+        _address(rows.vectors),
+        -1 if rows.descriptor is None else rows.descriptor,
+        rows.offset,
+        dim,
+        _address(index),
+        len(rows.vectors) if index is None else len(index),
+        _address(allowed),
+        _address(wide),
+        _address(low),
+        len(queries),
+        k,
+        _address(margin),
+        most,
+        threads,
+        _address(scores),
+        _address(found),
+    )
     if ranked == _UNREADABLE:
         raise DataError("the file of the vectors cannot be read any more; has it been cut?")
     if ranked < 0:

@@ -8,9 +8,7 @@ from torch import Tensor, nn
 from plsc.optim.head_optimizer import HeadOptimizer
 
 
-def clip_grad_norm_(
-    parameters: Iterable[nn.Parameter], max_norm: float, head: HeadOptimizer | None = None
-) -> Tensor:
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
     """Scale gradients so that their common norm is at most ``max_norm``.
 
     Args:

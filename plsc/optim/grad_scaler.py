@@ -17,9 +17,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self, mesh: Mesh, enabled: bool = True, init_scale: float = 2.0**16, growth_interval: int = 2000
     ) -> None:
-        super().__init__(
-            mesh.device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled
-        )
+        super().__init__(mesh.device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
         self.mesh = mesh
 
     def unscale_all(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> None:

@@ -41,9 +41,7 @@ class HeadAdamW(HeadOptimizer):
             raise UsageError(f"betas lie in [0, 1), not {betas}")
         if head.momentum_dtype is None:
             raise UsageError("AdamW keeps moments; give the head a momentum_dtype")
-        super().__init__(
-            head, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, rounding
-        )
+        super().__init__(head, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}, rounding)
         low = head.momentum_dtype in (torch.bfloat16, torch.int8)
         self.tables["first_moment"] = self._table("first_moment", head.momentum_dtype)
         self.tables["second_moment"] = self._table("second_moment", torch.bfloat16 if low else head.momentum_dtype)
@@ -60,12 +58,7 @@ class HeadAdamW(HeadOptimizer):
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         wide = gradient.dtype
         first = tables["first_moment"].read(index, wide).lerp_(gradient, 1 - beta1)
-        second = (
-            tables["second_moment"]
-            .read(index, wide)
-            .mul_(beta2)
-            .addcmul_(gradient, gradient, value=1 - beta2)
-        )
+        second = tables["second_moment"].read(index, wide).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         tables["first_moment"].write(index, first, dice)
         tables["second_moment"].write(index, second, dice)
         weight.mul_(1 - lr * group["weight_decay"])

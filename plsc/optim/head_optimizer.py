@@ -34,9 +34,7 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def __init__(self, head: ShardedHead, defaults: dict[str, Any], rounding: Rounding) -> None:
         if head.update != "fused":
-            raise UsageError(
-                'the head was made with update="autograd"; use any torch optimizer on it, or "fused"'
-            )
+            raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
         for name in ("lr", "weight_decay"):
             if not defaults[name] >= 0:
                 raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
@@ -108,8 +106,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         return {
             "steps": self.steps,
             "param_groups": [
-                {name: value for name, value in group.items() if name != "params"}
-                for group in self.param_groups
+                {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
             ],
         }
 

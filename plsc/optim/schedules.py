@@ -31,8 +31,14 @@ def warm_up(step: int, steps: int) -> float:
 
 
 def schedule(
-    name: str, *, total_steps: int, warmup_steps: int = 0, power: float = 1.0, final: float = 0.0,
-    milestones: Sequence[int] = (), gamma: float = 0.1,
+    name: str,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    power: float = 1.0,
+    final: float = 0.0,
+    milestones: Sequence[int] = (),
+    gamma: float = 0.1,
 ) -> Factor:
     """The factor of the peak learning rate at each step, counted from 0.
 

@@ -124,9 +124,7 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
     if world_size == 1:
         return Mesh(0, 1, 0, chosen)
     if not 0 <= rank < world_size:
-        raise UsageError(
-            f"RANK={rank} is not below WORLD_SIZE={world_size}; start the ranks with torchrun or --nproc"
-        )
+        raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start the ranks with torchrun or --nproc")
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo", device_id=chosen if chosen.type == "cuda" else None
     )

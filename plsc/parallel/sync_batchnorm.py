@@ -58,9 +58,7 @@ def convert_sync_batchnorm(module: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def _converted(old: _BatchNorm, mesh: Mesh) -> SyncBatchNorm:
-    new = SyncBatchNorm(
-        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, device="meta"
-    )
+    new = SyncBatchNorm(old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, device="meta")
     new.mesh = mesh
     new.training = old.training
     new._parameters = old._parameters

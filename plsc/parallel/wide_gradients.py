@@ -167,8 +167,17 @@ class _Conv2dFunction(torch.autograd.Function):
         layer: _Conv2d = ctx.layer
         biases = None if layer.bias is None else [weight.shape[0]]
         by_x, by_weight, by_bias = torch.ops.aten.convolution_backward(
-            grad.double(), x.double(), weight.double(), biases, layer.stride, layer.padding, layer.dilation,
-            False, (0, 0), 1, (ctx.needs_input_grad[0], True, layer.bias is not None),
+            grad.double(),
+            x.double(),
+            weight.double(),
+            biases,
+            layer.stride,
+            layer.padding,
+            layer.dilation,
+            False,
+            (0, 0),
+            1,
+            (ctx.needs_input_grad[0], True, layer.bias is not None),
         )
         layer.wide_gradients.add(layer.weight, by_weight)
         if layer.bias is not None:

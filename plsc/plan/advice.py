@@ -96,9 +96,11 @@ def _sampled(choice: Estimate, machine: Machine, wanted: float) -> Estimate:
 
 def _reasons(choice: Estimate, machine: Machine, wanted: float | None) -> dict[str, str]:
     return {
-        "storage": _why_storage(choice, machine), "sampling": _why_sampling(choice, machine, wanted),
-        "placement": _why_placement(choice, machine), "groups": _why_groups(choice, machine),
-    }  # fmt: skip
+        "storage": _why_storage(choice, machine),
+        "sampling": _why_sampling(choice, machine, wanted),
+        "placement": _why_placement(choice, machine),
+        "groups": _why_groups(choice, machine),
+    }
 
 
 def _why_storage(choice: Estimate, machine: Machine) -> str:

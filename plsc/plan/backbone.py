@@ -75,9 +75,15 @@ def profile_backbone(
         embeddings.backward(torch.empty_like(embeddings))
     trainable = [size for size, learns in weights if learns]
     return BackboneProfile(
-        images, sum(size for size, _ in weights), sum(trainable), max(trainable, default=0),
-        sum(buffer.nbytes for buffer in fake.buffers()), activations, ledger.peak, tuple(ledger.operations),
-    )  # fmt: skip
+        images,
+        sum(size for size, _ in weights),
+        sum(trainable),
+        max(trainable, default=0),
+        sum(buffer.nbytes for buffer in fake.buffers()),
+        activations,
+        ledger.peak,
+        tuple(ledger.operations),
+    )
 
 
 def _forget_gradient(parameter: Tensor) -> None:

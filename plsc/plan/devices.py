@@ -40,14 +40,25 @@ class Device:
 
 
 def _sheet(
-    name: str, gigabytes: float, bf16: float, fp16: float, fp32: float, terabytes_per_second: float, nvlink: float,
+    name: str,
+    gigabytes: float,
+    bf16: float,
+    fp16: float,
+    fp32: float,
+    terabytes_per_second: float,
+    nvlink: float,
     has_kernels: bool = True,
 ) -> Device:
     peaks = {"bf16": bf16, "fp16": fp16, "fp32": fp32}
     return Device(
-        name, "cuda", {key: value * 1e12 * PRODUCT_SHARE for key, value in peaks.items()},
-        terabytes_per_second * 1e12 * COPY_SHARE, int(gigabytes * GIB * USABLE_SHARE), nvlink * 1e9, has_kernels,
-    )  # fmt: skip
+        name,
+        "cuda",
+        {key: value * 1e12 * PRODUCT_SHARE for key, value in peaks.items()},
+        terabytes_per_second * 1e12 * COPY_SHARE,
+        int(gigabytes * GIB * USABLE_SHARE),
+        nvlink * 1e9,
+        has_kernels,
+    )
 
 
 # NVIDIA's data sheets: memory as sold, dense TFLOP/s with float32 sums, TB/s, NVLink GB/s per direction.

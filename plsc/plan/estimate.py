@@ -37,12 +37,19 @@ class Estimate:
         setup = self.setup
         weights, momentum = setup.storage
         return {
-            "weight_dtype": weights, "momentum_dtype": momentum, "sample_rate": setup.config.head.sample_rate,
-            "placement": setup.placement, "head_ranks": setup.head_ranks, "batch_size": setup.batch,
-            "fits": self.fits, "memory": as_dict(self.memory), "seconds": self.timing.seconds,
-            "seconds_by_part": self.timing.parts, "seconds_hidden": self.timing.hidden,
+            "weight_dtype": weights,
+            "momentum_dtype": momentum,
+            "sample_rate": setup.config.head.sample_rate,
+            "placement": setup.placement,
+            "head_ranks": setup.head_ranks,
+            "batch_size": setup.batch,
+            "fits": self.fits,
+            "memory": as_dict(self.memory),
+            "seconds": self.timing.seconds,
+            "seconds_by_part": self.timing.parts,
+            "seconds_hidden": self.timing.hidden,
             "images_per_second": self.timing.images_per_second,
-        }  # fmt: skip
+        }
 
 
 def estimate(setup: Setup, machine: Machine) -> Estimate:
@@ -58,9 +65,14 @@ def profile_of(setup: Setup) -> BackboneProfile:
     """The backbone's, found once for each batch, size and precision."""
     config = setup.config
     return _profile(
-        config.backbone, config.embedding_dim, config.data.image_size, config.data.batch_size, config.precision,
-        config.sync_batchnorm, keeps_gradients(setup),
-    )  # fmt: skip
+        config.backbone,
+        config.embedding_dim,
+        config.data.image_size,
+        config.data.batch_size,
+        config.precision,
+        config.sync_batchnorm,
+        keeps_gradients(setup),
+    )
 
 
 def largest_classes(setup: Setup, machine: Machine) -> int:

@@ -165,6 +165,10 @@ def _staging(setup: Setup, device: Device) -> dict[str, int]:
 def as_dict(memory: Memory) -> dict[str, Any]:
     """For JSON."""
     return {
-        "kept": memory.kept, "step_phases": memory.phases, "allowed": memory.allowed,
-        "computed": memory.computed, "total": memory.total, "host": memory.host,
-    }  # fmt: skip
+        "kept": memory.kept,
+        "step_phases": memory.phases,
+        "allowed": memory.allowed,
+        "computed": memory.computed,
+        "total": memory.total,
+        "host": memory.host,
+    }

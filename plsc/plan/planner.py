@@ -27,8 +27,12 @@ class Plan:
         setup, device = self.configured.setup, self.machine.device
         profile = profile_of(setup)
         return {
-            "classes": setup.classes, "embedding_dim": setup.config.embedding_dim, "backbone": setup.config.backbone,
-            "gpus": setup.world, "gpus_per_node": setup.per_node, "gpu_memory": self.machine.memory,
+            "classes": setup.classes,
+            "embedding_dim": setup.config.embedding_dim,
+            "backbone": setup.config.backbone,
+            "gpus": setup.world,
+            "gpus_per_node": setup.per_node,
+            "gpu_memory": self.machine.memory,
             "device": {"name": device.name, "flops": device.products, "bandwidth": device.bandwidth},
             "links": {"inside": self.machine.links.inside, "between": self.machine.links.between},
             "bytes_per_class": sum(row_bytes(setup.config).values()) * setup.config.head.centers,
@@ -42,7 +46,7 @@ class Plan:
             ],
             "epoch_seconds": self.epoch_seconds(self.configured),
             "recommended_epoch_seconds": self.epoch_seconds(self.advice.choice),
-        }  # fmt: skip
+        }
 
     def epoch_seconds(self, of: Estimate) -> float | None:
         """Seconds of an epoch, where the number of images is known."""

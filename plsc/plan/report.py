@@ -14,8 +14,13 @@ _WIDTH = 48
 def as_text(plan: Plan) -> str:
     """Everything of a plan in aligned columns."""
     blocks = [
-        _heading(plan), _memory(plan), _time(plan), _recommended(plan), _largest(plan), _assumptions(plan),
-    ]  # fmt: skip
+        _heading(plan),
+        _memory(plan),
+        _time(plan),
+        _recommended(plan),
+        _largest(plan),
+        _assumptions(plan),
+    ]
     return "\n\n".join("\n".join(block) for block in blocks)
 
 

@@ -139,8 +139,10 @@ def _judge(course: Course) -> dict[str, dict[str, Any]]:
     judged: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
     curves = {name: _evaluated(embed, course.unseen, trained.image_size) for name, embed in judged.items()}
     for name, result in curves.items():
-        print(f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}   "
-              f"TAR at FAR 1e-3 {result['tar@far']['1e-3']:.4f}")
+        print(
+            f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}   "
+            f"TAR at FAR 1e-3 {result['tar@far']['1e-3']:.4f}"
+        )
     return curves
 
 

@@ -58,8 +58,14 @@ def write_report(course: Course, findings: Findings) -> Path:
 
 
 def _row(title: str, result: dict[str, Any]) -> str:
-    values = [result["accuracy"], result["auc"], result["tar@far"]["1e-2"], result["tar@far"]["1e-3"],
-              result["rank1"], result["rank5"]]
+    values = [
+        result["accuracy"],
+        result["auc"],
+        result["tar@far"]["1e-2"],
+        result["tar@far"]["1e-3"],
+        result["rank1"],
+        result["rank5"],
+    ]
     cells = "".join(f"<td>{'–' if value is None else f'{100 * value:.2f}'}</td>" for value in values)
     return f"<tr><th scope=row>{html.escape(title)}</th>{cells}</tr>"
 

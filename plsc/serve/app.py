@@ -29,8 +29,15 @@ from plsc.serve.settings import Settings
 from plsc.serve.tokens import TokenBook
 
 _APIS = (
-    collections_api, persons_api, search_api, model_api, snapshots_api, inference_api, health_api, page_files,
-)  # fmt: skip
+    collections_api,
+    persons_api,
+    search_api,
+    model_api,
+    snapshots_api,
+    inference_api,
+    health_api,
+    page_files,
+)
 
 
 def build_app(gate: Gate, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> Guard:
@@ -38,12 +45,20 @@ def build_app(gate: Gate, settings: Settings, tokens: TokenBook | None, metrics:
     from plsc import __version__
 
     app = FastAPI(
-        title="plsc", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False,
-        description="Search a gallery of persons by pictures or vectors.", generate_unique_id_function=_operation_id,
+        title="plsc",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        description="Search a gallery of persons by pictures or vectors.",
+        generate_unique_id_function=_operation_id,
         exception_handlers={
-            HTTPException: _refused, PlscError: _failed, RequestValidationError: _invalid, Exception: _broken,
+            HTTPException: _refused,
+            PlscError: _failed,
+            RequestValidationError: _invalid,
+            Exception: _broken,
         },
-    )  # fmt: skip
+    )
     app.state.gate = gate
     app.state.page = page_files.read_page()
     for api in _APIS:

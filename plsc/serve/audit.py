@@ -19,23 +19,28 @@ class Audit:
         self._owned = path is not None
         self._is_torn = False  # the file ends in a part of a line
 
-    def write(
-        self, token: str | None, operation: str, collection: str | None, ids: Sequence[int], status: int
-    ) -> None:
+    def write(self, token: str | None, operation: str, collection: str | None, ids: Sequence[int], status: int) -> None:
         """One line, written at once and whole (one write to a file opened for appending).
 
         What was done stays done where the file takes no more (a full disk): standard error has the line then.
         """
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "token": token, "operation": operation, "collection": collection, "ids": list(ids), "status": status,
-        }  # fmt: skip
+            "token": token,
+            "operation": operation,
+            "collection": collection,
+            "ids": list(ids),
+            "status": status,
+        }
         line = json.dumps(entry)
         try:
             self._append(f"{line}\n".encode())
         except OSError as error:
-            print(f"plsc serve: the audit log takes no lines ({error.strerror}); free its disk. It lacks: {line}",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"plsc serve: the audit log takes no lines ({error.strerror}); free its disk. It lacks: {line}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _append(self, line: bytes) -> None:
         if self._is_torn:

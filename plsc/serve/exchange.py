@@ -25,9 +25,24 @@ class Exchange:
 
     # A thousand may wait at a time, and be out of the processor's caches when their turn comes.
     __slots__ = (
-        "_begin", "_replayed", "_seconds", "_send", "_task", "begun", "connection", "content", "gone", "headers",
-        "held", "method", "needed", "path", "receive", "scope", "status",
-    )  # fmt: skip
+        "_begin",
+        "_replayed",
+        "_seconds",
+        "_send",
+        "_task",
+        "begun",
+        "connection",
+        "content",
+        "gone",
+        "headers",
+        "held",
+        "method",
+        "needed",
+        "path",
+        "receive",
+        "scope",
+        "status",
+    )
 
     def __init__(
         self, scope: Scope, receive: Receive, send: Send, send_seconds: float, begin: "Callable[[Exchange], None]"

@@ -9,14 +9,28 @@ from starlette.responses import Response
 from plsc.errors import ConflictError, DataError, NotFoundError, PlscError, StorageError, UsageError
 
 CODES = {
-    400: "bad_request", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
-    409: "conflict", 413: "too_large", 415: "unsupported_type", 422: "unprocessable", 429: "too_many",
-    500: "internal", 503: "unavailable", 504: "deadline",
-}  # fmt: skip
+    400: "bad_request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    409: "conflict",
+    413: "too_large",
+    415: "unsupported_type",
+    422: "unprocessable",
+    429: "too_many",
+    500: "internal",
+    503: "unavailable",
+    504: "deadline",
+}
 RETRY_SECONDS = 1
 _STATUSES: tuple[tuple[type[PlscError], int], ...] = (
-    (NotFoundError, 404), (ConflictError, 409), (StorageError, 503), (UsageError, 400), (DataError, 422),
-)  # fmt: skip
+    (NotFoundError, 404),
+    (ConflictError, 409),
+    (StorageError, 503),
+    (UsageError, 400),
+    (DataError, 422),
+)
 
 
 class Refusal(HTTPException):

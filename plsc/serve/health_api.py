@@ -15,7 +15,7 @@ STORE_SECONDS = 2.0  # a store that takes longer to say what it holds is lost
 
 
 async def readiness(gate: Gate) -> str:
-    """"ready", or what keeps the service from being so."""
+    """ "ready", or what keeps the service from being so."""
     try:
         service = gate.service
     except Refusal:

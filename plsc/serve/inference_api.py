@@ -106,10 +106,12 @@ async def model_metadata(model: str, service: Served) -> ModelMetadata:
     _check(service, model)
     size, dim = service.embedder.image_size, service.embedder.embedding_dim
     return ModelMetadata(
-        name=model, versions=[VERSION], platform="plsc",
+        name=model,
+        versions=[VERSION],
+        platform="plsc",
         inputs=[TensorMetadata(name=INPUT, datatype="UINT8", shape=[-1, 3, size, size])],
         outputs=[TensorMetadata(name=OUTPUT, datatype="FP32", shape=[-1, dim])],
-    )  # fmt: skip
+    )
 
 
 @router.get("/models/{model}/ready", responses=_errors(404))
@@ -134,11 +136,15 @@ async def version_ready(model: str, version: str, service: Served) -> ModelReady
 
 
 @router.post(
-    "/models/{model}/infer", response_model=InferResponse, responses=_errors(404, 413, 415, 504),
+    "/models/{model}/infer",
+    response_model=InferResponse,
+    responses=_errors(404, 413, 415, 504),
     openapi_extra={"requestBody": _BODY},
-)  # fmt: skip
+)
 async def infer(
-    model: str, service: Served, request: Request,
+    model: str,
+    service: Served,
+    request: Request,
     inference_header_content_length: JsonLength = None,
 ) -> Response:
     """Embed images that are sized and aligned already: UINT8 [n, 3, S, S] to FP32 [n, D]."""
@@ -151,9 +157,11 @@ async def infer(
 
 
 @router.post(
-    "/models/{model}/versions/{version}/infer", response_model=InferResponse, responses=_errors(404, 413, 415, 504),
+    "/models/{model}/versions/{version}/infer",
+    response_model=InferResponse,
+    responses=_errors(404, 413, 415, 504),
     openapi_extra={"requestBody": _BODY},
-)  # fmt: skip
+)
 async def version_infer(
     model: str, version: str, service: Served, request: Request, inference_header_content_length: JsonLength = None
 ) -> Response:

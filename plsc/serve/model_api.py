@@ -21,14 +21,20 @@ async def info(service: Served, request: Request) -> Info:
     embedder, settings = service.embedder, service.settings
     limits = {name: getattr(settings.limits, name) for name in LimitsInfo.model_fields}
     model = ModelInfo(
-        source=service.model_name, contract_id=service.contract_id, embedding_dim=embedder.embedding_dim,
+        source=service.model_name,
+        contract_id=service.contract_id,
+        embedding_dim=embedder.embedding_dim,
         image_size=embedder.image_size,
-    )  # fmt: skip
+    )
     return Info(
-        version=__version__, model=model, threshold=settings.threshold, false_match_rate=settings.false_match_rate,
-        limits=LimitsInfo(**limits), detector=service.detector is not None,
+        version=__version__,
+        model=model,
+        threshold=settings.threshold,
+        false_match_rate=settings.false_match_rate,
+        limits=LimitsInfo(**limits),
+        detector=service.detector is not None,
         role=request.scope["state"].get("caller", LOCAL).role,
-    )  # fmt: skip
+    )
 
 
 @router.post("/compare", responses=errors(413, 415, 422, 504))
@@ -48,6 +54,8 @@ async def embeddings(body: EmbeddingsBody, service: Served) -> Response:
     names = [f"inputs[{place}]" for place in range(len(body.inputs))]
     vectors = await service.vectors(body.inputs, names, service.deadline(None))
     shown = {
-        "contract_id": service.contract_id, "dim": service.embedder.embedding_dim, "embeddings": vectors.tolist(),
-    }  # fmt: skip
+        "contract_id": service.contract_id,
+        "dim": service.embedder.embedding_dim,
+        "embeddings": vectors.tolist(),
+    }
     return Response(to_json(shown), media_type="application/json")

@@ -16,14 +16,22 @@ POLICY = (
     "require-trusted-types-for 'script'; trusted-types 'none'"  # no text becomes markup, not even by mistake
 )
 _TYPES = {
-    ".html": "text/html; charset=utf-8", ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml", ".png": "image/png", ".ico": "image/x-icon",
-}  # fmt: skip
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+}
 _HEADERS = {
-    "Content-Security-Policy": POLICY, "X-Frame-Options": "DENY", "Referrer-Policy": "no-referrer",
-    "Permissions-Policy": "geolocation=(), microphone=(), camera=()", "Cache-Control": "no-cache",
-    "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin",
-}  # fmt: skip
+    "Content-Security-Policy": POLICY,
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+    "Permissions-Policy": "geolocation=(), microphone=(), camera=()",
+    "Cache-Control": "no-cache",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,9 @@ def read_page() -> dict[str, PageFile]:
     files = [one for one in folder.iterdir() if one.is_file()] if folder.is_dir() else []
     return {
         one.name: _page_file(one.name, one.read_bytes())
-        for one in files if any(one.name.endswith(suffix) for suffix in _TYPES)
-    }  # fmt: skip
+        for one in files
+        if any(one.name.endswith(suffix) for suffix in _TYPES)
+    }
 
 
 @router.api_route("/", methods=["GET", "HEAD"])

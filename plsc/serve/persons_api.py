@@ -108,9 +108,7 @@ async def add_faces(
 
 
 @router.delete("/{person}/faces/{face}", status_code=204, responses=errors(404), response_class=Response)
-async def delete_face(
-    collection: CollectionName, person: Id, face: Id, service: Served, request: Request
-) -> Response:
+async def delete_face(collection: CollectionName, person: Id, face: Id, service: Served, request: Request) -> Response:
     """Forget one face."""
     record_ids(request, [person, face])
     await service.in_store(service.store.delete_face, collection, person, face)
@@ -125,17 +123,13 @@ def view(person: Person) -> PersonView:
     )
 
 
-async def _embedded(
-    service: Service, collection: str, persons: Sequence[PersonBody], several: bool
-) -> list[NewPerson]:
+async def _embedded(service: Service, collection: str, persons: Sequence[PersonBody], several: bool) -> list[NewPerson]:
     """The persons with their inputs' vectors, all embedded together."""
     await service.comparable(collection)
     names = [f"persons[{place}].faces" if several else "faces" for place in range(len(persons))]
     vectors = await _vectors(service, [(name, person.faces) for name, person in zip(names, persons, strict=True)])
     parts = np.split(vectors, np.cumsum([len(person.faces) for person in persons])[:-1])
-    return [
-        NewPerson(part, person.name, person.metadata) for part, person in zip(parts, persons, strict=True)
-    ]
+    return [NewPerson(part, person.name, person.metadata) for part, person in zip(parts, persons, strict=True)]
 
 
 async def _vectors(service: Service, groups: Sequence[tuple[str, Sequence[Input]]]) -> Any:

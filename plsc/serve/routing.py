@@ -15,12 +15,18 @@ from plsc.serve.schemas import COLLECTION, LARGEST_ID, ErrorBody
 from plsc.serve.service import Service
 
 _DESCRIPTIONS = {
-    400: "The request is off", 401: "A token is needed", 403: "The token's role does not suffice",
-    404: "It does not exist", 409: "It exists already, or is of another model", 413: "Larger than is taken",
-    415: "Another type of content is needed", 422: "A picture or vector that cannot be used",
-    500: "Something broke here, or what is stored is damaged", 503: "Busy, loading, stopping, or without its store",
+    400: "The request is off",
+    401: "A token is needed",
+    403: "The token's role does not suffice",
+    404: "It does not exist",
+    409: "It exists already, or is of another model",
+    413: "Larger than is taken",
+    415: "Another type of content is needed",
+    422: "A picture or vector that cannot be used",
+    500: "Something broke here, or what is stored is damaged",
+    503: "Busy, loading, stopping, or without its store",
     504: "The deadline passed",
-}  # fmt: skip
+}
 
 
 def get_service(scope: Scope) -> Service:

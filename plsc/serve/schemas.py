@@ -30,9 +30,11 @@ class Input(Body):
 
     image: str | None = Field(None, description="A JPEG, PNG or WEBP file in base64")
     landmarks: list[Annotated[list[float], Field(min_length=2, max_length=2)]] | None = Field(
-        None, min_length=5, max_length=5,
+        None,
+        min_length=5,
+        max_length=5,
         description="Eyes, nose and mouth corners, [x, y] in pixels of the image, which is then aligned",
-    )  # fmt: skip
+    )
     vector: list[float] | None = Field(None, description="An embedding of the service's model")
     vector_b64: str | None = Field(
         None, description="The same as little-endian float32 in base64: a quarter of the bytes"
@@ -114,9 +116,20 @@ class ErrorDetail(BaseModel):
     """``code`` is one of a fixed set; ``message`` is one line: the thing, and the mend."""
 
     code: Literal[
-        "bad_request", "unauthorized", "forbidden", "not_found", "method_not_allowed", "conflict", "too_large",
-        "unsupported_type", "unprocessable", "too_many", "internal", "unavailable", "deadline",
-    ]  # fmt: skip
+        "bad_request",
+        "unauthorized",
+        "forbidden",
+        "not_found",
+        "method_not_allowed",
+        "conflict",
+        "too_large",
+        "unsupported_type",
+        "unprocessable",
+        "too_many",
+        "internal",
+        "unavailable",
+        "deadline",
+    ]
     message: str
 
 

@@ -38,11 +38,14 @@ class SearchQuery(BaseModel):
 
 
 @router.post(
-    "/v1/collections/{collection}/search", responses=errors(404, 409, 413, 415, 422, 504),
-    response_model=SearchView, openapi_extra={"requestBody": _BODY},
-)  # fmt: skip
+    "/v1/collections/{collection}/search",
+    responses=errors(404, 409, 413, 415, 422, 504),
+    response_model=SearchView,
+    openapi_extra={"requestBody": _BODY},
+)
 async def search(
-    request: Request, collection: Annotated[str, Path(pattern=COLLECTION, examples=["staff"])],
+    request: Request,
+    collection: Annotated[str, Path(pattern=COLLECTION, examples=["staff"])],
     given: Annotated[SearchQuery, Query()],
 ) -> Response:
     """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
@@ -109,7 +112,9 @@ async def _shown(service: Service, search: Search, answer: Answer) -> bytes:
         for matches in answer.matches
     ]
     shown = {
-        "results": results, "threshold": threshold, "approximate": bool(figures.get("approximate", False)),
+        "results": results,
+        "threshold": threshold,
+        "approximate": bool(figures.get("approximate", False)),
         "recall": recall if math.isfinite(recall) else None,
-    }  # fmt: skip
+    }
     return orjson.dumps(shown)

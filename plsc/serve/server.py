@@ -122,10 +122,19 @@ class _Uvicorn(uvicorn.Server):
 
 def _config(app: Callable[..., object], settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http=protocol(settings.limits), lifespan="off", loop="none", ws="none", access_log=False,
-        log_level="warning", server_header=False, headers=[("X-Content-Type-Options", "nosniff")], proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=max(int(settings.drain_seconds), 1),
-    )  # fmt: skip
+        app,
+        http=protocol(settings.limits),
+        lifespan="off",
+        loop="none",
+        ws="none",
+        access_log=False,
+        log_level="warning",
+        server_header=False,
+        headers=[("X-Content-Type-Options", "nosniff")],
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=max(int(settings.drain_seconds), 1),
+    )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -49,9 +49,11 @@ class Service:
         searcher = Searcher(store)
         self.worker = DeviceWorker(
             {"embed": Kind(self._embed), "search": Kind(searcher.run, searcher.name)},
-            max_batch=settings.max_batch, max_wait=settings.max_wait_ms / 1000, capacity=settings.limits.queue,
+            max_batch=settings.max_batch,
+            max_wait=settings.max_wait_ms / 1000,
+            capacity=settings.limits.queue,
             observer=metrics,
-        )  # fmt: skip
+        )
         for kind in ("embed", "search"):
             metrics.watch_queue(kind, partial(self.worker.waiting, kind))
         metrics.watch_store(store.statistics)
@@ -80,9 +82,7 @@ class Service:
                 vectors[place] = vector
         return np.array(vectors, dtype=np.float32).reshape(len(inputs), dim)
 
-    async def embed(
-        self, pictures: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float
-    ) -> Float32:
+    async def embed(self, pictures: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Float32:
         """(n, D) float32 of encoded pictures with landmarks or None; :class:`Refusal` names the first unfit."""
         loop = asyncio.get_running_loop()
         decoding = [

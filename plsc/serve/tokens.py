@@ -1,10 +1,10 @@
 """Bearer tokens: a TOML file of names, roles and the SHA-256 of each secret, which itself is kept nowhere.
 
-    [[token]]
-    name = "camera-1"
-    role = "read"
-    sha256 = "64 hexadecimal digits"
-    created = "2026-11-21T08:00:00Z"
+[[token]]
+name = "camera-1"
+role = "read"
+sha256 = "64 hexadecimal digits"
+created = "2026-11-21T08:00:00Z"
 """
 
 import hashlib

@@ -246,15 +246,29 @@ class _Reader(FileSystemReader):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    _allowed = frozenset({
-        *(("torch.distributed.checkpoint.metadata", name) for name in (
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
-            "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING",
-        )),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
-        ("pathlib", "PosixPath"), ("pathlib", "WindowsPath"),
-    })
+    _allowed = frozenset(
+        {
+            *(
+                ("torch.distributed.checkpoint.metadata", name)
+                for name in (
+                    "Metadata",
+                    "MetadataIndex",
+                    "StorageMeta",
+                    "TensorStorageMetadata",
+                    "BytesStorageMetadata",
+                    "ChunkStorageMetadata",
+                    "TensorProperties",
+                    "_MEM_FORMAT_ENCODING",
+                )
+            ),
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+            ("torch", "Size"),
+            ("torch.serialization", "_get_layout"),
+            ("collections", "OrderedDict"),
+            ("pathlib", "PosixPath"),
+            ("pathlib", "WindowsPath"),
+        }
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -42,5 +42,6 @@ def as_lost_rank(error: RuntimeError, mesh: Mesh) -> LostRankError | None:
     if mesh.world_size == 1 or not is_of_network or isinstance(error, torch.cuda.OutOfMemoryError):
         return None
     wait_for_the_teller()
-    return LostRankError(f"rank {mesh.rank} lost touch with another rank; --resume auto goes on from the last "
-                         "checkpoint")
+    return LostRankError(
+        f"rank {mesh.rank} lost touch with another rank; --resume auto goes on from the last checkpoint"
+    )

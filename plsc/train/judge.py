@@ -45,8 +45,13 @@ def judge(parts: Parts) -> dict[str, dict[str, Any]]:
     model.eval()
     try:
         return evaluate(
-            embed, parts.config.eval.sets, image_size=parts.config.data.image_size, mesh=parts.mesh,
-            batch_size=parts.config.eval.batch_size, seed=parts.config.seed, quiet=True,
+            embed,
+            parts.config.eval.sets,
+            image_size=parts.config.data.image_size,
+            mesh=parts.mesh,
+            batch_size=parts.config.eval.batch_size,
+            seed=parts.config.seed,
+            quiet=True,
         )
     finally:
         model.train(was_training)

@@ -102,8 +102,11 @@ class Run:
             progress.advance(outcome.images, self._note(outcome))
             if outcome.stop:
                 self._save()
-                raise Interrupted(f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
-                                  f"written: --resume auto goes on", outcome.stop)
+                raise Interrupted(
+                    f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
+                    f"written: --resume auto goes on",
+                    outcome.stop,
+                )
             self._on_schedule()
         progress.finish(self._note(None))
         self._judge()
@@ -139,8 +142,9 @@ class Run:
         self.position = on_every_rank(self.mesh, lambda: restore(self.parts, stored))
         if stored.path.parent.resolve() == self.checkpoints.folder.resolve():
             self._saved_at = self.position.step
-        self._say(f"resumed from {stored.path} (step {self.position.step:,}, saved by "
-                  f"{stored.state['world_size']} ranks)")
+        self._say(
+            f"resumed from {stored.path} (step {self.position.step:,}, saved by {stored.state['world_size']} ranks)"
+        )
         for change in changes(stored.state["config"], self.config):
             self._say(f"changed on resume: {change}")
         for later in self.checkpoints.set_aside_after(self.position.step):
@@ -158,8 +162,13 @@ class Run:
         if warmup is None:
             warmup = round((optim.warmup_epochs or 0.0) * per_epoch)
         factor = schedule(
-            optim.schedule, total_steps=self._total_steps(), warmup_steps=warmup, power=optim.power,
-            final=optim.final, gamma=optim.gamma, milestones=[round(m * per_epoch) for m in optim.milestones],
+            optim.schedule,
+            total_steps=self._total_steps(),
+            warmup_steps=warmup,
+            power=optim.power,
+            final=optim.final,
+            gamma=optim.gamma,
+            milestones=[round(m * per_epoch) for m in optim.milestones],
         )
         self.rates = [0.0, 0.0]
         optimizers = (self.parts.optimizer, self.parts.head_optimizer)
@@ -261,10 +270,17 @@ class Run:
 
     def _result(self, seconds: float, images: int) -> dict[str, Any]:
         return {
-            "out": str(self.out), "steps": self.position.step, "epochs": self.epochs_done, "loss": self.last_loss,
-            "skipped_steps": self.position.skipped, "images": images, "seconds": seconds,
-            "images_per_second": images / max(seconds, 1e-9), "classes": self.parts.dataset.num_classes,
-            "eval": self._results, "best": self.position.best or None,
+            "out": str(self.out),
+            "steps": self.position.step,
+            "epochs": self.epochs_done,
+            "loss": self.last_loss,
+            "skipped_steps": self.position.skipped,
+            "images": images,
+            "seconds": seconds,
+            "images_per_second": images / max(seconds, 1e-9),
+            "classes": self.parts.dataset.num_classes,
+            "eval": self._results,
+            "best": self.position.best or None,
         }
 
 
@@ -286,14 +302,21 @@ class Reporter:
         if not _due(run.position.step, run.config.log.every_steps):
             return
         now = time.monotonic()
-        run.metrics.write(run.position.step, {
-            "epoch": run.epochs_done, "loss": outcome.loss,
-            "loss_mean": sum(self._losses) / len(self._losses) if self._losses else None,
-            "lr": run.rates[0], "head_lr": run.rates[1],
-            "grad_norm": outcome.grad_norm, "head_mean_norm": run.parts.head.mean_norm(),
-            "loss_scale": run.parts.scaler.get_scale(), "skipped_steps": run.position.skipped,
-            "images_per_second": self._images / max(now - self._since, 1e-9),
-        })
+        run.metrics.write(
+            run.position.step,
+            {
+                "epoch": run.epochs_done,
+                "loss": outcome.loss,
+                "loss_mean": sum(self._losses) / len(self._losses) if self._losses else None,
+                "lr": run.rates[0],
+                "head_lr": run.rates[1],
+                "grad_norm": outcome.grad_norm,
+                "head_mean_norm": run.parts.head.mean_norm(),
+                "loss_scale": run.parts.scaler.get_scale(),
+                "skipped_steps": run.position.skipped,
+                "images_per_second": self._images / max(now - self._since, 1e-9),
+            },
+        )
         self._images, self._losses, self._since = 0, [], now
 
 

@@ -33,8 +33,9 @@ from plsc.train.ema import MovingAverage
 
 # What torch says while it compiles and nobody can mend: of data parallel's own code, and of a machine without a GPU.
 _NOISE = {
-    "torch._dynamo.variables.ctx_manager": "Profiler record function", "torch.utils.cpp_extension": "No CUDA runtime",
-}  # fmt: skip
+    "torch._dynamo.variables.ctx_manager": "Profiler record function",
+    "torch.utils.cpp_extension": "No CUDA runtime",
+}
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CACHE: dict[str, Any] = {"auto": "auto", "always": True, "never": False}
 
@@ -87,8 +88,17 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
         net = _compiled(net)
     head = on_every_rank(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
     return Parts(
-        config, mesh, dataset, fingerprint(dataset), on_every_rank(mesh, lambda: make_loader(config, dataset, mesh)),
-        backbone, net, head, _optimizer(config, net), make_head_optimizer(config, head), average,
+        config,
+        mesh,
+        dataset,
+        fingerprint(dataset),
+        on_every_rank(mesh, lambda: make_loader(config, dataset, mesh)),
+        backbone,
+        net,
+        head,
+        _optimizer(config, net),
+        make_head_optimizer(config, head),
+        average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
     )
 
@@ -114,8 +124,14 @@ def make_loader(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainLoade
     """This rank's loader."""
     data = config.data
     return TrainLoader(
-        dataset, batch_size=data.batch_size, rank=mesh.rank, world_size=mesh.world_size, seed=config.seed,
-        augment=data.augment, workers=data.workers, max_bad_records=data.max_bad_records,
+        dataset,
+        batch_size=data.batch_size,
+        rank=mesh.rank,
+        world_size=mesh.world_size,
+        seed=config.seed,
+        augment=data.augment,
+        workers=data.workers,
+        max_bad_records=data.max_bad_records,
         cache_images=_CACHE[data.cache],
     )
 
@@ -130,9 +146,7 @@ def make_margin(head: HeadConfig) -> Margin:
 
 
 def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | None]:
-    backbone: nn.Module = create(
-        config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size
-    )
+    backbone: nn.Module = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
     if config.init_weights:
         load_weights(backbone, config.init_weights)
     backbone = backbone.to(mesh.device)
@@ -157,9 +171,16 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
     if exact and weight_dtype == torch.float32:
         weight_dtype = torch.float64
     return ShardedHead(
-        dim=config.embedding_dim, num_classes=num_classes, mesh=mesh, margin=make_margin(head),
-        sample_rate=head.sample_rate, weight_dtype=weight_dtype, momentum_dtype=dtypes[head.momentum_dtype],
-        centers=head.centers, seed=config.seed, placement=head.placement,
+        dim=config.embedding_dim,
+        num_classes=num_classes,
+        mesh=mesh,
+        margin=make_margin(head),
+        sample_rate=head.sample_rate,
+        weight_dtype=weight_dtype,
+        momentum_dtype=dtypes[head.momentum_dtype],
+        centers=head.centers,
+        seed=config.seed,
+        placement=head.placement,
     )
 
 
@@ -182,5 +203,3 @@ def make_head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:
         return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)
     betas = (optim.betas[0], optim.betas[1])
     return HeadAdamW(head, lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
-
-

@@ -16,8 +16,15 @@ from plsc.train.parts import Parts
 
 # What the stored tensors, or the order of the samples, hang on.
 FIXED = (
-    "backbone", "embedding_dim", "seed", "data.image_size", "head.margin", "head.centers",
-    "head.weight_dtype", "head.momentum_dtype", "optim.name",
+    "backbone",
+    "embedding_dim",
+    "seed",
+    "data.image_size",
+    "head.margin",
+    "head.centers",
+    "head.weight_dtype",
+    "head.momentum_dtype",
+    "optim.name",
 )
 
 
@@ -71,11 +78,13 @@ def restore(parts: Parts, stored: StoredCheckpoint) -> Position:
     state = stored.state
     _check_config(state["config"], parts.config)
     _check_data(state["data"], parts)
-    stored.load_into({
-        **_prefixed("head.", parts.head.sharded_state()),
-        **_prefixed("head_optimizer.", parts.head_optimizer.sharded_state()),
-        **_prefixed("backbone.", parts.backbone.state_dict()),
-    })
+    stored.load_into(
+        {
+            **_prefixed("head.", parts.head.sharded_state()),
+            **_prefixed("head_optimizer.", parts.head_optimizer.sharded_state()),
+            **_prefixed("backbone.", parts.backbone.state_dict()),
+        }
+    )
     _load_optimizer(parts.optimizer, stored.read("optimizer."))
     if parts.average is not None:
         _load_average(parts, stored)
@@ -92,7 +101,8 @@ def changes(before: dict[str, Any], config: Config) -> list[str]:
     old = _old_config(before)
     return [
         f"{name} = {_shown(configuration.get(config, name))} (was {_shown(configuration.get(old, name))})"
-        for name in configuration.KEYS if configuration.get(config, name) != configuration.get(old, name)
+        for name in configuration.KEYS
+        if configuration.get(config, name) != configuration.get(old, name)
     ]
 
 
@@ -103,10 +113,16 @@ def steps_per_epoch(parts: Parts) -> int:
 
 def _small_state(parts: Parts, position: Position) -> dict[str, Any]:
     return {
-        "step": position.step, "schedule_step": position.schedule_step, "skipped": position.skipped,
-        "best": position.best, "world_size": parts.mesh.world_size, "steps_per_epoch": steps_per_epoch(parts),
-        "config": configuration.to_dict(parts.config), "data": parts.data,
-        "loader": parts.loader.state_dict(), "scaler": parts.scaler.state_dict(),
+        "step": position.step,
+        "schedule_step": position.schedule_step,
+        "skipped": position.skipped,
+        "best": position.best,
+        "world_size": parts.mesh.world_size,
+        "steps_per_epoch": steps_per_epoch(parts),
+        "config": configuration.to_dict(parts.config),
+        "data": parts.data,
+        "loader": parts.loader.state_dict(),
+        "scaler": parts.scaler.state_dict(),
         "head": parts.head.get_extra_state(),
         "head_steps": parts.head_optimizer.steps,
         "average_updates": parts.average.updates if parts.average is not None else 0,
@@ -162,8 +178,7 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """``{"INDEX.NAME": tensor}`` of every parameter's state."""
     state = optimizer.state_dict()["state"]
     return {
-        f"{index}.{name}": value
-        for index, entry in state.items() for name, value in entry.items() if value is not None
+        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
     }
 
 
@@ -181,4 +196,3 @@ def _load_average(parts: Parts, stored: StoredCheckpoint) -> None:
     tensors = stored.read("average.")
     parts.average.model.load_state_dict(tensors or parts.backbone.state_dict())
     parts.average.updates = int(stored.state["average_updates"])
-

@@ -86,7 +86,10 @@ def ramp(height, width):
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.floats(-np.pi, np.pi), st.floats(0.3, 12.0), st.floats(-60, 60), st.floats(-60, 60),
+    st.floats(-np.pi, np.pi),
+    st.floats(0.3, 12.0),
+    st.floats(-60, 60),
+    st.floats(-60, 60),
     st.sampled_from([56, 112, 160]),
 )
 def test_every_pixel_comes_from_where_the_transform_says_at_any_scale(angle, scale, dx, dy, image_size):

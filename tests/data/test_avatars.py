@@ -113,10 +113,23 @@ def test_a_spec_names_identities_images_and_the_first(spec: str, expected: tuple
 
 @pytest.mark.parametrize(
     "spec",
-    ["avatars:", "avatars:20", "avatars:20x", "avatars:x3", "avatars:-2x3", "avatars:2x3@", "avatars:2x3@-1",
-     "avatars:2.5x3", "avatars:2x3x4", "avatars:２x3", "avatars:2x3 ", "avatars:2x3\n", "faces:2x3",
-     "avatars:" + "9" * 30 + "x1"],
-)  # fmt: skip
+    [
+        "avatars:",
+        "avatars:20",
+        "avatars:20x",
+        "avatars:x3",
+        "avatars:-2x3",
+        "avatars:2x3@",
+        "avatars:2x3@-1",
+        "avatars:2.5x3",
+        "avatars:2x3x4",
+        "avatars:２x3",
+        "avatars:2x3 ",
+        "avatars:2x3\n",
+        "faces:2x3",
+        "avatars:" + "9" * 30 + "x1",
+    ],
+)
 def test_a_malformed_spec_is_refused_by_name(spec: str) -> None:
     with pytest.raises(UsageError, match="avatars:IDSxIMAGES") as caught:
         parse_spec(spec)

@@ -41,8 +41,11 @@ def test_convert_there_and_back(faces: Path, tmp_path: Path) -> None:
     result = tmp_path / "result.json"
     assert main(["data", "convert", str(faces), str(tmp_path / "x/faces.rec"), "--json", str(result)]) == 0
     assert json.loads(result.read_text()) == {
-        "out": str(tmp_path / "x/faces.rec"), "images": 9, "classes": 3, "left_out": 0,
-    }  # fmt: skip
+        "out": str(tmp_path / "x/faces.rec"),
+        "images": 9,
+        "classes": 3,
+        "left_out": 0,
+    }
     assert contents(tmp_path / "x/faces.rec") == contents(faces)
     assert (tmp_path / "x/property").read_text() == "3,12,10\n"
     assert main(["data", "convert", str(tmp_path / "x"), str(tmp_path / "back")]) == 0
@@ -104,8 +107,9 @@ def test_check_finds_everything(faces: Path, tmp_path: Path, capsys: pytest.Capt
         assert counts == {"images": 11, "broken": 1, "duplicates": 2, "duplicates_across_classes": 1}
         assert [item["key"] for item in result["broken_images"]] == ["bob/1.png"]
         assert result["duplicate_images"] == [
-            {"key": "ann/9.jpg", "same_as": "ann/0.jpg"}, {"key": "zoe/9.jpg", "same_as": "ann/0.jpg"},
-        ]  # fmt: skip
+            {"key": "ann/9.jpg", "same_as": "ann/0.jpg"},
+            {"key": "zoe/9.jpg", "same_as": "ann/0.jpg"},
+        ]
         assert result["empty_classes"] == ["nobody"]
     shown = capsys.readouterr()
     assert "broken: bob/1.png" in shown.out
@@ -215,9 +219,14 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
 
 @pytest.mark.parametrize(("arguments", "code", "why"), MISTAKES)
 def test_mistakes(
-    arguments: list[str], code: int, why: str, faces: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    arguments: list[str],
+    code: int,
+    why: str,
+    faces: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["data", *(str(faces) if word == "FACES" else word for word in arguments)]) == code
     shown = capsys.readouterr().err

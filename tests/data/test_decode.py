@@ -75,10 +75,14 @@ def test_transparent_pixels_are_white() -> None:
 def test_exif_orientation(orientation: int, kind: str) -> None:
     upright = gradient(24, 16)
     back = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_90, 7: Image.Transpose.TRANSVERSE,
+        2: Image.Transpose.FLIP_LEFT_RIGHT,
+        3: Image.Transpose.ROTATE_180,
+        4: Image.Transpose.FLIP_TOP_BOTTOM,
+        5: Image.Transpose.TRANSPOSE,
+        6: Image.Transpose.ROTATE_90,
+        7: Image.Transpose.TRANSVERSE,
         8: Image.Transpose.ROTATE_270,
-    }.get(orientation)  # fmt: skip
+    }.get(orientation)
     exif = Image.Exif()
     exif[0x0112] = orientation
     data = stored(upright.transpose(back) if back is not None else upright, kind, exif=exif, quality=95)

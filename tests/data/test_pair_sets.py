@@ -55,8 +55,11 @@ def test_every_protocol_and_kind(tmp_path: Path, protocol: int, array: bool | st
     if array == "writable":
         images = [image.copy() for image in images]
     same: Any = {
-        "bool": SAME, "numpy": [np.bool_(x) for x in SAME], "array": np.array(SAME), "int": [int(x) for x in SAME],
-    }[truth]  # fmt: skip
+        "bool": SAME,
+        "numpy": [np.bool_(x) for x in SAME],
+        "array": np.array(SAME),
+        "int": [int(x) for x in SAME],
+    }[truth]
     check(stored(tmp_path, pickle.dumps((images, same), protocol=protocol)))
 
 
@@ -135,14 +138,23 @@ def test_the_readers_own_functions_cannot_be_changed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\x80", b"hello", pickle.dumps(None), pickle.dumps((IMAGES, SAME))[:-9], pickle.dumps((IMAGES, SAME[1:])),
-        pickle.dumps(([], [])), pickle.dumps((IMAGES, ["yes"] * 4)), pickle.dumps((IMAGES, [2] * 4)),
-        pickle.dumps((5, SAME)), pickle.dumps(({}, {})), pickle.dumps((["text"] * 8, SAME)),
+        b"",
+        b"\x80",
+        b"hello",
+        pickle.dumps(None),
+        pickle.dumps((IMAGES, SAME))[:-9],
+        pickle.dumps((IMAGES, SAME[1:])),
+        pickle.dumps(([], [])),
+        pickle.dumps((IMAGES, ["yes"] * 4)),
+        pickle.dumps((IMAGES, [2] * 4)),
+        pickle.dumps((5, SAME)),
+        pickle.dumps(({}, {})),
+        pickle.dumps((["text"] * 8, SAME)),
         pickle.dumps(([np.zeros((2, 2, 3), np.uint8)] * 8, SAME)),
         b"\x80\x02]r\xff\xff\xff\x7f.",  # a memo slot that would take 16 GB
         b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x00abc",  # 2^56 bytes announced
     ],
-)  # fmt: skip
+)
 def test_damaged_or_foreign_files(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(DataError, match=r"set\.bin"):
         read_pairs(stored(tmp_path, content))

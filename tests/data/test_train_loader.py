@@ -58,9 +58,12 @@ def steps(ranks: list[TrainLoader], count: int | None = None) -> list[list[tuple
 
 @settings(deadline=None, max_examples=150)
 @given(
-    size=st.integers(1, 300), batch=st.integers(1, 9), worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    stops=st.lists(st.integers(0, 40), min_size=4, max_size=4), seed=st.integers(0, 2**40),
-)  # fmt: skip
+    size=st.integers(1, 300),
+    batch=st.integers(1, 9),
+    worlds=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    stops=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+    seed=st.integers(0, 2**40),
+)
 def test_each_sample_once_through_any_resumption(
     size: int, batch: int, worlds: list[int], stops: list[int], seed: int
 ) -> None:
@@ -86,9 +89,7 @@ def test_each_sample_once_through_any_resumption(
 
 
 def test_orders_differ_by_epoch_and_seed() -> None:
-    orders = [
-        tuple(epoch_order(100, seed=seed, epoch=epoch, shuffle=True)) for seed in range(3) for epoch in range(3)
-    ]
+    orders = [tuple(epoch_order(100, seed=seed, epoch=epoch, shuffle=True)) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
     assert tuple(epoch_order(100, seed=1, epoch=1, shuffle=True)) == orders[4]
     assert list(epoch_order(5, seed=1, epoch=2, shuffle=False)) == [0, 1, 2, 3, 4]
@@ -240,10 +241,14 @@ def test_torchs_own_generator_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"batch_size": 0}, "batch_size is 0"), ({"workers": -1}, "workers is -1"), ({"seed": -1}, "seed is -1"),
-        ({"augment": "strong"}, "no augmentation 'strong'"), ({"rank": 2}, "rank 2"), ({"world_size": 6}, "too few"),
+        ({"batch_size": 0}, "batch_size is 0"),
+        ({"workers": -1}, "workers is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"augment": "strong"}, "no augmentation 'strong'"),
+        ({"rank": 2}, "rank 2"),
+        ({"world_size": 6}, "too few"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments(wrong: dict[str, Any], why: str) -> None:
     right = {"batch_size": 2, "rank": 0, "world_size": 1, "seed": 0}
     with pytest.raises(UsageError, match=why):

@@ -121,10 +121,15 @@ def test_boxes_that_are_no_numbers_are_passed_over(tmp_path):
     assert opened(path).faces(painted(64, 64, (8, 3, 3))) == []
 
 
-@pytest.mark.parametrize("image", [
-    torch.zeros(3, 10, 10), torch.zeros(10, 10, 3, dtype=torch.uint8), torch.zeros(1, 3, 10, 10, dtype=torch.uint8),
-    torch.zeros(3, 0, 10, dtype=torch.uint8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "image",
+    [
+        torch.zeros(3, 10, 10),
+        torch.zeros(10, 10, 3, dtype=torch.uint8),
+        torch.zeros(1, 3, 10, 10, dtype=torch.uint8),
+        torch.zeros(3, 0, 10, dtype=torch.uint8),
+    ],
+)
 def test_what_is_no_picture_is_refused(image, tmp_path):
     with pytest.raises(UsageError, match="uint8"):
         opened(stand_in(tmp_path / "d.onnx", shape=(1, 3, 64, 64))).faces(image)
@@ -146,37 +151,67 @@ HOSTILE = {
     "two outputs": (lambda path: stand_in(path, order=[0, 1]), "has 2 outputs; SCRFD with landmarks has nine"),
     "without landmarks": (lambda path: stand_in(path, order=range(6)), "has 6 outputs"),
     "one output nine times": (
-        lambda path: write_model(path, [same(name) for name in NINE], (1, 3, 64, 64), NINE), "answers .* for a"),
+        lambda path: write_model(path, [same(name) for name in NINE], (1, 3, 64, 64), NINE),
+        "answers .* for a",
+    ),
     "landmarks of three points": (lambda path: stand_in(path, points=POINTS[:3]), "rows of 1, 4 and 10"),
-    "one anchor": (
-        lambda path: stand_in(path, shape=(1, 3, 64, 64), order=[0, 1, 2, 3, 4, 5, 6, 7, 7]), "answers"),
+    "one anchor": (lambda path: stand_in(path, shape=(1, 3, 64, 64), order=[0, 1, 2, 3, 4, 5, 6, 7, 7]), "answers"),
     "logits": (
         lambda path: write_model(
             path,
-            [helper.make_node("ConstantOfShape", [f"s{i}"], [f"y{i}"],
-                              value=helper.make_tensor("v", TensorProto.FLOAT, [1], [3.0])) for i in range(9)],
-            (1, 3, 64, 64), NINE,
-            {f"s{3 * k + i}": np.array([2 * (64 // s) ** 2, w]) for k, w in enumerate((1, 4, 10))
-             for i, s in enumerate((8, 16, 32))}),
-        "scores outside 0 to 1"),
+            [
+                helper.make_node(
+                    "ConstantOfShape",
+                    [f"s{i}"],
+                    [f"y{i}"],
+                    value=helper.make_tensor("v", TensorProto.FLOAT, [1], [3.0]),
+                )
+                for i in range(9)
+            ],
+            (1, 3, 64, 64),
+            NINE,
+            {
+                f"s{3 * k + i}": np.array([2 * (64 // s) ** 2, w])
+                for k, w in enumerate((1, 4, 10))
+                for i, s in enumerate((8, 16, 32))
+            },
+        ),
+        "scores outside 0 to 1",
+    ),
     "a custom operator": (
         lambda path: write_model(
-            path, [helper.make_node("Detect", ["x"], NINE, domain="my.ops")], (1, 3, 64, 64), NINE, domain="my.ops"),
-        "cannot be run by onnxruntime"),
+            path, [helper.make_node("Detect", ["x"], NINE, domain="my.ops")], (1, 3, 64, 64), NINE, domain="my.ops"
+        ),
+        "cannot be run by onnxruntime",
+    ),
     "grey pictures": (
-        lambda path: write_model(path, [same(name) for name in NINE], (1, 1, 64, 64), NINE), "takes one picture"),
+        lambda path: write_model(path, [same(name) for name in NINE], (1, 1, 64, 64), NINE),
+        "takes one picture",
+    ),
     "a batch of four": (
-        lambda path: write_model(path, [same(name) for name in NINE], (4, 3, 64, 64), NINE), "takes one picture"),
+        lambda path: write_model(path, [same(name) for name in NINE], (4, 3, 64, 64), NINE),
+        "takes one picture",
+    ),
     "bytes": (
-        lambda path: write_model(path, [helper.make_node("Cast", ["x"], [name], to=1) for name in NINE], (1, 3, 64, 64),
-                                 NINE, dtype=TensorProto.UINT8), "takes one picture of floats"),
+        lambda path: write_model(
+            path,
+            [helper.make_node("Cast", ["x"], [name], to=1) for name in NINE],
+            (1, 3, 64, 64),
+            NINE,
+            dtype=TensorProto.UINT8,
+        ),
+        "takes one picture of floats",
+    ),
     "text": (
-        lambda path: write_model(path, [helper.make_node("Cast", ["x"], [name], to=1) for name in NINE], (1,), NINE,
-                                 dtype=TensorProto.STRING), "takes one picture of floats"),
+        lambda path: write_model(
+            path, [helper.make_node("Cast", ["x"], [name], to=1) for name in NINE], (1,), NINE, dtype=TensorProto.STRING
+        ),
+        "takes one picture of floats",
+    ),
     "odd sides": (lambda path: stand_in(path, shape=(1, 3, 100, 64)), "multiples of 32"),
     "no model": (lambda path: path.write_text("hello"), "no ONNX file"),
     "an empty file": (lambda path: path.write_bytes(b""), "no ONNX file"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

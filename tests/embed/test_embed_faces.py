@@ -79,9 +79,7 @@ def test_ranks_align_as_one_process_does(scene, tmp_path):
     assert embed(scene, tmp_path / "one", *given) == 0
     result = tmp_path / "result.json"
     assert embed(scene, tmp_path / "two", *given, "--nproc", "2", "--json", str(result)) == 0
-    np.testing.assert_array_equal(
-        EmbeddingSet(tmp_path / "one").rows(0, 4), EmbeddingSet(tmp_path / "two").rows(0, 4)
-    )
+    np.testing.assert_array_equal(EmbeddingSet(tmp_path / "one").rows(0, 4), EmbeddingSet(tmp_path / "two").rows(0, 4))
     assert json.loads(result.read_text())["errors"] == 1
 
 

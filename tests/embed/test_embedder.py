@@ -44,8 +44,11 @@ def files(model: plsc.models.Backbone, tmp_path_factory: pytest.TempPathFactory)
     export_torch(model, folder / "m.pt2")
     export_insightface(model, folder / "m.pt")
     return {
-        "run": folder / "run", "safetensors": folder / "run" / "model.safetensors", "onnx": folder / "m.onnx",
-        "torch": folder / "m.pt2", "insightface": folder / "m.pt",
+        "run": folder / "run",
+        "safetensors": folder / "run" / "model.safetensors",
+        "onnx": folder / "m.onnx",
+        "torch": folder / "m.pt2",
+        "insightface": folder / "m.pt",
     }
 
 
@@ -130,8 +133,10 @@ def test_what_is_not_there_or_no_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("hello")
     (tmp_path / "m.pt2").write_bytes(b"PK\x03\x04 not really")
     for path, error, message in (
-        (tmp_path / "no.onnx", UsageError, "does not exist"), (tmp_path, UsageError, "no run directory"),
-        (tmp_path / "x.txt", DataError, "no model file"), (tmp_path / "m.pt2", DataError, "no model file"),
+        (tmp_path / "no.onnx", UsageError, "does not exist"),
+        (tmp_path, UsageError, "no run directory"),
+        (tmp_path / "x.txt", DataError, "no model file"),
+        (tmp_path / "m.pt2", DataError, "no model file"),
     ):
         with pytest.raises(error, match=message):
             open_embedder(path)

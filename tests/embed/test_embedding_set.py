@@ -16,11 +16,17 @@ from plsc.errors import DataError, IntegrityError, UsageError
 def make(folder: Path, rows: int = 70, *, contract: str = "model-a", dtype: str = "float32") -> EmbeddingSet:
     random = np.random.default_rng(rows)
     return write_embedding_set(
-        folder, random.standard_normal((rows, 8)).astype(np.float32), contract_id=contract,
-        labels=np.arange(rows, dtype=np.int64) % 3, class_names=["Ada", "Bjørn", "陳"], ids=np.arange(rows) * 10 + 5,
-        keys=[f"photo é {row}.jpg" for row in range(rows)], errors={2: "broken"} if rows > 2 else {}, dtype=dtype,
+        folder,
+        random.standard_normal((rows, 8)).astype(np.float32),
+        contract_id=contract,
+        labels=np.arange(rows, dtype=np.int64) % 3,
+        class_names=["Ada", "Bjørn", "陳"],
+        ids=np.arange(rows) * 10 + 5,
+        keys=[f"photo é {row}.jpg" for row in range(rows)],
+        errors={2: "broken"} if rows > 2 else {},
+        dtype=dtype,
         shard_rows=32,
-    )  # fmt: skip
+    )
 
 
 def every_file(folder: Path) -> list[Path]:
@@ -106,9 +112,7 @@ def test_contracts_do_not_mix(tmp_path: Path) -> None:
     assert same_contract([first, EmbeddingSet(tmp_path / "a")]) == "model-a"
     with pytest.raises(UsageError, match=r"b was embedded by another model.*model-b.*model-a"):
         same_contract([first, second])
-    with pytest.raises(
-        UsageError, match=r"begun with the model \(contract_id\) model-a, and now it is model-c"
-    ):
+    with pytest.raises(UsageError, match=r"begun with the model \(contract_id\) model-a, and now it is model-c"):
         make(tmp_path / "a", contract="model-c")
 
 

@@ -98,9 +98,14 @@ def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: 
         torch.testing.assert_close(one, model(images[:1]))
 
 
-@pytest.mark.parametrize(("name", "size", "there"), [
-    ("iresnet18", 112, "r18"), ("mobilefacenet", 112, "mbf"), ("mobilefacenet", 48, None),
-])
+@pytest.mark.parametrize(
+    ("name", "size", "there"),
+    [
+        ("iresnet18", 112, "r18"),
+        ("mobilefacenet", 112, "mbf"),
+        ("mobilefacenet", 48, None),
+    ],
+)
 def test_insightface_gets_a_bare_state_dict(name: str, size: int, there: str | None, tmp_path: Path) -> None:
     model = small(name, size)
     result = export.export_insightface(model, tmp_path / "model.pt")
@@ -159,7 +164,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_writes_the_file_and_its_result(
     kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if kind != "insightface":       # a directory with a quicker backbone
+    if kind != "insightface":  # a directory with a quicker backbone
         run = tmp_path
         plsc.models.save_model(small(), run / "model.safetensors")
     out, result = tmp_path / "out.file", tmp_path / "result.json"
@@ -172,15 +177,23 @@ def test_the_command_writes_the_file_and_its_result(
     assert printed.out.count("\n") == 1
 
 
-@pytest.mark.parametrize(("arguments", "code", "message"), [
-    (["nowhere", "--format", "onnx", "--out", "m.onnx"], 2, "nowhere does not exist"),
-    (["RUN", "--format", "onnx", "--out", "no/m.onnx"], 2, "cannot write no/m.onnx"),
-    (["bad.safetensors", "--format", "torch", "--out", "m.pt2"], 1, "truncated or corrupt"),
-    (["m.onnx", "--format", "torch", "--out", "m.pt2"], 2, "is an ONNX model"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nowhere", "--format", "onnx", "--out", "m.onnx"], 2, "nowhere does not exist"),
+        (["RUN", "--format", "onnx", "--out", "no/m.onnx"], 2, "cannot write no/m.onnx"),
+        (["bad.safetensors", "--format", "torch", "--out", "m.pt2"], 1, "truncated or corrupt"),
+        (["m.onnx", "--format", "torch", "--out", "m.pt2"], 2, "is an ONNX model"),
+    ],
+)
 def test_the_command_answers_mistakes_in_one_line(
-    arguments: list[str], code: int, message: str, run: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    message: str,
+    run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("bad.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")

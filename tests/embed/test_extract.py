@@ -38,9 +38,7 @@ class Pictures(ImageDataset):
         time.sleep(self.pause)
         if index in self.bad:
             raise DataError(f"{self.key(index)} is truncated;\nreplace it")
-        return torch.randint(
-            0, 256, (3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(index)
-        )
+        return torch.randint(0, 256, (3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
 
     def key(self, index: int) -> str:
         return f"picture {index}"
@@ -53,9 +51,7 @@ def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
     def embed(images: torch.Tensor) -> torch.Tensor:
         return images.flatten(1).float() @ weight / 255
 
-    embedder = SimpleNamespace(
-        embedding_dim=8, image_size=SIZE, contract_id=f"linear-{seed}", source="stand-in"
-    )
+    embedder = SimpleNamespace(embedding_dim=8, image_size=SIZE, contract_id=f"linear-{seed}", source="stand-in")
     return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()
 
 
@@ -65,17 +61,12 @@ def run(mesh: Mesh, folder: Path, pictures: Pictures, **more: Any) -> dict[str, 
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def oracle(pictures: Pictures) -> np.ndarray[Any, Any]:
     rows = [
-        torch.zeros(8) if i in pictures.bad else stand_in()(pictures.image(i)[None])[0]
-        for i in range(len(pictures))
+        torch.zeros(8) if i in pictures.bad else stand_in()(pictures.image(i)[None])[0] for i in range(len(pictures))
     ]
     return torch.stack(rows).numpy()
 
@@ -145,9 +136,7 @@ def test_killed_and_resumed_on_another_number_of_ranks(ranks: Any, tmp_path: Pat
     _killed_in_the_middle(tmp_path / "killed", 2)
     with pytest.raises(DataError, match="not finished; run plsc embed again"):
         EmbeddingSet(tmp_path / "killed")
-    (
-        tmp_path / "killed" / ".shard-00009.1.tmp"
-    ).mkdir()  # what a kill in the middle of writing a shard leaves
+    (tmp_path / "killed" / ".shard-00009.1.tmp").mkdir()  # what a kill in the middle of writing a shard leaves
     summary = ranks(2, _on_a_rank, tmp_path / "killed", pictures)[0]
     assert 0 < summary["embedded"] <= 200 - 2 * 16
     run(ONE, tmp_path / "whole", pictures)
@@ -236,9 +225,7 @@ def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="20 pixels; stand-in takes 16"):
         run(ONE, tmp_path / "set", pictures)
     assert not (tmp_path / "set").exists()
-    with pytest.raises(
-        DataError, match="none of the 2 images could be embedded; the first: picture 0 is truncated"
-    ):
+    with pytest.raises(DataError, match="none of the 2 images could be embedded; the first: picture 0 is truncated"):
         run(ONE, tmp_path / "none", Pictures(2, bad=(0, 1)))
 
 

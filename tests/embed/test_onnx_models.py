@@ -13,8 +13,13 @@ from plsc.embed.embedder import open_embedder
 from plsc.errors import DataError
 
 CPU = torch.device("cpu")
-NUMBERS = {"float": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "double": TensorProto.DOUBLE,
-           "uint8": TensorProto.UINT8, "int64": TensorProto.INT64}
+NUMBERS = {
+    "float": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "double": TensorProto.DOUBLE,
+    "uint8": TensorProto.UINT8,
+    "int64": TensorProto.INT64,
+}
 
 
 def pictures(count: int, size: int) -> torch.Tensor:
@@ -22,8 +27,14 @@ def pictures(count: int, size: int) -> torch.Tensor:
 
 
 def write(
-    path: Path, nodes: list[Any], *, shape: list[Any], dtype: str = "float", constants: dict[str, Any] | None = None,
-    outputs: tuple[str, ...] = ("y",), inputs: tuple[str, ...] = ("x",),
+    path: Path,
+    nodes: list[Any],
+    *,
+    shape: list[Any],
+    dtype: str = "float",
+    constants: dict[str, Any] | None = None,
+    outputs: tuple[str, ...] = ("y",),
+    inputs: tuple[str, ...] = ("x",),
 ) -> Path:
     given = [helper.make_tensor_value_info(name, NUMBERS[dtype], shape) for name in inputs]
     answers = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
@@ -74,10 +85,15 @@ def test_the_inputs_type_is_served_and_uint8_gets_the_pixels_themselves(dtype: s
     torch.testing.assert_close(embedder(images), expected, atol=2e-3, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("names", "raw"), [
-    (("Sub_0", "Mul_1"), True), (("_minusscalar0", "_mulscalar0"), True), (("Sub_0", "other"), False),
-    (("node_Sub", "node_Mul"), False),
-])
+@pytest.mark.parametrize(
+    ("names", "raw"),
+    [
+        (("Sub_0", "Mul_1"), True),
+        (("_minusscalar0", "_mulscalar0"), True),
+        (("Sub_0", "other"), False),
+        (("node_Sub", "node_Mul"), False),
+    ],
+)
 def test_early_nodes_named_sub_and_mul_mean_that_the_model_normalises(
     names: tuple[str, str], raw: bool, tmp_path: Path
 ) -> None:
@@ -92,13 +108,16 @@ def test_early_nodes_named_sub_and_mul_mean_that_the_model_normalises(
     torch.testing.assert_close(answer, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("operations", "raw"), [
-    ([("Sub", 127.5), ("Div", 127.5)], True),
-    ([("Div", 255.0), ("Sub", 0.5), ("Div", 0.5)], True),
-    ([("Sub", [[[123.0]], [[117.0]], [[104.0]]]), ("Mul", 0.0078125)], True),
-    ([("Mul", 2.0), ("Sub", 1.0)], False),
-    ([("Sub", [[[0.485]], [[0.456]], [[0.406]]]), ("Div", [[[0.229]], [[0.224]], [[0.225]]])], False),
-])
+@pytest.mark.parametrize(
+    ("operations", "raw"),
+    [
+        ([("Sub", 127.5), ("Div", 127.5)], True),
+        ([("Div", 255.0), ("Sub", 0.5), ("Div", 0.5)], True),
+        ([("Sub", [[[123.0]], [[117.0]], [[104.0]]]), ("Mul", 0.0078125)], True),
+        ([("Mul", 2.0), ("Sub", 1.0)], False),
+        ([("Sub", [[[0.485]], [[0.456]], [[0.406]]]), ("Div", [[[0.229]], [[0.224]], [[0.225]]])], False),
+    ],
+)
 def test_normalisation_in_the_graph_is_recognised_whatever_its_nodes_are_called(
     operations: list[tuple[str, Any]], raw: bool, tmp_path: Path
 ) -> None:
@@ -113,9 +132,7 @@ def test_normalisation_in_the_graph_is_recognised_whatever_its_nodes_are_called(
         expected = {"Sub": expected - number, "Div": expected / number, "Mul": expected * number}[operation]
     nodes.append(helper.make_node("ReduceMean", [value], ["y"], axes=[2, 3], keepdims=0))
     path = write(tmp_path / "m.onnx", nodes, shape=["N", 3, 32, 32], constants=constants)
-    torch.testing.assert_close(
-        open_embedder(path, device=CPU)(images), expected.mean(dim=(2, 3)), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(open_embedder(path, device=CPU)(images), expected.mean(dim=(2, 3)), rtol=1e-4, atol=1e-4)
 
 
 def test_an_answer_of_any_shape_is_one_row_per_image(tmp_path: Path) -> None:
@@ -126,8 +143,10 @@ def test_an_answer_of_any_shape_is_one_row_per_image(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_is_free_in_name_only_is_run_image_by_image(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Reshape", ["x", "s"], ["r"]),
-             helper.make_node("ReduceMean", ["r"], ["y"], axes=[2, 3], keepdims=0)]
+    nodes = [
+        helper.make_node("Reshape", ["x", "s"], ["r"]),
+        helper.make_node("ReduceMean", ["r"], ["y"], axes=[2, 3], keepdims=0),
+    ]
     path = write(tmp_path / "m.onnx", nodes, shape=["N", 3, 32, 32], constants={"s": np.array([1, 3, 32, 32])})
     images = pictures(5, 32)
     torch.testing.assert_close(open_embedder(path, device=CPU)(images), normalised_mean(images), atol=1e-5, rtol=0)
@@ -137,14 +156,17 @@ def mean_node(output: str = "y", given: str = "x") -> Any:
     return helper.make_node("ReduceMean", [given], [output], axes=[2, 3], keepdims=0)
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"outputs": ("y", "z")}, r"has 2 outputs \(y, z\); an embedding model has one input and one output"),
-    ({"inputs": ("x", "mask")}, r"has 2 inputs \(x, mask\)"),
-    ({"shape": ["N", 1, 32, 32]}, "1 channels, where RGB has 3"),
-    ({"shape": ["N", 3, 64, 32]}, "images of 32x64; only square ones"),
-    ({"shape": ["N", 3, 32]}, "not a batch of images"),
-    ({"dtype": "int64"}, "takes tensor.int64."),
-])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outputs": ("y", "z")}, r"has 2 outputs \(y, z\); an embedding model has one input and one output"),
+        ({"inputs": ("x", "mask")}, r"has 2 inputs \(x, mask\)"),
+        ({"shape": ["N", 1, 32, 32]}, "1 channels, where RGB has 3"),
+        ({"shape": ["N", 3, 64, 32]}, "images of 32x64; only square ones"),
+        ({"shape": ["N", 3, 32]}, "not a batch of images"),
+        ({"dtype": "int64"}, "takes tensor.int64."),
+    ],
+)
 def test_a_model_that_embeds_no_pictures_is_refused_in_one_line(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:

@@ -125,12 +125,16 @@ def test_any_change_to_the_file_is_noticed(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"points": []}, {"points": None}, {"points": [{"fmr": 0.1}]}, {"points": "x"}, {"contract_id": 7},
+        {"points": []},
+        {"points": None},
+        {"points": [{"fmr": 0.1}]},
+        {"points": "x"},
+        {"contract_id": 7},
         {"images": "7"},
         {"points": [{"fmr": r, "threshold": 0.1, "tmr": 1, "impostors": 10} for r in (0.01, 0.1)]},
         {"points": [{"fmr": 0.1, "threshold": None, "tmr": 1, "impostors": 10}]},
     ],
-)  # fmt: skip
+)
 def test_a_sealed_file_with_other_fields_is_refused_in_one_line(change, tmp_path):
     path = tmp_path / "c.json"
     write_calibration(path, made(scored(4, 2000, 30)))

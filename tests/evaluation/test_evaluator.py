@@ -45,9 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Forty pairs, of which every other shows one identity."""
-    images = [
-        png(picture(i // 2 if i % 4 < 2 else i, 100 + i, noise=0.8)) for i in range(80)
-    ]
+    images = [png(picture(i // 2 if i % 4 < 2 else i, 100 + i, noise=0.8)) for i in range(80)]
     path = tmp_path_factory.mktemp("sets") / "people.bin"
     write_pairs(path, images, [True, False] * 20)
     return path, images
@@ -100,9 +98,7 @@ def test_a_folder_is_judged_on_all_its_pairs_and_searched(folder, flip):
 
 
 def run_on_ranks(mesh, sets, batch_size):
-    return evaluate(
-        raw_pixels, sets, image_size=24, mesh=mesh, batch_size=batch_size, curves=True, quiet=True
-    )
+    return evaluate(raw_pixels, sets, image_size=24, mesh=mesh, batch_size=batch_size, curves=True, quiet=True)
 
 
 @pytest.mark.parametrize(("world", "batch_size"), [(1, 7), (2, 7), (3, 7), (3, 64)])

@@ -22,9 +22,16 @@ def results():
         is_same = generator.random(4000) < 0.4
         roc = roc_from_scores(np.clip(generator.normal(is_same * distance, 0.12), -1, 1), is_same)
         found[name] = {
-            "accuracy": 0.98765, "accuracy_std": 0.0034, "threshold": 1.4, "rank1": None, "rank5": None, "images": 8000,
-            "identities": None, **roc_summary(roc), **drawn_curves(roc),
-        }  # fmt: skip
+            "accuracy": 0.98765,
+            "accuracy_std": 0.0034,
+            "threshold": 1.4,
+            "rank1": None,
+            "rank5": None,
+            "images": 8000,
+            "identities": None,
+            **roc_summary(roc),
+            **drawn_curves(roc),
+        }
     return found
 
 

@@ -49,8 +49,24 @@ def test_collections_come_and_go(kit: Kit) -> None:
     assert store.search("a", [[1, 0, 0]]) == [[]]
 
 
-WRONG_NAMES: list[Any] = ["", "1a", "_a", "-", "a b", "a/b", "../a", "a\n", "ä", "a\0", "a" * 65, "a;", "a'", None,
-                          3, b"a"]  # fmt: skip
+WRONG_NAMES: list[Any] = [
+    "",
+    "1a",
+    "_a",
+    "-",
+    "a b",
+    "a/b",
+    "../a",
+    "a\n",
+    "ä",
+    "a\0",
+    "a" * 65,
+    "a;",
+    "a'",
+    None,
+    3,
+    b"a",
+]
 WRONG_DIMS: list[Any] = [0, -1, 2.0, True, "4", None, 2**40]
 WRONG_CONTRACTS: list[Any] = ["", None, 1, "\0", "\ud800"]
 
@@ -76,8 +92,11 @@ def test_enrolled_persons_are_there_as_given(store: Store) -> None:
     made = store.add_persons(
         GALLERY, [NewPerson(vectors[:3], "Ada", {"age": 36}), NewPerson([]), NewPerson(vectors[3:].tolist(), "")], MODEL
     )
-    assert [(one.name, one.metadata, len(one.faces)) for one in made] == [("Ada", {"age": 36}, 3), (None, {}, 0),
-                                                                          ("", {}, 3)]  # fmt: skip
+    assert [(one.name, one.metadata, len(one.faces)) for one in made] == [
+        ("Ada", {"age": 36}, 3),
+        (None, {}, 0),
+        ("", {}, 3),
+    ]
     for one in made:
         assert store.person(GALLERY, one.id) == one
         assert one.faces == tuple(sorted(one.faces))
@@ -92,7 +111,7 @@ def test_enrolled_persons_are_there_as_given(store: Store) -> None:
     assert store.add_persons(GALLERY, [], MODEL) == []
     assert store.names_of(GALLERY, [made[2].id, 10**9, made[0].id, made[0].id, -1, 2**70]) == {
         one.id: Named(one.id, one.name, one.metadata) for one in (made[0], made[2])
-    }  # fmt: skip
+    }
     assert store.names_of(GALLERY, []) == {}
 
 

@@ -12,9 +12,22 @@ from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
 from plsc.gallery.contract import NewPerson, Person, Store
 
 BAD_VECTORS: list[Any] = [
-    [[np.nan] + [0.0] * 7], [[np.inf] + [1.0] * 7], [[0.0] * 8], [[1.0] * 7], [[1.0] * 9], [1.0] * 8, [[[1.0] * 8]],
-    [["a"] * 8], [[None] * 8], [[1.0] * 8, [1.0] * 7], "abc", None, 3.0, [[1j] * 8], [[True] * 8],
-]  # fmt: skip
+    [[np.nan] + [0.0] * 7],
+    [[np.inf] + [1.0] * 7],
+    [[0.0] * 8],
+    [[1.0] * 7],
+    [[1.0] * 9],
+    [1.0] * 8,
+    [[[1.0] * 8]],
+    [["a"] * 8],
+    [[None] * 8],
+    [[1.0] * 8, [1.0] * 7],
+    "abc",
+    None,
+    3.0,
+    [[1j] * 8],
+    [[True] * 8],
+]
 BAD_NAMES: list[Any] = [3, b"x", "a\0", "\ud800", "x" * 1025, ["a"]]
 BAD_METADATA: list[Any] = [None, [], "x", {"a": None}, {"a": [1]}, {1: 2}, {"a": float("nan")}, {"a": 2**63}]
 

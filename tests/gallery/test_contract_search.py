@@ -30,8 +30,12 @@ def test_search_against_float64(store: Store, compacted: bool) -> None:
     for threshold in (-2.0, 0.0, 0.5, 0.95, 2.0, -np.inf, np.inf):
         agree(store, oracle, GALLERY, queries, threshold=threshold, k=20)
     filters: list[dict[str, Any]] = [
-        {}, {"group": 3}, {"group": {"in": [1, 2]}, "even": True}, {"group": 99}, {"none": {"exists": False}},
-    ]  # fmt: skip
+        {},
+        {"group": 3},
+        {"group": {"in": [1, 2]}, "even": True},
+        {"group": 99},
+        {"none": {"exists": False}},
+    ]
     for asked in filters:
         agree(store, oracle, GALLERY, queries, where=Filter.parse(asked), k=12)
         agree(store, oracle, GALLERY, queries, where=Filter.parse(asked), k=12, threshold=0.4)
@@ -101,11 +105,20 @@ def test_filters_never_find_less_than_there_is(store: Store) -> None:
     ids = [one.id for one in store.add_persons(GALLERY, new, MODEL)]
     three = {ids[3], ids[700], ids[1199]}
     asked: list[dict[str, Any]] = [
-        {"rare": True}, {"rare": {"ne": False}}, {"n": {"lt": 0}}, {"n": {"lte": -8}}, {"word": {"gt": "w9999"}},
-        {"word": {"gte": "z"}}, {"word": {"in": ["z", "a"]}}, {"also": {"exists": True}}, {"also": 1.5},
-        {"also": {"gt": 1}}, {"n": {"in": [-8, -705, -1204]}}, {"word": {"in": [f"v{n}" for n in range(60)] + ["z"]}},
+        {"rare": True},
+        {"rare": {"ne": False}},
+        {"n": {"lt": 0}},
+        {"n": {"lte": -8}},
+        {"word": {"gt": "w9999"}},
+        {"word": {"gte": "z"}},
+        {"word": {"in": ["z", "a"]}},
+        {"also": {"exists": True}},
+        {"also": 1.5},
+        {"also": {"gt": 1}},
+        {"n": {"in": [-8, -705, -1204]}},
+        {"word": {"in": [f"v{n}" for n in range(60)] + ["z"]}},
         {"rare": True, "n": {"lt": 5, "gte": -2000}, "word": {"ne": "x"}},
-    ]  # fmt: skip
+    ]
     for compacted in (False, True):
         if compacted:
             store.compact()
@@ -120,17 +133,50 @@ def test_filters_never_find_less_than_there_is(store: Store) -> None:
 
 
 VALUES: list[Any] = [
-    0, 1, -1, 1.0, 0.5, -0.0, True, False, "", "0", "1", "a", "A", "true", "é", "z", "\U0001f642", "\uffee", 2**53,
-    2**53 + 1, float(2**53), 2**63 - 1, float(2**63), -(2**63), 1e300, 5e-324, 1234567890123456790,
-    1234567890123456768.0, "O'H", 'a"b', "a\\", "%", "_", "x" * 1024,
-]  # fmt: skip
+    0,
+    1,
+    -1,
+    1.0,
+    0.5,
+    -0.0,
+    True,
+    False,
+    "",
+    "0",
+    "1",
+    "a",
+    "A",
+    "true",
+    "é",
+    "z",
+    "\U0001f642",
+    "\uffee",
+    2**53,
+    2**53 + 1,
+    float(2**53),
+    2**63 - 1,
+    float(2**63),
+    -(2**63),
+    1e300,
+    5e-324,
+    1234567890123456790,
+    1234567890123456768.0,
+    "O'H",
+    'a"b',
+    "a\\",
+    "%",
+    "_",
+    "x" * 1024,
+]
 KEYS = ["k", "a.b", "O'H", 'q"q', "b\\", "$x", "ключ", "[0]", "id", "x" * 1024]
 
 
 def test_filters_mean_the_same_in_every_store(store: Store) -> None:
     pick = random.Random(7)
-    new = [NewPerson(row[None], None, {} if n % 11 == 0 else {KEYS[0]: VALUES[n % len(VALUES)]})
-           for n, row in enumerate(faces(2 * len(VALUES), 3))]  # fmt: skip
+    new = [
+        NewPerson(row[None], None, {} if n % 11 == 0 else {KEYS[0]: VALUES[n % len(VALUES)]})
+        for n, row in enumerate(faces(2 * len(VALUES), 3))
+    ]
     new += [
         NewPerson(row[None], None, {pick.choice(KEYS): pick.choice(VALUES) for _ in range(pick.randrange(3))})
         for row in faces(40, 8)

@@ -62,8 +62,10 @@ def step(pick: random.Random, kit: Kit, store: Store, oracle: MemoryStore, names
     some = [("n", pick.randrange(10)), ("s", pick.choice("ab"))]
     metadata = {key: value for key, value in some if pick.random() < 0.7}
     seed = pick.randrange(10**6)
-    action = pick.choices(["add", "faces", "update", "delete", "unface", "search", "compact", "again", "drop", "bad"],
-                          [8, 5, 4, 4, 4, 8, 1, 1, 0.3, 1])[0]  # fmt: skip
+    action = pick.choices(
+        ["add", "faces", "update", "delete", "unface", "search", "compact", "again", "drop", "bad"],
+        [8, 5, 4, 4, 4, 8, 1, 1, 0.3, 1],
+    )[0]
     if action == "add":
         sizes = [pick.randrange(4) for _ in range(pick.randrange(1, 5))]
         new = [NewPerson(faces(size, seed + n), pick.choice(ODD_NAMES), metadata) for n, size in enumerate(sizes)]

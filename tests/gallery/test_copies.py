@@ -22,10 +22,13 @@ def gallery() -> MemoryStore:
 
 
 def written(store: MemoryStore, target: Path) -> Path:
-    write_copy(target, [
-        (about, ((one, store.vectors(about.name, one.id)) for one in store.persons(about.name, limit=10**9)))
-        for about in store.collections()
-    ])  # fmt: skip
+    write_copy(
+        target,
+        [
+            (about, ((one, store.vectors(about.name, one.id)) for one in store.persons(about.name, limit=10**9)))
+            for about in store.collections()
+        ],
+    )
     return target
 
 

@@ -78,9 +78,14 @@ def test_operators_agree_with_exact_arithmetic(found: Any, value: Any) -> None:
     ordered = kinds[0] is kinds[1] and kinds[0] is not bool
     before = ordered and comes_before(found, value)
     expected = {
-        "eq": equal, "ne": not equal, "in": equal, "lt": before, "lte": ordered and (before or equal),
-        "gt": ordered and not (before or equal), "gte": ordered and not before,
-    }  # fmt: skip
+        "eq": equal,
+        "ne": not equal,
+        "in": equal,
+        "lt": before,
+        "lte": ordered and (before or equal),
+        "gt": ordered and not (before or equal),
+        "gte": ordered and not before,
+    }
     for operator, truth in expected.items():
         if operator in ("lt", "lte", "gt", "gte") and kinds[1] is bool:
             continue
@@ -102,7 +107,7 @@ def test_operators_agree_with_exact_arithmetic(found: Any, value: Any) -> None:
         ({"age": float("inf")}, "'age' is inf"),
         ({"age": 2**63}, "integers of 64 bits"),
         ({"age": -(2**63) - 1}, "integers of 64 bits"),
-        ({"age": {"in": 3}}, '"in" of the filter on \'age\' takes a list'),
+        ({"age": {"in": 3}}, "\"in\" of the filter on 'age' takes a list"),
         ({"age": {"in": list(range(10_001))}}, "at most 10000 values"),
         ({"age": {"in": [1, None]}}, "'age' is None"),
         ({"age": {"exists": 1}}, "is true or false, not 1"),
@@ -129,11 +134,25 @@ def test_wrong_filters_are_refused_by_name(asked: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "metadata",
     [
-        None, [], "x", {"": 1}, {1: 2}, {"a": None}, {"a": []}, {"a": {}}, {"a": float("nan")}, {"a": -float("inf")},
-        {"a": 2**63}, {"a": b"x"}, {"a": 1j}, {"a": "x" * 1025}, {"a\0": 1}, {"a": "\ud800"},
+        None,
+        [],
+        "x",
+        {"": 1},
+        {1: 2},
+        {"a": None},
+        {"a": []},
+        {"a": {}},
+        {"a": float("nan")},
+        {"a": -float("inf")},
+        {"a": 2**63},
+        {"a": b"x"},
+        {"a": 1j},
+        {"a": "x" * 1025},
+        {"a\0": 1},
+        {"a": "\ud800"},
         {str(n): n for n in range(65)},
     ],
-)  # fmt: skip
+)
 def test_wrong_metadata_is_refused(metadata: Any) -> None:
     with pytest.raises(UsageError):
         check_metadata(metadata)

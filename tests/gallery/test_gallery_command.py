@@ -39,8 +39,15 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert gallery("compact", store, "--collection", "people") == 0
     assert gallery("compact", store) == 0
     assert gallery("check", store, "--json", told) == 0
-    assert json.loads(told.read_text()) == {"store": str(store), "collections": 1, "persons": 3, "faces": 5,
-                                            "forgotten": 0, "snapshots": 0, "forgotten_in_snapshots": 0}  # fmt: skip
+    assert json.loads(told.read_text()) == {
+        "store": str(store),
+        "collections": 1,
+        "persons": 3,
+        "faces": 5,
+        "forgotten": 0,
+        "snapshots": 0,
+        "forgotten_in_snapshots": 0,
+    }
     capsys.readouterr()
     assert gallery("snapshot", store, "--out", tmp_path / "copy") == 0
     assert gallery("check", tmp_path / "copy") == 0
@@ -82,7 +89,12 @@ def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_a_wrong_request_gets_one_line(
-    words: list[str], code: int, line: str, tmp_path: Path, people: Path, monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    code: int,
+    line: str,
+    tmp_path: Path,
+    people: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)

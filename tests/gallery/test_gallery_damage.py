@@ -157,15 +157,21 @@ def change(folder: Path, statement: str) -> None:
         "INSERT INTO vectors VALUES (999, x'0102030405', zeroblob(64))",
         "DELETE FROM forgotten",
     ],
-)  # fmt: skip
+)
 def test_a_row_that_is_not_what_was_written_is_named(folder: Path, statement: str) -> None:
     change(folder, statement)
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite|faces that were deleted"):
         SqliteStore(folder).check()
 
 
-@pytest.mark.parametrize("statement", ["UPDATE collections SET dim = 8", "UPDATE collections SET name = 'others'",
-                                       "UPDATE vectors SET vector = zeroblob(64) WHERE face = 43"])  # fmt: skip
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE collections SET dim = 8",
+        "UPDATE collections SET name = 'others'",
+        "UPDATE vectors SET vector = zeroblob(64) WHERE face = 43",
+    ],
+)
 def test_what_opening_reads_is_verified_by_opening(folder: Path, statement: str) -> None:
     change(folder, statement)
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):

@@ -20,8 +20,12 @@ from plsc.gallery.milvus_filters import expression, fits_of
 from plsc.gallery.milvus_store import MilvusStore, open_milvus
 
 LONG = "PLSC_TEST_LONG" in os.environ  # every failure at every request, instead of one at each
-FAILURES = [(StorageError, True, False), (StorageError, False, True), (KeyboardInterrupt, False, False),
-            (KeyboardInterrupt, False, True)]  # fmt: skip
+FAILURES = [
+    (StorageError, True, False),
+    (StorageError, False, True),
+    (KeyboardInterrupt, False, False),
+    (KeyboardInterrupt, False, True),
+]
 CHANGES = ("create", "drop", "register", "unregister", "write", "delete")
 
 
@@ -59,8 +63,10 @@ def seen(store: MilvusStore) -> dict[str, Any]:
         assert about.faces == sum(len(person.faces) for person in persons)
         (matches,) = store.search(about.name, [[1, 2, 3, 4]], k=1000)
         assert {match.person for match in matches} == {person.id for person in persons if person.faces}
-        by_n = [[match.person for match in store.search(about.name, [[1, 2, 3, 4]], where=where)[0]]
-                for where in (Filter.parse({"n": n}) for n in (0, 1, 2, 77))]  # fmt: skip
+        by_n = [
+            [match.person for match in store.search(about.name, [[1, 2, 3, 4]], where=where)[0]]
+            for where in (Filter.parse({"n": n}) for n in (0, 1, 2, 77))
+        ]
         stored = [store.vectors(about.name, person.id).round(4).tolist() for person in persons]
         found[about.name] = (persons, stored, [sorted(ids) for ids in by_n])
     return found
@@ -210,8 +216,9 @@ def test_more_rows_than_one_request_takes(place: str, monkeypatch: pytest.Monkey
     assert len(matches) == 125
     assert len(store.persons("people", limit=10**6)) == 125
     assert len(store.names_of("people", range(10**3))) == 125
-    np.testing.assert_allclose(store.vectors("people", made[0].id), crowd / np.linalg.norm(crowd, axis=1)[:, None],
-                               atol=1e-6)  # fmt: skip
+    np.testing.assert_allclose(
+        store.vectors("people", made[0].id), crowd / np.linalg.norm(crowd, axis=1)[:, None], atol=1e-6
+    )
     store.update_person("people", made[0].id, metadata={"n": 77})
     assert len(store.search("people", [[1, 0, 0, 0]], k=10**6, where=Filter.parse({"n": 77}))[0]) == 121
     assert store.check() == {"collections": 1, "persons": 125, "faces": 8 + 150 + 120}
@@ -235,7 +242,7 @@ def test_a_snapshot_holds_everything(place: str, tmp_path: Path) -> None:
 def test_no_text_of_a_user_is_in_an_expression() -> None:
     evil = '"] or id > 0 or fits["'
     where = Filter.parse({evil: {"eq": evil, "in": [evil], "gt": evil, "exists": True}})
-    assert set(expression(where)) <= set('() []"=<>' "abcdefghijklmnopqrstuvwxyz0123456789")
+    assert set(expression(where)) <= set('() []"=<>abcdefghijklmnopqrstuvwxyz0123456789')
     assert evil not in str(fits_of({evil: evil}))
 
 

@@ -81,7 +81,6 @@ def test_several_services_share_one_store(place: str, store: PostgresStore, open
     assert sorted(made) == ["exists", "exists", "exists", "made"], "one of those that make it at once has made it"
 
 
-
 def outcome(store: PostgresStore) -> str:
     try:
         store.create_collection("once", 4, "m")
@@ -96,7 +95,6 @@ def test_opening_at_once_makes_the_tables_once(place: str, opened: list[Postgres
     assert [store.collections() for store in opened] == [[]] * 4
 
 
-
 def test_connections_that_were_cut(place: str, store: PostgresStore) -> None:
     """A server that was started again, or a firewall: the next call connects anew, and a call cut short did nothing."""
     import psycopg
@@ -105,8 +103,10 @@ def test_connections_that_were_cut(place: str, store: PostgresStore) -> None:
 
     def cut() -> None:
         with psycopg.connect(place, autocommit=True) as connection:
-            connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
-                               "AND backend_type = 'client backend'")  # fmt: skip
+            connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
+                "AND backend_type = 'client backend'"
+            )
 
     cut()
     assert store.persons("people") == before

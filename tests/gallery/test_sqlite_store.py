@@ -157,8 +157,9 @@ def test_any_mixture_of_changes_and_compactions_searches_as_one_scan(
     store = open_people(folder, precision=data.draw(st.sampled_from(["bf16", "fp32"])))
     known: dict[int, tuple[int, Float32, int]] = {}  # face: person, direction, n
     seeds = itertools.count(data.draw(st.integers(0, 10**6)))
-    for step in data.draw(st.lists(st.sampled_from(["enrol", "face", "delete", "compact", "open", "search"]),
-                                   max_size=14)):  # fmt: skip
+    for step in data.draw(
+        st.lists(st.sampled_from(["enrol", "face", "delete", "compact", "open", "search"]), max_size=14)
+    ):
         if step == "enrol":
             for person in enrol(store, faces(5, next(seeds))):
                 n = person.metadata["n"]
@@ -457,16 +458,24 @@ def test_any_embedding_set_can_be_enrolled(tmp_path: Path) -> None:
     vectors[5, 3] = np.nan
     labels = np.array([1, 0, 1, -1, 0, 1, -1, 2, 1])
     written = write_embedding_set(
-        tmp_path / "set", vectors, contract_id=MODEL, labels=labels, class_names=["Ann", "Bo", "Cy", "Di"],
-        keys=[f"photo-{n}" for n in range(9)], errors={7: "no image"},
-    )  # fmt: skip
+        tmp_path / "set",
+        vectors,
+        contract_id=MODEL,
+        labels=labels,
+        class_names=["Ann", "Bo", "Cy", "Di"],
+        keys=[f"photo-{n}" for n in range(9)],
+        errors={7: "no image"},
+    )
     store = SqliteStore(tmp_path / "store")
     told = import_set(store, GALLERY, written, quiet=True)
     assert told == {"persons": 4, "faces": 6, "left_out": 3}
     found = store.persons(GALLERY)
     assert [(one.name, one.metadata, len(one.faces)) for one in found] == [
-        ("Ann", {}, 1), ("Bo", {}, 3), (None, {"key": "photo-3"}, 1), (None, {"key": "photo-6"}, 1)
-    ]  # fmt: skip
+        ("Ann", {}, 1),
+        ("Bo", {}, 3),
+        (None, {"key": "photo-3"}, 1),
+        (None, {"key": "photo-6"}, 1),
+    ]
     assert store.search(GALLERY, vectors[8:], k=1)[0][0].person == found[1].id
     store.create_collection("others", DIM, "another model")
     with pytest.raises(ConflictError, match="another model"):
@@ -520,8 +529,14 @@ def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_i
     faces_found = [[match.face for match in answer] for answers in (quick, true) for answer in answers]
     assert np.mean([one == two for one, two in zip(faces_found[:1000], faces_found[1000:], strict=True)]) > 0.9
     assert [len(answer) for answer in store.search(GALLERY, queries[:2], k=10**6)] == [1000, 1000]
-    monkeypatch.setattr(searched.view.base.quick, "_found", lambda asked, k, _: (  # as if the rows had moved away
-        np.full((len(asked), k), -1, np.float32), np.tile(np.arange(k), (len(asked), 1))))
+    monkeypatch.setattr(
+        searched.view.base.quick,
+        "_found",
+        lambda asked, k, _: (  # as if the rows had moved away
+            np.full((len(asked), k), -1, np.float32),
+            np.tile(np.arange(k), (len(asked), 1)),
+        ),
+    )
     for _ in range(600):
         store.search(GALLERY, queries, k=3)
         if store.statistics()[GALLERY]["recall"] < 0.5:

@@ -64,9 +64,7 @@ def test_a_bit_flipped_in_the_log_is_named_and_the_log_kept(
 
 
 @pytest.mark.parametrize("byte", [0, 3, 6, 10, 14, 17, 22, 25, 31])
-def test_a_bit_flipped_in_the_logs_header_is_named(
-    killed: tuple[Path, list[int]], tmp_path: Path, byte: int
-) -> None:
+def test_a_bit_flipped_in_the_logs_header_is_named(killed: tuple[Path, list[int]], tmp_path: Path, byte: int) -> None:
     folder = shutil.copytree(killed[0], tmp_path / "damaged")
     flip(folder / "gallery.sqlite-wal", byte)
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite-wal is corrupt: its header"):

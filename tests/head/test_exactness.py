@@ -55,14 +55,20 @@ def make_problem(
 
 
 def sharded_steps(
-    mesh: Mesh, margin: plsc.losses.Margin, problem: tuple, sizes: list[int], dtype: torch.dtype, steps: int = 1,
+    mesh: Mesh,
+    margin: plsc.losses.Margin,
+    problem: tuple,
+    sizes: list[int],
+    dtype: torch.dtype,
+    steps: int = 1,
     **options: object,
 ) -> list[tuple[torch.Tensor, ...]]:
     """Some steps of HeadSGD: loss, this rank's embedding gradient and the whole weight after each."""
     weight, x, y = problem
     centers = int(options.get("centers", 1))
-    head = plsc.ShardedHead(x.shape[1], len(weight) // centers, mesh, margin, weight_dtype=dtype,
-                            momentum_dtype=dtype, **options)
+    head = plsc.ShardedHead(
+        x.shape[1], len(weight) // centers, mesh, margin, weight_dtype=dtype, momentum_dtype=dtype, **options
+    )
     first, stop = head.class_range
     with torch.no_grad():
         head.weight.copy_(weight[first * centers : stop * centers])
@@ -197,8 +203,10 @@ def test_arcface_torch_numbers(ranks, name):
 
 
 def autograd_on_halves(mesh: Mesh, name: str, weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> tuple:
-    kind = {"arcface": plsc.ArcFace(m=0.5, gradient="straight_through"),
-            "cosface": plsc.CosFace(m=0.4, gradient="straight_through")}[name]
+    kind = {
+        "arcface": plsc.ArcFace(m=0.5, gradient="straight_through"),
+        "cosface": plsc.CosFace(m=0.4, gradient="straight_through"),
+    }[name]
     head = plsc.ShardedHead(x.shape[1], len(weight), mesh, kind, update="autograd")
     with torch.no_grad():
         head.weight.copy_(weight[slice(*head.class_range)])

@@ -1,6 +1,5 @@
 """Head groups: a table sharded over some ranks and replicated over the others computes what one process does."""
 
-
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -66,7 +65,11 @@ def make_head(
 
 
 def steps_in_groups(
-    mesh: Mesh, margin: plsc.losses.Margin, problem: Step, sizes: list[int], steps: int,
+    mesh: Mesh,
+    margin: plsc.losses.Margin,
+    problem: Step,
+    sizes: list[int],
+    steps: int,
     **options: object,
 ) -> list[Step]:
     """Some steps of HeadSGD: loss, the embeddings' gradient here, and the table of this rank's group, after each."""
@@ -166,9 +169,7 @@ def test_random_margins_are_those_of_one_process(ranks, world, head_ranks, name)
 def test_sampled_steps_are_those_of_as_many_ranks_as_a_group_has(ranks, world, head_ranks, rate):
     """A shard draws by its seed, step and first class: sampling is equal where shards are."""
     problem = make_problem(classes=101)
-    whole = ranks(
-        head_ranks, steps_in_groups, plsc.ArcFace(), problem, uneven(12, head_ranks), 3, sample_rate=rate
-    )
+    whole = ranks(head_ranks, steps_in_groups, plsc.ArcFace(), problem, uneven(12, head_ranks), 3, sample_rate=rate)
     alone = [
         (loss, torch.cat([rank[step][1] for rank in whole]), table) for step, (loss, _, table) in enumerate(whole[0])
     ]
@@ -366,9 +367,7 @@ def save(mesh: Mesh, folder: str, options: dict[str, object]) -> tuple[dict, dic
     return head.get_extra_state(), optimizer.state_dict()
 
 
-def resume(
-    mesh: Mesh, folder: str, small: tuple[dict, dict], options: dict[str, object]
-) -> torch.Tensor:
+def resume(mesh: Mesh, folder: str, small: tuple[dict, dict], options: dict[str, object]) -> torch.Tensor:
     """The table after two more steps than were saved."""
     head, optimizer = trained(mesh, range(0), options)
     state = {**head.sharded_state(), **optimizer.sharded_state()}

@@ -37,9 +37,9 @@ def test_bits_are_even_and_independent():
 
 def test_rounding_is_unbiased_and_moves_by_one_unit_at_most():
     values = torch.randn(64, 64)
-    rounded = torch.stack([
-        round_to_bfloat16(values, Dice.throw(0, step, torch.arange(64), 64).low).double() for step in range(2000)
-    ])
+    rounded = torch.stack(
+        [round_to_bfloat16(values, Dice.throw(0, step, torch.arange(64), 64).low).double() for step in range(2000)]
+    )
     unit = values.abs().double() / 128  # of bfloat16 at this magnitude, at most
     assert ((rounded - values.double()).abs() <= unit).all()
     bias = (rounded.mean(0) - values.double()) / unit

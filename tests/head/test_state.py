@@ -78,8 +78,15 @@ def test_misshapen_input_is_refused(x, y):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"dim": 0}, {"num_classes": 0}, {"sample_rate": 1.5}, {"weight_dtype": torch.float16}, {"centers": 0},
-     {"update": "later"}, {"sample_rate": float("nan")}],
+    [
+        {"dim": 0},
+        {"num_classes": 0},
+        {"sample_rate": 1.5},
+        {"weight_dtype": torch.float16},
+        {"centers": 0},
+        {"update": "later"},
+        {"sample_rate": float("nan")},
+    ],
 )
 def test_wrong_arguments_are_refused(wrong):
     with pytest.raises(UsageError):
@@ -181,11 +188,11 @@ def test_optimizers_equal_torchs(kind):
         head = plsc.ShardedHead(16, 23, weight_dtype=torch.float64, momentum_dtype=torch.float64, update=update)
         if kind == "adamw":
             options = {"lr": 0.01, "weight_decay": 0.1}
-            return head, (plsc.HeadAdamW(head, **options) if update == "fused" else
-                          torch.optim.AdamW([head.weight], **options))
+            return head, (
+                plsc.HeadAdamW(head, **options) if update == "fused" else torch.optim.AdamW([head.weight], **options)
+            )
         options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": kind == "nesterov"}
-        return head, (plsc.HeadSGD(head, **options) if update == "fused" else
-                      torch.optim.SGD([head.weight], **options))
+        return head, (plsc.HeadSGD(head, **options) if update == "fused" else torch.optim.SGD([head.weight], **options))
 
     pairs = [make("fused"), make("autograd")]
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10) for _, optimizer in pairs]
@@ -285,8 +292,12 @@ def test_torchs_own_scaler_works_too():
 
 def save_after_steps(mesh, folder, steps, options):
     head, optimizer = make_trained(mesh, steps, options)
-    dcp.save({**head.sharded_state(), **optimizer.sharded_state()}, checkpoint_id=folder, process_group=mesh.group,
-             no_dist=mesh.world_size == 1)
+    dcp.save(
+        {**head.sharded_state(), **optimizer.sharded_state()},
+        checkpoint_id=folder,
+        process_group=mesh.group,
+        no_dist=mesh.world_size == 1,
+    )
     return head.get_extra_state(), optimizer.state_dict()
 
 
@@ -294,8 +305,12 @@ def resume_and_step(mesh, folder, small, options):
     head, optimizer = make_trained(mesh, 0, {**options, "seed": options["seed"]})
     with torch.no_grad():
         head.weight.fill_(1.0)
-    dcp.load({**head.sharded_state(), **optimizer.sharded_state()}, checkpoint_id=folder, process_group=mesh.group,
-             no_dist=mesh.world_size == 1)
+    dcp.load(
+        {**head.sharded_state(), **optimizer.sharded_state()},
+        checkpoint_id=folder,
+        process_group=mesh.group,
+        no_dist=mesh.world_size == 1,
+    )
     head.set_extra_state(small[0])
     optimizer.load_state_dict(small[1])
     return take_steps(mesh, head, optimizer, range(3, 5))

@@ -33,23 +33,48 @@ def table(dim: int, dtype: torch.dtype, state_dtype: torch.dtype | None) -> tupl
 
 
 def by_kernel(
-    given: tuple, index: slice | torch.Tensor, gradient: torch.Tensor, *, nesterov: bool, rounding: str,
-    key: int = key_of(SEED, STEP), first: int = FIRST,
+    given: tuple,
+    index: slice | torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    nesterov: bool,
+    rounding: str,
+    key: int = key_of(SEED, STEP),
+    first: int = FIRST,
 ) -> tuple:
     weight, inverse_norm, state = copy.deepcopy(given)  # tensors cross to another process as shared memory
     assert supports(weight, state)
     version = weight._version
     update_rows(
-        weight, inverse_norm, index, gradient, state, factor=0.5, lr=0.1, momentum=0.9, weight_decay=1e-2,
-        nesterov=nesterov, rounding=rounding, key=key, numbers=torch.arange(ROWS)[index], first_number=first,
+        weight,
+        inverse_norm,
+        index,
+        gradient,
+        state,
+        factor=0.5,
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=1e-2,
+        nesterov=nesterov,
+        rounding=rounding,
+        key=key,
+        numbers=torch.arange(ROWS)[index],
+        first_number=first,
     )
     assert weight._version > version
     return weight, inverse_norm, state
 
 
 def by_plain_path(
-    given: tuple, index: slice | torch.Tensor, gradient: torch.Tensor, *, nesterov: bool, rounding: str,
-    seed: int = SEED, step: int = STEP, first: int = FIRST,
+    given: tuple,
+    index: slice | torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    nesterov: bool,
+    rounding: str,
+    seed: int = SEED,
+    step: int = STEP,
+    first: int = FIRST,
 ) -> tuple:
     """plsc.HeadSGD's own arithmetic, by its parts."""
     weight, inverse_norm, state = given
@@ -132,9 +157,20 @@ def far_update(row: int, dim: int) -> tuple:
     before = weight[around].clone()
     index = torch.tensor([row - 1, row])
     update_rows(
-        weight, inverse_norm, index, torch.randn(2, dim, generator=torch.Generator().manual_seed(0)), state,
-        factor=1.0, lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False, rounding="stochastic", key=1,
-        numbers=index, first_number=0,
+        weight,
+        inverse_norm,
+        index,
+        torch.randn(2, dim, generator=torch.Generator().manual_seed(0)),
+        state,
+        factor=1.0,
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.0,
+        nesterov=False,
+        rounding="stochastic",
+        key=1,
+        numbers=index,
+        first_number=0,
     )
     return before, weight[around].clone(), state.values[around].clone(), inverse_norm[around].clone()
 
@@ -166,8 +202,15 @@ def steps(dtype: torch.dtype, state: torch.dtype | None, count: int, **options: 
         loss.backward()
         optimizer.step()
     norms = head.inverse_norms() * head.weight.detach().norm(dim=1, dtype=torch.float32)
-    return {"x": x, "y": y, "initial": initial, "loss": loss.detach(), "gradient": mine.grad,
-            "weight": head.weight.detach(), "norms": norms}
+    return {
+        "x": x,
+        "y": y,
+        "initial": initial,
+        "loss": loss.detach(),
+        "gradient": mine.grad,
+        "weight": head.weight.detach(),
+        "norms": norms,
+    }
 
 
 def test_steps_agree_with_the_oracle(interpreter):

@@ -22,9 +22,7 @@ from plsc.index.recall import choose_held_out
 Vectors = npt.NDArray[np.float32]
 
 
-def clustered(
-    identities: int, images: int, dim: int, seed: int = 0, spread: float = 0.5
-) -> tuple[Vectors, Any]:
+def clustered(identities: int, images: int, dim: int, seed: int = 0, spread: float = 0.5) -> tuple[Vectors, Any]:
     """Rows gathered about their identity's direction, shuffled, of different lengths, as embeddings of faces are."""
     centres = np.random.default_rng(0).standard_normal((identities, dim))
     random = np.random.default_rng([seed, images])
@@ -35,15 +33,13 @@ def clustered(
 
 def make(folder: Path, vectors: Vectors, labels: Any = None, **more: Any) -> EmbeddingSet:
     names = [] if labels is None else [f"id{number}" for number in range(int(labels.max()) + 1)]
-    return write_embedding_set(folder, vectors, contract_id=more.pop("contract", "m"), labels=labels, class_names=names,
-                               **more)  # fmt: skip
+    return write_embedding_set(
+        folder, vectors, contract_id=more.pop("contract", "m"), labels=labels, class_names=names, **more
+    )
 
 
 def brute_force(queries: Vectors, base: Vectors, k: int) -> npt.NDArray[np.float64]:
-    unit = [
-        x.astype(np.float64) / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True)
-        for x in (queries, base)
-    ]
+    unit = [x.astype(np.float64) / np.linalg.norm(x.astype(np.float64), axis=1, keepdims=True) for x in (queries, base)]
     return -np.sort(-(unit[0] @ unit[1].T), axis=1)[:, :k]
 
 
@@ -121,9 +117,7 @@ def test_exact_search_of_any_size(
 def test_rows_that_cannot_be_searched_are_left_out_and_counted(tmp_path: Path) -> None:
     vectors, labels = clustered(5, 8, 16)
     vectors[3], vectors[4, 2], vectors[5, 0], vectors[6] = 0, np.nan, np.inf, 0
-    index = Index.build(
-        [make(tmp_path / "set", vectors, labels, errors={3: "broken"})], tmp_path / "idx", quiet=True
-    )
+    index = Index.build([make(tmp_path / "set", vectors, labels, errors={3: "broken"})], tmp_path / "idx", quiet=True)
     assert index.manifest["left_out"] == {"error": 1, "not_finite": 2, "zero": 1}
     assert len(index) == 36
     assert not set(index.search(vectors[7:8], 40).ids[0].tolist()) & {3, 4, 5, 6}
@@ -132,10 +126,17 @@ def test_rows_that_cannot_be_searched_are_left_out_and_counted(tmp_path: Path) -
 
 def test_several_sets(tmp_path: Path) -> None:
     vectors, _ = clustered(4, 5, 8)
-    first = write_embedding_set(tmp_path / "a", vectors[:12], contract_id="m", labels=np.arange(12) % 2,
-                                class_names=["Ada", "Bo"])  # fmt: skip
-    second = write_embedding_set(tmp_path / "b", vectors[12:], contract_id="m", labels=np.arange(8) % 2,
-                                 class_names=["Bo", "Cy"], keys=[f"b{n}" for n in range(8)])  # fmt: skip
+    first = write_embedding_set(
+        tmp_path / "a", vectors[:12], contract_id="m", labels=np.arange(12) % 2, class_names=["Ada", "Bo"]
+    )
+    second = write_embedding_set(
+        tmp_path / "b",
+        vectors[12:],
+        contract_id="m",
+        labels=np.arange(8) % 2,
+        class_names=["Bo", "Cy"],
+        keys=[f"b{n}" for n in range(8)],
+    )
     third = write_embedding_set(tmp_path / "c", vectors[:1] * 2, contract_id="m", ids=np.array([-7]))
     index = Index.build([first, second, third], tmp_path / "idx", quiet=True)
     assert list(index.class_names) == ["Ada", "Bo", "Cy"]
@@ -143,18 +144,14 @@ def test_several_sets(tmp_path: Path) -> None:
     found = index.search(vectors[12:], 1)
     assert [index.keys[row] for row in found.rows[:, 0]] == [f"b{n}" for n in range(8)]
     assert [index.class_name(label) for label in found.labels[:, 0]] == ["Bo", "Cy"] * 4
-    twins = index.search(
-        vectors[:1], 2
-    )  # the third set's only row is the same direction as the first's first
+    twins = index.search(vectors[:1], 2)  # the third set's only row is the same direction as the first's first
     assert set(twins.ids[0].tolist()) == {0, -7}
     np.testing.assert_allclose(twins.scores[0], 1, atol=1e-6)
     assert index.class_name(int(index.labels[index.ids == -7][0])) is None
 
 
 @pytest.mark.parametrize("kind", ["exact", "ivf", "hnsw"])
-def test_every_flipped_bit_is_named_before_faiss_reads_it(
-    faces: EmbeddingSet, tmp_path: Path, kind: str
-) -> None:
+def test_every_flipped_bit_is_named_before_faiss_reads_it(faces: EmbeddingSet, tmp_path: Path, kind: str) -> None:
     Index.build([faces], tmp_path / "idx", kind=kind, recall=0.5, quiet=True)
     files = sorted((tmp_path / "idx").iterdir())
     assert len(files) == (8 if kind == "exact" else 9)
@@ -241,10 +238,13 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
     bad = good.copy()
     bad[1, 3] = np.nan
     for queries, text in (
-        (good[0], r"float32\[32\]; they are numbers of shape \[n, 32\]"), (good[:, :5], r"\[2, 5\]; they are numbers"),
-        (bad, "vector 1 holds NaN"), (good * 0, "vector 0 is zero, which has no direction"),
-        ([["a"] * 32], "are numbers of shape"), ([[1.0] * 32, [1.0]], "rows of different lengths"),
-    ):  # fmt: skip
+        (good[0], r"float32\[32\]; they are numbers of shape \[n, 32\]"),
+        (good[:, :5], r"\[2, 5\]; they are numbers"),
+        (bad, "vector 1 holds NaN"),
+        (good * 0, "vector 0 is zero, which has no direction"),
+        ([["a"] * 32], "are numbers of shape"),
+        ([[1.0] * 32, [1.0]], "rows of different lengths"),
+    ):
         with pytest.raises(UsageError, match=text):
             index.search(queries, 1)
     assert index.search(np.empty((0, 32)), 5).ids.shape == (0, 5)

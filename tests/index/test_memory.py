@@ -33,8 +33,14 @@ def clustered(folder: Path, rows: int, dim: int, seed: int = 0) -> EmbeddingSet:
     labels = random.integers(0, len(centres), rows)
     vectors = centres[labels] + 0.5 * random.standard_normal((rows, dim), np.float32)
     names = [f"id{n}" for n in range(len(centres))]
-    return write_embedding_set(folder, vectors, contract_id="m", labels=labels, class_names=names,
-                               keys=[f"{folder.name}/{n}" for n in range(rows)])  # fmt: skip
+    return write_embedding_set(
+        folder,
+        vectors,
+        contract_id="m",
+        labels=labels,
+        class_names=names,
+        keys=[f"{folder.name}/{n}" for n in range(rows)],
+    )
 
 
 @pytest.fixture
@@ -75,9 +81,13 @@ def test_a_build_takes_less_memory_than_the_vectors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["ivf", "pq"])
 def test_a_structure_merged_on_disk_finds_the_same(
-    sets: list[EmbeddingSet], tmp_path: Path, small: int, kind: str, monkeypatch: pytest.MonkeyPatch,
+    sets: list[EmbeddingSet],
+    tmp_path: Path,
+    small: int,
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setitem(__import__("plsc.index.approximate").index.approximate.LEAST_ROWS, "pq", 3000)
     limit = small if kind == "ivf" else 4000 * 96 + 150_000
     made = build(sets, tmp_path / "idx", kind=kind, recall=0.9, memory=limit, quiet=True)
@@ -142,8 +152,12 @@ def test_amounts_that_cannot_be(sets: list[EmbeddingSet], tmp_path: Path, small:
         with pytest.raises(UsageError, match="is no amount of memory; write 4GB"):
             parse_memory(text)
     assert [parse_memory(text) for text in ("4GB", "1.5 GiB", "4e9", "512mb", "7")] == [
-        4 * 10**9, 3 << 29, 4 * 10**9, 512 * 10**6, 7
-    ]  # fmt: skip
+        4 * 10**9,
+        3 << 29,
+        4 * 10**9,
+        512 * 10**6,
+        7,
+    ]
     assert Within(4 * 10**9, 10**6, 512, tmp_path).holds("pq")
     assert not Within(4 * 10**9, 2 * 10**6, 512, tmp_path).holds("ivf")
 

@@ -106,9 +106,14 @@ def test_exact_is_kept_where_nothing_is_quicker(gallery, monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "exact", "structures", "kind"),
-    [(9.0, 5.0, [], "exact"), (2.0, 5.0, [1.0], "ivf"), (2.0, 5.0, [3.0, 1.5], "hnsw"), (1.0, 5.0, [2.0, 3.0], "ivf"),
-     (1.0, 5.0, [6.0, 7.0], "exact")],
-)  # fmt: skip
+    [
+        (9.0, 5.0, [], "exact"),
+        (2.0, 5.0, [1.0], "ivf"),
+        (2.0, 5.0, [3.0, 1.5], "hnsw"),
+        (1.0, 5.0, [2.0, 3.0], "ivf"),
+        (1.0, 5.0, [6.0, 7.0], "exact"),
+    ],
+)
 def test_an_index_is_exact_unless_that_misses_the_latency(
     gallery, tmp_path, monkeypatch, capsys, asked, exact, structures, kind
 ):
@@ -118,8 +123,22 @@ def test_an_index_is_exact_unless_that_misses_the_latency(
     monkeypatch.setattr("plsc.index.choice.milliseconds", lambda *_: exact)
     monkeypatch.setattr("plsc.index.planner.milliseconds", lambda *_: next(remaining))
     monkeypatch.setattr("plsc.index.choice._speed_over_exact", lambda *_: exact / min(structures))
-    assert main(["index", "build", str(tmp_path / "set"), "--out", str(tmp_path / "idx"), "--latency-ms", str(asked),
-                 "--recall", "0.9"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "index",
+                "build",
+                str(tmp_path / "set"),
+                "--out",
+                str(tmp_path / "idx"),
+                "--latency-ms",
+                str(asked),
+                "--recall",
+                "0.9",
+            ]
+        )
+        == 0
+    )
     index = Index.open(tmp_path / "idx")
     assert index.kind == kind
     chosen = exact if kind == "exact" else min(structures)

@@ -42,9 +42,13 @@ def agree(found, truth):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @settings(max_examples=30, deadline=None)
 @given(
-    rows=st.integers(0, 700), dim=st.integers(1, 70), queries=st.integers(0, 40), k=st.integers(0, 800),
-    share=st.sampled_from([None, 0.0, 0.02, 0.5, 0.98]), seed=st.integers(0, 10**6),
-)  # fmt: skip
+    rows=st.integers(0, 700),
+    dim=st.integers(1, 70),
+    queries=st.integers(0, 40),
+    k=st.integers(0, 800),
+    share=st.sampled_from([None, 0.0, 0.02, 0.5, 0.98]),
+    seed=st.integers(0, 10**6),
+)
 def test_any_size_gives_the_float64_ranking(precision, rows, dim, queries, k, share, seed):
     vectors, asked = rows_of(rows, dim, seed), rows_of(queries, dim, seed + 1)
     allowed = None if share is None else np.random.default_rng(seed).random(rows) < share

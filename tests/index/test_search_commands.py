@@ -29,12 +29,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             models.create("mobilefacenet", embedding_dim=32, image_size=48).eval(),
             folder / f"{name}.safetensors",
         )
-    assert main(["embed", str(folder / "model.safetensors"), "--data", PEOPLE, "--out", str(folder / "gallery.emb"),
-                 "--workers", "0"]) == 0  # fmt: skip
-    assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(folder / "gallery.idx")]) == 0
-    Image.fromarray(open_dataset(PEOPLE, image_size=48).image(0).permute(1, 2, 0).numpy()).save(
-        folder / "query.png"
+    assert (
+        main(
+            [
+                "embed",
+                str(folder / "model.safetensors"),
+                "--data",
+                PEOPLE,
+                "--out",
+                str(folder / "gallery.emb"),
+                "--workers",
+                "0",
+            ]
+        )
+        == 0
     )
+    assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(folder / "gallery.idx")]) == 0
+    Image.fromarray(open_dataset(PEOPLE, image_size=48).image(0).permute(1, 2, 0).numpy()).save(folder / "query.png")
     return folder
 
 
@@ -58,9 +69,7 @@ def test_an_image_finds_itself_and_its_class(folder: Path, capsys: pytest.Captur
 
 
 def test_a_set_finds_itself_whatever_k(folder: Path) -> None:
-    answer = run(
-        folder, "index", "search", "@gallery.idx", "--query", "@gallery.emb", "--k", "1000", "--threads", "1"
-    )
+    answer = run(folder, "index", "search", "@gallery.idx", "--query", "@gallery.emb", "--k", "1000", "--threads", "1")
     keys = list(EmbeddingSet(folder / "gallery.emb").keys)
     assert [query["query"] for query in answer["queries"]] == keys
     assert all(len(query["matches"]) == 48 for query in answer["queries"])
@@ -109,8 +118,10 @@ def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFix
         "0",
     )
     assert run(folder, *argv)["embedded"] == 48
-    assert EmbeddingSet(folder / "two.emb", verify=True).rows(0, 48).tobytes() == \
-        EmbeddingSet(folder / "gallery.emb").rows(0, 48).tobytes()  # fmt: skip
+    assert (
+        EmbeddingSet(folder / "two.emb", verify=True).rows(0, 48).tobytes()
+        == EmbeddingSet(folder / "gallery.emb").rows(0, 48).tobytes()
+    )
     again = run(folder, *argv[:-4], "--workers", "0")
     assert (again["rows"], again["embedded"], again["images_per_second"]) == (48, 0, None)
 
@@ -149,9 +160,7 @@ def test_one_line_for_every_mistake(
     assert not (folder / "x").exists() or not any((folder / "x").iterdir())
 
 
-def test_a_broken_query_image_and_a_model_that_moved(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_query_image_and_a_model_that_moved(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "broken.jpg").write_bytes(b"\xff\xd8 not a picture")
     assert main(["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "broken.jpg")]) == 1
     assert "broken.jpg" in capsys.readouterr().err

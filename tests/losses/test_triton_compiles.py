@@ -13,7 +13,8 @@ TYPES = {
     **dict.fromkeys(("position", "index", "numbers"), "*i64"),
     **dict.fromkeys(("n", "batch", "start", "first", "first_number", "key"), "i32"),
     **dict.fromkeys(("s", "lr", "momentum", "weight_decay", "factor", "smallest_norm"), "fp32"),
-    "buffer": "*i8", "buffer_scale": "*fp32",
+    "buffer": "*i8",
+    "buffer_scale": "*fp32",
 }
 TILE = {"BLOCK_N": 64, "BLOCK_B": 64}
 PRODUCT = {**TILE, "BLOCK_K": 32, "dim": 500, "WIDEN": False}

@@ -23,8 +23,11 @@ def problem(classes: int, batch: int, dim: int, dtype: torch.dtype, some: bool =
     rows = ClassRows(weight, weight.float().norm(dim=1).reciprocal(), 1, selected)
     labels = torch.randint(classes, (batch,), generator=generator)
     labels[:3] = torch.tensor([0, classes - 1, classes + 5])[:batch]
-    samples = {"log_z": torch.full((batch,), 3.0) + torch.rand(batch, generator=generator),
-               "scale": torch.rand(batch, generator=generator), "target_pull": -torch.rand(batch, generator=generator)}
+    samples = {
+        "log_z": torch.full((batch,), 3.0) + torch.rand(batch, generator=generator),
+        "scale": torch.rand(batch, generator=generator),
+        "target_pull": -torch.rand(batch, generator=generator),
+    }
     return {"rows": rows, "features": x, "position": rows.positions(labels), **samples}
 
 

@@ -12,15 +12,34 @@ from plsc.models import registry
 
 def test_names_are_the_families_in_order_of_size() -> None:
     assert plsc.models.names() == (
-        "iresnet18", "iresnet34", "iresnet50", "iresnet100", "iresnet200", "mobilefacenet", "mobilefacenet_large",
-        "resnet8", "vit_tiny", "vit_small", "vit_base", "vit_large",
+        "iresnet18",
+        "iresnet34",
+        "iresnet50",
+        "iresnet100",
+        "iresnet200",
+        "mobilefacenet",
+        "mobilefacenet_large",
+        "resnet8",
+        "vit_tiny",
+        "vit_small",
+        "vit_base",
+        "vit_large",
     )
 
 
-@pytest.mark.parametrize(("wrong", "right"), [
-    ("iresnet51", "iresnet50"), ("IResNet50", "iresnet50"), ("r100", "iresnet100"), ("mbf", "mobilefacenet"),
-    ("mobilefacnet", "mobilefacenet"), ("vit_s", "vit_small"), ("vit-base", "vit_base"), ("timm:resnet19", "resnet18"),
-])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("iresnet51", "iresnet50"),
+        ("IResNet50", "iresnet50"),
+        ("r100", "iresnet100"),
+        ("mbf", "mobilefacenet"),
+        ("mobilefacnet", "mobilefacenet"),
+        ("vit_s", "vit_small"),
+        ("vit-base", "vit_base"),
+        ("timm:resnet19", "resnet18"),
+    ],
+)
 def test_a_wrong_name_is_answered_with_the_nearest_right_one(wrong: str, right: str) -> None:
     with pytest.raises(UsageError, match=f"did you mean '{right}'"):
         plsc.models.create(wrong)
@@ -40,11 +59,22 @@ def test_a_size_that_does_not_fit_is_answered_with_one_that_does(size: int, near
         plsc.models.create("mobilefacenet", image_size=size)
 
 
-@pytest.mark.parametrize("request_", [
-    {"image_size": 112.0}, {"image_size": "112"}, {"image_size": True}, {"embedding_dim": 0}, {"embedding_dim": -4},
-    {"embedding_dim": 2.5}, {"drop_out": 0.1}, {"drop_path": 1.0}, {"mask_ratio": -0.1}, {"patch_size": 0},
-    {"patch_size": 113},
-])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"image_size": 112.0},
+        {"image_size": "112"},
+        {"image_size": True},
+        {"embedding_dim": 0},
+        {"embedding_dim": -4},
+        {"embedding_dim": 2.5},
+        {"drop_out": 0.1},
+        {"drop_path": 1.0},
+        {"mask_ratio": -0.1},
+        {"patch_size": 0},
+        {"patch_size": 113},
+    ],
+)
 def test_wrong_numbers_and_options_are_refused_in_one_line(request_: dict[str, object]) -> None:
     with pytest.raises(UsageError) as caught:
         plsc.models.create("vit_tiny", **request_)  # type: ignore[arg-type]

@@ -112,12 +112,18 @@ def test_weights_load_into_a_model_for_fine_tuning(tmp_path: Path) -> None:
     assert not target.features.weight.requires_grad
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda s: s.pop("fc.bias"), "lacks fc.bias"),
-    (lambda s: [s.pop(k) for k in list(s) if k.startswith("layer4")], r"lacks layer4.0.bn1.weight, .* and \d+ more"),
-    (lambda s: s.update(extra=torch.ones(1)), "has unexpected extra"),
-    (lambda s: s.update({"fc.weight": torch.ones(16, 512)}), r"other shapes in fc.weight \(16, 512\) instead of"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("fc.bias"), "lacks fc.bias"),
+        (
+            lambda s: [s.pop(k) for k in list(s) if k.startswith("layer4")],
+            r"lacks layer4.0.bn1.weight, .* and \d+ more",
+        ),
+        (lambda s: s.update(extra=torch.ones(1)), "has unexpected extra"),
+        (lambda s: s.update({"fc.weight": torch.ones(16, 512)}), r"other shapes in fc.weight \(16, 512\) instead of"),
+    ],
+)
 def test_weights_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
     model = small("iresnet18")
     before = model.state_dict()["fc.bias"].clone()
@@ -163,11 +169,21 @@ def test_every_truncation_of_a_file_is_one_line(tmp_path: Path) -> None:
             assert str(cut) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [
-    [1, 2], "text", torch.ones(3), {"a": 1}, {1: torch.ones(1)}, {}, {"conv1.weight": torch.ones(1)},
-    {"layer1.0.prelu.weight": torch.ones(1)}, {"conv_sep.layers.0.weight": torch.ones(1)},
-    {"patch_embed.proj.weight": torch.ones(1), "feature.0.weight": torch.ones(1)},
-])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [1, 2],
+        "text",
+        torch.ones(3),
+        {"a": 1},
+        {1: torch.ones(1)},
+        {},
+        {"conv1.weight": torch.ones(1)},
+        {"layer1.0.prelu.weight": torch.ones(1)},
+        {"conv_sep.layers.0.weight": torch.ones(1)},
+        {"patch_embed.proj.weight": torch.ones(1), "feature.0.weight": torch.ones(1)},
+    ],
+)
 def test_what_is_no_state_dict_is_one_line(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "m.pt")
     with pytest.raises(DataError) as caught:
@@ -175,15 +191,28 @@ def test_what_is_no_state_dict_is_one_line(content: Any, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("change", [
-    {"name": "nosuch"}, {"embedding_dim": "x"}, {"embedding_dim": "99999999999999"}, {"image_size": "17"},
-    {"options": "[]"}, {"options": "{"}, {"options": '{"x": 1}'}, {"format": "plsc-backbone-9"}, {"name": "iresnet18"},
-])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "nosuch"},
+        {"embedding_dim": "x"},
+        {"embedding_dim": "99999999999999"},
+        {"image_size": "17"},
+        {"options": "[]"},
+        {"options": "{"},
+        {"options": '{"x": 1}'},
+        {"format": "plsc-backbone-9"},
+        {"name": "iresnet18"},
+    ],
+)
 def test_metadata_that_lies_is_one_line(change: dict[str, str], tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     plsc.models.save_model(small(), path)
     metadata = {
-        "format": "plsc-backbone-1", "name": "mobilefacenet", "embedding_dim": "16", "image_size": "48",
+        "format": "plsc-backbone-1",
+        "name": "mobilefacenet",
+        "embedding_dim": "16",
+        "image_size": "48",
         "options": "{}",
     }
     save_file(load_file(path), path, {**metadata, **change})
@@ -196,7 +225,10 @@ def test_a_model_file_has_no_say_in_what_timm_fetches(tmp_path: Path) -> None:
     model = small("timm:test_vit", size=64)
     plsc.models.save_model(model, path)
     metadata = {
-        "format": "plsc-backbone-1", "name": "timm:test_vit", "embedding_dim": "16", "image_size": "64",
+        "format": "plsc-backbone-1",
+        "name": "timm:test_vit",
+        "embedding_dim": "16",
+        "image_size": "64",
         "options": json.dumps({"pretrained": True, "checkpoint_path": "/nowhere/evil.pt"}),
     }
     save_file(load_file(path), path, metadata)

@@ -65,8 +65,10 @@ def residuals(prefix: str, count: int, width: int, hidden: int) -> Layout:
 def mobilefacenet_layout(blocks: tuple[int, ...], scale: int, dim: int, side: int) -> Layout:
     narrow, wide = 64 * scale, 128 * scale
     layout = conv("layers.0", (narrow, 3, 3, 3))
-    layout |= conv("layers.1", (narrow, narrow // 64, 3, 3)) if blocks[0] == 1 else residuals(
-        "layers.1", blocks[0], narrow, 128
+    layout |= (
+        conv("layers.1", (narrow, narrow // 64, 3, 3))
+        if blocks[0] == 1
+        else residuals("layers.1", blocks[0], narrow, 128)
     )
     layout |= inverted("layers.2", narrow, 128, narrow) | residuals("layers.3", blocks[1], narrow, 128)
     layout |= inverted("layers.4", narrow, 256, wide) | residuals("layers.5", blocks[2], wide, 256)
@@ -122,9 +124,13 @@ def test_iresnet_features_are_fixed_at_one_and_every_norm_has_the_published_eps(
     assert model.layer1[0].conv1.weight.std().item() == pytest.approx(0.1, rel=0.02)
 
 
-@pytest.mark.parametrize(("name", "blocks", "scale"), [
-    ("mobilefacenet", (1, 4, 6, 2), 2), ("mobilefacenet_large", (2, 8, 12, 4), 4),
-])
+@pytest.mark.parametrize(
+    ("name", "blocks", "scale"),
+    [
+        ("mobilefacenet", (1, 4, 6, 2), 2),
+        ("mobilefacenet_large", (2, 8, 12, 4), 4),
+    ],
+)
 def test_mobilefacenet_has_the_published_keys_and_shapes(name: str, blocks: tuple[int, ...], scale: int) -> None:
     assert layout_of(built(name)) == mobilefacenet_layout(blocks, scale, 512, 7)
     assert layout_of(built(name, 256, 64)) == mobilefacenet_layout(blocks, scale, 256, 4)

@@ -77,10 +77,17 @@ def test_loss_and_gradients_are_the_oracles_within_bf16(batch, dim, classes):
 
 
 @tiles
-@pytest.mark.parametrize("options", [
-    {}, {"momentum_dtype": torch.bfloat16}, {"momentum_dtype": torch.float32}, {"momentum_dtype": None},
-    {"sample_rate": 0.3}, {"sample_rate": 0.0},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum_dtype": torch.bfloat16},
+        {"momentum_dtype": torch.float32},
+        {"momentum_dtype": None},
+        {"sample_rate": 0.3},
+        {"sample_rate": 0.0},
+    ],
+)
 def test_the_kernels_and_pytorch_agree(options, plain):
     own = trained(90, 64, 700, **options)
     plain()
@@ -200,9 +207,12 @@ def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
     folder.chmod(0o777)
     program = "from plsc.native import build; print(build.library())"
     run = subprocess.run(
-        [sys.executable, "-c", program], env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert run.stdout.strip() == "None"
     assert "can be written by others" in run.stderr
 

@@ -117,6 +117,11 @@ def test_without_a_compiler_pytorch_searches():
         "v = np.eye(40, dtype=np.float32)\n"
         "print(has_scan(), ExactScan(v).search(v[3:4], 1)[1].tolist())"
     )
-    done = subprocess.run([sys.executable, "-c", program], env={**os.environ, "PLSC_NATIVE": "0"},
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PLSC_NATIVE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.strip() == "False [[3]]"

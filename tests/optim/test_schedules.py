@@ -25,12 +25,8 @@ def test_values_by_hand() -> None:
 
 
 @given(st.sampled_from(NAMES), st.integers(1, 300), st.integers(0, 350), st.floats(0, 1), st.floats(0.1, 5))
-def test_rises_once_then_falls_within_bounds(
-    name: str, total: int, warmup: int, final: float, power: float
-) -> None:
-    factor = schedule(
-        name, total_steps=total, warmup_steps=warmup, final=final, power=power, milestones=(5, 9)
-    )
+def test_rises_once_then_falls_within_bounds(name: str, total: int, warmup: int, final: float, power: float) -> None:
+    factor = schedule(name, total_steps=total, warmup_steps=warmup, final=final, power=power, milestones=(5, 9))
     values = [factor(step) for step in range(total + warmup + 2)]
     assert all(0 <= value <= 1 for value in values)
     assert values[:warmup] == sorted(values[:warmup])

@@ -84,8 +84,10 @@ def test_tokens_wrong_reading_and_writing(visit: Any, tmp_path: Path) -> None:
         page.reload()
         expect(page.get_by_label("Collection", exact=True)).to_have_value("staff")
         assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.getItem('plsc-token')]") == [
-            0, "", reader,
-        ]  # fmt: skip
+            0,
+            "",
+            reader,
+        ]
         page.get_by_role("tab", name="Service").click()
         page.get_by_role("button", name="Use another token…").click()
         field.fill(writer)

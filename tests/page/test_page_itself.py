@@ -94,8 +94,16 @@ def test_text_stands_out_from_its_background(visit: Any, scheme: str) -> None:
                 return [name, found];
             }))"""
     )
-    for text, ground in (("ink", "paper"), ("soft", "paper"), ("soft", "surface"), ("accent", "paper"),
-                         ("accent", "wash"), ("on-accent", "accent"), ("bad", "paper"), ("paper", "bad")):
+    for text, ground in (
+        ("ink", "paper"),
+        ("soft", "paper"),
+        ("soft", "surface"),
+        ("accent", "paper"),
+        ("accent", "wash"),
+        ("on-accent", "accent"),
+        ("bad", "paper"),
+        ("paper", "bad"),
+    ):
         assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)  # WCAG 2.2, 1.4.3
 
 

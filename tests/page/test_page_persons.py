@@ -27,8 +27,12 @@ def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, s
     assert added.name == "Emmy Noether"
     assert len(added.faces) == 2
     assert dict(added.metadata) == {
-        "city": "Göttingen", "age": 53, "room": "12", "retired": True, "long": 9007199254740993,
-    }  # fmt: skip
+        "city": "Göttingen",
+        "age": 53,
+        "room": "12",
+        "retired": True,
+        "long": 9007199254740993,
+    }
     for picture in (first, second):
         assert [match.person for match in service.store.search(people, [embedding(picture)], k=1)[0]] == [added.id]
     expect(page.locator("#enrol-pictures li")).to_have_count(0)

@@ -15,7 +15,7 @@ from page_actions import (
     open_tab_by_keyboard,
     shown_matches,
     tab_to,
-)  # fmt: skip
+)
 from page_kit import PageService, chosen, cosine, png
 from playwright.sync_api import expect
 

@@ -11,9 +11,7 @@ from plsc.parallel import Mesh, convert_sync_batchnorm
 
 def make_net() -> nn.Module:
     torch.manual_seed(3)
-    net = nn.Sequential(
-        nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(36)
-    ).double()
+    net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.BatchNorm1d(36)).double()
     nn.init.uniform_(net[1].weight)
     return net
 

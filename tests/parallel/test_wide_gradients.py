@@ -17,9 +17,15 @@ ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 def make_net(*, normalised: bool = True) -> nn.Module:
     torch.manual_seed(5)
     net = nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8) if normalised else nn.Identity(), nn.PReLU(8),
-        nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False), nn.PReLU(), nn.Conv2d(8, 16, 3, dilation=2, bias=False),
-        nn.Flatten(), nn.Linear(16 * 16, 12), nn.Linear(12, 6, bias=False),
+        nn.Conv2d(3, 8, 3, stride=2, padding=1),
+        nn.BatchNorm2d(8) if normalised else nn.Identity(),
+        nn.PReLU(8),
+        nn.Conv2d(8, 8, 3, padding=1, groups=4, bias=False),
+        nn.PReLU(),
+        nn.Conv2d(8, 16, 3, dilation=2, bias=False),
+        nn.Flatten(),
+        nn.Linear(16 * 16, 12),
+        nn.Linear(12, 6, bias=False),
     )
     return net.to(memory_format=torch.channels_last)  # whose gradients are laid out otherwise in DDP's buckets
 

@@ -12,8 +12,18 @@ from plsc.quickstart.course import RECIPE, UNSEEN, Course, follow
 from plsc.quickstart.report import write_report
 
 SMALL = (
-    "--data.train", "avatars:12x6", "--data.image_size", "32", "--data.batch_size", "12", "--epochs", "2",
-    "--embedding_dim", "16", "--log.every_steps", "1",
+    "--data.train",
+    "avatars:12x6",
+    "--data.image_size",
+    "32",
+    "--data.batch_size",
+    "12",
+    "--epochs",
+    "2",
+    "--embedding_dim",
+    "16",
+    "--log.every_steps",
+    "1",
 )
 
 
@@ -29,8 +39,17 @@ def test_report_holds_what_its_readers_expect(finished):
     report = read_json(course.report)
     for name in ("trained", "untrained", "raw_pixels"):
         assert 0.0 <= report[name]["accuracy"] <= 1.0
-        assert set(report[name]) >= {"accuracy", "accuracy_std", "auc", "tar@far", "impostor_pairs", "rank1", "rank5",
-                                     "images", "identities"}
+        assert set(report[name]) >= {
+            "accuracy",
+            "accuracy_std",
+            "auc",
+            "tar@far",
+            "impostor_pairs",
+            "rank1",
+            "rank5",
+            "images",
+            "identities",
+        }
         assert report[name]["images"] == 54
         assert report[name]["identities"] == 9
     assert report["seconds"] > 0

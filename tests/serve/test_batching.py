@@ -302,14 +302,30 @@ def test_searches_alike_are_one_call_of_the_store():
 
     one, true = Filter.parse({"a": 1}), Filter.parse({"a": True})
     searches = [
-        search(1), search(2, count=3), search(3, "d"), search(4, where=one), search(5, where=true), search(6),
-        search(7, k=6), search(8, "lost"), search(9, "lost"), search(13), search(10, where=Filter.parse({"a": 1})),
-    ]  # fmt: skip
+        search(1),
+        search(2, count=3),
+        search(3, "d"),
+        search(4, where=one),
+        search(5, where=true),
+        search(6),
+        search(7, k=6),
+        search(8, "lost"),
+        search(9, "lost"),
+        search(13),
+        search(10, where=Filter.parse({"a": 1})),
+    ]
     found = searcher.run(searches)
-    assert sorted(store.calls[:6], key=str) == sorted([
-        ("c", 6, 5, None), ("d", 1, 5, None), ("c", 2, 5, one), ("c", 1, 5, true), ("c", 1, 6, None),
-        ("lost", 2, 5, None),
-    ], key=str)  # fmt: skip
+    assert sorted(store.calls[:6], key=str) == sorted(
+        [
+            ("c", 6, 5, None),
+            ("d", 1, 5, None),
+            ("c", 2, 5, one),
+            ("c", 1, 5, true),
+            ("c", 1, 6, None),
+            ("lost", 2, 5, None),
+        ],
+        key=str,
+    )
     assert [isinstance(one, UsageError) for one in found].count(True) == 2
     answers = searcher.name([one for one in found if isinstance(one, Found)])
     shown = [

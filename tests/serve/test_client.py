@@ -88,7 +88,7 @@ def test_refusals_are_errors_of_the_house(client, live):
         (lambda: client.compare(b"no picture", np.ones(DIM)), 415, "unsupported_type"),
         (lambda: client.create_collection("../etc"), 400, "bad_request"),
         (lambda: plsc.Client(live.server.address, "wrong").info(), 401, "unauthorized"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ServerError) as refused:
             wrong()
         assert (refused.value.status, refused.value.code) == (status, code)

@@ -137,8 +137,10 @@ def test_an_answer_says_what_every_answer_says(live: Live) -> None:
     assert re.fullmatch(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT", head.pop("date"))
     assert int(head.pop("content-length")) > 0
     assert head == {
-        "content-type": "application/json", "cache-control": "no-store", "x-content-type-options": "nosniff",
-    }  # fmt: skip
+        "content-type": "application/json",
+        "cache-control": "no-store",
+        "x-content-type-options": "nosniff",
+    }
 
 
 def test_a_connection_ends_after_the_answer_where_the_caller_says_so(live: Live) -> None:

@@ -30,9 +30,12 @@ def test_every_request_runs_as_written(tmp_path):
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr
         assert asked >= 28
         done = subprocess.run(
-            [sys.executable, "-c", blocks("python").replace(*address)], cwd=tmp_path, capture_output=True, text=True,
+            [sys.executable, "-c", blocks("python").replace(*address)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
             timeout=60,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("Ada ")
         operations = live.ask("GET", "/openapi.json").json()["paths"]

@@ -50,10 +50,12 @@ def test_metadata_and_health(live):
     assert live.ask("GET", "/v2/health/ready").json() == {"ready": True}
     assert live.ask("GET", f"{MODEL}/ready").json() == {"name": "linear", "ready": True}
     assert live.ask("GET", MODEL).json() == {
-        "name": "linear", "versions": ["1"], "platform": "plsc",
+        "name": "linear",
+        "versions": ["1"],
+        "platform": "plsc",
         "inputs": [{"name": "images", "datatype": "UINT8", "shape": [-1, 3, SIZE, SIZE]}],
         "outputs": [{"name": "embeddings", "datatype": "FP32", "shape": [-1, DIM]}],
-    }  # fmt: skip
+    }
 
 
 def test_the_version_may_be_named(live):
@@ -77,10 +79,13 @@ def test_numbers_in_numbers_out(live, nested):
     assert_same(np.reshape(output["data"], (3, DIM)), expected(images))
 
 
-@pytest.mark.parametrize("ask", [
-    {"outputs": [{"name": "embeddings", "parameters": {"binary_data": True}}]},
-    {"parameters": {"binary_data_output": True}},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ask",
+    [
+        {"outputs": [{"name": "embeddings", "parameters": {"binary_data": True}}]},
+        {"parameters": {"binary_data_output": True}},
+    ],
+)
 def test_raw_in_raw_out(live, ask):
     images = pictures(5)
     inputs = [tensor(images, parameters={"binary_data_size": images.nbytes})]
@@ -108,34 +113,47 @@ def test_what_does_not_fit_is_told_in_the_protocols_shape(live):
     images = pictures(2)
     flat = images.ravel().tolist()
     for request in (
-        {}, {"inputs": []}, {"inputs": [tensor(images)]}, {"inputs": [tensor(images, data=flat)] * 2},
+        {},
+        {"inputs": []},
+        {"inputs": [tensor(images)]},
+        {"inputs": [tensor(images, data=flat)] * 2},
         {"inputs": [tensor(images, data=flat, name="pixels")]},
         {"inputs": [tensor(images, data=flat, datatype="FP32")]},
-        {"inputs": [tensor(images, data=flat[:-1])]}, {"inputs": [tensor(images, data=[*flat[:-1], 256])]},
-        {"inputs": [tensor(images, data=[*flat[:-1], -1])]}, {"inputs": [tensor(images, data=[*flat[:-1], 0.5])]},
-        {"inputs": [tensor(images, data=[*flat[:-1], "a"])]}, {"inputs": [tensor(images, data=[flat, [1]])]},
+        {"inputs": [tensor(images, data=flat[:-1])]},
+        {"inputs": [tensor(images, data=[*flat[:-1], 256])]},
+        {"inputs": [tensor(images, data=[*flat[:-1], -1])]},
+        {"inputs": [tensor(images, data=[*flat[:-1], 0.5])]},
+        {"inputs": [tensor(images, data=[*flat[:-1], "a"])]},
+        {"inputs": [tensor(images, data=[flat, [1]])]},
         {"inputs": [tensor(images, data=flat, shape=[2, 3, SIZE, -SIZE])]},
         {"inputs": [tensor(images, data=flat, shape=[10**9, 3, SIZE, SIZE])]},
         {"inputs": [tensor(images, data=[], shape=[0, 3, SIZE, SIZE])]},
         {"inputs": [tensor(images, data=flat, shape=[2, 3 * SIZE * SIZE])]},
         {"inputs": [tensor(images, data=flat)], "outputs": [{"name": "logits"}]},
         {"inputs": [tensor(images, parameters={"binary_data_size": 10})]},
-    ):  # fmt: skip
+    ):
         answer = live.ask("POST", f"{MODEL}/infer", request)
         assert answer.status_code == 400, request
         assert set(answer.json()) == {"error"}
         assert isinstance(answer.json()["error"], str)
     whole = {"inputs": [tensor(images, parameters={"binary_data_size": images.nbytes})]}
     for tail, headers in (
-        (images.tobytes()[:-1], {}), (images.tobytes() + b"x", {}), (images.tobytes(), {LENGTH: "10"}),
-        (images.tobytes(), {LENGTH: "-1"}), (images.tobytes(), {LENGTH: "999999999"}),
+        (images.tobytes()[:-1], {}),
+        (images.tobytes() + b"x", {}),
+        (images.tobytes(), {LENGTH: "10"}),
+        (images.tobytes(), {LENGTH: "-1"}),
+        (images.tobytes(), {LENGTH: "999999999"}),
         (images.tobytes(), {LENGTH: "x"}),
-    ):  # fmt: skip
+    ):
         assert raw(live, whole, tail, **headers).status_code == 400, headers
     for method, path in (
-        ("GET", "/v2/models/other"), ("GET", "/v2/models/other/ready"), ("GET", "/v2/else"),
-        ("GET", "/v2/models/other/versions/1"), ("GET", f"{MODEL}/versions/2"), ("GET", f"{MODEL}/versions/2/ready"),
+        ("GET", "/v2/models/other"),
+        ("GET", "/v2/models/other/ready"),
+        ("GET", "/v2/else"),
+        ("GET", "/v2/models/other/versions/1"),
+        ("GET", f"{MODEL}/versions/2"),
+        ("GET", f"{MODEL}/versions/2/ready"),
         ("POST", f"{MODEL}/versions/2/infer"),
-    ):  # fmt: skip
+    ):
         answer = live.ask(method, path)
         assert (answer.status_code, isinstance(answer.json()["error"], str)) == (404, True)

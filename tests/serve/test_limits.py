@@ -16,9 +16,17 @@ from plsc.serve.settings import MIB, Limits
 from plsc.serve.tokens import add_token
 
 LIMITS = Limits(
-    body_bytes=8 * MIB, memory_bytes=12 * MIB, inputs=4, collections=3, connections=20, requests=16, head_seconds=0.3,
-    body_seconds=0.4, send_seconds=0.3, matches=20,
-)  # fmt: skip
+    body_bytes=8 * MIB,
+    memory_bytes=12 * MIB,
+    inputs=4,
+    collections=3,
+    connections=20,
+    requests=16,
+    head_seconds=0.3,
+    body_seconds=0.4,
+    send_seconds=0.3,
+    matches=20,
+)
 SPARE = 24 * 2**20  # what a refusal may cost at most: the allocator's own breathing
 
 
@@ -107,6 +115,7 @@ def test_a_body_beyond_the_limit_is_refused_while_it_comes(live, chunked):
 
 def bomb(side: int) -> bytes:
     """A PNG of side x side black pixels in a few kilobytes."""
+
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -134,13 +143,15 @@ def test_counts_are_limited(live):
     place = live.collection("counts")
     vector = {"vector": [1.0] * DIM}
     for path, body, status in (
-        ("/v1/embeddings", {"inputs": [vector] * 5}, 413), (f"{place}/search", {"queries": [vector] * 5}, 413),
-        (f"{place}/persons", {"persons": [{}] * 5}, 413), (f"{place}/persons", {"faces": [vector] * 5}, 413),
+        ("/v1/embeddings", {"inputs": [vector] * 5}, 413),
+        (f"{place}/search", {"queries": [vector] * 5}, 413),
+        (f"{place}/persons", {"persons": [{}] * 5}, 413),
+        (f"{place}/persons", {"faces": [vector] * 5}, 413),
         (f"{place}/persons", {"persons": [{"faces": [vector] * 3}] * 2}, 413),
         (f"{place}/search", {"queries": [vector] * 3, "k": 7}, 400),
         (f"{place}/search", {"query": vector, "k": 1001}, 400),
         (f"{place}/search", {"query": vector, "k": 10**30}, 400),
-    ):  # fmt: skip
+    ):
         assert live.ask("POST", path, body).status_code == status, (path, len(str(body)))
     statuses = [live.ask("POST", "/v1/collections", {"name": f"n{number}"}).status_code for number in range(4)]
     assert statuses[-1] == 400
@@ -153,8 +164,13 @@ def test_json_is_limited_in_depth_and_names_no_files(live):
     deep = b'{"query": {"vector": [1]}, "filter": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}"
     answer = live.ask("POST", f"{place}/search", content=deep, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
-    for given in ({"path": "/etc/passwd"}, {"url": "http://127.0.0.1/"}, {"image": "/etc/passwd"},
-                  {"image": "file:///etc/passwd"}, {"image": "http://127.0.0.1/x.png"}):  # fmt: skip
+    for given in (
+        {"path": "/etc/passwd"},
+        {"url": "http://127.0.0.1/"},
+        {"image": "/etc/passwd"},
+        {"image": "file:///etc/passwd"},
+        {"image": "http://127.0.0.1/x.png"},
+    ):
         refused = live.ask("POST", "/v1/embeddings", {"inputs": [given]})
         assert refused.status_code in (400, 415, 422), given
         assert "root:" not in refused.text

@@ -69,9 +69,13 @@ def test_no_request_breaks_it_or_gets_an_undescribed_answer(live):
 
     def try_out(operation: Any) -> None:
         @settings(
-            max_examples=6, deadline=None, database=None, derandomize=True, phases=[Phase.generate],
+            max_examples=6,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
+        )
         @given(case=operation.as_strategy())
         def check(case: Any) -> None:
             if case.path.startswith("/v1/snapshots") and case.method == "POST":

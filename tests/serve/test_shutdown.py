@@ -35,9 +35,12 @@ def start(model: Path, store: Path, *arguments: str) -> tuple["subprocess.Popen[
     """``plsc serve`` and its address, once it says that it serves."""
     command = [sys.executable, "-m", "plsc.tools.entry", "serve", "--model", str(model), "--store", str(store)]
     process = subprocess.Popen(
-        [*command, "--port", "0", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     line = process.stdout.readline()
     assert "serving at http://127.0.0.1:" in line, process.communicate()
@@ -129,13 +132,20 @@ def test_what_is_wrong_at_the_start_is_one_line(model, tmp_path, capsys):
     rate = ["--fmr", "1e-3", "--calibration", str(other)]
     store = str(tmp_path / "store")
     for arguments, code, said in (
-        (["--model", "nowhere.onnx"], 2, "nowhere.onnx"), (["--host", "0.0.0.0"], 2, "plsc tokens add"),
-        (["--tokens", "none.toml"], 2, "none.toml"), (["--fmr", "1e-3"], 2, "--calibration"),
-        (["--threshold", "2"], 2, "--threshold"), (["--threshold", "0.1", *rate], 2, "not both"),
-        (rate, 2, "contract another"), ([*rate, "--fmr", "1e-9"], 2, "1e-09"), (["--max-batch", "0"], 2, "--max-batch"),
-        (["--detector", "onnx:none.onnx"], 2, "none.onnx"), (["--port", "99999"], 2, "port"),
-        (["--audit", str(tmp_path / "no" / "audit")], 2, "audit"), (["--model", str(other)], 1, "other.json"),
-    ):  # fmt: skip
+        (["--model", "nowhere.onnx"], 2, "nowhere.onnx"),
+        (["--host", "0.0.0.0"], 2, "plsc tokens add"),
+        (["--tokens", "none.toml"], 2, "none.toml"),
+        (["--fmr", "1e-3"], 2, "--calibration"),
+        (["--threshold", "2"], 2, "--threshold"),
+        (["--threshold", "0.1", *rate], 2, "not both"),
+        (rate, 2, "contract another"),
+        ([*rate, "--fmr", "1e-9"], 2, "1e-09"),
+        (["--max-batch", "0"], 2, "--max-batch"),
+        (["--detector", "onnx:none.onnx"], 2, "none.onnx"),
+        (["--port", "99999"], 2, "port"),
+        (["--audit", str(tmp_path / "no" / "audit")], 2, "audit"),
+        (["--model", str(other)], 1, "other.json"),
+    ):
         given = ["serve", "--model", str(model), "--store", store, "--port", "0", *arguments]
         assert main(given) == code, arguments
         lines = capsys.readouterr().err.splitlines()

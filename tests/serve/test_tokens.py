@@ -18,14 +18,37 @@ from plsc.serve.tokens import TokenBook, add_token, read_tokens, remove_token
 from plsc.tools.entry import main
 
 NEEDED = {
-    "list_collections": "read", "create_collection": "write", "get_collection": "read", "delete_collection": "admin",
-    "compact_collection": "admin", "list_persons": "read", "add_persons": "write", "get_person": "read",
-    "update_person": "write", "delete_person": "write", "add_faces": "write", "delete_face": "write", "search": "read",
-    "info": "read", "compare": "read", "embeddings": "read", "list_snapshots": "admin", "take_snapshot": "admin",
-    "delete_snapshot": "admin", "model_metadata": "read", "model_ready": "read", "infer": "read",
-    "version_metadata": "read", "version_ready": "read", "version_infer": "read",
-    "server_metadata": None, "server_live": None, "server_ready": None, "live": None, "ready": None,
-}  # fmt: skip
+    "list_collections": "read",
+    "create_collection": "write",
+    "get_collection": "read",
+    "delete_collection": "admin",
+    "compact_collection": "admin",
+    "list_persons": "read",
+    "add_persons": "write",
+    "get_person": "read",
+    "update_person": "write",
+    "delete_person": "write",
+    "add_faces": "write",
+    "delete_face": "write",
+    "search": "read",
+    "info": "read",
+    "compare": "read",
+    "embeddings": "read",
+    "list_snapshots": "admin",
+    "take_snapshot": "admin",
+    "delete_snapshot": "admin",
+    "model_metadata": "read",
+    "model_ready": "read",
+    "infer": "read",
+    "version_metadata": "read",
+    "version_ready": "read",
+    "version_infer": "read",
+    "server_metadata": None,
+    "server_live": None,
+    "server_ready": None,
+    "live": None,
+    "ready": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +88,17 @@ def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path):
     assert [token.name for token in read_tokens(path)] == ["desk"]
 
 
-@pytest.mark.parametrize("text", [
-    "token = 3", "[[token]]\nname = 'a'", "x = 1", "[[token",
-    "[[token]]\nname = 'a'\nrole = 'king'\nsha256 = ''\ncreated = ''",
-    f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'A' * 64}'\ncreated = ''",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "token = 3",
+        "[[token]]\nname = 'a'",
+        "x = 1",
+        "[[token",
+        "[[token]]\nname = 'a'\nrole = 'king'\nsha256 = ''\ncreated = ''",
+        f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'A' * 64}'\ncreated = ''",
+    ],
+)
 def test_a_file_that_is_off_is_refused(tmp_path, text):
     path = tmp_path / "tokens.toml"
     path.write_text(text, encoding="utf-8")
@@ -108,8 +137,9 @@ def test_each_operation_needs_its_role(live, secrets):
     described = live.ask("GET", "/openapi.json").json()
     operations = {
         operation["operationId"]: (method.upper(), path, operation)
-        for path, methods in described["paths"].items() for method, operation in methods.items()
-    }  # fmt: skip
+        for path, methods in described["paths"].items()
+        for method, operation in methods.items()
+    }
     assert {name: operation["x-role"] for name, (_, _, operation) in operations.items()} == NEEDED
     for name, (method, path, _) in operations.items():
         path = path.format(collection="c", person=1, face=1, snapshot="s", model="m", version="1")
@@ -153,14 +183,23 @@ def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
     with live_service(tmp_path) as live:
         port = live.server.address.rpartition(":")[2]
         for headers, status in (
-            ({}, 200), ({"Host": f"localhost:{port}"}, 200), ({"Host": "[::1]:80"}, 200), ({"Host": "127.0.0.9"}, 200),
-            ({"Host": "evil.example"}, 403), ({"Host": f"evil.example:{port}"}, 403), ({"Host": ""}, 403),
-            ({"Host": "127.0.0.1.evil.example"}, 403), ({"Origin": live.server.address}, 200),
-            ({"Origin": "http://evil.example"}, 403), ({"Origin": "null"}, 403),
+            ({}, 200),
+            ({"Host": f"localhost:{port}"}, 200),
+            ({"Host": "[::1]:80"}, 200),
+            ({"Host": "127.0.0.9"}, 200),
+            ({"Host": "evil.example"}, 403),
+            ({"Host": f"evil.example:{port}"}, 403),
+            ({"Host": ""}, 403),
+            ({"Host": "127.0.0.1.evil.example"}, 403),
+            ({"Origin": live.server.address}, 200),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Origin": "null"}, 403),
             ({"Origin": "http://127.0.0.1:1"}, 403),
-            ({"Sec-Fetch-Site": "same-origin"}, 200), ({"Sec-Fetch-Site": "none"}, 200),
-            ({"Sec-Fetch-Site": "same-site"}, 403), ({"Sec-Fetch-Site": "cross-site"}, 403),
-        ):  # fmt: skip
+            ({"Sec-Fetch-Site": "same-origin"}, 200),
+            ({"Sec-Fetch-Site": "none"}, 200),
+            ({"Sec-Fetch-Site": "same-site"}, 403),
+            ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ):
             assert live.ask("GET", "/v1/info", headers=headers).status_code == status, headers
         body = {"a": {"vector": [1.0] * DIM}, "b": {"vector": [1.0] * DIM}}
         for path in ("/v1/compare", "/"):

@@ -11,8 +11,13 @@ from plsc.errors import UsageError
 
 Ranks = Any
 CHANGES = {
-    "epochs": 2, "data.batch_size": 5, "optim.accumulate": 2, "optim.clip_norm": 0.5, "optim.clip_head": True,
-    "checkpoint.every_steps": 2, "head.margin": "curricularface",
+    "epochs": 2,
+    "data.batch_size": 5,
+    "optim.accumulate": 2,
+    "optim.clip_norm": 0.5,
+    "optim.clip_head": True,
+    "checkpoint.every_steps": 2,
+    "head.margin": "curricularface",
 }
 
 

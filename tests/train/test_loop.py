@@ -27,8 +27,14 @@ def failing(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
 
 
 def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
-    changes = {"eval.sets": ["avatars:6x3@100", "avatars:5x3@200"], "eval.every_steps": 8, "log.every_steps": 5,
-               "log.tensorboard": True, "checkpoint.keep": 2, "data.batch_size": 6}
+    changes = {
+        "eval.sets": ["avatars:6x3@100", "avatars:5x3@200"],
+        "eval.every_steps": 8,
+        "log.every_steps": 5,
+        "log.tensorboard": True,
+        "checkpoint.keep": 2,
+        "data.batch_size": 6,
+    }
     first, second = ranks(2, on_rank, tmp_path, changes)
     assert first["steps"] == 20
     assert first["epochs"] == 4
@@ -37,8 +43,15 @@ def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
     assert first["eval"] == second["eval"]
     assert set(first["eval"]) == {"avatars:6x3@100", "avatars:5x3@200"}
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"config.toml", "metrics.jsonl", "tensorboard", "checkpoints", "classes.json",
-                     "model.safetensors", "best.safetensors"}
+    assert names == {
+        "config.toml",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "classes.json",
+        "model.safetensors",
+        "best.safetensors",
+    }
     assert len(json.loads((tmp_path / "classes.json").read_text())["classes"]) == 10
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert folders == ["latest", "step-00000016", "step-00000020"]
@@ -50,8 +63,19 @@ def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
     assert first["best"]["accuracy"] == pytest.approx(max(accuracies.values()))
     assert accuracies[first["best"]["step"]] == max(accuracies.values())
     assert next((tmp_path / "tensorboard").iterdir()).stat().st_size > 0
-    expected = {"step", "epoch", "loss", "loss_mean", "lr", "head_lr", "grad_norm", "head_mean_norm", "loss_scale",
-                "skipped_steps", "images_per_second"}
+    expected = {
+        "step",
+        "epoch",
+        "loss",
+        "loss_mean",
+        "lr",
+        "head_lr",
+        "grad_norm",
+        "head_mean_norm",
+        "loss_scale",
+        "skipped_steps",
+        "images_per_second",
+    }
     assert set(lines[0]) == expected
 
 
@@ -72,8 +96,15 @@ def test_the_resolved_configuration_loads_back_equal(tmp_path: Path, ranks: Rank
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_path: Path, ranks: Ranks) -> None:
-    changes = {"data.train": "avatars:12x6", "data.batch_size": 24, "sync_batchnorm": True, "epochs": 5,
-               "data.augment": "standard", "backbone": "plain", "checkpoint.every_steps": 0}
+    changes = {
+        "data.train": "avatars:12x6",
+        "data.batch_size": 24,
+        "sync_batchnorm": True,
+        "epochs": 5,
+        "data.augment": "standard",
+        "backbone": "plain",
+        "checkpoint.every_steps": 0,
+    }
     if world == 2:
         changes |= {"optim.clip_norm": 1.0, "optim.clip_head": True, "head.sample_rate": 1.0, "ema": 0.5}
     ranks(1, on_rank, tmp_path / "one", changes)
@@ -86,9 +117,17 @@ def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_pat
 
 def test_an_adamw_run_does_not_amplify_what_tells_worlds_apart(tmp_path: Path, ranks: Ranks) -> None:
     """In float32 sums, worlds' losses part by 0.3 here: rounding differs, and this kind of run amplifies it."""
-    changes = {"backbone": "resnet8", "data.train": "avatars:20x6", "sync_batchnorm": True, "channels_last": True,
-               "optim.name": "adamw", "optim.lr": 0.003, "optim.weight_decay": 0.05, "optim.clip_norm": 5.0,
-               "checkpoint.every_steps": 0}  # 5 steps an epoch, 20 in all
+    changes = {
+        "backbone": "resnet8",
+        "data.train": "avatars:20x6",
+        "sync_batchnorm": True,
+        "channels_last": True,
+        "optim.name": "adamw",
+        "optim.lr": 0.003,
+        "optim.weight_decay": 0.05,
+        "optim.clip_norm": 5.0,
+        "checkpoint.every_steps": 0,
+    }  # 5 steps an epoch, 20 in all
     for world in (1, 2, 3):
         ranks(world, on_rank, tmp_path / str(world), {**changes, "data.batch_size": 24 // world})
     one, *others = (losses(tmp_path / str(world)) for world in (1, 2, 3))
@@ -100,8 +139,16 @@ def test_an_adamw_run_does_not_amplify_what_tells_worlds_apart(tmp_path: Path, r
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_batches_step_as_one_large_batch(world: int, tmp_path: Path, ranks: Ranks) -> None:
     """Batch normalisation sees micro-batches; but for that (it is taken out here) k of them are one batch."""
-    changes = {"backbone": "smooth", "data.train": "avatars:10x7", "optim.lr": 0.01, "epochs": 2, "seed": 3,
-               "optim.clip_norm": 0.5, "data.batch_size": 24 // world, "checkpoint.every_steps": 0}
+    changes = {
+        "backbone": "smooth",
+        "data.train": "avatars:10x7",
+        "optim.lr": 0.01,
+        "epochs": 2,
+        "seed": 3,
+        "optim.clip_norm": 0.5,
+        "data.batch_size": 24 // world,
+        "checkpoint.every_steps": 0,
+    }
     small = {**changes, "data.batch_size": 8 // world, "optim.accumulate": 3}
     ranks(world, on_rank, tmp_path / "large", changes)
     ranks(world, on_rank, tmp_path / "small", small)
@@ -210,8 +257,11 @@ def average_by_hand(mesh: Any, out: Path) -> list[tuple[str, float]]:
     from safetensors.torch import load_file
 
     stored = load_file(out / "model.safetensors")
-    return [(name, float((value - expected[name]).abs().max() + (stored[name].double() - value).abs().max()))
-            for name, value in last.items() if not name.endswith("num_batches_tracked")]
+    return [
+        (name, float((value - expected[name]).abs().max() + (stored[name].double() - value).abs().max()))
+        for name, value in last.items()
+        if not name.endswith("num_batches_tracked")
+    ]
 
 
 def test_the_moving_average_is_what_is_shipped(tmp_path: Path, ranks: Ranks) -> None:
@@ -220,8 +270,15 @@ def test_the_moving_average_is_what_is_shipped(tmp_path: Path, ranks: Ranks) -> 
 
 
 def test_steps_schedules_and_rates(tmp_path: Path, ranks: Ranks) -> None:
-    changes = {"epochs": None, "steps": 8, "optim.schedule": "step", "optim.milestones": "1",
-               "optim.head_lr": 0.5, "optim.warmup_steps": 2, "checkpoint.every_steps": 0}
+    changes = {
+        "epochs": None,
+        "steps": 8,
+        "optim.schedule": "step",
+        "optim.milestones": "1",
+        "optim.head_lr": 0.5,
+        "optim.warmup_steps": 2,
+        "checkpoint.every_steps": 0,
+    }
     result = ranks(1, on_rank, tmp_path, changes)[0]
     assert result["steps"] == 8
     lines = read_metrics(tmp_path)
@@ -236,11 +293,25 @@ def fine_tuned(mesh: Any, first: Path, second: Path) -> list[tuple[str, float]]:
 
     run(mesh, first, {"epochs": 1, "checkpoint.every_steps": 0})
     given = first / "model.safetensors"
-    run(mesh, second, {"epochs": None, "steps": 1, "optim.lr": 1e-12, "data.train": "avatars:8x6",
-                       "init_weights": str(given), "channels_last": True, "ema": 0.5})
+    run(
+        mesh,
+        second,
+        {
+            "epochs": None,
+            "steps": 1,
+            "optim.lr": 1e-12,
+            "data.train": "avatars:8x6",
+            "init_weights": str(given),
+            "channels_last": True,
+            "ema": 0.5,
+        },
+    )
     before, after = load_file(given), load_file(second / "model.safetensors")
-    return [(name, float((after[name] - before[name]).abs().max())) for name in before
-            if "running" not in name and "tracked" not in name]
+    return [
+        (name, float((after[name] - before[name]).abs().max()))
+        for name in before
+        if "running" not in name and "tracked" not in name
+    ]
 
 
 def test_fine_tuning_with_another_number_of_classes(tmp_path: Path, ranks: Ranks) -> None:
@@ -267,8 +338,11 @@ def turned_views(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, A
     given = first / "model.safetensors"
     run(mesh, second, {**changes, "epochs": None, "steps": 1, "optim.lr": 1e-12, "init_weights": str(given)})
     before, after = load_file(given), load_file(second / "model.safetensors")
-    moved = max(float((before[f"upright.{key}"] - after[key]).abs().max())
-                for key in after if "running" not in key and "tracked" not in key)
+    moved = max(
+        float((before[f"upright.{key}"] - after[key]).abs().max())
+        for key in after
+        if "running" not in key and "tracked" not in key
+    )
     return load_model(given).name, said, found, moved
 
 
@@ -297,14 +371,17 @@ def test_unreadable_pictures_cost_themselves_alone(tmp_path: Path, ranks: Ranks)
     assert "could not be read" in message
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"data.train": "/nowhere/at/all"}, "UsageError: there is no /nowhere/at/all"),
-    ({"data.image_size": 33}, "UsageError: image_size is 33"),
-    ({"init_weights": "/nowhere.pt"}, "/nowhere.pt"),
-    ({"head.margin": "sphereface", "head.m": 0.5}, "UsageError: [head] margin sphereface: "),
-    ({"data.train": "avatars:1x2"}, "UsageError: "),
-    ({"eval.sets": "/no/set.bin"}, "/no/set.bin"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data.train": "/nowhere/at/all"}, "UsageError: there is no /nowhere/at/all"),
+        ({"data.image_size": 33}, "UsageError: image_size is 33"),
+        ({"init_weights": "/nowhere.pt"}, "/nowhere.pt"),
+        ({"head.margin": "sphereface", "head.m": 0.5}, "UsageError: [head] margin sphereface: "),
+        ({"data.train": "avatars:1x2"}, "UsageError: "),
+        ({"eval.sets": "/no/set.bin"}, "/no/set.bin"),
+    ],
+)
 def test_what_is_wrong_is_one_line_on_every_rank(
     changes: dict[str, Any], message: str, tmp_path: Path, ranks: Ranks
 ) -> None:
@@ -312,5 +389,3 @@ def test_what_is_wrong_is_one_line_on_every_rank(
         assert message in text
         assert "\n" not in text
     assert not losses(tmp_path)
-
-

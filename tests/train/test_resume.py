@@ -63,13 +63,18 @@ def test_killed_at_a_random_step(
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize("fault", [
-    "_write_tensors:before", "_write_tensors:after", "write_json:before", "publish_folder:before",
-    "publish_folder:after", "written_aside:before",
-])
-def test_killed_while_it_saves(
-    fault: str, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
-) -> None:
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "_write_tensors:before",
+        "_write_tensors:after",
+        "write_json:before",
+        "publish_folder:before",
+        "publish_folder:after",
+        "written_aside:before",
+    ],
+)
+def test_killed_while_it_saves(fault: str, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
     killable = Killable(1, tmp_path, fault=fault)
     assert killable.wait() == [-signal.SIGKILL]
     ranks(1, on_rank, tmp_path, {}, "auto")
@@ -79,9 +84,7 @@ def test_killed_while_it_saves(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop(
-    number: int, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
-) -> None:
+def test_asked_to_stop(number: int, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 6, "checkpoint.every_steps": 0}
     killable = Killable(2, tmp_path, changes)
     killable.wait_for_step(2)
@@ -94,9 +97,7 @@ def test_asked_to_stop(
     assert losses(tmp_path) == unkilled[2]
 
 
-def test_three_ranks_resume_bit_for_bit(
-    unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
-) -> None:
+def test_three_ranks_resume_bit_for_bit(unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 4}
     ranks(3, on_rank, tmp_path, {**changes, "epochs": None, "steps": 7, "optim.schedule": "constant"}, None)
     ranks(3, on_rank, tmp_path, {**changes, "optim.schedule": "constant"}, "auto")
@@ -140,9 +141,20 @@ def test_other_numbers_of_ranks_see_each_remaining_sample_once(tmp_path: Path, r
 
 
 def test_adamw_average_and_scaler_survive(tmp_path: Path, ranks: Ranks) -> None:
-    changes = {"optim.name": "adamw", "optim.lr": 0.01, "ema": 0.9, "precision": "fp16", "epochs": 2,
-               "optim.accumulate": 2, "data.batch_size": 6, "head.margin": "adaface", "head.sample_rate": 0.5,
-               "head.centers": 2, "head.m": 0.4, "optim.schedule": "constant"}
+    changes = {
+        "optim.name": "adamw",
+        "optim.lr": 0.01,
+        "ema": 0.9,
+        "precision": "fp16",
+        "epochs": 2,
+        "optim.accumulate": 2,
+        "data.batch_size": 6,
+        "head.margin": "adaface",
+        "head.sample_rate": 0.5,
+        "head.centers": 2,
+        "head.m": 0.4,
+        "optim.schedule": "constant",
+    }
     ranks(1, on_rank, tmp_path / "whole", changes, None)
     ranks(1, on_rank, tmp_path / "halves", {**changes, "epochs": None, "steps": 6}, None)
     ranks(1, on_rank, tmp_path / "halves", changes, "auto")
@@ -206,19 +218,20 @@ def test_a_pickle_that_does_more_than_describe_is_refused(finished: Path, ranks:
     assert not (finished / "touched").exists()
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"backbone": "mobilefacenet"}, 'backbone was "tiny" when the run began and is "mobilefacenet" now'),
-    ({"embedding_dim": 8}, "embedding_dim was 16"),
-    ({"seed": 3}, "seed was 0"),
-    ({"head.centers": 2}, "head.centers was 1"),
-    ({"optim.name": "adamw"}, 'optim.name was "sgd"'),
-    ({"head.momentum_dtype": "int8"}, "head.momentum_dtype"),
-    ({"data.train": "avatars:11x6"}, "classes were 10 and are 11"),
-    ({"data.train": "avatars:10x7"}, "images were 60 and are 70"),
-])
-def test_what_cannot_change_on_resume(
-    changes: dict[str, Any], message: str, finished: Path, ranks: Ranks
-) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backbone": "mobilefacenet"}, 'backbone was "tiny" when the run began and is "mobilefacenet" now'),
+        ({"embedding_dim": 8}, "embedding_dim was 16"),
+        ({"seed": 3}, "seed was 0"),
+        ({"head.centers": 2}, "head.centers was 1"),
+        ({"optim.name": "adamw"}, 'optim.name was "sgd"'),
+        ({"head.momentum_dtype": "int8"}, "head.momentum_dtype"),
+        ({"data.train": "avatars:11x6"}, "classes were 10 and are 11"),
+        ({"data.train": "avatars:10x7"}, "images were 60 and are 70"),
+    ],
+)
+def test_what_cannot_change_on_resume(changes: dict[str, Any], message: str, finished: Path, ranks: Ranks) -> None:
     kind, text = ranks(1, refused, finished, changes, "auto")[0]
     if "classes" in message:
         text = text.replace("images were 60 and are 66", "classes were 10 and are 11")

@@ -33,24 +33,31 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    ([], "name a configuration"),
-    (["/no/such.toml"], "/no/such.toml does not exist"),
-    (["RECIPE", "--optim.lrr", "1"], "did you mean optim.lr?"),
-    (["RECIPE", "--epochs"], "--epochs needs a value"),
-    (["RECIPE", "--epochs", "three"], 'epochs = "three" is a string; it takes an integer'),
-    (["RECIPE", "stray"], "'stray' belongs to no key"),
-    (["RECIPE", "--data.train", "/no/pictures"], "there is no /no/pictures"),
-    (["RECIPE", "--nproc", "0"], "--nproc 0"),
-    (["RECIPE", "--nproc", "2", "--head_ranks", "3"], "head_ranks = 3 does not divide the number of ranks, 2"),
-    (["RECIPE", "--head_ranks", "2"], "head_ranks = 2 does not divide the number of ranks, 1"),
-    (["RECIPE", "--out", "/proc/here"], "cannot write into /proc/here"),
-    (["RECIPE", "--resume", "/no/where"], "/no/where is no checkpoint"),
-    (["RECIPE", "--backbone", "iresnet5"], "did you mean iresnet50?"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "name a configuration"),
+        (["/no/such.toml"], "/no/such.toml does not exist"),
+        (["RECIPE", "--optim.lrr", "1"], "did you mean optim.lr?"),
+        (["RECIPE", "--epochs"], "--epochs needs a value"),
+        (["RECIPE", "--epochs", "three"], 'epochs = "three" is a string; it takes an integer'),
+        (["RECIPE", "stray"], "'stray' belongs to no key"),
+        (["RECIPE", "--data.train", "/no/pictures"], "there is no /no/pictures"),
+        (["RECIPE", "--nproc", "0"], "--nproc 0"),
+        (["RECIPE", "--nproc", "2", "--head_ranks", "3"], "head_ranks = 3 does not divide the number of ranks, 2"),
+        (["RECIPE", "--head_ranks", "2"], "head_ranks = 2 does not divide the number of ranks, 1"),
+        (["RECIPE", "--out", "/proc/here"], "cannot write into /proc/here"),
+        (["RECIPE", "--resume", "/no/where"], "/no/where is no checkpoint"),
+        (["RECIPE", "--backbone", "iresnet5"], "did you mean iresnet50?"),
+    ],
+)
 def test_one_line_and_exit_code_2(
-    words: list[str], message: str, recipe: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    words: list[str],
+    message: str,
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["train", *[str(recipe) if word == "RECIPE" else word for word in words]]) == 2
@@ -66,8 +73,14 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-m", "plsc.tools.entry", "train", *words], env=environment,
-                          capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        [sys.executable, "-m", "plsc.tools.entry", "train", *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
 
 
 def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path) -> None:
