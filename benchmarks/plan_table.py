@@ -14,7 +14,7 @@ from results_file import RESULTS
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.files import written_aside
+from plsc.files import atomic_write
 from plsc.plan import CapacityError, Links, Machine, Plan, link_speed, named_device, parse_memory, plan
 
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
@@ -93,7 +93,7 @@ def _write_csv(plans: dict[tuple[int, int], Plan | None], args: argparse.Namespa
     given = ["plan", args.device, args.gpu_memory, args.backbone, args.batch]
     for (gpus, millions), planned in plans.items():
         writer.writerow([*given, gpus, millions * 1_000_000, *_figures(planned)])
-    with written_aside(RESULTS / "plan_table.csv") as path:
+    with atomic_write(RESULTS / "plan_table.csv") as path:
         path.write_text(text.getvalue(), encoding="utf-8")
 
 

@@ -16,7 +16,7 @@ from plsc.data.decode import image_pixels, suffix_of
 from plsc.data.encode import Encoding, encoded_image
 from plsc.data.record_writer import record_writer
 from plsc.errors import DataError, UsageError
-from plsc.files import make_folder, publish_folder, written_aside
+from plsc.files import atomic_replace_dir, atomic_write, make_folder
 from plsc.progress import Progress
 
 LIST_NAME = "images.tsv"
@@ -143,20 +143,20 @@ def _to_folder(images: _Images, out: Path) -> int:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name another")
     make_folder(out.parent)
-    aside = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)  # what a run that was cut off left
-    aside.mkdir()
+    tmp_path = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(tmp_path, ignore_errors=True)  # what a run that was cut off left
+    tmp_path.mkdir()
     folders: dict[int, str] = {}
     used: set[str] = set()
-    with written_aside(aside / LIST_NAME) as listed, listed.open("w", encoding="utf-8") as lines:
+    with atomic_write(tmp_path / LIST_NAME) as listed, listed.open("w", encoding="utf-8") as lines:
         for index, label, data in images:
             if label not in folders:
                 folders[label] = _folder_name(images.dataset.class_names[label], label, used)
-                (aside / folders[label]).mkdir(exist_ok=True)
+                (tmp_path / folders[label]).mkdir(exist_ok=True)
             name = f"{folders[label]}/{index:08d}{suffix_of(data)}"
-            (aside / name).write_bytes(data)
+            (tmp_path / name).write_bytes(data)
             lines.write(f"{name}\t{folders[label]}\n")
-    publish_folder(aside, out)
+    atomic_replace_dir(tmp_path, out)
     return len(folders)
 
 

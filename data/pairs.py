@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.errors import DataError, UsageError
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def write_pairs(path: str | Path, images: Sequence[bytes], is_same: Sequence[boo
     """Write 2N encoded images and N truth values as a ``.bin`` that insightface's tools read too."""
     if len(images) != 2 * len(is_same):
         raise UsageError(f"{len(images)} images do not make {len(is_same)} pairs; give two for each")
-    with written_aside(Path(path)) as aside, aside.open("wb") as file:
+    with atomic_write(Path(path)) as tmp_path, tmp_path.open("wb") as file:
         pickle.dump(([bytes(image) for image in images], [bool(same) for same in is_same]), file, protocol=4)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from plsc.data.decode import suffix_of
 from plsc.data.record_io import ImageRecord, RecordFile
 from plsc.errors import DataError, UsageError
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 DAMAGED = -1
 KEEP_FROM = 100_000
@@ -145,5 +145,5 @@ def _load(kept: Path, stamp: NDArray[np.int64]) -> NDArray[np.int64] | None:
 def _keep(kept: Path, stamp: NDArray[np.int64], table: NDArray[np.int64]) -> None:
     """Write the table for the next time; a folder that may not be written to is no failure."""
     head = np.array([*stamp, zlib.crc32(np.ascontiguousarray(table).data)], dtype=np.int64).reshape(2, 3)
-    with contextlib.suppress(UsageError, OSError), written_aside(kept) as aside, aside.open("wb") as file:
+    with contextlib.suppress(UsageError, OSError), atomic_write(kept) as tmp_path, tmp_path.open("wb") as file:
         np.save(file, np.concatenate([head, table]))

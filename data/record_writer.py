@@ -8,7 +8,7 @@ from typing import BinaryIO
 from plsc.data.record_dataset import label_map_path
 from plsc.data.record_io import ImageRecord, pack_image, write_record
 from plsc.errors import UsageError
-from plsc.files import write_json, written_aside
+from plsc.files import atomic_write, write_json
 
 LARGEST_FLOAT = 2**24  # up to here float32, which labels are stored in, holds every integer
 
@@ -80,11 +80,11 @@ def record_writer(path: Path, class_names: Sequence[str], *, expected: int) -> I
     if path.suffix != ".rec":
         raise UsageError(f"{path} does not end in .rec")
     with ExitStack() as stack:
-        asides = [stack.enter_context(written_aside(name)) for name in (path.with_suffix(".idx"), path)]
-        index, records = (stack.enter_context(aside.open("wb")) for aside in asides)
+        tmp_paths = [stack.enter_context(atomic_write(name)) for name in (path.with_suffix(".idx"), path)]
+        index, records = (stack.enter_context(tmp_path.open("wb")) for tmp_path in tmp_paths)
         writer = RecordWriter(records, index, expected)
         yield writer
         writer.finish()
-    with written_aside(path.with_name("property")) as aside:
-        aside.write_text(f"{writer.num_classes},{writer.height},{writer.width}\n", encoding="ascii")
+    with atomic_write(path.with_name("property")) as tmp_path:
+        tmp_path.write_text(f"{writer.num_classes},{writer.height},{writer.width}\n", encoding="ascii")
     write_json(label_map_path(path), {"source": str(path), "classes": list(class_names)})

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.dataset import ImageDataset
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 _BAR = 40
 _BINS = ((1, 1), (2, 2), (3, 4), (5, 9), (10, 19), (20, 49), (50, 99), (100, 199), (200, 499), (500, 999))
@@ -103,5 +103,5 @@ def stats_plot(figures: dict[str, Any], path: Path) -> None:
         textcoords="offset points",
         color="#555555",
     )
-    with written_aside(path) as aside:
-        figure.savefig(aside, format=path.suffix.lstrip(".").lower() or "png")
+    with atomic_write(path) as tmp_path:
+        figure.savefig(tmp_path, format=path.suffix.lstrip(".").lower() or "png")

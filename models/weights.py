@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import DataError, UsageError
-from plsc.files import written_aside
+from plsc.files import atomic_write
 from plsc.models.architecture import Architecture, infer
 from plsc.models.backbone import Backbone
 from plsc.models.registry import TIMM_PREFIX, TURNED_PREFIX
@@ -49,8 +49,8 @@ def save_model(model: nn.Module, path: str | Path) -> None:
         "channels": "RGB",
     }
     state = {key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}
-    with written_aside(Path(path)) as aside:
-        aside.write_bytes(save(state, metadata))
+    with atomic_write(Path(path)) as tmp_path:
+        tmp_path.write_bytes(save(state, metadata))
 
 
 def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone:

@@ -27,28 +27,28 @@ def make_folder(path: Path) -> Path:
 
 
 @contextmanager
-def written_aside(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary neighbour of ``path`` to write to; on success it replaces ``path`` atomically."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield aside
-        _sync(aside)
-        aside.replace(path)
+        yield tmp_path
+        _sync(tmp_path)
+        tmp_path.replace(path)
         _sync(path.parent)
     except FileNotFoundError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; make its folder first") from None
     except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; name another place") from None
     finally:
-        if aside.is_file():
-            aside.unlink()
+        if tmp_path.is_file():
+            tmp_path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically. NaN has no JSON: callers store null."""
     text = json.dumps(value, indent=2, allow_nan=False)
-    with written_aside(path) as aside:
-        aside.write_text(text + "\n", encoding="utf-8")
+    with atomic_write(path) as tmp_path:
+        tmp_path.write_text(text + "\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:
@@ -86,17 +86,17 @@ def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:
             raise IntegrityError(f"{path} is corrupt (its SHA-256 is not the manifest's); use another copy")
 
 
-def publish_folder(aside: Path, final: Path) -> None:
+def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
     """Give a finished folder its name: after this call it exists whole, and survives a power cut."""
-    for path in aside.rglob("*"):
+    for path in tmp_path.rglob("*"):
         if path.is_file():
             _sync(path)
-    _sync(aside)
+    _sync(tmp_path)
     former = final.with_name(f".{final.name}.former")
     if final.exists():  # a folder cannot be replaced in one move: keep the former whole until the new one stands
         shutil.rmtree(former, ignore_errors=True)
         final.replace(former)
-    aside.replace(final)
+    tmp_path.replace(final)
     _sync(final.parent)
     shutil.rmtree(former, ignore_errors=True)
 

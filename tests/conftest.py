@@ -8,13 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and ranks.py;
+for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names
 
-from interpreter import Interpreter  # noqa: E402
-from ranks import RankPool  # noqa: E402
-
-SHARED = Path(__file__).parents[2] / "shared"
+from support.interpreter import Interpreter  # noqa: E402
+from support.ranks import RankPool  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")

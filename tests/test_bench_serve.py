@@ -4,7 +4,7 @@ import csv
 import json
 
 import pytest
-from live_service import DIM, live_service
+from support.live_service import DIM, live_service
 
 from plsc.bench import serve
 from plsc.bench.report import write_csv

@@ -7,7 +7,7 @@ from typing import Any
 
 from plsc.bench.contestants import CONTESTANTS, FLOOR
 from plsc.evaluation.plots import COLOURS
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 Row = Mapping[str, Any]
 _GRID, _INK = "#d9d9d9", "#333333"
@@ -81,7 +81,7 @@ def _leading(names: Sequence[str]) -> set[str]:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Every row with every field; an empty cell where a contestant has no such figure."""
-    with written_aside(path) as aside, aside.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path) as tmp_path, tmp_path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
@@ -110,8 +110,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )
     lines, texts = panels[0][0].get_legend_handles_labels()
     figure.legend(lines, texts, loc="outside upper left", ncols=3, frameon=False, fontsize=10)
-    with written_aside(path) as aside:
-        figure.savefig(aside, format=path.suffix[1:])
+    with atomic_write(path) as tmp_path:
+        figure.savefig(tmp_path, format=path.suffix[1:])
 
 
 def _panel(axes: Any, rows: Sequence[Row], names: Sequence[str], key: str, factor: float, what: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from plsc.bench.search_contestants import CONTESTANTS
 from plsc.evaluation.plots import COLOURS
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 _GRID, _INK = "#d9d9d9", "#333333"
 _BLUE, _ORANGE, _GREEN, _PINK, _SKY, _, _GREY = COLOURS
@@ -77,8 +77,8 @@ def draw_searches(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.grid(visible=True, color=_GRID, linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower left", ncols=2, frameon=False, fontsize=10)
-    with written_aside(path) as aside:
-        figure.savefig(aside, format=path.suffix[1:])
+    with atomic_write(path) as tmp_path:
+        figure.savefig(tmp_path, format=path.suffix[1:])
 
 
 def _plot(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from plsc.bench.serve import BARE, BARE_AT_BATCH, BATCHED, LABELS, UNBATCHED
 from plsc.evaluation.plots import COLOURS
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 _COLOURS = {BATCHED: COLOURS[0], UNBATCHED: COLOURS[1], BARE: COLOURS[-1], BARE_AT_BATCH: COLOURS[2]}
 _SERVED = (BATCHED, UNBATCHED)
@@ -60,8 +60,8 @@ def draw_serving(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     for axes in (rates, waits):
         _frame(axes, sorted({row["clients"] for row in rows}))
     figure.legend(*rates.get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False, fontsize=10)
-    with written_aside(path) as aside:
-        figure.savefig(aside, format=path.suffix[1:])
+    with atomic_write(path) as tmp_path:
+        figure.savefig(tmp_path, format=path.suffix[1:])
 
 
 def _plot(axes: Any, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

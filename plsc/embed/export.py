@@ -1,7 +1,7 @@
 """Backbones for other programs: ONNX, a torch.export program, arcface_torch's state_dict; each checked after writing.
 
-Every function writes the file aside, reads it back, compares its embeddings with the backbone's on random images
-at several batch sizes, and only then gives it its name.
+Every function writes the file under a temporary name, reads it back, compares its embeddings with the backbone's on
+random images at several batch sizes, and only then gives it its name.
 """
 
 import logging
@@ -21,7 +21,7 @@ from plsc.embed.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTION
 from plsc.embed.program import FORMAT as PROGRAM_FORMAT
 from plsc.embed.program import open_program, save_program
 from plsc.errors import DataError, UsageError
-from plsc.files import written_aside
+from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
 
 CPU = torch.device("cpu")
@@ -62,10 +62,10 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
 
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
-    with written_aside(Path(path)) as aside:
-        aside.touch()  # a place that cannot be written is told before the work
-        onnx.save(_onnx_model(model, engine), str(aside))
-        check = _checked(engine, expected, OnnxEngine(aside, CPU), Path(path), tolerance)
+    with atomic_write(Path(path)) as tmp_path:
+        tmp_path.touch()  # a place that cannot be written is told before the work
+        onnx.save(_onnx_model(model, engine), str(tmp_path))
+        check = _checked(engine, expected, OnnxEngine(tmp_path, CPU), Path(path), tolerance)
     return _result("onnx", Path(path), engine, check)
 
 
@@ -78,11 +78,11 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
     contract = {"format": PROGRAM_FORMAT, **_contract(engine)}
-    with written_aside(Path(path)) as aside:
-        aside.touch()
+    with atomic_write(Path(path)) as tmp_path:
+        tmp_path.touch()
         with _quiet():
-            save_program(_program(model), aside, contract)
-        module, preprocessing, embedding_dim, contract_id = open_program(aside, CPU)
+            save_program(_program(model), tmp_path, contract)
+        module, preprocessing, embedding_dim, contract_id = open_program(tmp_path, CPU)
         written = TorchEngine(module, preprocessing, embedding_dim, contract_id, CPU, "fp32")
         check = _checked(engine, expected, written, Path(path), tolerance)
     return _result("torch", Path(path), engine, check)
@@ -102,9 +102,9 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
         raise UsageError(f"arcface_torch has no {model.name}; export it with --format onnx or torch")
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
-    with written_aside(Path(path)) as aside:
-        torch.save({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, aside)
-        check = _checked(engine, expected, backbone_engine(load_model(aside), CPU), Path(path), 0.0)
+    with atomic_write(Path(path)) as tmp_path:
+        torch.save({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path)
+        check = _checked(engine, expected, backbone_engine(load_model(tmp_path), CPU), Path(path), 0.0)
     there = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
     return {**_result("insightface", Path(path), engine, check), "arcface_torch": there}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError, IntegrityError
-from plsc.files import MANIFEST, read_json, written_aside
+from plsc.files import MANIFEST, atomic_write, read_json
 
 Manifest = dict[str, Any]
 
@@ -23,8 +23,8 @@ def digest(content: Manifest) -> str:
 
 def write_manifest(folder: Path, content: Manifest) -> None:
     """Write ``folder/manifest.json`` with its seal, atomically."""
-    with written_aside(folder / MANIFEST) as aside:
-        aside.write_text(_text({**content, "seal": digest(content)}), encoding="utf-8")
+    with atomic_write(folder / MANIFEST) as tmp_path:
+        tmp_path.write_text(_text({**content, "seal": digest(content)}), encoding="utf-8")
 
 
 def read_manifest(folder: Path, format_name: str, version: int) -> Manifest:

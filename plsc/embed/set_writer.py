@@ -18,7 +18,7 @@ from plsc.embed.columns import save_array, save_strings, string_files
 from plsc.embed.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
 from plsc.embed.manifest import Manifest, digest, read_manifest, write_manifest
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import describe_files, make_folder, publish_folder, verify_files
+from plsc.files import atomic_replace_dir, describe_files, make_folder, verify_files
 
 DTYPES = ("float32", "float16")
 SETTING_NAMES = {
@@ -106,17 +106,17 @@ class SetWriter:
 
     def publish(self, number: int, rows: ShardRows) -> None:
         """Write a shard aside and give it its name at once."""
-        aside = self.folder / f".{shard_name(number)}.{os.getpid()}.tmp"
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir()
-        save_array(aside / "embeddings.npy", rows.embeddings.astype(self.settings["dtype"], copy=False))
-        save_array(aside / "ids.npy", rows.ids.astype(np.int64, copy=False))
-        save_array(aside / "labels.npy", rows.labels.astype(np.int64, copy=False))
-        save_strings(aside, "keys", rows.keys)
+        tmp_path = self.folder / f".{shard_name(number)}.{os.getpid()}.tmp"
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir()
+        save_array(tmp_path / "embeddings.npy", rows.embeddings.astype(self.settings["dtype"], copy=False))
+        save_array(tmp_path / "ids.npy", rows.ids.astype(np.int64, copy=False))
+        save_array(tmp_path / "labels.npy", rows.labels.astype(np.int64, copy=False))
+        save_strings(tmp_path, "keys", rows.keys)
         lines = [json.dumps({"row": row, "error": text}) + "\n" for row, text in sorted(rows.errors.items())]
-        (aside / "errors.jsonl").write_text("".join(lines), encoding="utf-8")
+        (tmp_path / "errors.jsonl").write_text("".join(lines), encoding="utf-8")
         write_manifest(
-            aside,
+            tmp_path,
             {
                 "format": SHARD_FORMAT,
                 "version": VERSION,
@@ -124,10 +124,10 @@ class SetWriter:
                 "start": rows.start,
                 "rows": len(rows.ids),
                 "errors": len(rows.errors),
-                "files": describe_files(aside, list(SHARD_FILES)),
+                "files": describe_files(tmp_path, list(SHARD_FILES)),
             },
         )
-        publish_folder(aside, self.folder / shard_name(number))
+        atomic_replace_dir(tmp_path, self.folder / shard_name(number))
 
     def finish(self, class_names: Sequence[str]) -> EmbeddingSet:
         """Write the class names and the final manifest; :class:`DataError` if a shard is missing."""

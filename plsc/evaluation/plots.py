@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from plsc.errors import UsageError
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 FORMATS = (".png", ".svg", ".pdf")
 # Told apart by most colour-blind readers (after Okabe and Ito).
@@ -138,5 +138,5 @@ def _save(figure: Any, target: Path | IO[bytes], form: str) -> None:
         figure.savefig(target, format=form, dpi=160)
         return
     check_target(target)
-    with written_aside(target) as aside:
-        figure.savefig(aside, format=target.suffix[1:].lower(), dpi=160)
+    with atomic_write(target) as tmp_path:
+        figure.savefig(tmp_path, format=target.suffix[1:].lower(), dpi=160)

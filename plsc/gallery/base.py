@@ -20,7 +20,7 @@ import numpy as np
 from plsc.embed.columns import open_array, save_array
 from plsc.embed.manifest import Manifest, digest, read_manifest, write_manifest
 from plsc.errors import DataError, IntegrityError
-from plsc.files import describe_files, publish_folder, verify_files
+from plsc.files import atomic_replace_dir, describe_files, verify_files
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces, StoredCollection
 from plsc.index.approximate_search import ApproximateSearch
@@ -58,16 +58,16 @@ def write_base(folder: Path, about: Manifest, count: int, parts: Iterator[Faces]
 
     ``about`` describes them (:func:`describe`). Raises OSError where the disk is full; nothing is left then.
     """
-    aside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
+    tmp_path = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    tmp_path.mkdir(parents=True)
     try:
-        _write_columns(aside, count, about["dim"], parts)
-        content = {**about, "files": describe_files(aside, list(FILES))}
-        write_manifest(aside, content)
-        publish_folder(aside, folder)
+        _write_columns(tmp_path, count, about["dim"], parts)
+        content = {**about, "files": describe_files(tmp_path, list(FILES))}
+        write_manifest(tmp_path, content)
+        atomic_replace_dir(tmp_path, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(tmp_path, ignore_errors=True)
     return digest(content)
 
 
@@ -141,11 +141,11 @@ def _numbers(folder: Path, rows: int) -> tuple[Int64, Int64]:
     return open_array(folder / "faces.npy", (rows,), "int64"), open_array(folder / "persons.npy", (rows,), "int64")
 
 
-def _write_columns(aside: Path, count: int, dim: int, parts: Iterator[Faces]) -> None:
+def _write_columns(tmp_path: Path, count: int, dim: int, parts: Iterator[Faces]) -> None:
     """Written, not mapped: a full disk is then an error, and not the end of the process."""
     faces, persons = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     row = 0
-    with (aside / "vectors.npy").open("wb") as file:
+    with (tmp_path / "vectors.npy").open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (count, dim)}
         np.lib.format.write_array_header_1_0(file, header)
         for part in parts:
@@ -154,5 +154,5 @@ def _write_columns(aside: Path, count: int, dim: int, parts: Iterator[Faces]) ->
             file.write(np.ascontiguousarray(part.vectors, dtype="<f4").data)
             row = stop
     assert row == count, f"{row} faces were read where {count} had been counted"
-    save_array(aside / "faces.npy", faces)
-    save_array(aside / "persons.npy", persons)
+    save_array(tmp_path / "faces.npy", faces)
+    save_array(tmp_path / "persons.npy", persons)

@@ -19,7 +19,7 @@ import numpy as np
 from plsc.embed.columns import open_array
 from plsc.embed.manifest import Manifest, read_manifest, write_manifest
 from plsc.errors import ConflictError, DataError, IntegrityError
-from plsc.files import describe_files, make_folder, publish_folder, verify_files
+from plsc.files import atomic_replace_dir, describe_files, make_folder, verify_files
 from plsc.gallery.contract import Collection, Float32, NewPerson, Person, Store
 from plsc.gallery.storage_errors import storage_errors
 
@@ -38,18 +38,18 @@ def write_copy(target: Path, collections: Sequence[tuple[Collection, Rows]]) -> 
     if target.exists():
         raise ConflictError(f"{target} exists already; name a new folder")
     make_folder(target.parent)
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(tmp_path, ignore_errors=True)
     try:
         with storage_errors(target):
-            aside.mkdir()
-            abouts = [_write(aside, place, about, rows) for place, (about, rows) in enumerate(collections)]
-            names = sorted(path.name for path in aside.iterdir())
+            tmp_path.mkdir()
+            abouts = [_write(tmp_path, place, about, rows) for place, (about, rows) in enumerate(collections)]
+            names = sorted(path.name for path in tmp_path.iterdir())
             content: Manifest = {"format": FORMAT, "version": VERSION, "collections": abouts}
-            write_manifest(aside, {**content, "files": describe_files(aside, names)})
-            publish_folder(aside, target)
+            write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, names)})
+            atomic_replace_dir(tmp_path, target)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 def read_copy(folder: Path) -> list[tuple[Collection, Iterator[tuple[Person, Float32]]]]:

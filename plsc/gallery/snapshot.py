@@ -18,7 +18,7 @@ from typing import Any
 
 from plsc.embed.manifest import Manifest, read_manifest, write_manifest
 from plsc.errors import ConflictError, UsageError
-from plsc.files import describe_files, publish_folder, verify_files
+from plsc.files import atomic_replace_dir, describe_files, verify_files
 from plsc.gallery import records
 from plsc.gallery.checks import now
 from plsc.gallery.database import Database, errors_of
@@ -37,13 +37,13 @@ def write_snapshot(database: Database, target: Path) -> None:
     :class:`ConflictError` if ``target`` exists, :class:`StorageError` where there is no room; nothing is left then.
     """
     _refuse_existing(target)
-    with _published(target) as aside:
+    with _published(target) as tmp_path:
         with database.reading() as db:
-            db.execute("VACUUM INTO ?", (str(aside / SQLITE),))
-        with _opened(aside / SQLITE) as db:
+            db.execute("VACUUM INTO ?", (str(tmp_path / SQLITE),))
+        with _opened(tmp_path / SQLITE) as db:
             collections = _without_forgotten(db)
         content: Manifest = {"format": FORMAT, "version": VERSION, "created": now(), "collections": collections}
-        write_manifest(aside, {**content, "files": describe_files(aside, [SQLITE])})
+        write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, [SQLITE])})
 
 
 def read_snapshot(folder: Path) -> Manifest:
@@ -67,10 +67,10 @@ def restore(snapshot: str | Path, store: str | Path) -> dict[str, Any]:
     source, target = Path(snapshot), Path(store)
     manifest = read_snapshot(source)
     _refuse_existing(target)
-    with _published(target) as aside:
-        shutil.copyfile(source / SQLITE, aside / SQLITE)
-        verify_files(aside, manifest["files"])
-        with _opened(aside / SQLITE) as db:
+    with _published(target) as tmp_path:
+        shutil.copyfile(source / SQLITE, tmp_path / SQLITE)
+        verify_files(tmp_path, manifest["files"])
+        with _opened(tmp_path / SQLITE) as db:
             _skip_ids(db)
     return {"store": str(target), "created": manifest["created"], "collections": manifest["collections"]}
 
@@ -84,16 +84,16 @@ def _refuse_existing(target: Path) -> None:
 def _published(target: Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``target`` at the end; nothing is left where that fails."""
     target = target.absolute()
-    aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with storage_errors(target):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(mode=0o700)  # biometrics are nobody else's to read
-            yield aside
-            publish_folder(aside, target)
+            shutil.rmtree(tmp_path, ignore_errors=True)
+            tmp_path.mkdir(mode=0o700)  # biometrics are nobody else's to read
+            yield tmp_path
+            atomic_replace_dir(tmp_path, target)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from plsc.embed.columns import save_array, save_strings
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.manifest import holds_manifest, write_manifest
 from plsc.errors import UsageError
-from plsc.files import describe_files, make_folder, publish_folder
+from plsc.files import atomic_replace_dir, describe_files, make_folder
 from plsc.index import approximate
 from plsc.index.choice import Wish, choose
 from plsc.index.exact import Float32, Int64
@@ -65,13 +65,13 @@ def build(
         source.verify()
     rows = gather(opened)
     began = time.monotonic()
-    aside = folder.resolve().with_name(f".{folder.resolve().name}.building")
-    make_folder(aside.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-    make_folder(aside)
+    tmp_path = folder.resolve().with_name(f".{folder.resolve().name}.building")
+    make_folder(tmp_path.parent)
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    make_folder(tmp_path)
     try:
         manifest = _fill(
-            aside,
+            tmp_path,
             rows,
             Wish(
                 _resolved(kind, len(rows), latency_ms),
@@ -80,14 +80,14 @@ def build(
                 latency_ms,
                 seed,
                 quiet,
-                None if memory is None else Within(memory, len(rows), rows.sets[0].dim, aside),
+                None if memory is None else Within(memory, len(rows), rows.sets[0].dim, tmp_path),
             ),
         )
         manifest["build_seconds"] = round(time.monotonic() - began, 3)
-        write_manifest(aside, manifest)
-        publish_folder(aside, folder.resolve())
+        write_manifest(tmp_path, manifest)
+        atomic_replace_dir(tmp_path, folder.resolve())
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(tmp_path, ignore_errors=True)
     return manifest
 
 
@@ -117,19 +117,19 @@ def _resolved(kind: str, rows: int, latency_ms: float | None) -> approximate.Kin
 
 
 def _fill(
-    aside: Path,
+    tmp_path: Path,
     rows: Gathered,
     wish: Wish,
 ) -> dict[str, Any]:
     held = np.empty(0, dtype=np.int64)
     if wish.kind != "exact":
         held = choose_held_out(rows.labels, HELD_OUT, wish.seed)
-    vectors = _write_columns(aside, rows, held)
-    more = choose(vectors, len(held), wish, aside / FAISS_FILE)
+    vectors = _write_columns(tmp_path, rows, held)
+    more = choose(vectors, len(held), wish, tmp_path / FAISS_FILE)
     if more["kind"] == "exact":
-        (aside / LISTS_FILE).unlink(missing_ok=True)
+        (tmp_path / LISTS_FILE).unlink(missing_ok=True)
     first = rows.sets[0].manifest
-    files = [*COLUMN_FILES, *(name for name in (FAISS_FILE, LISTS_FILE) if (aside / name).exists())]
+    files = [*COLUMN_FILES, *(name for name in (FAISS_FILE, LISTS_FILE) if (tmp_path / name).exists())]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -145,22 +145,22 @@ def _fill(
             {"path": str(s.folder.resolve()), "rows": len(s), "id_offset": offset}
             for s, offset in zip(rows.sets, rows.offsets, strict=True)
         ],
-        "files": describe_files(aside, files),
+        "files": describe_files(tmp_path, files),
     }
 
 
-def _write_columns(aside: Path, rows: Gathered, held: Int64) -> Float32:
+def _write_columns(tmp_path: Path, rows: Gathered, held: Int64) -> Float32:
     """Write vectors, ids, labels and names, the rows ``held`` (ascending) behind all others; return the vectors, mapped
     for reading."""
     last = np.zeros(len(rows), dtype=bool)
     last[held] = True
-    path = aside / "vectors.npy"
+    path = tmp_path / "vectors.npy"
     _write_vectors(path, rows, last)
-    save_array(aside / "ids.npy", np.concatenate([rows.ids[~last], rows.ids[last]]))
-    save_array(aside / "labels.npy", np.concatenate([rows.labels[~last], rows.labels[last]]))
+    save_array(tmp_path / "ids.npy", np.concatenate([rows.ids[~last], rows.ids[last]]))
+    save_array(tmp_path / "labels.npy", np.concatenate([rows.labels[~last], rows.labels[last]]))
     order = chain(np.flatnonzero(~last), held)
-    save_strings(aside, "keys", (rows.key(int(row)) for row in order))
-    save_strings(aside, "class_names", rows.class_names)
+    save_strings(tmp_path, "keys", (rows.key(int(row)) for row in order))
+    save_strings(tmp_path, "class_names", rows.class_names)
     mapped: Float32 = np.load(path, mmap_mode="r", allow_pickle=False)
     return mapped
 

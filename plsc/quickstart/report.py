@@ -11,7 +11,7 @@ import numpy as np
 from plsc import __version__
 from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.evaluation.plots import roc_figure, score_figure
-from plsc.files import written_aside
+from plsc.files import atomic_write
 from plsc.index import Index
 from plsc.progress import duration
 from plsc.quickstart.course import Course, Findings
@@ -52,8 +52,8 @@ def write_report(course: Course, findings: Findings) -> Path:
         "neighbours": "\n".join(_query(findings.index, pictures, query) for query in choose(findings.index)),
     }
     path = course.report.with_suffix(".html")
-    with written_aside(path) as aside:
-        aside.write_text(Template(PAGE.read_text(encoding="utf-8")).substitute(slots), encoding="utf-8")
+    with atomic_write(path) as tmp_path:
+        tmp_path.write_text(Template(PAGE.read_text(encoding="utf-8")).substitute(slots), encoding="utf-8")
     return path
 
 

@@ -48,9 +48,9 @@ class Snapshots:
         found = [path for path in self._paths() if path.name == name]  # a caller's text never becomes a path
         if not found:
             raise NotFoundError(f"there is no snapshot {ascii(name)[:80]}; GET /v1/snapshots lists them")
-        aside = found[0].with_name(f".{found[0].name}.deleted")
-        found[0].replace(aside)  # half a snapshot never stands under its name
-        shutil.rmtree(aside)
+        tmp_path = found[0].with_name(f".{found[0].name}.deleted")
+        found[0].replace(tmp_path)  # half a snapshot never stands under its name
+        shutil.rmtree(tmp_path)
 
     def _place(self) -> Path:
         if self._folder is None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
-from plsc.files import written_aside
+from plsc.files import atomic_write
 from plsc.serve.roles import ROLES, Role
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
@@ -145,6 +145,6 @@ def _write(path: Path, tokens: list[Token]) -> None:
         "\n".join(["[[token]]", *(f"{key} = {json.dumps(value)}" for key, value in vars(token).items())])
         for token in tokens
     ]
-    with written_aside(path) as aside:
-        aside.touch(mode=0o600)
-        aside.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+    with atomic_write(path) as tmp_path:
+        tmp_path.touch(mode=0o600)
+        tmp_path.write_text("\n\n".join(tables) + "\n", encoding="utf-8")

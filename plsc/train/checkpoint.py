@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.files import (
     MANIFEST,
+    atomic_replace_dir,
+    atomic_write,
     describe_files,
-    publish_folder,
     read_json,
     verify_files,
     write_json,
-    written_aside,
 )
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, barrier, broadcast_object
@@ -68,15 +68,15 @@ class CheckpointFolder:
             DataError: it cannot be written (a full disk, say); nothing was published.
         """
         final = self.folder / f"step-{step:08d}"
-        aside = self.folder / f".{final.name}.tmp"
-        on_every_rank(self.mesh, lambda: self._prepare(aside))
-        _write_tensors(aside, tensors, self.mesh)
-        names = on_every_rank(self.mesh, lambda: self._finish(aside, state))
+        tmp_path = self.folder / f".{final.name}.tmp"
+        on_every_rank(self.mesh, lambda: self._prepare(tmp_path))
+        _write_tensors(tmp_path, tensors, self.mesh)
+        names = on_every_rank(self.mesh, lambda: self._finish(tmp_path, state))
         mine = broadcast_object(names, self.mesh)[self.mesh.rank :: self.mesh.world_size]
-        described = on_every_rank(self.mesh, lambda: describe_files(aside, mine))
+        described = on_every_rank(self.mesh, lambda: describe_files(tmp_path, mine))
         shares = all_gather_object(described, self.mesh)
         files = {name: entry for share in shares for name, entry in share.items()}
-        on_every_rank(self.mesh, lambda: self._publish(aside, final, files))
+        on_every_rank(self.mesh, lambda: self._publish(tmp_path, final, files))
         return final
 
     def published(self) -> list[Path]:
@@ -89,30 +89,30 @@ class CheckpointFolder:
         later = [path for path in self.published() if step_of(path) > step]
         if self.mesh.is_main:
             for path in later:
-                aside = path.with_name(f"superseded-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+                tmp_path = path.with_name(f"superseded-{path.name}")
+                shutil.rmtree(tmp_path, ignore_errors=True)
+                path.rename(tmp_path)
         barrier(self.mesh)
         return later
 
-    def _prepare(self, aside: Path) -> None:
+    def _prepare(self, tmp_path: Path) -> None:
         if self.mesh.is_main:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
+            shutil.rmtree(tmp_path, ignore_errors=True)
+            tmp_path.mkdir(parents=True)
 
-    def _finish(self, aside: Path, state: Mapping[str, Any]) -> list[str]:
+    def _finish(self, tmp_path: Path, state: Mapping[str, Any]) -> list[str]:
         """Write what one rank writes; the names of all files."""
         if not self.mesh.is_main:
             return []
-        write_json(aside / STATE, dict(state))
-        return sorted(path.name for path in aside.iterdir())
+        write_json(tmp_path / STATE, dict(state))
+        return sorted(path.name for path in tmp_path.iterdir())
 
-    def _publish(self, aside: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
+    def _publish(self, tmp_path: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
         if not self.mesh.is_main:
             return
-        write_json(aside / MANIFEST, {"format": FORMAT, "files": files})
-        publish_folder(aside, final)
-        with written_aside(self.folder / LATEST) as latest:
+        write_json(tmp_path / MANIFEST, {"format": FORMAT, "files": files})
+        atomic_replace_dir(tmp_path, final)
+        with atomic_write(self.folder / LATEST) as latest:
             latest.write_text(final.name + "\n", encoding="utf-8")
         for old in self.published()[: -self.keep]:
             shutil.rmtree(old)

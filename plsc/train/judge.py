@@ -11,7 +11,7 @@ from plsc.config import Config
 from plsc.data.transforms import normalize
 from plsc.evaluation.evaluator import evaluate
 from plsc.evaluation.sets import open_set, set_names
-from plsc.files import written_aside
+from plsc.files import atomic_write
 from plsc.models import save_model
 from plsc.train.agreement import on_every_rank
 from plsc.train.parts import Parts
@@ -74,7 +74,7 @@ def save_weights(parts: Parts, path: Path) -> None:
 
     def write() -> None:
         if parts.mesh.is_main:
-            with written_aside(path) as aside:
-                save_model(parts.judged, aside)
+            with atomic_write(path) as tmp_path:
+                save_model(parts.judged, tmp_path)
 
     on_every_rank(parts.mesh, write)

@@ -9,7 +9,7 @@ from typing import Any
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
-from plsc.files import make_folder, written_aside
+from plsc.files import atomic_write, make_folder
 from plsc.optim.schedules import advance, schedule, scheduler
 from plsc.parallel import Mesh
 from plsc.progress import Progress
@@ -152,8 +152,8 @@ class Run:
 
     def _write_descriptions(self) -> None:
         if self.mesh.is_main:
-            with written_aside(self.out / CONFIG) as aside:
-                aside.write_text(configuration.to_toml(self.config), encoding="utf-8")
+            with atomic_write(self.out / CONFIG) as tmp_path:
+                tmp_path.write_text(configuration.to_toml(self.config), encoding="utf-8")
             self.parts.dataset.save_label_map(self.out / CLASSES)
 
     def _set_schedule(self) -> None:

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from plsc.files import written_aside
+from plsc.files import atomic_write
 
 METRICS = "metrics.jsonl"
 
@@ -65,8 +65,8 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
 def _cut(path: Path, step: int) -> None:
     if path.is_file():
         kept = [line for line in read_metrics(path.parent) if line["step"] <= step]
-        with written_aside(path) as aside:
-            aside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        with atomic_write(path) as tmp_path:
+            tmp_path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
 def _without_nan(value: Any) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scrfd import stand_in
+from support.scrfd import stand_in
 
 from plsc.data import open_dataset, read_image
 from plsc.data.aligned import AlignedImages

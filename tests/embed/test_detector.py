@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from onnx import TensorProto, helper
-from scrfd import BOX, POINTS, stand_in, write_model
+from support.scrfd import BOX, POINTS, stand_in, write_model
 
 from plsc.data.alignment import TEMPLATE
 from plsc.embed.detector import Face, open_detector

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from scrfd import stand_in
+from support.scrfd import stand_in
 
 from plsc import models
 from plsc.data.alignment import TEMPLATE, align_face

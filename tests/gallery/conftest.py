@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 import pytest
-from contract_kit import DIM, GALLERY, MODEL
-from store_kits import KINDS, Kit, Servers
+from support.contract_kit import DIM, GALLERY, MODEL
+from support.store_kits import KINDS, Kit, Servers
 
 from plsc.gallery.contract import Store
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_kit import (
+from support.contract_kit import (
     CLOSE,
     DIM,
     GALLERY,
@@ -18,7 +18,7 @@ from contract_kit import (
     same_type,
     units,
 )
-from store_kits import Kit
+from support.store_kits import Kit
 
 from plsc.errors import NotFoundError, UsageError
 from plsc.gallery.contract import Match, Named, NewPerson, Person, Store

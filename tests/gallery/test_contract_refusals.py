@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_kit import DIM, GALLERY, MODEL, dump, enrol, faces
-from store_kits import Kit
+from support.contract_kit import DIM, GALLERY, MODEL, dump, enrol, faces
+from support.store_kits import Kit
 
 from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
 from plsc.gallery.contract import NewPerson, Person, Store

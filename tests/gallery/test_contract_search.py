@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_kit import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
+from support.contract_kit import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
 
 from plsc.gallery.contract import NewPerson, Store
 from plsc.gallery.filters import Filter

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_kit import CLOSE, DIM, GALLERY, MODEL, ODD_NAMES, agree, dump, enrol, everyone, faces, twin, units
-from memory_store import MemoryStore
-from store_kits import Kit
+from support.contract_kit import CLOSE, DIM, GALLERY, MODEL, ODD_NAMES, agree, dump, enrol, everyone, faces, twin, units
+from support.memory_store import MemoryStore
+from support.store_kits import Kit
 
 from plsc.errors import ConflictError, UsageError
 from plsc.gallery.contract import NewPerson, Person, Store

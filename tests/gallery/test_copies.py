@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from memory_store import MemoryStore
+from support.memory_store import MemoryStore
 
 from plsc.errors import ConflictError, DataError, IntegrityError, StorageError
 from plsc.gallery.contract import Collection, NewPerson

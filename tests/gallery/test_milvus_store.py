@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_kits import Servers, milvus_server
+from support.store_kits import Servers, milvus_server
 
 from plsc.errors import NotFoundError, StorageError, UsageError
 from plsc.gallery.contract import NewPerson

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract_kit import DIM, GALLERY, MODEL, faces
+from support.contract_kit import DIM, GALLERY, MODEL, faces
 
 from plsc.gallery.contract import NewPerson
 from plsc.gallery.sqlite_store import SqliteStore

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_kits import Servers
+from support.store_kits import Servers
 
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, StorageError, UsageError
 from plsc.gallery import postgres_rows as rows

@@ -30,7 +30,7 @@ LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)`` in a process that does nothing else."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "plsc.train", "tiny_runs"])
+    context.set_forkserver_preload(["torch", "plsc.train", "support.tiny_runs"])
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *arguments).result(timeout=300)
 

@@ -64,7 +64,7 @@ def test_a_build_takes_less_memory_than_the_vectors(tmp_path: Path) -> None:
     sets = [str(clustered(tmp_path / f"s{n}", 12_500, 512, n).folder) for n in range(4)]
 
     def peak(memory: int) -> int:
-        script = [sys.executable, str(Path(__file__).with_name("watched_build.py"))]
+        script = [sys.executable, str(ROOT / "tests" / "support" / "watched_build.py")]
         arguments = [str(memory), "ivf", str(tmp_path / "idx"), *sets]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run([*script, *arguments], capture_output=True, text=True, env=environment)

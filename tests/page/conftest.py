@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from page_actions import ADA, DESKTOP, EDSGER, GRACE, HOSTILE, KURT
-from page_kit import CHROMIUM_FLAGS, PageService, draw
 from playwright.sync_api import expect, sync_playwright
+from support.page_actions import ADA, DESKTOP, EDSGER, GRACE, HOSTILE, KURT
+from support.page_kit import CHROMIUM_FLAGS, PageService, draw
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from page_actions import ADA, open_tab_by_keyboard, tab_to
-from page_kit import PageService, chosen, draw
 from playwright.sync_api import expect
+from support.page_actions import ADA, open_tab_by_keyboard, tab_to
+from support.page_kit import PageService, chosen, draw
 
 
 def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_actions import ADA
-from page_kit import PageService, chosen
 from playwright.sync_api import expect
+from support.page_actions import ADA
+from support.page_kit import PageService, chosen
 
 from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_actions import ADA, DESKTOP, PHONE, TABS, overflow
-from page_kit import PageService, chosen, draw
 from playwright.sync_api import Error, expect
+from support.page_actions import ADA, DESKTOP, PHONE, TABS, overflow
+from support.page_kit import PageService, chosen, draw
 
 from plsc.gallery.filters import Filter
 

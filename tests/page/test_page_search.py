@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_actions import (
+from playwright.sync_api import expect
+from support.page_actions import (
     ADA,
     ADA_AGAIN,
     GRACE,
@@ -16,8 +17,7 @@ from page_actions import (
     shown_matches,
     tab_to,
 )
-from page_kit import PageService, chosen, cosine, png
-from playwright.sync_api import expect
+from support.page_kit import PageService, chosen, cosine, png
 
 
 def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: str) -> None:

@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
+from support.live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
 
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.decode import decode_image, resize_image

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from live_service import DIM, live_service
+from support.live_service import DIM, live_service
 
 from plsc.serve.audit import Audit
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_service import DIM, live_service
+from support.live_service import DIM, live_service
 
 from plsc.errors import UsageError
 from plsc.gallery.contract import Match, Named

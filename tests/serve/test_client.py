@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from live_service import CONTRACT, DIM, Live, live_service, picture, vectors
+from support.live_service import CONTRACT, DIM, Live, live_service, picture, vectors
 
 import plsc
 from plsc.client import NewPerson, Picture, ServerError

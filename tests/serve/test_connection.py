@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live_service import DIM, Live, live_service, vectors
+from support.live_service import DIM, Live, live_service, vectors
 
 from plsc.serve import connection
 from plsc.serve.connection import JoiningTransport

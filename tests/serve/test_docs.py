@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from live_service import SIZE, live_service, picture
+from support.live_service import SIZE, live_service, picture
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from live_service import DIM, SIZE, Live, linear_embedder, live_service
+from support.live_service import DIM, SIZE, Live, linear_embedder, live_service
 
 MODEL = "/v2/models/linear"
 LENGTH = "Inference-Header-Content-Length"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live_service import DIM, Live, image_input, live_service, picture
+from support.live_service import DIM, Live, image_input, live_service, picture
 
 from plsc.serve.settings import MIB, Limits
 from plsc.serve.tokens import add_token

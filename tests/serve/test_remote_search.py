@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from live_service import CONTRACT, Live, image_input, live_service, picture, vectors
+from support.live_service import CONTRACT, Live, image_input, live_service, picture, vectors
 
 from plsc.embed.set_writer import write_embedding_set
 from plsc.serve.tokens import add_token

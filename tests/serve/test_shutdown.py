@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from live_service import live_service
+from support.live_service import live_service
 
 import plsc
 from plsc.embed.embedder import open_embedder

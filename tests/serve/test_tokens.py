@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live_service import DIM, Live, live_service
+from support.live_service import DIM, Live, live_service
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.serve import tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_runs import losses, run
+from support.tiny_runs import losses, run
 from torch._dynamo.utils import counters
 
 Ranks = Any

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import losses, run
+from support.tiny_runs import losses, run
 
 from plsc.errors import UsageError
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import TINY, losses, register_tiny, run
+from support.tiny_runs import TINY, losses, register_tiny, run
 
 from plsc.errors import PlscError
 from plsc.train.metrics import read_metrics

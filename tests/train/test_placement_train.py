@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from tiny_runs import TINY, Killable, losses, register_tiny, run
+from support.tiny_runs import TINY, Killable, losses, register_tiny, run
 
 from plsc import config
 from plsc.data.avatars import AvatarDataset

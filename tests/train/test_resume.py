@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_runs import TINY, Killable, losses, run
+from support.tiny_runs import TINY, Killable, losses, run
 
 from plsc.errors import IntegrityError, UsageError
 from plsc.train.metrics import read_metrics
@@ -69,9 +69,9 @@ def test_killed_at_a_random_step(
         "_write_tensors:before",
         "_write_tensors:after",
         "write_json:before",
-        "publish_folder:before",
-        "publish_folder:after",
-        "written_aside:before",
+        "atomic_replace_dir:before",
+        "atomic_replace_dir:after",
+        "atomic_write:before",
     ],
 )
 def test_killed_while_it_saves(fault: str, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:

@@ -12,10 +12,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from memory_store import MemoryStore
 
 from plsc.gallery.contract import Store
 from plsc.gallery.open import open_store
+from support.memory_store import MemoryStore
 
 KINDS = ("memory", "sqlite", "postgres", "milvus")
 

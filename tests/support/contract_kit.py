@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from memory_store import MemoryStore
 
 from plsc.gallery.contract import NewPerson, Person, Store
+from support.memory_store import MemoryStore
 
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64

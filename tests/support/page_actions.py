@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
-from page_kit import cosine, draw
 from playwright.sync_api import expect
+
+from support.page_kit import cosine, draw
 
 PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 860}
 HOSTILE = "<img src=x onerror=alert(1)>"

@@ -104,7 +104,7 @@ class Killable:
         fault: str = "",
     ) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "plsc.train", "tiny_runs"])
+        context.set_forkserver_preload(["torch", "plsc.train", "support.tiny_runs"])
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
