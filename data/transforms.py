@@ -11,13 +11,28 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from plsc.errors import UsageError
+from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD
 
 AUGMENTATIONS = ("none", "flip", "affine", "standard")
 
 
-def normalize(images: torch.Tensor) -> torch.Tensor:
-    """uint8 (B, 3, H, W) to float32 in [-1, 1]: (x/255 - 0.5)/0.5, on the device that they are on."""
-    return images.to(torch.float32).mul_(2 / 255).sub_(1)
+def normalize(images: torch.Tensor, mean: float = PIXEL_MEAN, std: float = PIXEL_STD) -> torch.Tensor:
+    """Normalise pixels as models expect them: (x - mean) / std, by default in [-1, 1].
+
+    The only definition of it: training, evaluation, embedding, the exports' checks and the service share its bits.
+
+    Args:
+        images: uint8 (B, 3, H, W), or any other shape, of values 0 to 255.
+        mean: subtracted from each value.
+        std: divides the difference.
+
+    Returns:
+        float32 of the same shape and memory format, on the same device; ``images`` stay as they are.
+    """
+    # Each value is the float32 nearest to the true quotient: the difference is exact, and one division rounds once.
+    # The divisor is a tensor because torch multiplies by the reciprocal of a Python number on CUDA, which is a bit off.
+    divisor = torch.full((), std, dtype=torch.float32, device=images.device)
+    return images.to(torch.float32, copy=True).sub_(mean).div_(divisor)
 
 
 def check_augmentation(name: str) -> None:

@@ -13,10 +13,12 @@ from plsc.errors import UsageError
 
 SIZE_STEP = 16  # every convolutional family halves the image four times
 SMALLEST_SIZE = 32
+# Backbones take (x - PIXEL_MEAN) / PIXEL_STD of pixel values 0 to 255, which is arcface_torch's (x/255 - 0.5)/0.5.
+PIXEL_MEAN = PIXEL_STD = 127.5
 
 
 class Backbone(nn.Module):
-    """Maps (B, 3, S, S) float32 images, (x/255 - 0.5)/0.5, to (B, D) embeddings that are not normalised.
+    """Maps (B, 3, S, S) float32 images, (x - 127.5)/127.5, to (B, D) embeddings that are not normalised.
 
     Attributes:
         name: the name that :func:`plsc.models.create` knows it by.

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write
 from plsc.models.architecture import Architecture, infer
-from plsc.models.backbone import Backbone
+from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD, Backbone
 from plsc.models.registry import TIMM_PREFIX, TURNED_PREFIX
 from plsc.models.turned import UPRIGHT_KEYS, TurnedViews
 
 FORMAT = "plsc-backbone-1"
-PIXEL_MEAN = PIXEL_STD = 127.5  # (x/255 - 0.5)/0.5 = (x - 127.5)/127.5
 
 # Around a state_dict: what data parallel wrappers and torch.compile put before its keys …
 _PREFIXES = ("module.", "_orig_mod.")

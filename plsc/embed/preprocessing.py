@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plsc.data.transforms import normalize
+from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD
+
 CONTRACT_DIGITS = 16
 
 
@@ -15,12 +18,12 @@ class Preprocessing:
     """RGB images of ``image_size`` pixels a side, (x - mean)/std of values 0 to 255."""
 
     image_size: int
-    mean: float = 127.5
-    std: float = 127.5
+    mean: float = PIXEL_MEAN
+    std: float = PIXEL_STD
 
     def __call__(self, images_u8: Tensor) -> Tensor:
         """(B, 3, S, S) uint8 -> float32 of the same shape, on the same device."""
-        return (images_u8.float() - self.mean) / self.std
+        return normalize(images_u8, self.mean, self.std)
 
 
 def contract_id(preprocessing: Preprocessing, weights_digest: str) -> str:

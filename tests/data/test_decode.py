@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from plsc.data import decode_image, normalize, read_image
+from plsc.data import decode_image, read_image
 from plsc.data.decode import _jpeg_size, image_pixels, resize_image, suffix_of
 from plsc.data.encode import encode_image
 from plsc.errors import DataError
@@ -173,12 +173,3 @@ def test_resize_and_encode() -> None:
     assert torch.equal(same, image[:, :, :20])
     assert torch.equal(decode_image(encode_image(image, "png"), "x"), image)
     assert (decode_image(encode_image(image, "jpeg"), "x").int() - image.int()).abs().float().mean() < 2
-
-
-def test_normalize() -> None:
-    levels = torch.arange(256, dtype=torch.uint8).repeat(3, 1)[None, :, :, None]
-    exact = (levels.double() / 255 - 0.5) / 0.5
-    result = normalize(levels)
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result.double(), exact, rtol=0, atol=2e-7)
-    assert levels.dtype == torch.uint8
