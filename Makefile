@@ -1,30 +1,64 @@
-# A fresh machine needs Python 3.11 or newer and make; every target sets up .venv by itself.
+# A fresh machine needs Python 3.11 or newer and make; every target sets up its virtual environment by itself.
 PYTHON ?= python3
 VENV := .venv
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.11.0
 STAMP := $(VENV)/.installed
+PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: help install quickstart test lint clean
+.PHONY: help install lock quickstart test test-fast test-oldest lint clean
 
 help:
 	@echo "make quickstart   train on built-in identities, evaluate on unseen ones, search; writes quickstart/report.html"
 	@echo "make test         all tests"
-	@echo "make lint         ruff and mypy --strict"
-	@echo "make install      the virtual environment in $(VENV)"
+	@echo "make test-fast    the tests without the slow ones, for the inner loop"
+	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
+	@echo "make lint         ruff (rules and layout) and mypy --strict"
+	@echo "make install      the virtual environment in $(VENV), with the versions of constraints.txt"
+	@echo "make lock         write constraints.txt anew from the newest versions that pyproject.toml admits"
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml
+# $(call create_env,FOLDER,CONSTRAINTS): an environment with plsc, editable, and everything that its tests need.
+# milvus-lite's dependency faiss-cpu would overwrite faiss-gpu's files.
+define create_env
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'plsc needs Python 3.11 or newer; set PYTHON=')"
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
-	$(VENV)/bin/python -m pip install --quiet --no-deps milvus-lite  # its faiss-cpu would overwrite faiss-gpu's files
-	touch $(STAMP)
+	$(PYTHON) -m venv $(1)
+	$(1)/bin/python -m pip install --quiet --editable '.[dev]' --constraint $(2) || { \
+		echo "constraints.txt names versions that this package index lacks: installing the newest that pyproject.toml admits" >&2; \
+		$(1)/bin/python -m pip install --quiet --editable '.[dev]' $(3); }
+	$(1)/bin/python -m pip install --quiet --no-deps milvus-lite
+	touch $(1)/.installed
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call create_env,$(VENV),constraints.txt)
+
+$(OLDEST)/.installed: pyproject.toml constraints.txt
+	mkdir -p $(OLDEST)
+	{ grep -v -E '^torch(vision)?==' constraints.txt; echo "torch==$(OLDEST_TORCH)"; } > $(OLDEST)/constraints.txt
+	$(call create_env,$(OLDEST),$(OLDEST)/constraints.txt,torch==$(OLDEST_TORCH))
+
+lock:
+	rm -rf build/lock
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet '.[dev]'
+	build/lock/bin/python -m pip install --quiet --no-deps milvus-lite
+	{ echo "# The versions that 'make install' installs; 'make lock' writes this file anew. What torch pins itself is left out."; \
+		build/lock/bin/python -m pip freeze | grep -v -E '^(nvidia-|cuda-|triton==|plsc-torch)'; } > constraints.txt
+	rm -rf build/lock
 
 quickstart: install
 	$(VENV)/bin/plsc quickstart --out quickstart
 
 test: install
-	$(VENV)/bin/python -m pytest
+	$(PYTEST)
+
+test-fast: install
+	$(PYTEST) -m "not slow"
+
+test-oldest: $(OLDEST)/.installed
+	$(OLDEST)/bin/python -m pytest
 
 lint: install
 	$(VENV)/bin/ruff check --no-cache .  # a cached verdict of a moved module outlives the move
@@ -32,4 +66,4 @@ lint: install
 	$(VENV)/bin/mypy
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info quickstart
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info quickstart

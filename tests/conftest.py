@@ -4,6 +4,7 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,3 +45,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+SKIP_HINTS = {
+    "needs Chromium": "the page's tests; install Chromium to run them (Debian, Ubuntu: apt-get install chromium)",
+    "needs a CUDA device": "GPU tests; run them on a machine with an NVIDIA GPU",
+    "needs a C++ compiler": "tests of compiled CPU kernels; install g++ or clang++, or name a compiler in CXX",
+    "is not installed": "tests beside optional peers; 'make install' installs them",
+}
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say in a line each what was left out, and how to run it."""
+    reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
+    for reason, hint in SKIP_HINTS.items():
+        count = sum(reason in text for text in reasons)
+        if count:
+            terminalreporter.write_line(f"{count} skipped: {hint}")
+    if config.getoption("markexpr") == "not slow":
+        count = len(terminalreporter.stats.get("deselected", []))
+        terminalreporter.write_line(
+            f"{count} left out: slow tests (training, kills, wheels, large tables); 'make test'"
+        )

@@ -1,5 +1,6 @@
 """A browser and a service for the page's tests."""
 
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 @pytest.fixture(scope="module")  # no longer: while Playwright's event loop lives, tests cannot run their own
 def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
+        assert "PLSC_REQUIRE_CHROMIUM" not in os.environ, "there is no Chromium, which PLSC_REQUIRE_CHROMIUM asks for"
         pytest.skip("needs Chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=list(CHROMIUM_FLAGS))
