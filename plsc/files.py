@@ -1,4 +1,4 @@
-"""Writing files so that a reader, or a restart after kill -9, never meets half of one."""
+"""Atomic writes, which no reader and no restart after kill -9 sees half done; manifests that detect damage."""
 
 import hashlib
 import json
@@ -12,6 +12,7 @@ from typing import Any
 from plsc.errors import DataError, IntegrityError, UsageError
 
 MANIFEST = "manifest.json"
+Manifest = dict[str, Any]
 
 
 def make_folder(path: Path) -> Path:
@@ -84,6 +85,59 @@ def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:
             )
         if sha256(path) != expected["sha256"]:
             raise IntegrityError(f"{path} is corrupt (its SHA-256 is not the manifest's); use another copy")
+
+
+def digest(content: Manifest) -> str:
+    """The SHA-256 of ``content`` in its canonical JSON form (sorted keys, no spaces), in hexadecimal."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def write_manifest(folder: Path, content: Manifest) -> None:
+    """Write ``folder/manifest.json`` atomically, with the digest of its content under the key ``seal``."""
+    with atomic_write(folder / MANIFEST) as tmp_path:
+        tmp_path.write_text(_manifest_text({**content, "seal": digest(content)}), encoding="utf-8")
+
+
+def read_manifest(folder: Path, format_name: str, version: int) -> Manifest:
+    """Read ``folder/manifest.json`` and verify its digest; the result is without it.
+
+    Raises:
+        DataError: it is missing, of another format or of another version.
+        IntegrityError: it is not, byte for byte, what :func:`write_manifest` wrote.
+    """
+    path = folder / MANIFEST
+    if not path.is_file():
+        raise DataError(f"{folder} is no {format_name}: it has no {MANIFEST}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text)
+    except ValueError as error:
+        raise IntegrityError(f"{path} is corrupt: {error}; use another copy") from None
+    if not isinstance(content, dict) or "seal" not in content or "format" not in content:
+        raise DataError(f"{folder} is no {format_name}: its {MANIFEST} describes something else")
+    unsealed = {name: value for name, value in content.items() if name != "seal"}
+    # The text is compared too: JSON that means the same can still differ in a byte, and then somebody edited the file.
+    if content["seal"] != digest(unsealed) or text != _manifest_text(content):
+        raise IntegrityError(f"{path} is corrupt (its content does not match its digest); use another copy")
+    if unsealed["format"] != format_name:
+        raise DataError(f"{folder} is no {format_name}: it is a {unsealed['format']}")
+    if unsealed["version"] != version:
+        raise DataError(f"{folder} is of version {unsealed['version']}; this plsc reads a {format_name} of {version}")
+    return unsealed
+
+
+def holds_manifest(folder: Path, format_name: str) -> bool:
+    """True if ``folder`` has a manifest that names ``format_name``, valid or not."""
+    try:
+        content = read_json(folder / MANIFEST)
+    except DataError:
+        return False
+    return isinstance(content, dict) and content.get("format") == format_name
+
+
+def _manifest_text(content: Manifest) -> str:
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def atomic_replace_dir(tmp_path: Path, final: Path) -> None:

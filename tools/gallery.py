@@ -85,7 +85,7 @@ def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.embed.manifest import holds_manifest
+    from plsc.files import holds_manifest
     from plsc.gallery import copies, snapshot
 
     if holds_manifest(Path(args.store), copies.FORMAT):
@@ -121,7 +121,7 @@ def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _restore(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.embed.manifest import holds_manifest
+    from plsc.files import holds_manifest
     from plsc.gallery import copies
     from plsc.gallery.snapshot import restore
 

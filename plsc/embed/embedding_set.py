@@ -29,9 +29,8 @@ import numpy.typing as npt
 
 from plsc.data.lazy_strings import LazyStrings
 from plsc.embed.columns import open_array, open_strings, string_files
-from plsc.embed.manifest import Manifest, read_manifest
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import verify_files
+from plsc.files import Manifest, read_manifest, verify_files
 
 FORMAT = "plsc embedding set"
 SHARD_FORMAT = "plsc embedding shard"

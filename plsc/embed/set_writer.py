@@ -16,9 +16,17 @@ import numpy.typing as npt
 
 from plsc.embed.columns import save_array, save_strings, string_files
 from plsc.embed.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
-from plsc.embed.manifest import Manifest, digest, read_manifest, write_manifest
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import atomic_replace_dir, describe_files, make_folder, verify_files
+from plsc.files import (
+    Manifest,
+    atomic_replace_dir,
+    describe_files,
+    digest,
+    make_folder,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
 
 DTYPES = ("float32", "float16")
 SETTING_NAMES = {

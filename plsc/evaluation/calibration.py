@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from plsc.embed.manifest import digest
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.evaluation.roc import Roc, merge_rocs
-from plsc.files import read_json, write_json
+from plsc.files import digest, read_json, write_json
 
 FORMAT = "plsc calibration"
 VERSION = 1

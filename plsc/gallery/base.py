@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 
 from plsc.embed.columns import open_array, save_array
-from plsc.embed.manifest import Manifest, digest, read_manifest, write_manifest
 from plsc.errors import DataError, IntegrityError
-from plsc.files import atomic_replace_dir, describe_files, verify_files
+from plsc.files import Manifest, atomic_replace_dir, describe_files, digest, read_manifest, verify_files, write_manifest
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces, StoredCollection
 from plsc.index.approximate_search import ApproximateSearch

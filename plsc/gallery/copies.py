@@ -17,9 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from plsc.embed.columns import open_array
-from plsc.embed.manifest import Manifest, read_manifest, write_manifest
 from plsc.errors import ConflictError, DataError, IntegrityError
-from plsc.files import atomic_replace_dir, describe_files, make_folder, verify_files
+from plsc.files import (
+    Manifest,
+    atomic_replace_dir,
+    describe_files,
+    make_folder,
+    read_manifest,
+    verify_files,
+    write_manifest,
+)
 from plsc.gallery.contract import Collection, Float32, NewPerson, Person, Store
 from plsc.gallery.storage_errors import storage_errors
 

@@ -4,8 +4,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from plsc.embed.manifest import holds_manifest
 from plsc.errors import IntegrityError, StorageError, UsageError
+from plsc.files import holds_manifest
 from plsc.gallery import records
 from plsc.gallery.base import Base, base_folder, open_base
 from plsc.gallery.compaction import Compactor

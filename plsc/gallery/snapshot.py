@@ -16,9 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plsc.embed.manifest import Manifest, read_manifest, write_manifest
 from plsc.errors import ConflictError, UsageError
-from plsc.files import atomic_replace_dir, describe_files, verify_files
+from plsc.files import Manifest, atomic_replace_dir, describe_files, read_manifest, verify_files, write_manifest
 from plsc.gallery import records
 from plsc.gallery.checks import now
 from plsc.gallery.database import Database, errors_of

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from plsc.embed.columns import save_array, save_strings
 from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.manifest import holds_manifest, write_manifest
 from plsc.errors import UsageError
-from plsc.files import atomic_replace_dir, describe_files, make_folder
+from plsc.files import atomic_replace_dir, describe_files, holds_manifest, make_folder, write_manifest
 from plsc.index import approximate
 from plsc.index.choice import Wish, choose
 from plsc.index.exact import Float32, Int64

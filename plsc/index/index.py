@@ -22,9 +22,8 @@ import numpy.typing as npt
 
 from plsc.embed.columns import open_array, open_strings, string_files
 from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.manifest import read_manifest
 from plsc.errors import UsageError
-from plsc.files import verify_files
+from plsc.files import read_manifest, verify_files
 from plsc.index import approximate
 from plsc.index.exact import Float32, Int64, best_of, nearest
 from plsc.index.exact_search import ExactSearch

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.manifest import read_manifest, write_manifest
 from plsc.embed.set_writer import write_embedding_set
 from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.files import read_manifest, write_manifest
 from plsc.index import Index
 from plsc.index.build import build
 from plsc.index.check import check
