@@ -184,7 +184,8 @@ def _block(features: Tensor) -> Block:
         return _INTERPRETED_BLOCK if method == "product" else Block(16, 16)
     if method == "logits":
         return LOGITS_BLOCK
-    shared = torch.cuda.get_device_properties(features.device).shared_memory_per_block_optin
+    # Not every supported torch declares this property, or has it; the smallest block fits every GPU.
+    shared = getattr(torch.cuda.get_device_properties(features.device), "shared_memory_per_block_optin", 0)
     return next(block for least, block in PRODUCT_BLOCKS if shared >= least)
 
 
