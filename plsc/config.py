@@ -12,23 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc import strict_toml
+from plsc import losses, strict_toml
 from plsc.errors import UsageError
 from plsc.head.host_memory import mapped_file
 from plsc.strict_toml import Key, key, toml_value
 
 # The keys of [head] that each margin takes; what is not given keeps the margin's own default.
-MARGINS: dict[str, tuple[str, ...]] = {
-    "softmax": ("s", "gradient"),
-    "sphereface": ("s", "gradient", "m"),
-    "cosface": ("s", "gradient", "m"),
-    "arcface": ("s", "gradient", "m"),
-    "combined": ("s", "gradient", "m1", "m2", "m3"),
-    "adaface": ("s", "gradient", "m", "h", "rate"),
-    "magface": ("s", "gradient", "m_low", "m_high", "norm_low", "norm_high", "penalty_weight"),
-    "curricularface": ("s", "gradient", "m", "rate"),
-    "elasticface": ("s", "gradient", "m", "std", "base", "plus"),
-}
+MARGINS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in losses.MARGINS.items()}
 
 
 @dataclass(frozen=True)
@@ -313,7 +303,7 @@ def _check_together(config: Config) -> None:
 
 
 def _check_backbone(name: str) -> None:
-    from plsc.models import names  # imported here: this module alone needs no torch
+    from plsc.models import names  # imported here: --help needs no backbones
 
     if name not in names() and not name.startswith("timm:"):
         mend = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"

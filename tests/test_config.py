@@ -197,11 +197,14 @@ def test_arguments() -> None:
             config.parse_arguments(words)
 
 
-def test_margins_take_what_the_library_s_take() -> None:
-    from plsc.losses import MARGINS
+def test_every_margin_is_public_and_its_parameters_are_keys_of_head() -> None:
+    import plsc
+    from plsc.losses import margins
 
-    fields = {name: {field.name for field in dataclasses.fields(kind)} for name, kind in MARGINS.items()}
-    assert fields == {name: set(takes) for name, takes in config.MARGINS.items()}
+    assert sorted(config.MARGINS) == sorted(name.lower() for name in margins.__all__)
+    assert all(hasattr(plsc, name) and hasattr(plsc.losses, name) for name in margins.__all__)
+    keys = {field.name for field in dataclasses.fields(config.HeadConfig)}
+    assert all(set(takes) <= keys for takes in config.MARGINS.values())
 
 
 def test_every_key_is_listed_with_its_meaning() -> None:

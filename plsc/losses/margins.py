@@ -14,8 +14,21 @@ from torch import Tensor
 
 from plsc.errors import UsageError
 
+__all__ = [
+    "AdaFace",
+    "ArcFace",
+    "Combined",
+    "CosFace",
+    "CurricularFace",
+    "ElasticFace",
+    "MagFace",
+    "Softmax",
+    "SphereFace",
+]
+
 Gradient = Literal["exact", "straight_through"]
 State = dict[str, Tensor]
+MARGINS: "dict[str, type[Margin]]" = {}  # every margin of this module by its name in configurations
 
 _SMALLEST_SINE_SQUARED = 1e-12  # at cos = ±1 the angle has no derivative; this bounds it
 
@@ -39,6 +52,10 @@ class TargetLogit:
 class Margin:
     """The interface of all margins. ``s`` scales cosines to logits.
 
+    To add a margin, define its subclass in this module and name it in ``__all__``: ``plsc.NAME``, ``plsc.losses.NAME``
+    and the configuration's ``margin = "name"`` follow. Fields of a new name also need their key in
+    :class:`plsc.config.HeadConfig`, which documents every key.
+
     ``gradient="straight_through"`` takes dφ/dt as 1, which is what arcface_torch computes; "exact" differentiates φ.
     """
 
@@ -47,6 +64,11 @@ class Margin:
 
     uses_norm = False  # whether φ depends on the embedding's norm
     changes_negatives = False  # whether other classes' logits depend on the sample's φ
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.__module__ == __name__:  # margins of other modules are for their callers, who construct them
+            MARGINS[cls.__name__.lower()] = cls
 
     def __post_init__(self) -> None:
         _require(self.s > 0, f"s must be positive, not {self.s}")
@@ -110,6 +132,21 @@ class Softmax(Margin):
 
 
 @dataclass(frozen=True)
+class SphereFace(Margin):
+    """φ(t) = (−1)^k cos(mθ) − 2k with k = ⌊mθ/π⌋ (Liu et al., CVPR 2017, eq. 7), on normalised embeddings."""
+
+    m: float = 1.7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _require(self.m >= 1, f"SphereFace's m multiplies the angle and is at least 1, not {self.m}")
+
+    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
+        """φ(t) = (−1)^k cos(mθ) − 2k."""
+        return _falling_cosine(self.m * _angle(cos))
+
+
+@dataclass(frozen=True)
 class CosFace(Margin):
     """φ(t) = t − m (Wang et al., CVPR 2018, eq. 4)."""
 
@@ -133,21 +170,6 @@ class ArcFace(Margin):
     def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + m)."""
         return _shifted_angle(cos, cos.new_tensor(self.m))
-
-
-@dataclass(frozen=True)
-class SphereFace(Margin):
-    """φ(t) = (−1)^k cos(mθ) − 2k with k = ⌊mθ/π⌋ (Liu et al., CVPR 2017, eq. 7), on normalised embeddings."""
-
-    m: float = 1.7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _require(self.m >= 1, f"SphereFace's m multiplies the angle and is at least 1, not {self.m}")
-
-    def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
-        """φ(t) = (−1)^k cos(mθ) − 2k."""
-        return _falling_cosine(self.m * _angle(cos))
 
 
 @dataclass(frozen=True)
@@ -310,22 +332,6 @@ class ElasticFace(Margin):
         else:
             margin = drawn
         return _shifted_angle(cos, margin) if self.base == "arc" else cos - margin
-
-
-MARGINS: dict[str, type[Margin]] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        Softmax,
-        SphereFace,
-        CosFace,
-        ArcFace,
-        Combined,
-        AdaFace,
-        MagFace,
-        CurricularFace,
-        ElasticFace,
-    )
-}
 
 
 def _require(condition: bool, message: str) -> None:
