@@ -186,6 +186,7 @@ class Config:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
 
+SHIPPED = Path(__file__).with_name("configs")
 KEYS: dict[str, Key] = {entry.name: entry for entry in strict_toml.keys_of(Config)}
 # Of each pair one may be given; on the command line it takes the place of the file's other one.
 _EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
@@ -194,13 +195,15 @@ _EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps")
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Read a TOML file (None: defaults alone), lay ``overrides`` over it, and check the whole.
 
+    ``path`` may also be the name of a shipped configuration, see :func:`shipped`.
+
     ``overrides`` maps dotted keys ("optim.lr") to values, or to text as typed on a command line; None takes a key
     of the file out.
     Raises :class:`UsageError` for a missing or malformed file and for every wrong key or value.
     """
     values: dict[str, Any] = {}
     if path is not None:
-        values = strict_toml.flatten(strict_toml.read_toml(Path(path)), KEYS, str(path))
+        values = strict_toml.flatten(strict_toml.read_toml(_resolve(Path(path))), KEYS, str(path))
     given = dict(overrides or {})
     for pair in _EXCLUSIVE:
         if any(name in given for name in pair):
@@ -209,6 +212,21 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
         entry = strict_toml.known(name, KEYS, "the command line")
         values[name] = entry.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
+
+
+def shipped() -> list[str]:
+    """Names of the configurations that are installed with plsc; :func:`load` takes them in place of a path."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def _resolve(path: Path) -> Path:
+    """Return ``path`` where such a file exists, else the shipped configuration of that name."""
+    if path.exists() or path.parent != Path() or path.suffix not in ("", ".toml"):
+        return path
+    if path.stem in shipped():
+        return SHIPPED / f"{path.stem}.toml"
+    names = ", ".join(shipped())
+    raise UsageError(f"{path} does not exist: name a TOML file, or a shipped configuration: {names}")
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:

@@ -141,7 +141,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UsageError(f"{path} does not exist; name a TOML configuration (configs/ holds some)") from None
+        raise UsageError(f"{path} does not exist; name a TOML file") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name a TOML configuration") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

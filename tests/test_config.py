@@ -155,6 +155,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         config.load(tmp_path / "binary.toml")
 
 
+def test_a_shipped_configuration_is_loaded_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config.shipped() == [path.stem for path in RECIPES]
+    assert config.load("fine_tune") == config.load("fine_tune.toml") == config.load(config.SHIPPED / "fine_tune.toml")
+    with pytest.raises(
+        UsageError, match=r"fine_tunes does not exist.*shipped configuration: avatars_quickstart, fine_tune"
+    ):
+        config.load("fine_tunes")
+    (tmp_path / "fine_tune.toml").write_text("seed = 5")  # a file of the user's comes first
+    assert config.load("fine_tune.toml").seed == 5
+
+
 def test_the_command_line_takes_the_place_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path, "epochs = 3\n[optim]\nlr = 0.3\nwarmup_epochs = 2\n")
     loaded = config.load(path, {"steps": "10", "optim.warmup_steps": "4", "data.train": "x,y"})

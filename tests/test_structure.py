@@ -111,8 +111,9 @@ def test_collectives_are_called_in_one_module_only():
 def test_packages_and_their_data_are_listed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(project["tool"]["setuptools"]["packages"])
-    assert listed == {name for name, path in modules().items() if path.name == "__init__.py"}
+    assert listed == {name for name, path in modules().items() if path.name == "__init__.py"} | {"plsc.configs"}
     data = project["tool"]["setuptools"]["package-data"]
+    assert data.pop("plsc.configs") == ["*.toml"]
     shipped = {f"{package.replace('.', '/')}/{file}" for package, files in data.items() for file in files}
     extra = {
         str(p.relative_to(ROOT))

@@ -1,9 +1,10 @@
 """Train a recognition model: a backbone and a class head with any number of classes.
 
-    plsc train configs/omniglot_mobilefacenet.toml --nproc 2 --out runs/omniglot
+    plsc train avatars_quickstart --nproc 2 --out runs/avatars
 
-CONFIG.toml names the data, the backbone and whatever else differs from the defaults; `plsc train --keys` lists
-every key. Any key can also be given here, and then beats the file:
+CONFIG is a TOML file, or the name of a configuration that ships with plsc (listed below). It sets the data, the
+backbone and whatever else differs from the defaults; `plsc train --keys` lists every key. Any key can also be given
+here, and then beats the file:
 
     plsc train my.toml --data.train faces.rec --optim.lr 0.05 --epochs 10
 
@@ -34,7 +35,8 @@ accepts_overrides = True
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments; --KEY VALUE pairs are the configuration's business."""
-    parser.add_argument("config", metavar="CONFIG.toml", nargs="?", type=Path, help="what to train; see configs/")
+    names = ", ".join(configuration.shipped())
+    parser.add_argument("config", metavar="CONFIG", nargs="?", type=Path, help=f"a TOML file, or one of {names}")
     parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks to start on this machine")
     parser.add_argument("--out", metavar="RUN", type=Path, help="the run directory (default: runs/CONFIG's name)")
     parser.add_argument(
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         print(configuration.describe())
         return None
     if args.config is None:
-        raise UsageError("name a configuration: plsc train CONFIG.toml (configs/ holds some)")
+        raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
     config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
     if args.nproc == 1 or launched():
         return _train_here(config, args)

@@ -24,7 +24,7 @@ from plsc.parallel.launch import launch
 T = TypeVar("T")
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
-RECIPE = Path(__file__).with_name("recipe.toml")
+RECIPE = "avatars_quickstart"  # a shipped configuration
 UNSEEN = "avatars:400x6@1000000"  # identities far beyond those that any recipe trains on
 RANKS_WITHOUT_GPU = 2
 
@@ -35,7 +35,7 @@ class Course:
 
     out: Path
     unseen: str = UNSEEN
-    recipe: Path = RECIPE
+    recipe: str = RECIPE
     overrides: tuple[str, ...] = ()
 
     @property
@@ -115,7 +115,7 @@ def ranks() -> int:
 def _train(course: Course) -> dict[str, Any]:
     """Train on several ranks; what `plsc train RECIPE --nproc N --resume auto` does."""
     result = course.out / "training.json"
-    arguments = ["train", str(course.recipe), "--out", str(course.run), "--resume", "auto", "--json", str(result)]
+    arguments = ["train", course.recipe, "--out", str(course.run), "--resume", "auto", "--json", str(result)]
     _launched([*arguments, "--eval.sets", "[]", *course.overrides])  # the next step judges
     training: dict[str, Any] = read_json(result)
     return training

@@ -36,8 +36,9 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name a configuration"),
+        ([], "no configuration: plsc train CONFIG.toml"),
         (["/no/such.toml"], "/no/such.toml does not exist"),
+        (["avatar_quickstart"], "a shipped configuration: avatars_quickstart, "),
         (["RECIPE", "--optim.lrr", "1"], "did you mean optim.lr?"),
         (["RECIPE", "--epochs"], "--epochs needs a value"),
         (["RECIPE", "--epochs", "three"], 'epochs = "three" is a string; it takes an integer'),
