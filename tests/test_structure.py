@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = {"plsc": ROOT / "plsc"} | {f"plsc.{name}": ROOT / name for name in ("models", "data", "tools")}
+sys.path.insert(0, str(ROOT / "docs"))
+
+import draw_architecture as architecture  # noqa: E402
+
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
     "errors", "progress", "files", "strict_toml", "client", "native", "parallel", "losses", "head", "optim", "",
@@ -18,50 +21,25 @@ ORDER = [
 ]  # fmt: skip
 
 
-def modules() -> dict[str, Path]:
-    """Every module of the project by its full name."""
-    found = {}
-    for package, folder in PACKAGES.items():
-        for path in sorted(folder.rglob("*.py")):
-            relative = path.relative_to(folder)
-            if package == "plsc" and relative.parts[0] in ("models", "data", "tools"):
-                continue  # symlinks to the folders at the top
-            found[".".join([package, *relative.with_suffix("").parts]).removesuffix(".__init__")] = path
-    return found
-
-
-def imports(path: Path) -> set[str]:
-    """The modules that a file imports anywhere."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
-            names.add(node.module or "")
-            names |= {f"plsc.{alias.name}" for alias in node.names if node.module == "plsc" and alias.name in ORDER}
-    return names
-
-
 def layer(module: str) -> str:
     return module.split(".")[1] if module.count(".") else ""
 
 
 def upward_arrows(found: dict[str, Path]) -> list[str]:
-    """Every import that does not go down in ORDER; a module that ORDER lacks is a KeyError."""
-    height = {name: place for place, name in enumerate(ORDER)}
+    """Every import that does not go down in ORDER. ``from plsc import X`` counts as X where X is a package."""
+    height = {name: index for index, name in enumerate(ORDER)}
     return [
         f"{name} imports {target}"
         for name, path in found.items()
-        for target in sorted(imports(path))
+        for target in sorted(architecture.imported_modules(path))
         if target.split(".")[0] == "plsc" and name != "plsc" and layer(target) != layer(name)
-        if height[layer(target)] > height[layer(name)]
+        if height.get(layer(target), 0) > height[layer(name)]
     ]
 
 
 def test_every_package_stands_in_the_order_and_imports_go_down():
-    assert {layer(name) for name in modules()} == set(ORDER)
-    assert upward_arrows(modules()) == []
+    assert {layer(name) for name in architecture.module_paths()} == set(ORDER)
+    assert upward_arrows(architecture.module_paths()) == []
 
 
 @pytest.mark.parametrize(
@@ -85,6 +63,12 @@ def test_an_import_that_goes_up_is_seen(tmp_path, name, target):
         assert f"{name} imports {package}" in " ".join(upward_arrows({name: path})), line
 
 
+def test_imports_are_absolute():
+    for name, path in architecture.module_paths().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}:{node.lineno}"
+
+
 def test_collectives_are_called_in_one_module_only():
     calls = {
         "all_reduce",
@@ -100,7 +84,7 @@ def test_collectives_are_called_in_one_module_only():
         "gather",
         "scatter",
     }
-    for name, path in modules().items():
+    for name, path in architecture.module_paths().items():
         if name == "plsc.parallel.collectives":
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -111,7 +95,8 @@ def test_collectives_are_called_in_one_module_only():
 def test_packages_and_their_data_are_listed():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     listed = set(project["tool"]["setuptools"]["packages"])
-    assert listed == {name for name, path in modules().items() if path.name == "__init__.py"} | {"plsc.configs"}
+    packages = {name for name, path in architecture.module_paths().items() if path.name == "__init__.py"}
+    assert listed == packages | {"plsc.configs"}
     data = project["tool"]["setuptools"]["package-data"]
     assert data.pop("plsc.configs") == ["*.toml"]
     shipped = {f"{package.replace('.', '/')}/{file}" for package, files in data.items() for file in files}
