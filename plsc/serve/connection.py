@@ -10,6 +10,7 @@ from plsc.serve.asgi import Scope
 from plsc.serve.settings import Limits
 
 LARGEST_HEAD = 65_536
+MOST_HEADERS = 256
 
 
 class Connection(asyncio.Protocol):
@@ -117,6 +118,52 @@ class QuickConnection(Connection):
     """
 
     server_state: Any
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        super().__init__(*args, **keywords)
+        self._unparsed = 0  # bytes since the parser last finished a head, a chunk's size or a piece of body
+        self._headers, self._header_bytes, self._in_trailers = 0, 0, False
+
+    def data_received(self, data: bytes) -> None:
+        """Pass data on; cut a connection that sends more than a head's worth of what is neither head nor body."""
+        self._unparsed += len(data)
+        super().data_received(data)
+        if self._unparsed > LARGEST_HEAD:  # trailers, or a chunk's extensions: httptools would go on gathering them
+            self.cut()
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        self._headers, self._header_bytes, self._in_trailers = 0, 0, False
+        super().on_message_begin()  # type: ignore[misc]
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; drop a trailer: uvicorn would append it to the headers, where it replaces those admitted."""
+        if self._in_trailers:
+            return
+        self._headers += 1
+        self._header_bytes += len(name) + len(value)
+        if self._headers > MOST_HEADERS or self._header_bytes > LARGEST_HEAD:
+            raise ValueError("the head is too large")  # which httptools reports as an invalid request: 400
+        super().on_header(name, value)  # type: ignore[misc]
+
+    def on_headers_complete(self) -> None:
+        """The head is whole: what comes as a header from here on is a trailer."""
+        self._unparsed, self._in_trailers = 0, True
+        super().on_headers_complete()  # type: ignore[misc]
+
+    def on_chunk_header(self) -> None:
+        """A chunk's size was read."""
+        self._unparsed = 0
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of body came."""
+        self._unparsed = 0
+        super().on_body(body)  # type: ignore[misc]
+
+    def on_message_complete(self) -> None:
+        """A request is whole."""
+        self._unparsed = 0
+        super().on_message_complete()  # type: ignore[misc]
 
     def take_body(self, scope: Scope) -> bytes | None:
         """See :meth:`Connection.take_body`."""

@@ -27,6 +27,7 @@ class Caller:
 
 
 LOCAL = Caller(None, "admin")
+_SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
 GONE = 499  # how proxies count callers that went away before the answer
 
 
@@ -83,6 +84,7 @@ class Guard:
 
     def _check(self, exchange: Exchange) -> None:
         """:class:`Refusal` unless the caller has the role that the request needs; all here is told by the head."""
+        _check_single(exchange)
         if self._tokens is None:
             _check_origin(exchange.headers)
         needed = exchange.needed = needed_role(exchange.method, exchange.path)
@@ -127,6 +129,16 @@ class Guard:
             return
         collection, ids = scope.get("path_params", {}).get("collection"), scope["state"].get("ids", [])
         self._gate.audit(caller.name, str(route.name), collection, ids, exchange.status)
+
+
+def _check_single(exchange: Exchange) -> None:
+    """:class:`Refusal` 400 if a header that decides about the request is there twice: others may read the other one."""
+    names = [name for name, _ in exchange.scope["headers"]]
+    if len(names) == len(exchange.headers):
+        return
+    for name in _SINGLE:
+        if names.count(name) > 1:
+            raise Refusal(400, f"the header {name.decode()} is there {names.count(name)} times; send it once")
 
 
 def _check_origin(headers: dict[bytes, bytes]) -> None:

@@ -95,6 +95,29 @@ def test_an_unknown_caller_s_upload_is_refused_before_it_is_read(tmp_path):
         assert memory("VmHWM") - before < SPARE
 
 
+@pytest.mark.parametrize("trailer", [b"x-%06d: y\r\n", b"%06d"], ids=["many", "one"])
+def test_trailers_are_dropped_and_bounded(live, trailer):
+    """uvicorn would append them to the request's headers without end."""
+    block = b"".join(trailer % number for number in range(1000))
+    flood = block * (64 * MIB // len(block))
+    before = reset_peak()
+    with live.connect() as connection:
+        head = "POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+        connection.sendall(head.encode() + (b"" if trailer.endswith(b"\n") else b"x-one: "))
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            connection.sendall(flood)
+    assert memory("VmHWM") - before < 8 * MIB
+
+
+def test_a_head_of_many_headers_is_refused(live):
+    before = reset_peak()
+    head = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"aa:bb\r\n" * 30_000 + b"\r\n"
+    with live.connect() as connection:
+        connection.sendall(head)
+        assert answer_of(connection)[:12] in (b"", b"HTTP/1.1 400")
+    assert memory("VmHWM") - before < 8 * MIB
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_beyond_the_limit_is_refused_while_it_comes(live, chunked):
     before = reset_peak()

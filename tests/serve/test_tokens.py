@@ -162,6 +162,30 @@ def test_other_authorizations_are_none(live, header):
     assert answer.headers["WWW-Authenticate"] == "Bearer"
 
 
+def test_a_trailer_replaces_no_header(live, secrets):
+    body = b'{"name": "by-trailer"}'
+    head = (
+        "POST /v1/collections HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n"
+    )
+    trailer = f"Authorization: Bearer {secrets['write']}\r\n"
+    for given, status in (("", b"401"), (f"Authorization: Bearer {secrets['read']}\r\n", b"403")):
+        with live.connect() as connection:
+            connection.sendall(f"{head}{given}\r\n{len(body):x}\r\n{body.decode()}\r\n0\r\n{trailer}\r\n".encode())
+            assert connection.recv(65536).startswith(b"HTTP/1.1 " + status)
+
+
+@pytest.mark.parametrize("name", ["Authorization", "Host", "Origin", "Sec-Fetch-Site"])
+def test_a_header_that_decides_is_sent_once(live, secrets, name):
+    given = [("Host", "x"), ("Authorization", f"Bearer {secrets['read']}")]
+    twice = [*given, (name, dict(given).get(name, "none")), (name, dict(given).get(name, "none"))]
+    lines = "".join(f"{key}: {value}\r\n" for key, value in twice)
+    with live.connect() as connection:
+        connection.sendall(f"GET /v1/info HTTP/1.1\r\n{lines}\r\n".encode())
+        answer = connection.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert name.lower().encode() in answer
+
+
 def test_the_audit_names_the_token(live, secrets):
     live.ask("POST", "/v1/collections", {"name": "by-token"}, headers=bearer(secrets["write"]))
     live.ask("DELETE", "/v1/collections/by-token", headers=bearer(secrets["write"]))
