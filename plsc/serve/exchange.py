@@ -17,7 +17,8 @@ _HEADERS = b"content-type: application/json\r\ncontent-length: %s\r\ncache-contr
 class Exchange:
     """A request's head, what the guard learns of it, and the ways to answer.
 
-    ``content``: the body, once the guard has read it. ``held``: its bytes, as the guard counts them. ``needed``: the
+    ``content``: the body, once the guard has read it. ``held``: its bytes, as the guard counts them; ``counted``:
+    it is among the requests in hand. ``needed``: the
     role that it takes, once that is known. ``status``: of the answer, 0 before that begins. ``gone``: the caller hung
     up. ``begin`` is called with the exchange before an answer's first byte; an answer that the caller does not take
     within ``send_seconds`` is cut off.
@@ -33,6 +34,7 @@ class Exchange:
         "begun",
         "connection",
         "content",
+        "counted",
         "gone",
         "headers",
         "held",
@@ -51,7 +53,7 @@ class Exchange:
         self.method, self.path = str(scope["method"]), str(scope["path"])
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.monotonic()
-        self.content, self.held = b"", 0
+        self.content, self.held, self.counted = b"", 0, False
         self.needed: Role | None = None
         self.status = 0
         self.gone = False

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 
 from plsc.serve.asgi import Receive, Scope, Send
 from plsc.serve.exchange import Exchange, current_task
@@ -42,7 +43,7 @@ class Guard:
         self, answer: Answer, gate: Gate, settings: Settings, tokens: TokenBook | None, metrics: Metrics
     ) -> None:
         self._answer, self._gate, self._settings, self._tokens, self._metrics = answer, gate, settings, tokens, metrics
-        self._requests = 0
+        self._requests = 0  # in hand, of callers who may ask for more than what is open to anyone
         self._bytes = 0  # of all bodies in hand
         metrics.watch_requests(lambda: self._requests)
 
@@ -50,7 +51,6 @@ class Guard:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"{scope['type']} connections are not served")
-        self._requests += 1
         exchange = Exchange(scope, receive, send, self._settings.limits.send_seconds, self._audit)
         try:
             if await self._admit(exchange):
@@ -61,7 +61,7 @@ class Guard:
             current_task().uncancel()
         finally:
             exchange.settle()
-            self._requests -= 1
+            self._requests -= exchange.counted
             self._bytes -= exchange.held
             template = getattr(scope.get("route"), "path", "other")
             status = exchange.status or GONE
@@ -71,10 +71,10 @@ class Guard:
         """Whether a request is to be answered; if not, it has been refused."""
         try:
             self._check(exchange)
-            body = RequestBody(exchange.headers, self._settings.limits)
-            self._hold(exchange, body.announced)
+            body = RequestBody(exchange.headers, self._settings.limits, partial(self._hold, exchange))
+            if exchange.needed is None and body.is_expected:  # nobody knows this caller: nothing is kept for them
+                raise Refusal(400, f"{exchange.path} takes no body; send the request without one")
             exchange.content = await body.read(exchange)
-            self._hold(exchange, len(exchange.content))
         except Refusal as refusal:
             await self._refuse(exchange, refusal)
             return False
@@ -88,11 +88,14 @@ class Guard:
         if self._tokens is None:
             _check_origin(exchange.headers)
         needed = exchange.needed = needed_role(exchange.method, exchange.path)
-        if needed is not None:
-            exchange.scope["state"]["caller"] = self._caller(exchange.headers, needed)
-            exchange.scope["state"]["service"] = self._gate.service
-        if self._requests > self._settings.limits.requests:
+        if needed is None:
+            return
+        exchange.scope["state"]["caller"] = self._caller(exchange.headers, needed)
+        exchange.scope["state"]["service"] = self._gate.service
+        if self._requests >= self._settings.limits.requests:
             raise Refusal(503, f"{self._settings.limits.requests} requests are in hand already; ask again in a moment")
+        self._requests += 1
+        exchange.counted = True
 
     def _caller(self, headers: dict[bytes, bytes], needed: Role) -> Caller:
         if self._tokens is None:

@@ -1,6 +1,7 @@
-"""A request's body: announced by its head, counted while it comes, refused where it is too large or too slow."""
+"""A request's body: counted while it comes, refused where it is too large or too slow."""
 
 import asyncio
+from collections.abc import Callable
 
 from plsc.serve.asgi import Receive
 from plsc.serve.exchange import Exchange
@@ -11,27 +12,27 @@ from plsc.serve.settings import Limits
 class RequestBody:
     """The body that a request's head announces; :class:`Refusal` if it is too large or encoded.
 
-    ``announced``: its bytes as the head has them, 0 where that says nothing.
+    ``hold`` is called with the bytes that have come so far. ``is_expected``: the head announces one.
     """
 
-    def __init__(self, headers: dict[bytes, bytes], limits: Limits) -> None:
+    def __init__(self, headers: dict[bytes, bytes], limits: Limits, hold: Callable[[int], None]) -> None:
         if headers.get(b"content-encoding", b"identity").lower() != b"identity":
             raise Refusal(415, "the body is compressed; send it as it is")
-        self._limits = limits
-        self.announced = int(headers.get(b"content-length", b"0"))
-        self._expected = self.announced > 0 or b"transfer-encoding" in headers
-        self._check(self.announced)
+        self._limits, self._hold = limits, hold
+        announced = int(headers.get(b"content-length", b"0"))
+        self.is_expected = announced > 0 or b"transfer-encoding" in headers
+        self._check(announced)
 
     async def read(self, exchange: Exchange) -> bytes:
         """All of it.
 
         Raises :class:`Refusal` if it grows too large, does not come in time, or the connection is lost.
         """
-        if not self._expected:
+        if not self.is_expected:
             return b""
         content = exchange.take_body()  # a timer costs as much as the reading
         if content is not None:
-            self._check(len(content))
+            self._count(len(content))
             return content
         seconds = self._limits.body_seconds
         try:
@@ -48,9 +49,13 @@ class RequestBody:
                 raise Refusal(400, "the connection was lost before the body was whole")
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            self._check(size)
+            self._count(size)
             more = message.get("more_body", False)
         return b"".join(chunks)
+
+    def _count(self, size: int) -> None:
+        self._check(size)
+        self._hold(size)
 
     def _check(self, size: int) -> None:
         limit = self._limits.body_bytes

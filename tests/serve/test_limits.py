@@ -1,5 +1,6 @@
 """Hostile callers: refused early and in flat memory, and the service goes on for the others."""
 
+import contextlib
 import io
 import socket
 import struct
@@ -253,15 +254,44 @@ def test_too_many_connections_do_not_push_out_those_there(live):
     time.sleep(0.05)
 
 
-def test_bodies_in_hand_are_limited_together(live):
+def test_bodies_in_hand_are_limited_together_as_they_come(live):
     head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {7 * MIB}\r\n\r\n".encode()
+    announced = [live.connect() for _ in range(4)]
+    for connection in announced:
+        connection.sendall(head)
+    time.sleep(0.05)
+    answer = live.ask("POST", "/v1/embeddings", content=bytes(6 * MIB))
+    assert answer.status_code == 415, "what was announced alone was counted"
+    for connection in announced:
+        connection.close()
     with live.connect() as first, live.connect() as second:
-        first.sendall(head)
-        time.sleep(0.1)
-        second.sendall(head)
-        refused = answer_of(second)
-        assert refused.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after" in refused.lower()
+        for connection in (first, second):
+            connection.sendall(head)
+            send_what_is_taken(connection, bytes(7 * MIB - 1))
+        answers = [answer_of(connection) for connection in (first, second)]
+    assert any(answer.startswith(b"HTTP/1.1 503 ") and b"retry-after" in answer.lower() for answer in answers)
+
+
+def send_what_is_taken(connection: socket.socket, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        connection.sendall(data)
+
+
+@pytest.mark.parametrize("length", ["Content-Length: 1", "Content-Length: 8000000", "Transfer-Encoding: chunked"])
+def test_bodies_of_unknown_callers_take_nothing_from_the_others(tmp_path, length):
+    """Open paths take no body, so that nobody without a token waits for one here."""
+    secret = add_token(tmp_path / "tokens.toml", "someone", "read")
+    limits = Limits(body_bytes=8 * MIB, memory_bytes=12 * MIB, requests=8)
+    with live_service(tmp_path, tokens=tmp_path / "tokens.toml", limits=limits) as live:
+        crowd = [live.connect() for _ in range(20)]
+        for connection, path in zip(crowd, ["/health/live", "/v1/info"] * 10, strict=True):
+            connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
+        time.sleep(0.05)
+        answer = live.ask("POST", "/v1/compare", {}, headers={"Authorization": f"Bearer {secret}"})
+        assert answer.status_code == 400, answer.text
+        assert {answer_of(connection)[:12] for connection in crowd} == {b"HTTP/1.1 400", b"HTTP/1.1 401"}
+        for connection in crowd:
+            connection.close()
 
 
 def test_requests_in_hand_are_limited(live):
