@@ -1,6 +1,7 @@
 """What stands before every route: who calls, from where, and how much, settled before the body is read."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Caller:
 
 LOCAL = Caller(None, "admin")
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 GONE = 499  # how proxies count callers that went away before the answer
 
 
@@ -84,6 +86,8 @@ class Guard:
 
     def _check(self, exchange: Exchange) -> None:
         """:class:`Refusal` unless the caller has the role that the request needs; all here is told by the head."""
+        if _CONTROL.search(exchange.path):  # a route's pattern would match before a newline at its end
+            raise Refusal(400, "the path holds control characters; send it without them")
         _check_single(exchange)
         if self._tokens is None:
             _check_origin(exchange.headers)

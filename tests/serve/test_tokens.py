@@ -155,6 +155,23 @@ def test_each_operation_needs_its_role(live, secrets):
                 assert (status == 403) == (ROLES.index(role) < ROLES.index(needed)), (name, role, status)
 
 
+@pytest.mark.parametrize("tail", ["%0A", "%0a", "%0D%0A", "%00", "%7F"])
+def test_control_characters_in_a_path_give_no_other_role(live, secrets, tail):
+    """Routes match before a newline at the end, where what the role was told by did not."""
+    assert live.ask("POST", "/v1/collections", {"name": "lined"}, headers=bearer(secrets["write"])).status_code in (
+        201,
+        409,
+    )
+    for role, method, path in (
+        ("write", "POST", "/v1/snapshots"),
+        ("read", "GET", "/v1/snapshots"),
+        ("write", "POST", "/v1/collections/lined/compact"),
+        ("admin", "GET", "/v1/info"),
+    ):
+        answer = live.ask(method, path + tail, headers=bearer(secrets[role]))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request"), (method, path)
+
+
 @pytest.mark.parametrize("header", ["", "Bearer", "Basic YTpi", "bearer  x", "Bearer \xff"])
 def test_other_authorizations_are_none(live, header):
     answer = live.ask("GET", "/v1/info", headers={"Authorization": header.encode("latin-1")})
