@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from results_file import RESULTS, add_row
 
-from plsc.bench.memory import MIB, PeakMemory
-from plsc.bench.search_data import K, SearchData, make_search_data
+from plsc.bench.harness import MIB, PeakMemory
+from plsc.bench.vectors import K, SearchData, make_search_data
 from plsc.gallery.contract import NewPerson, Store
 from plsc.gallery.filters import Filter
 from plsc.gallery.open import open_store

@@ -14,10 +14,10 @@ from typing import Any
 
 from results_file import RESULTS, add_row
 
-from plsc.bench.compare import Comparison, compare
-from plsc.bench.report import ratio_lines, table
+from plsc.bench.head import HeadComparison, compare_heads
+from plsc.bench.report import head_table
 
-CONTESTANTS = ("floor", "plsc", "partial-fc", "plsc-sampled", "partial-fc-sampled")
+HEADS = ("floor", "plsc", "partial-fc", "plsc-sampled", "partial-fc-sampled")
 PAIRS = (("plsc", "partial-fc"), ("plsc-sampled", "partial-fc-sampled"))
 
 
@@ -41,11 +41,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where head_cpu.csv is")
     args = parser.parse_args()
-    plan = Comparison(CONTESTANTS, args.classes, [64], rounds=args.rounds, partial_fc=args.partial_fc)
-    result = compare(plan)
-    print(table(result["rows"]))
-    print(f"\n{ratio_lines(result['ratios'], result['rows'])}\n")
-    print(f"the processor's faster product is in {result['rows'][0]['note']}")
+    plan = HeadComparison(HEADS, args.classes, [64], rounds=args.rounds, partial_fc=args.partial_fc)
+    result = compare_heads(plan)
+    print(head_table(result["rows"], result["ratios"]))
+    print(f"\nthe processor's faster product is in {result['rows'][0]['note']}")
     print("\n".join(shares(result["ratios"])))
     for row in result["rows"]:
         add_row("head_cpu", row, args.out)

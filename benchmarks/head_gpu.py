@@ -28,7 +28,7 @@ import torch
 from results_file import RESULTS, add_row
 from torch import Tensor
 
-from plsc.bench.circumstances import circumstances
+from plsc.bench.harness import environment
 from plsc.head import triton_update
 from plsc.losses import triton_softmax
 from plsc.losses.class_rows import ClassRows
@@ -361,7 +361,7 @@ def main() -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     clock = Clock(device, time.monotonic() + 60 * args.minutes - 30)
     sizes = TINY if args.dry else FULL
-    print(*circumstances().values(), sep=", ")
+    print(*environment().values(), sep=", ")
     rate = measure_floor(clock, sizes)
     fine = run_checks(clock, args.dry) if args.only in (None, "checks") else True
     with tempfile.TemporaryDirectory() as thrown_away:

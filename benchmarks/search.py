@@ -11,8 +11,8 @@ from pathlib import Path
 
 from results_file import RESULTS, add_row
 
+from plsc.bench.report import draw_searches, search_table
 from plsc.bench.search import SearchComparison, compare_searches
-from plsc.bench.search_report import draw_searches, search_table
 
 
 def main() -> None:

@@ -23,8 +23,7 @@ from unittest import mock
 from pydantic_core import to_json
 from results_file import add_row
 
-from plsc.bench.serve_gallery import COLLECTION, make_gallery
-from plsc.bench.serve_load import load
+from plsc.bench.serve_worker import COLLECTION, make_gallery, send_load
 from plsc.gallery.contract import Match
 from plsc.gallery.sqlite_store import SqliteStore
 from plsc.serve.connection import Connection, QuickConnection
@@ -93,7 +92,7 @@ def rate(address: str, folder: str, clients: int) -> float:
         "seconds": 2.0,
         "form": "vector_b64",
     }
-    return load(task)["qps"]
+    return float(send_load(task)["qps"])
 
 
 def compare(rounds: int, clients: int) -> None:

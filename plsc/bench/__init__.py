@@ -1,1 +1,1 @@
-"""Measurements of this project beside its peers, taken in one run."""
+"""Benchmarks of the class head, the search and the service beside their baselines, measured in one run."""

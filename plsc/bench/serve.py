@@ -1,4 +1,4 @@
-"""The service measured: batched and unbatched in turn, over the number of callers, beside its own bare store."""
+"""Measurement of the service: with and without batching, in turn, over the number of callers, beside its own store."""
 
 import contextlib
 import os
@@ -7,16 +7,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc.bench.circumstances import circumstances, processor
-from plsc.bench.search_data import QUERIES
-from plsc.bench.serve_gallery import COLLECTION
+from plsc.bench.harness import environment, processor_name, run_task, thread_limits
+from plsc.bench.serve_worker import COLLECTION, FORMS
+from plsc.bench.vectors import QUERIES
 from plsc.errors import DataError, UsageError
-from plsc.files import read_json, write_json
 from plsc.progress import Progress
 
 BATCHED, UNBATCHED, BARE, BARE_AT_BATCH = "batched", "unbatched", "bare", "bare-at-batch"
@@ -27,14 +26,17 @@ LABELS = {
     BARE_AT_BATCH: "the store alone, in the service's batches",
 }
 _FIGURES = ("qps", "p50_ms", "p99_ms", "mean_batch")
-FORMS = ("vector", "vector_b64")
+
+Figures = dict[int, dict[str, float]]  # by the number of callers
+Round = Mapping[tuple[str, int], Mapping[str, float]]  # by variant and number of callers
 
 
 @dataclass(frozen=True)
 class ServeComparison:
-    """What to measure; ``seconds`` are those of a number of callers in a turn.
+    """Request of a measurement; ``seconds`` is the time of a number of callers in a turn.
 
-    Raises :class:`UsageError` for a number out of range.
+    Raises:
+        UsageError: a number out of range.
     """
 
     rows: int = 200_000
@@ -52,151 +54,95 @@ class ServeComparison:
                 raise UsageError(f"--{name} {getattr(self, name)}: it must be at least 1")
         for clients in self.clients:
             if not 1 <= clients <= QUERIES:
-                raise UsageError(f"--clients {clients}: it lies between 1 and {QUERIES}")
+                raise UsageError(f"--clients {clients}: it must lie between 1 and {QUERIES}")
         if not self.seconds > 0:
             raise UsageError(f"--seconds {self.seconds}: it must be more than 0")
         if self.form not in FORMS:
-            raise UsageError(f"--form {self.form}: it is one of {', '.join(FORMS)}")
+            raise UsageError(f"--form {self.form}: choose from {', '.join(FORMS)}")
 
 
 def compare_serving(comparison: ServeComparison, *, quiet: bool = False) -> dict[str, Any]:
-    """Measure all in turn, ``comparison.rounds`` times over.
+    """Measure all variants in turn, ``comparison.rounds`` times over.
 
-    Returns ``rows``, one per contestant and number of callers (see :func:`row_of`), and ``ratios``: for every number of
-    callers how the batched service compares with the unbatched and with the bare store, medians over the rounds.
+    Returns:
+        ``rows``, one per variant and number of callers (see :func:`result_row`), and ``ratios`` (see
+        :func:`serve_ratios`).
     """
-    turns: list[dict[tuple[str, int], dict[str, float]]] = []
+    rounds: list[Round] = []
     progress = Progress("measuring", len(LABELS) * comparison.rounds + 1, "turns", interval=2.0, quiet=quiet)
-    with tempfile.TemporaryDirectory(prefix="plsc-serve-") as folder:
-        made = _in_process(
-            comparison,
-            ["plsc.bench.serve_gallery", "make"],
-            {
-                "data": folder,
-                "rows": comparison.rows,
-                "dim": comparison.dim,
-            },
-            Path(folder),
-        )
-        progress.advance(note=f"enrolled in {made['seconds']:.0f} s")
+    with tempfile.TemporaryDirectory(prefix="plsc-serve-") as name:
+        folder = Path(name)
+        enrolled = _run(comparison, folder, "enrol", rows=comparison.rows, dim=comparison.dim)
+        progress.advance(note=f"enrolled in {enrolled['seconds']:.0f} s")
         for _ in range(comparison.rounds):
-            turns.append(_round(comparison, Path(folder), progress))
+            rounds.append(_round(comparison, folder, progress))
     progress.finish()
-    rows = [row_of(comparison, name, clients, turns) for clients in comparison.clients for name in LABELS]
-    return {"rows": rows, "ratios": ratios_of(comparison, turns)}
+    rows = [result_row(comparison, name, clients, rounds) for clients in comparison.clients for name in LABELS]
+    return {"rows": rows, "ratios": serve_ratios(comparison, rounds)}
 
 
-def row_of(
-    comparison: ServeComparison, name: str, clients: int, turns: Sequence[dict[tuple[str, int], dict[str, float]]]
-) -> dict[str, Any]:
-    """A contestant's row at a number of callers: circumstances, sizes, medians over the rounds.
-
-    ``qps`` are searches per second, ``qps_low`` and ``qps_high`` the extreme rounds, ``p50_ms`` and ``p99_ms`` what a
-    caller waits, ``mean_batch`` the queries that the store was asked at once.
-    """
-    here = [turn[name, clients] for turn in turns]
-    row: dict[str, Any] = circumstances(processor()) | {
-        "contestant": name,
-        "label": LABELS[name],
-        "rows": comparison.rows,
-        "dim": comparison.dim,
-        "clients": clients,
-        "threads": comparison.threads,
-        "rounds": comparison.rounds,
-        "form": comparison.form,
-    }
-    row |= {key: statistics.median(figures[key] for figures in here) for key in _FIGURES}
-    rates = [figures["qps"] for figures in here]
-    return row | {"qps_low": min(rates), "qps_high": max(rates)}
+# A round ------------------------------------------------------------------------------------------------------------
 
 
-def ratios_of(
-    comparison: ServeComparison, turns: Sequence[dict[tuple[str, int], dict[str, float]]]
-) -> list[dict[str, float]]:
-    """For every number of callers: the batched rate by the unbatched, and by the bare store's with as many queries at
-    once as there are callers, or as were in the service's batches; medians of the rounds' quotients."""
+def _round(comparison: ServeComparison, folder: Path, progress: Progress) -> Round:
+    """Measure every variant once; the bare store repeats the batch sizes that the service has just formed."""
+    by_variant: dict[tuple[str, int], dict[str, float]] = {}
 
-    def times(clients: int, other: str) -> float:
-        return statistics.median(turn[BATCHED, clients]["qps"] / turn[other, clients]["qps"] for turn in turns)
-
-    return [
-        {
-            "clients": clients,
-            "times_unbatched": times(clients, UNBATCHED),
-            "share_of_bare": times(clients, BARE),
-            "share_of_bare_at_batch": times(clients, BARE_AT_BATCH),
-        }
-        for clients in comparison.clients
-    ]
-
-
-def _round(comparison: ServeComparison, folder: Path, progress: Progress) -> dict[tuple[str, int], dict[str, float]]:
-    """Everyone's turn; the bare store's between those of the service, whose batches it repeats."""
-    figures: dict[tuple[str, int], dict[str, float]] = {}
-
-    def take(name: str, measured: dict[int, dict[str, float]]) -> None:
-        figures.update({(name, clients): one for clients, one in measured.items()})
+    def add(name: str, figures: Figures) -> Figures:
+        by_variant.update({(name, clients): values for clients, values in figures.items()})
         progress.advance(note=name)
+        return figures
 
-    take(BARE, _bare(comparison, folder, {clients: clients for clients in comparison.clients}))
-    batched = _served(comparison, folder, [])
-    take(BATCHED, batched)
-    sizes = {clients: max(round(one["mean_batch"]), 1) for clients, one in batched.items()}
-    take(BARE_AT_BATCH, _bare(comparison, folder, sizes))
-    take(UNBATCHED, _served(comparison, folder, ["--max-batch", "1"]))
-    return figures
+    add(BARE, _measure_store(comparison, folder, {clients: clients for clients in comparison.clients}))
+    batched = add(BATCHED, _measure_service(comparison, folder, []))
+    batches = {clients: max(round(values["mean_batch"]), 1) for clients, values in batched.items()}
+    add(BARE_AT_BATCH, _measure_store(comparison, folder, batches))
+    add(UNBATCHED, _measure_service(comparison, folder, ["--max-batch", "1"]))
+    return by_variant
 
 
-def _bare(comparison: ServeComparison, folder: Path, batches: dict[int, int]) -> dict[int, dict[str, float]]:
+def _measure_store(comparison: ServeComparison, folder: Path, batches: Mapping[int, int]) -> Figures:
     figures = {}
     for clients, batch in batches.items():
-        task = {"data": str(folder), "batch": batch, "threads": comparison.threads, "seconds": comparison.seconds}
-        measured = _in_process(comparison, ["plsc.bench.serve_gallery", "bare"], task, folder)
+        measured = _run(
+            comparison, folder, "store", batch=batch, threads=comparison.threads, seconds=comparison.seconds
+        )
         figures[clients] = {**measured, "mean_batch": float(batch)}
     return figures
 
 
-def _served(comparison: ServeComparison, folder: Path, options: Sequence[str]) -> dict[int, dict[str, float]]:
+def _measure_service(comparison: ServeComparison, folder: Path, options: Sequence[str]) -> Figures:
     figures = {}
     with _service(comparison, folder, options) as (address, metrics):
         for clients in comparison.clients:
-            task = {
-                "data": str(folder),
-                "address": address,
-                "path": f"/v1/collections/{COLLECTION}/search",
-                "clients": clients,
-                "seconds": comparison.seconds,
-                "form": comparison.form,
-            }
-            rows, batches = _batches(metrics)
-            measured = _in_process(comparison, ["plsc.bench.serve_load"], task, folder)
-            more_rows, more_batches = _batches(metrics)
-            figures[clients] = {**measured, "mean_batch": (more_rows - rows) / max(more_batches - batches, 1)}
+            rows_before, batches_before = search_batches(metrics)
+            measured = _run(
+                comparison,
+                folder,
+                "load",
+                address=address,
+                path=f"/v1/collections/{COLLECTION}/search",
+                clients=clients,
+                seconds=comparison.seconds,
+                form=comparison.form,
+            )
+            rows, batches = search_batches(metrics)
+            mean_batch = (rows - rows_before) / max(batches - batches_before, 1)
+            figures[clients] = {**measured, "mean_batch": mean_batch}
     return figures
 
 
 @contextlib.contextmanager
 def _service(comparison: ServeComparison, folder: Path, options: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A running ``plsc serve`` of the gallery: its address, and that of its metrics."""
-    command = [
-        sys.executable,
-        "-m",
-        "plsc.tools.entry",
-        "serve",
-        "--model",
-        str(folder / "model.safetensors"),
-        "--store",
-        str(folder / "store"),
-        "--port",
-        "0",
-        "--metrics-port",
-        "0",
-        "--device",
-        "cpu",
-        *options,
-    ]
+    """Run ``plsc serve`` of the gallery; yield its address and that of its metrics."""
+    command = [sys.executable, "-m", "plsc.tools.entry", "serve", "--device", "cpu", "--port", "0"]
+    command += ["--model", str(folder / "model.safetensors"), "--store", str(folder / "store"), "--metrics-port", "0"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=_environment(comparison)
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **thread_limits(comparison.threads)},
     )
     try:
         assert process.stdout is not None
@@ -209,41 +155,68 @@ def _service(comparison: ServeComparison, folder: Path, options: Sequence[str]) 
         process.communicate()
 
 
-def _batches(address: str) -> tuple[float, float]:
-    """Rows and batches of searches so far, as the service counts them."""
+def search_batches(metrics_address: str) -> tuple[float, float]:
+    """Return the service's counts of rows searched and of batches that they came in."""
     import httpx
 
-    lines = httpx.get(address, timeout=10).text.splitlines()
+    lines = httpx.get(metrics_address, timeout=10).text.splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if line.startswith("plsc_batch_rows"))
-    return tuple(float(values.get(f'plsc_batch_rows_{what}{{kind="search"}}', 0)) for what in ("sum", "count"))  # type: ignore[return-value]
+    rows, batches = (float(values.get(f'plsc_batch_rows_{field}{{kind="search"}}', 0)) for field in ("sum", "count"))
+    return rows, batches
 
 
-def _in_process(
-    comparison: ServeComparison, module: Sequence[str], task: dict[str, Any], folder: Path
-) -> dict[str, float]:
-    """The figures of a task in a fresh process; :class:`DataError` tells why there are none."""
-    given, result = folder / "task.json", folder / "result.json"
-    result.unlink(missing_ok=True)
-    write_json(given, task)
-    name, *arguments = module
+def _run(comparison: ServeComparison, folder: Path, action: str, **task: Any) -> dict[str, float]:
+    """Run an action of :mod:`plsc.bench.serve_worker` in a new process."""
+    task |= {"action": action, "data": str(folder)}
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", name, *arguments, str(given), str(result)],
-            env=_environment(comparison),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=comparison.limit,
-            errors="replace",
+        return run_task("plsc.bench.serve_worker", task, folder, threads=comparison.threads, limit=comparison.limit)
+    except DataError as error:
+        raise DataError(f"the measurement's {action} process failed: {error}") from None
+
+
+# Rows and ratios ----------------------------------------------------------------------------------------------------
+
+
+def result_row(comparison: ServeComparison, name: str, clients: int, rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return a variant's row at a number of callers: environment, sizes, medians over the rounds.
+
+    ``qps`` are searches per second, ``qps_low`` and ``qps_high`` the extreme rounds; ``p50_ms`` and ``p99_ms`` are a
+    caller's latency; ``mean_batch`` is the number of queries that reached the store together.
+    """
+    figures = [variants[name, clients] for variants in rounds]
+    row: dict[str, Any] = environment(processor_name()) | {
+        "contestant": name,
+        "label": LABELS[name],
+        "rows": comparison.rows,
+        "dim": comparison.dim,
+        "clients": clients,
+        "threads": comparison.threads,
+        "rounds": comparison.rounds,
+        "form": comparison.form,
+    }
+    row |= {key: statistics.median(values[key] for values in figures) for key in _FIGURES}
+    rates = [values["qps"] for values in figures]
+    return row | {"qps_low": min(rates), "qps_high": max(rates)}
+
+
+def serve_ratios(comparison: ServeComparison, rounds: Sequence[Round]) -> list[dict[str, float]]:
+    """Return, for every number of callers, the batched rate over that of each other variant.
+
+    ``share_of_bare`` compares with the store searching for all callers at once, ``share_of_bare_at_batch`` with the
+    store in the service's own batch sizes; all are medians of the rounds' quotients.
+    """
+
+    def times(clients: int, other: str) -> float:
+        return statistics.median(
+            variants[BATCHED, clients]["qps"] / variants[other, clients]["qps"] for variants in rounds
         )
-    except subprocess.TimeoutExpired:
-        raise DataError(f"{name} took longer than {comparison.limit:g} s; measure less") from None
-    if done.returncode or not result.exists():
-        raise DataError(f"{name} failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1][:300]}")
-    figures: dict[str, float] = read_json(result)
-    return figures
 
-
-def _environment(comparison: ServeComparison) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, str(comparison.threads))}
+    return [
+        {
+            "clients": clients,
+            "times_unbatched": times(clients, UNBATCHED),
+            "share_of_bare": times(clients, BARE),
+            "share_of_bare_at_batch": times(clients, BARE_AT_BATCH),
+        }
+        for clients in comparison.clients
+    ]

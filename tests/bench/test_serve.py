@@ -1,18 +1,25 @@
-"""`plsc bench serve`: its parts on a tiny gallery, and what its figures mean."""
+"""`plsc bench serve`: its parts on a tiny gallery, and the meaning of its figures."""
 
 import csv
-import json
 
 import pytest
 from support.live_service import DIM, live_service
 
-from plsc.bench import serve
-from plsc.bench.report import write_csv
-from plsc.bench.search_data import make_search_data
-from plsc.bench.serve import BARE, BARE_AT_BATCH, BATCHED, LABELS, UNBATCHED, ServeComparison, ratios_of, row_of
-from plsc.bench.serve_gallery import COLLECTION, main
-from plsc.bench.serve_load import load
-from plsc.bench.serve_report import draw_serving, serve_table
+from plsc.bench.harness import write_csv
+from plsc.bench.report import draw_serving, serve_table
+from plsc.bench.serve import (
+    BARE,
+    BARE_AT_BATCH,
+    BATCHED,
+    LABELS,
+    UNBATCHED,
+    ServeComparison,
+    result_row,
+    search_batches,
+    serve_ratios,
+)
+from plsc.bench.serve_worker import COLLECTION, FORMS, make_gallery, measure_store, send_load
+from plsc.bench.vectors import make_search_data
 from plsc.errors import UsageError
 from plsc.tools.entry import main as plsc_main
 
@@ -32,17 +39,17 @@ TURNS = [turn({BATCHED: 10.0 * speed, UNBATCHED: 5.0, BARE: 20.0, BARE_AT_BATCH:
 
 
 def test_ratios_are_medians_of_the_rounds_own():
-    assert ratios_of(COMPARISON, TURNS) == [
+    assert serve_ratios(COMPARISON, TURNS) == [
         {"clients": clients, "times_unbatched": 4.0, "share_of_bare": 1.0, "share_of_bare_at_batch": 1.6}
         for clients in (1, 4)
     ]
-    row = row_of(COMPARISON, BATCHED, 4, TURNS)
+    row = result_row(COMPARISON, BATCHED, 4, TURNS)
     assert (row["qps"], row["qps_low"], row["qps_high"], row["mean_batch"]) == (80.0, 40.0, 160.0, 4.0)
 
 
 def test_the_report(tmp_path):
-    rows = [row_of(COMPARISON, name, clients, TURNS) for clients in (1, 4) for name in LABELS]
-    text = serve_table(rows, ratios_of(COMPARISON, TURNS))
+    rows = [result_row(COMPARISON, name, clients, TURNS) for clients in (1, 4) for name in LABELS]
+    text = serve_table(rows, serve_ratios(COMPARISON, TURNS))
     assert "4.00 times the unbatched rate; 160% of the store alone in the same batches, 100% with all" in text
     draw_serving(rows, tmp_path / "serve.png")
     assert (tmp_path / "serve.png").read_bytes().startswith(b"\x89PNG")
@@ -52,17 +59,13 @@ def test_the_report(tmp_path):
 
 
 def test_a_gallery_is_made_and_the_bare_store_measured(tmp_path):
-    task, result = tmp_path / "task.json", tmp_path / "result.json"
-    task.write_text(json.dumps({"data": str(tmp_path), "rows": 300, "dim": DIM}), encoding="utf-8")
-    main("make", str(task), str(result))
-    task.write_text(json.dumps({"data": str(tmp_path), "batch": 4, "threads": 1, "seconds": 0.05}), encoding="utf-8")
-    main("bare", str(task), str(result))
-    figures = json.loads(result.read_text(encoding="utf-8"))
+    assert make_gallery({"data": str(tmp_path), "rows": 300, "dim": DIM})["seconds"] > 0
+    figures = measure_store({"data": str(tmp_path), "batch": 4, "threads": 1, "seconds": 0.05})
     assert figures["qps"] > 0
     assert figures["p99_ms"] >= figures["p50_ms"] > 0
 
 
-@pytest.mark.parametrize("form", serve.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_callers_ask_and_count_answers_alone(tmp_path, form):
     data = make_search_data(tmp_path, 50, DIM)
     with live_service(tmp_path, metrics_port=0) as live:
@@ -77,13 +80,13 @@ def test_callers_ask_and_count_answers_alone(tmp_path, form):
             "seconds": 0.2,
             "form": form,
         }
-        figures = load(task)
-        asked, batches = serve._batches(str(live.server.metrics_address))
+        figures = send_load(task)
+        asked, batches = search_batches(str(live.server.metrics_address))
         assert 3 <= figures["answers"] <= asked
         assert batches <= asked
         assert figures["qps"] == figures["answers"] / 0.2
         with pytest.raises(ConnectionError, match="404"):
-            load({**task, "path": "/v1/collections/nowhere/search"})
+            send_load({**task, "path": "/v1/collections/nowhere/search"})
 
 
 def test_wrong_numbers_are_refused(capsys):

@@ -1,4 +1,4 @@
-"""`plsc bench head`: who is measured, what the rows and ratios say, what happens where a contestant cannot."""
+"""`plsc bench head`: the implementations, the rows and ratios, and heads that fail."""
 
 import csv
 import json
@@ -8,12 +8,10 @@ import statistics
 import pytest
 import torch
 
-from plsc.bench import compare as comparison
-from plsc.bench.compare import Comparison, ratios_of, row_of
-from plsc.bench.contestants import CONTESTANTS
-from plsc.bench.peers import DenseArcFace, PlainSoftmax
-from plsc.bench.setting import Setting
-from plsc.bench.worker import measure
+from plsc.bench import head as head_bench
+from plsc.bench.head import HeadComparison, compare_heads, head_ratios, result_row
+from plsc.bench.head_baselines import IMPLEMENTATIONS, BenchConfig, DenseArcFace, PlainSoftmax
+from plsc.bench.head_worker import measure_head
 from plsc.parallel import Mesh
 from plsc.tools.entry import main
 
@@ -147,16 +145,16 @@ def test_what_fails_or_does_not_fit_is_a_row(peer, tmp_path, capsys):
     assert all(reason in shown for reason in reasons)
 
 
-@pytest.mark.parametrize("name", [name for name in CONTESTANTS if not name.startswith("partial-fc")])
-def test_every_contestant_makes_steps(name):
-    figures = measure(Setting(name, 50, 8, dim=16, nproc=1, steps=2), ALONE)
+@pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if not name.startswith("partial-fc")])
+def test_every_implementation_makes_steps(name):
+    figures = measure_head(BenchConfig(name, 50, 8, dim=16, nproc=1, steps=2), ALONE)
     assert set(figures) == {"cpu_s", "wall_s", "memory_mib", "peak_mib", "loss"}
     assert figures["loss"] > 0
 
 
 def test_our_head_and_dense_logits_compute_the_same_loss():
-    setting = Setting("dense", 50, 8, dim=16, nproc=1)
-    theirs = DenseArcFace(setting, ALONE)
+    config = BenchConfig("dense", 50, 8, dim=16, nproc=1)
+    theirs = DenseArcFace(config, ALONE)
     import plsc
 
     ours = plsc.ShardedHead(16, 50)
@@ -169,14 +167,14 @@ def test_our_head_and_dense_logits_compute_the_same_loss():
 @pytest.mark.parametrize("name", ["dense", "plsc", "plsc-no-momentum", "plsc-fp32"])
 def test_exact_heads_begin_at_the_loss_of_unrelated_rows(name):
     """Cosines near 0: log Z = ln C + s²/(2D), and the target's logit is s·cos(π/2 + m). Batches scatter by 0.18."""
-    setting = Setting(name, 2000, 64, dim=1024, nproc=1, steps=1)
+    config = BenchConfig(name, 2000, 64, dim=1024, nproc=1, steps=1)
     expected = math.log(2000) + 64**2 / (2 * 1024) + 64 * math.sin(0.5)
-    assert measure(setting, ALONE)["loss"] == pytest.approx(expected, abs=0.9)
+    assert measure_head(config, ALONE)["loss"] == pytest.approx(expected, abs=0.9)
 
 
 @pytest.mark.parametrize("batch", [4, 16])  # below and from D: torch's two ways
 def test_plain_softmax_is_cross_entropy_of_products(batch):
-    table = PlainSoftmax(Setting("linear-cross-entropy", 50, batch, dim=16, nproc=1), ALONE)
+    table = PlainSoftmax(BenchConfig("linear-cross-entropy", 50, batch, dim=16, nproc=1), ALONE)
     x, y = torch.randn(batch, 16), torch.arange(batch)
     torch.testing.assert_close(table(x, y), torch.nn.functional.cross_entropy(x @ table.weight.t(), y))
 
@@ -186,11 +184,11 @@ def taken(cpu, memory=10.0):
 
 
 def test_medians_and_ratios_are_over_the_rounds():
-    plan = Comparison(("plsc", "dense"), [100], [4], rounds=3)
+    plan = HeadComparison(("plsc", "dense"), [100], [4], rounds=3)
     rounds = {"plsc": [taken(1.0), taken(2.0), taken(4.0)], "dense": [taken(3.0, 30.0), taken(20.0), taken(8.0, 20.0)]}
-    row = row_of(plan, "plsc", 100, 4, rounds["plsc"])
+    row = result_row(plan, "plsc", 100, 4, rounds["plsc"])
     assert (row["cpu_s"], row["cpu_s_low"], row["cpu_s_high"], row["wall_s"]) == (2.0, 1.0, 4.0, 4.0)
-    (ratio,) = ratios_of(plan, 100, 4, rounds)
+    (ratio,) = head_ratios(plan, 100, 4, rounds)
     assert ratio == {
         "classes": 100,
         "batch_per_rank": 4,
@@ -202,15 +200,15 @@ def test_medians_and_ratios_are_over_the_rounds():
     }
 
 
-def test_contestants_alternate_and_failures_are_not_tried_again(monkeypatch):
+def test_heads_alternate_and_failures_are_not_tried_again(monkeypatch):
     turns = []
 
-    def measured(setting, limit):
-        turns.append((setting.contestant, setting.classes))
-        return {"reason": "no"} if (setting.contestant, setting.classes) == ("dense", 200) else taken(1.0)
+    def measured(config, limit):
+        turns.append((config.implementation, config.classes))
+        return {"reason": "no"} if (config.implementation, config.classes) == ("dense", 200) else taken(1.0)
 
-    monkeypatch.setattr(comparison, "measured", measured)
-    result = comparison.compare(Comparison(("plsc", "dense"), [300, 100, 200], [4], rounds=2), quiet=True)
+    monkeypatch.setattr(head_bench, "measure_on_ranks", measured)
+    result = compare_heads(HeadComparison(("plsc", "dense"), [300, 100, 200], [4], rounds=2), quiet=True)
     assert turns == [
         ("plsc", 100),
         ("dense", 100),
@@ -231,7 +229,7 @@ def test_contestants_alternate_and_failures_are_not_tried_again(monkeypatch):
     [
         (["--partial-fc", "nowhere"], "there is no partial_fc_v2.py in it"),
         (["--contestants", "partial-fc"], "PartialFC_V2 needs --partial-fc FOLDER"),
-        (["--contestants", "pfc"], "no contestant 'pfc'"),
+        (["--contestants", "pfc"], "--contestants pfc: there is no such head; choose from plsc, "),
         (["--classes", "0"], "--classes 0: it must be at least 1"),
         (["--sample-rate", "1"], "--sample-rate 1.0"),
         (["--limit", "0"], "--limit 0.0"),

@@ -1,4 +1,4 @@
-"""`plsc bench search`: a tiny comparison from end to end, and what its figures mean."""
+"""`plsc bench search`: a tiny comparison from end to end, and the meaning of its figures."""
 
 import csv
 import json
@@ -7,11 +7,17 @@ import numpy as np
 import pytest
 
 from plsc.bench import search
-from plsc.bench.search import SearchComparison, compare_searches, ratios_of, row_of
-from plsc.bench.search_contestants import CONTESTANTS, missing
-from plsc.bench.search_data import PER_IDENTITY, make_search_data, true_rows
-from plsc.bench.search_report import search_table
-from plsc.bench.search_worker import measure
+from plsc.bench.report import search_table
+from plsc.bench.search import (
+    IMPLEMENTATIONS,
+    SearchComparison,
+    compare_searches,
+    measure_search,
+    result_row,
+    search_ratios,
+    unavailable,
+)
+from plsc.bench.vectors import PER_IDENTITY, exact_neighbours, make_search_data
 from plsc.tools.entry import main
 
 
@@ -35,20 +41,20 @@ def test_rows_gather_by_identity(data):
     np.testing.assert_array_equal(data.truth, truth)
 
 
-def test_the_truth_is_found_over_parts():
+def test_exact_neighbours_are_found_over_blocks():
     base = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
     queries = np.random.default_rng(1).standard_normal((3, 4)).astype(np.float32)
     whole = np.argsort(-(queries.astype(np.float64) @ base.T.astype(np.float64)), axis=1)
     for k in (1, 7, 50):
-        parts = (base[start : start + 6] for start in range(0, 50, 6))
-        np.testing.assert_array_equal(true_rows(queries, parts, k), whole[:, :k])
+        blocks = (base[start : start + 6] for start in range(0, 50, 6))
+        np.testing.assert_array_equal(exact_neighbours(queries, blocks, k), whole[:, :k])
 
 
-@pytest.mark.parametrize("name", list(CONTESTANTS))
-def test_every_contestant_finds_the_truth(name, data):
-    if (reason := missing(name)) is not None:
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_every_implementation_finds_the_truth(name, data):
+    if (reason := unavailable(name)) is not None:
         pytest.skip(reason)
-    figures = measure(CONTESTANTS[name], data, [1, 24], 1, 0.01)
+    figures = measure_search(IMPLEMENTATIONS[name], data, [1, 24], 1, 0.01)
     assert figures["recall"] > 0.999
     assert set(figures["batches"]) == {"1", "24"}
     for timed in figures["batches"].values():
@@ -116,13 +122,13 @@ def test_medians_and_ratios_are_over_the_rounds():
         "numpy": [turn(50.0), turn(10.0), turn(10.0)],
         "faiss": [turn(20.0), turn(20.0), turn(20.0)],
     }
-    row = row_of(plan, "plsc", 4, turns["plsc"])
+    row = result_row(plan, "plsc", 4, turns["plsc"])
     assert (row["qps"], row["qps_low"], row["qps_high"], row["p99_ms"]) == (90.0, 40.0, 100.0, 2.0)
-    (ratio,) = ratios_of(plan, turns)
+    (ratio,) = search_ratios(plan, turns)
     assert ratio == {"batch": 4, "ours": "plsc", "best_other": "faiss", "times": 2.0}
 
 
-def test_a_contestant_that_fails_is_a_row_and_not_tried_again(monkeypatch):
+def test_an_implementation_that_fails_is_a_row_and_not_tried_again(monkeypatch):
     tried = []
 
     def take(comparison, name, data):
@@ -142,7 +148,7 @@ def test_a_contestant_that_fails_is_a_row_and_not_tried_again(monkeypatch):
 
 
 def test_a_process_that_ends_early_says_why(monkeypatch):
-    monkeypatch.setitem(search.CONTESTANTS, "none", CONTESTANTS["numpy"])  # which the worker does not know
+    monkeypatch.setitem(search.IMPLEMENTATIONS, "none", IMPLEMENTATIONS["numpy"])  # which the worker does not know
     (row,) = compare_searches(SearchComparison(("none",), 50, 4, [1], 1, 1, 0.01), quiet=True)["rows"]
     assert row["failed"]
     assert "none" in row["note"]
@@ -151,9 +157,9 @@ def test_a_process_that_ends_early_says_why(monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--contestants", "annoy"], "no contestant 'annoy'"),
+        (["--contestants", "annoy"], "--contestants annoy: there is no such search; choose from plsc, "),
         (["--rows", "0"], "--rows 0: it must be at least 1"),
-        (["--batch", "0"], "--batch 0: it lies between 1 and 1024"),
+        (["--batch", "0"], "--batch 0: it must lie between 1 and 1024"),
         (["--batch", "2000"], "--batch 2000"),
         (["--seconds", "0"], "--seconds 0.0"),
     ],
