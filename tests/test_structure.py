@@ -15,8 +15,8 @@ import draw_architecture as architecture  # noqa: E402
 
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
-    "errors", "progress", "files", "strict_toml", "client", "native", "parallel", "losses", "head", "optim", "",
-    "models", "data", "embed", "evaluation", "index", "gallery", "serve", "config", "train", "plan", "bench",
+    "errors", "progress", "files", "sizes", "strict_toml", "client", "native", "parallel", "losses", "head", "optim",
+    "", "models", "data", "embed", "evaluation", "index", "gallery", "serve", "config", "train", "plan", "bench",
     "quickstart", "tools",
 ]  # fmt: skip
 

@@ -48,10 +48,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="with --kind auto: exact if a single query then takes no longer, else what takes no longer",
     )
     build.add_argument(
-        "--memory",
+        "--max-memory",
         metavar="M",
-        help="what building may take, as 4GB: larger IVF structures are added part by part and merged on disk",
+        help="memory of the build, as 4GB or 4GiB: larger IVF structures are added part by part and merged on disk",
     )
+    build.add_argument("--memory", action=_FormerMaxMemory, dest="max_memory", help=argparse.SUPPRESS)
     build.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
     )
@@ -96,6 +97,16 @@ def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
+class _FormerMaxMemory(argparse.Action):
+    """--memory, the name of --max-memory until 0.2: works for one more release, with a warning."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        print(f"plsc: {option_string} is deprecated: write --max-memory", file=sys.stderr)
+        setattr(namespace, self.dest, values)
+
+
 def _use_threads(count: int) -> None:
     if count < 1:
         raise UsageError(f"--threads {count}: at least one is needed")
@@ -109,9 +120,9 @@ def _use_threads(count: int) -> None:
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.build import build
-    from plsc.index.memory import parse_memory
+    from plsc.sizes import parse_memory
 
-    memory = None if args.memory is None else parse_memory(args.memory)
+    memory = None if args.max_memory is None else parse_memory(args.max_memory, "--max-memory")
     manifest = build(
         args.sets,
         args.out,
@@ -164,7 +175,7 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
 def _search_service(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.client import Client
     from plsc.data.decode import read_bytes
-    from plsc.index.remote import search_service
+    from plsc.index.query import search_service
 
     if args.model is not None:
         raise UsageError("--model is the server's own with --server; leave it out")

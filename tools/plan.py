@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _machine(args: argparse.Namespace) -> Any:
+    from plsc import sizes
     from plsc.plan import Links, Machine, link_speed, measure_device, named_device, parse_memory
     from plsc.plan.devices import given_speeds
 
@@ -80,7 +81,7 @@ def _machine(args: argparse.Namespace) -> Any:
     memory = parse_memory(args.gpu_memory) if args.gpu_memory is not None else device.memory
     if memory is None:
         raise UsageError("how much memory a rank has is not known here; give --gpu-memory, as in 16GiB")
-    host = parse_memory(args.host_memory, "--host-memory") if args.host_memory is not None else None
+    host = sizes.parse_memory(args.host_memory, "--host-memory") if args.host_memory is not None else None
     return Machine(device, memory, links, host)
 
 

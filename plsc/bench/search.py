@@ -18,7 +18,7 @@ import torch
 from plsc.bench.harness import PeakMemory, answer_task, environment, median, processor_name, run_task
 from plsc.bench.vectors import JUDGED, QUERIES, K, SearchData, make_search_data
 from plsc.errors import DataError, UsageError
-from plsc.index.exact import Float32, Int64
+from plsc.index.rows import Float32, Int64
 from plsc.index.scan import ExactScan
 from plsc.progress import Progress
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from plsc.index.exact import Float32, Int64
+from plsc.index.rows import Float32, Int64
 
 PER_IDENTITY = 10
 SAME_COSINE = 0.6  # expected between two vectors of one identity; 0 between two identities

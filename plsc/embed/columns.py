@@ -6,7 +6,7 @@ i of 10^8 costs one seek.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,6 +60,22 @@ class StringColumn(LazyStrings):
         """The string at ``position``."""
         first, last = int(self._offsets[position]), int(self._offsets[position + 1])
         return bytes(self._data[first:last]).decode("utf-8", errors="replace")
+
+
+class ChainedStrings(LazyStrings):
+    """Several string sequences one behind the other, none of them read before it is needed."""
+
+    def __init__(self, parts: Sequence[Sequence[str]]) -> None:
+        self._parts = parts
+        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def at(self, position: int) -> str:
+        """The string at ``position``."""
+        part = int(np.searchsorted(self._ends, position, side="right"))
+        return self._parts[part][position - int(self._ends[part]) + len(self._parts[part])]
 
 
 def string_files(name: str) -> list[str]:

@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plsc.data.lazy_strings import LazyStrings
-from plsc.embed.columns import open_array, open_strings, string_files
+from plsc.embed.columns import ChainedStrings, open_array, open_strings, string_files
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import Manifest, read_manifest, verify_files
 
@@ -152,22 +151,6 @@ class EmbeddingSet:
             if not path.is_file() or path.stat().st_size != described["bytes"]:
                 verify_files(folder, {name: described})
         return Shard(folder, entry, self.dim, self.manifest["dtype"])
-
-
-class ChainedStrings(LazyStrings):
-    """Several string sequences one behind the other, none of them read before it is needed."""
-
-    def __init__(self, parts: Sequence[Sequence[str]]) -> None:
-        self._parts = parts
-        self._ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
-
-    def at(self, position: int) -> str:
-        """The string at ``position``."""
-        part = int(np.searchsorted(self._ends, position, side="right"))
-        return self._parts[part][position - int(self._ends[part]) + len(self._parts[part])]
 
 
 def same_contract(sets: Sequence[EmbeddingSet]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from plsc.errors import ConflictError, UsageError
 from plsc.gallery.contract import Collection, Float32, NewPerson
 from plsc.gallery.filters import Filter, check_metadata
-from plsc.index.unit_vectors import unit_vectors
+from plsc.index.rows import unit_vectors
 
 LARGEST_DIM = 16_384
 LARGEST_ID = 2**63 - 1

@@ -4,7 +4,7 @@ import numpy as np
 
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces
-from plsc.index.exact import Int64
+from plsc.index.rows import Int64
 
 _FIRST = 64  # rows
 

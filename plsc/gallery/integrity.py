@@ -13,7 +13,7 @@ from plsc.gallery.database import Database, damaged
 from plsc.gallery.filter_sql import attributes_of
 from plsc.gallery.records import StoredCollection
 from plsc.gallery.snapshot import SQLITE, read_snapshot
-from plsc.index.exact import Int64
+from plsc.index.rows import Int64
 
 
 def check_store(database: Database, folder: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.milvus_filters import fits_of
 from plsc.gallery.milvus_rows import MilvusRows, Row, face_row, person_row
 from plsc.gallery.milvus_state import State
-from plsc.index.unit_vectors import unit_vectors
+from plsc.index.rows import unit_vectors
 
 _WRITER = "0"  # the registry's row that names the writing process; no collection's name begins with a digit
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from plsc.errors import PlscError, UsageError
 from plsc.gallery.base import Base
 from plsc.gallery.searched import SearchedCollection
-from plsc.index.approximate_search import ApproximateSearch
-from plsc.index.planner import plan_search
+from plsc.index.ann import ApproximateSearch
+from plsc.index.tuning import plan_search
 
 FEWEST = 1000  # rows; fewer take no time
 _WATCH_SECONDS = 5.0
@@ -74,7 +74,7 @@ class Planning:
         self._shown = [(searched, quick) for searched, quick in self._shown if searched.quick is quick]
         for _, quick in self._shown:
             with contextlib.suppress(PlscError, MemoryError):  # where the base can no longer be read, searches say so
-                quick.watch()
+                quick.monitor_recall()
 
     def _planned(self, base: Base, latency_ms: float) -> ApproximateSearch | None:
         try:

@@ -34,7 +34,7 @@ from plsc.gallery.copies import write_copy
 from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.grouping import best_persons
 from plsc.gallery.postgres_filters import metadata_text
-from plsc.index.unit_vectors import unit_vectors
+from plsc.index.rows import unit_vectors
 
 LARGEST_DIM = 16_000
 _LOCK = 7089713  # held while the tables are made: IF NOT EXISTS alone fails where two services start at once

@@ -15,7 +15,7 @@ import numpy as np
 from plsc.gallery.checks import CheckedPerson
 from plsc.gallery.contract import Collection, Float32, Named, Person
 from plsc.gallery.database import ERASED, damaged
-from plsc.index.exact import Int64
+from plsc.index.rows import Int64
 
 TRUTH, NUMBER, TEXT = 0, 1, 2
 _ROWS = 2048  # vectors read at a time

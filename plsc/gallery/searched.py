@@ -11,8 +11,8 @@ from plsc.gallery.delta import Delta
 from plsc.gallery.records import Faces, StoredCollection
 from plsc.gallery.remembered_names import RememberedNames
 from plsc.gallery.view import View
-from plsc.index.approximate_search import ApproximateSearch
-from plsc.index.exact import Int64
+from plsc.index.ann import ApproximateSearch
+from plsc.index.rows import Int64
 
 LEAST_DELTA = 4096  # rows: fewer cost a search next to nothing
 DELTA_SHARE = 8  # the base is made anew when an eighth of it was added, or deleted
@@ -103,7 +103,7 @@ class SearchedCollection:
         base = 0 if view.base is None else len(view.base)
         gone, delta = view.base_gone, len(view.delta.ids)
         quick = self.quick
-        recall = None if quick is None else quick.watched.recall or quick.recall
+        recall = None if quick is None else quick.monitor.recall or quick.recall
         return {
             "rows": base - gone + delta - len(view.delta_gone),
             "base": base,

@@ -44,9 +44,8 @@ from plsc.gallery.planning import Planning
 from plsc.gallery.searched import SearchedCollection
 from plsc.gallery.snapshot import write_snapshot
 from plsc.gallery.view import Allowed, View
-from plsc.index.approximate_search import ApproximateSearch
-from plsc.index.exact import Int64
-from plsc.index.unit_vectors import unit_vectors
+from plsc.index.ann import ApproximateSearch
+from plsc.index.rows import Int64, unit_vectors
 
 _T = TypeVar("_T")
 

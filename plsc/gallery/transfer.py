@@ -21,8 +21,7 @@ from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
 from plsc.files import describe_files, verify_files
 from plsc.gallery.contract import Float32, NewPerson, Person, Store
 from plsc.gallery.storage_errors import storage_errors
-from plsc.index.exact import Int64
-from plsc.index.gather import searchable
+from plsc.index.rows import Int64, searchable
 from plsc.progress import Progress
 
 PERSONS = "persons.jsonl"

@@ -10,9 +10,7 @@ import numpy.typing as npt
 from plsc.gallery.base import Base, most_of_one
 from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces
-from plsc.index.exact import Int64
-from plsc.index.ranking import rank
-from plsc.index.row_source import RowSource
+from plsc.index.rows import Int64, RowSource, rank
 
 Mask = npt.NDArray[np.bool_]
 _SCORES = 1 << 22  # of delta rows held at once

@@ -6,23 +6,26 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import IntegrityError
-from plsc.index import approximate
-from plsc.index.choice import exact_recall
-from plsc.index.exact_search import ExactSearch
+from plsc.index import ann
+from plsc.index.exact import ExactSearch
 from plsc.index.index import Index
 from plsc.index.recall import Recall, recall_of
+from plsc.index.tuning import exact_recall
 
-CHUNK = 65536
 LENGTH_TOLERANCE = 1e-3
 RECALL_TOLERANCE = 0.005  # k-means and graphs are built by several threads, but what is stored answers alike
+_CHECKED_AT_ONCE = 65536  # rows
 
 
 def check(folder: str | Path) -> dict[str, Any]:
     """Verify an index and measure its recall again.
 
-    Returns "rows", "kind", "dim", "contract_id", "recall" (as measured now) and "recall_stored". Raises
-    :class:`DataError` if ``folder`` is no index and :class:`IntegrityError` naming the first thing that is
-    wrong.
+    Returns:
+        "rows", "kind", "dim", "contract_id", "recall" (as measured now) and "recall_stored".
+
+    Raises:
+        DataError: ``folder`` is no index.
+        IntegrityError: the first thing that is wrong.
     """
     index = Index.open(folder)
     _check_vectors(index)
@@ -44,18 +47,18 @@ def check(folder: str | Path) -> dict[str, Any]:
 
 
 def measure_recall(index: Index) -> Recall:
-    """Recall on the rows held out of the structure; for an exact index, of its own rows against float64."""
+    """Recall on the rows held out of the structure; of an exact index, on its own rows against float64."""
     if index.structure is None:
         return exact_recall(index.vectors)
     queries = np.array(index.held_out_vectors)
     truth = ExactSearch(index.base).search(queries, 10)[0]
-    return recall_of(approximate.found(index.structure, queries, truth.shape[1])[0], truth)
+    return recall_of(ann.search(index.structure, queries, truth.shape[1])[0], truth)
 
 
 def _check_vectors(index: Index) -> None:
-    for start in range(0, len(index), CHUNK):
-        lengths = np.linalg.norm(index.vectors[start : start + CHUNK], axis=1)
-        wrong = np.flatnonzero(~(np.abs(lengths - 1) < LENGTH_TOLERANCE))  # NaN is wrong, too
+    for start in range(0, len(index), _CHECKED_AT_ONCE):
+        lengths = np.linalg.norm(index.vectors[start : start + _CHECKED_AT_ONCE], axis=1)
+        wrong = np.flatnonzero(~(np.abs(lengths - 1) < LENGTH_TOLERANCE))  # negated so that NaN is wrong too
         if len(wrong):
             raise IntegrityError(
                 f"{index.folder}: row {start + int(wrong[0])} is not of length 1; build the index again"

@@ -1,7 +1,7 @@
-"""The index: a folder that answers which stored embeddings are most like a given one.
+"""The index: a folder in which the stored embeddings nearest to a given one are found.
 
     IDX/
-      manifest.json         sealed: kind, rows, held_out, dim, contract_id, model, parameters, recall, …
+      manifest.json         with its own digest: kind, rows, held_out, dim, contract_id, model, parameters, recall, …
       vectors.npy           (N, dim) float32, of length 1; the last ``held_out`` rows are not in index.faiss
       ids.npy, labels.npy   (N,) int64; labels into class_names, -1 for none
       keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embed.columns)
@@ -9,8 +9,8 @@
       index.ivfdata         its cells, where they were larger than the memory allowed; searching maps them
 
 ``exact`` searches vectors.npy itself, or a bfloat16 copy of it in memory where that is faster. For the others a few
-real rows are kept out of the structure for good and searched by brute force beside it: the recall can so be measured
-again at any time, on the very queries that the tuning used.
+real rows stay outside the structure and are searched by brute force beside it, so that the recall can be measured
+again at any time, on the queries that the tuning used.
 """
 
 from collections.abc import Sequence
@@ -24,11 +24,10 @@ from plsc.embed.columns import open_array, open_strings, string_files
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.errors import UsageError
 from plsc.files import read_manifest, verify_files
-from plsc.index import approximate
-from plsc.index.exact import Float32, Int64, best_of, nearest
-from plsc.index.exact_search import ExactSearch
-from plsc.index.on_disk import LISTS_FILE, settle
-from plsc.index.unit_vectors import unit_vectors
+from plsc.index import ann
+from plsc.index.exact import ExactSearch, knn, merge_topk
+from plsc.index.on_disk import LISTS_FILE
+from plsc.index.rows import Float32, Int64, unit_vectors
 
 FORMAT = "plsc index"
 VERSION = 1
@@ -38,8 +37,7 @@ COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The answer to Q queries, best first: scores (Q, k) float32 cosines; rows, ids and labels (Q, k)
-    int64."""
+    """Results of Q queries, best first: scores (Q, k) float32 cosines; rows, ids and labels (Q, k) int64."""
 
     scores: Float32
     rows: Int64
@@ -50,28 +48,41 @@ class Neighbours:
 class Index:
     """A searchable set of embeddings; make one with :meth:`build`, open it with :meth:`open`.
 
-    Attributes: ``manifest`` (dict), ``contract_id``, ``dim``, ``kind``, ``vectors`` (N, dim), ``ids``,
-    ``labels`` (N,), ``keys``, ``class_names``, ``held_out`` (the number of last rows outside the approximate
-    structure).
+    Attributes:
+        manifest: the content of manifest.json.
+        contract_id: of the model and preprocessing that made the vectors.
+        dim: numbers in a vector.
+        kind: "exact", "ivf", "hnsw" or "pq".
+        vectors: (N, dim) float32 of length 1, memory-mapped.
+        ids, labels: (N,) int64.
+        keys: N strings, the origin of each row.
+        class_names: by label.
+        held_out: the number of last rows outside the approximate structure.
+        structure: the faiss index, None for an exact index.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = True) -> None:
-        """Open ``folder``. ``verify=False`` trusts the columns, but faiss' own file is hashed all the same.
+        """Open an index.
 
-        Raises :class:`UsageError` or :class:`DataError` if ``folder`` is no index,
-        :class:`IntegrityError` naming a file that is
-        damaged.
+        Args:
+            folder: of the index.
+            verify: hash every file; False trusts the columns, but faiss' own files are hashed all the same, because
+                faiss crashes on damaged ones.
+
+        Raises:
+            UsageError: there is no such folder.
+            DataError: ``folder`` is no index.
+            IntegrityError: a file is damaged.
         """
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
-        described = self.manifest["files"]
-        verify_files(
-            self.folder, described if verify else {k: v for k, v in described.items() if k in (FAISS_FILE, LISTS_FILE)}
-        )
+        files = self.manifest["files"]
+        hashed = files if verify else {name: files[name] for name in files if name in (FAISS_FILE, LISTS_FILE)}
+        verify_files(self.folder, hashed)
         rows = self.manifest["rows"]
-        self.kind: approximate.Kind = self.manifest["kind"]
+        self.kind: ann.Kind = self.manifest["kind"]
         self.dim: int = self.manifest["dim"]
         self.contract_id: str = self.manifest["contract_id"]
         self.held_out: int = self.manifest["held_out"]
@@ -83,10 +94,7 @@ class Index:
         self._exact = ExactSearch(self.vectors)
         self.structure: Any = None
         if self.kind != "exact":
-            self.structure = approximate.load(
-                self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base
-            )
-            settle(self.structure)
+            self.structure = ann.load(self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base)
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = True) -> "Index":
@@ -133,15 +141,17 @@ class Index:
 
     @property
     def held_out_vectors(self) -> Float32:
-        """(held_out, dim): the rows beside it."""
+        """(held_out, dim): the rows outside it."""
         return self.vectors[len(self) - self.held_out :]
 
     def search(self, vectors: npt.ArrayLike, k: int = 10) -> Neighbours:
-        """The ``k`` nearest rows to each of ``vectors`` (Q, dim), by cosine, best first; all N if k is
-        larger.
+        """Find the ``k`` nearest rows to each of ``vectors`` (Q, dim), by cosine.
 
-        Always min(k, N) rows: where an approximate structure comes up with fewer, the exact search steps in.
-        Raises :class:`UsageError` for k < 1, another dimension, NaN, infinity or a zero vector.
+        Returns:
+            min(k, N) neighbours each, best first: where an approximate structure finds fewer, the exact search answers.
+
+        Raises:
+            UsageError: k < 1, another dimension, NaN, infinity or a zero vector.
         """
         if k < 1:
             raise UsageError(f"k is {k}; at least one neighbour must be asked for")
@@ -155,10 +165,10 @@ class Index:
         return None if label < 0 else self.class_names[int(label)]
 
     def _approximate(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
-        inside = approximate.found(self.structure, queries, min(k, len(self.base)))
+        inside = ann.search(self.structure, queries, min(k, len(self.base)))
         short = (inside[1] < 0).any(axis=1)
-        beside = nearest(queries, self.held_out_vectors, k)
-        scores, rows = best_of(inside, (beside[0], beside[1] + len(self.base)), k)
+        held_out = knn(queries, self.held_out_vectors, k)
+        scores, rows = merge_topk(inside, (held_out[0], held_out[1] + len(self.base)), k)
         if short.any():
             scores[short], rows[short] = self._exact.search(queries[short], k)
         return scores, rows

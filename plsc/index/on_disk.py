@@ -1,67 +1,129 @@
-"""IVF structures larger than memory: trained once on a sample, added part by part, merged on disk.
+"""Building within a memory budget: IVF structures trained on a sample, added part by part and merged on disk.
 
 The cells of the merged structure lie in a file of their own, ``index.ivfdata``, which searching maps: it takes the
-memory that the system has to spare, and answers from the disk where it has none.
+memory that the system has to spare, and reads from the disk where there is none.
+
+What a budget counts is memory that the system cannot take back. Files are read through its cache, which it can, and
+written without being mapped; the interpreter and its libraries (about 0.3 GB) come on top.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from plsc.errors import UsageError
-from plsc.index import approximate
-from plsc.index.exact import load_faiss
-from plsc.index.faiss_output import stdout_kept
-from plsc.index.memory import Within
-from plsc.index.refined import Refined
+from plsc.index import ann
+from plsc.index.exact import DATABASE_BLOCK, load_faiss
 from plsc.progress import Progress
 
 LISTS_FILE = "index.ivfdata"
-_READ_BYTES = 1 << 20  # of the rows that are added at once
+ROW_BYTES = 96  # ids, labels, positions and their sorting, for each row of the sets
+FIXED_BYTES = 14 << 20  # the chunks in which rows are read, normalised, compared and written
+LEAST_BYTES = 12 << 20  # of the structure's part: below, training and adding take no reasonable steps
+_TRAINED_AT_ONCE = 4096  # rows that faiss compares with all cells
+_ADDED_BYTES = 1 << 20  # of the rows that are added at once
 
 
-def built(kind: approximate.Kind, base: approximate.Base, seed: int, within: Within | None, *, quiet: bool) -> Any:
-    """The faiss index of ``kind`` over ``base`` (N, D): in memory where that is allowed, else with its cells on disk.
+@dataclass(frozen=True)
+class MemoryBudget:
+    """The memory of a build of ``rows`` vectors of ``dim`` numbers.
 
-    Raises :class:`UsageError` for a kind that has to be in memory and does not fit.
+    Attributes:
+        limit: bytes that may be allocated.
+        folder: where parts of a structure that does not fit are written.
+
+    Raises:
+        UsageError: ``limit`` is too little for any kind.
     """
-    if within is None or within.holds(kind):
-        return approximate.train_and_add(kind, base, seed, quiet=quiet)
+
+    limit: int
+    rows: int
+    dim: int
+    folder: Path
+
+    def __post_init__(self) -> None:
+        needed = self.rows * ROW_BYTES + FIXED_BYTES + LEAST_BYTES
+        if self.limit < needed:
+            raise UsageError(
+                f"{_megabytes(self.limit)} of memory are too little for {self.rows:,} rows of {self.dim}: "
+                f"at least {_megabytes(needed)} are needed"
+            )
+
+    @property
+    def left(self) -> int:
+        """Bytes for copies of the vectors and for the structure."""
+        return self.limit - self.rows * ROW_BYTES - FIXED_BYTES
+
+    def holds(self, kind: ann.Kind) -> bool:
+        """True if the whole structure of ``kind`` can be built in memory."""
+        sizes = {
+            "exact": 0,
+            "ivf": 2 * (4 * self.dim + 8),  # growing lists reserve up to as much again
+            "pq": 2 * (ann.code_bytes(self.dim) + 8),
+            "hnsw": 2 * (4 * self.dim + 8 * ann.HNSW_LINKS + 40),
+        }
+        sample = ann.cell_count(self.rows) * ann.ROWS_PER_CELL * 4 * self.dim if kind != "hnsw" else 0
+        return self.rows * sizes[kind] + sample <= self.left
+
+    @property
+    def sample_rows(self) -> int:
+        """Rows that k-means may learn from."""
+        return int(0.4 * self.left) // (4 * self.dim)
+
+    def part_rows(self, bytes_of_row: int, cells: int) -> int:
+        """Rows of ``bytes_of_row`` that are added to a part before it is written to disk."""
+        compared = 4 * _TRAINED_AT_ONCE * min(cells, DATABASE_BLOCK)
+        rows = int(0.8 * self.left - compared) // (2 * (bytes_of_row + 8))
+        if rows < cells // 8 + 1:
+            raise UsageError(f"{_megabytes(self.limit)} of memory are too little for {cells:,} cells; allow more")
+        return rows
+
+
+def build_structure(kind: ann.Kind, base: ann.RowArray, seed: int, budget: MemoryBudget | None, *, quiet: bool) -> Any:
+    """Build the structure of ``kind`` over ``base`` (N, D): in memory where the budget allows, else on disk.
+
+    Raises:
+        UsageError: the kind has to be in memory and does not fit.
+    """
+    if budget is None or budget.holds(kind):
+        return ann.train_and_add(kind, base, seed, quiet=quiet)
     if kind == "hnsw":
-        raise UsageError(f"hnsw keeps all {len(base):,} rows in memory, and --memory allows less; use --kind ivf")
-    return _built_in_parts(kind, base, seed, within, quiet=quiet)
+        raise UsageError(f"hnsw keeps all {len(base):,} rows in memory, and --max-memory allows less; use --kind ivf")
+    return _build_in_parts(kind, base, seed, budget, quiet=quiet)
 
 
-def _built_in_parts(kind: approximate.Kind, base: approximate.Base, seed: int, within: Within, *, quiet: bool) -> Any:
+def _build_in_parts(kind: ann.Kind, base: ann.RowArray, seed: int, budget: MemoryBudget, *, quiet: bool) -> Any:
     from faiss.contrib.ondisk import merge_ondisk
 
-    structure = approximate.trained_ivf(kind, base, seed, most=within.sample_rows)
-    index = structure.index if isinstance(structure, Refined) else structure
-    together = within.part_rows(index.code_size, index.nlist)
-    merged = within.folder / LISTS_FILE
+    structure = ann.train_ivf(kind, base, seed, max_rows=budget.sample_rows)
+    index = ann.faiss_index(structure)
+    part_rows = budget.part_rows(index.code_size, index.nlist)
+    merged = budget.folder / LISTS_FILE
     progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
-    with _parts(within.folder, index, base, together, progress) as parts, stdout_kept():
+    with _part_files(budget.folder, index, base, part_rows, progress) as parts, ann.stdout_to_stderr():
         merge_ondisk(index, [str(part) for part in parts], str(merged))
-    settle(structure)
+    ann.disable_prefetch(structure)
     return structure
 
 
 @contextmanager
-def _parts(folder: Path, empty: Any, base: approximate.Base, together: int, progress: Progress) -> Iterator[list[Path]]:
-    """Files of the rows' parts, each a structure like ``empty``, while they are needed."""
+def _part_files(
+    folder: Path, empty: Any, base: ann.RowArray, part_rows: int, progress: Progress
+) -> Iterator[list[Path]]:
+    """Write the rows as structures like ``empty``, ``part_rows`` in each; the files are removed at the end."""
     faiss = load_faiss()
     written: list[Path] = []
     try:
-        for start in range(0, len(base), together):
+        for start in range(0, len(base), part_rows):
             part = faiss.clone_index(empty)
-            stop = min(start + together, len(base))
-            _add(part, base, start, stop, progress)
+            _add(part, base, start, min(start + part_rows, len(base)), progress)
             written.append(folder / f".part-{len(written):05d}.faiss")
             faiss.write_index(part, str(written[-1]))
-            del part
+            del part  # before the next one is made: two do not fit
         progress.finish()
         yield written
     finally:
@@ -69,18 +131,13 @@ def _parts(folder: Path, empty: Any, base: approximate.Base, together: int, prog
             path.unlink(missing_ok=True)
 
 
-def _add(part: Any, base: approximate.Base, start: int, stop: int, progress: Progress) -> None:
-    count = max(1, _READ_BYTES // (4 * base.shape[1]))
-    for first in range(start, stop, count):
-        rows = np.ascontiguousarray(base[first : min(first + count, stop)])
+def _add(part: Any, base: ann.RowArray, start: int, stop: int, progress: Progress) -> None:
+    step = max(1, _ADDED_BYTES // (4 * base.shape[1]))
+    for first in range(start, stop, step):
+        rows = np.ascontiguousarray(base[first : min(first + step, stop)])
         part.add_with_ids(rows, np.arange(first, first + len(rows), dtype=np.int64))
         progress.advance(len(rows))
 
 
-def settle(index: Any) -> None:
-    """Let searches read mapped cells by themselves: faiss would start 32 threads to fetch them, for every search."""
-    faiss = load_faiss()
-    inner = index.index if isinstance(index, Refined) else index
-    lists = faiss.downcast_InvertedLists(inner.invlists) if hasattr(inner, "invlists") else None
-    if isinstance(lists, faiss.OnDiskInvertedLists):
-        lists.prefetch_nthread = 0
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"

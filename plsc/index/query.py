@@ -1,6 +1,6 @@
-"""Questions to an index by name: an image, a folder of images, or an embedding set."""
+"""Queries by name (an image, a folder of images, an embedding set), to an index or to a running service."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,21 +10,29 @@ import numpy as np
 from plsc.embed.embedding_set import EmbeddingSet, require_contract
 from plsc.errors import DataError, UsageError
 from plsc.files import MANIFEST
-from plsc.index.exact import Float32
-from plsc.index.gather import searchable
 from plsc.index.index import Index
+from plsc.index.rows import Float32, searchable
 
 if TYPE_CHECKING:
+    from plsc.client import Client, Input, Match
+    from plsc.data import ImageDataset
     from plsc.embed.embedder import Embedder
 
-BATCH = 64
-SEARCHED_AT_ONCE = 1024
+EMBEDDED_AT_ONCE = 64  # images
+SEARCHED_AT_ONCE = 1024  # queries
+REQUEST_QUERIES = 16  # small enough that pictures of a camera's size fit into a request's body
+_SERVICE_FORMATS = (".jpg", ".png", ".webp")
 
 
 @dataclass
 class Queries:
-    """Vectors (Q, D) with a name each, and {place: why it cannot be searched} for those without a
-    direction."""
+    """Vectors to search for.
+
+    Attributes:
+        names: of each query.
+        vectors: (Q, D).
+        errors: {position: why it cannot be searched}.
+    """
 
     names: list[str]
     vectors: Float32
@@ -32,32 +40,68 @@ class Queries:
 
 
 def open_queries(index: Index, source: str | Path, model: str | Path | None = None) -> Queries:
-    """Make ready what ``source`` names: an embedding set, else one image or a data set of images to embed.
+    """Read an embedding set, or embed one image or a data set of images.
 
-    Images are embedded by ``model``, or by the model that the index remembers. Raises :class:`UsageError` if
-    there is no such source or model, or if the model or the set is of another contract than the index.
+    Args:
+        index: whose contract the queries have to share.
+        source: the set, image or images.
+        model: embeds the images; None: the model that the index remembers.
+
+    Raises:
+        UsageError: there is no such source or model, or it is of another contract than the index.
     """
     if (Path(source) / MANIFEST).is_file():
         return _from_set(index, EmbeddingSet(source, verify=True))
-    if not Path(source).exists() and not str(source).startswith("avatars:"):
-        raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
-    return _from_images(index, source, _embedder(index, model))
+    _require_source(source)
+    return _from_images(index, source, _open_model(index, model))
 
 
 def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
-    """``[{"query", "matches": [{"id", "key", "label", "class", "score"}]}]``; a query without a direction has
-    an "error"."""
+    """Search for the ``k`` nearest rows to each query.
+
+    Returns:
+        ``[{"query", "matches": [{"id", "key", "label", "class", "score"}]}]``; a query that cannot be searched has no
+        matches and an "error".
+    """
     answers: list[dict[str, Any]] = [{"query": name, "matches": []} for name in queries.names]
-    for place, text in queries.errors.items():
-        answers[place]["error"] = text
-    good = [place for place in range(len(answers)) if place not in queries.errors]
-    index.search(np.empty((0, index.dim), dtype=np.float32), k)  # refuses a k < 1 even if there is no query
+    for position, text in queries.errors.items():
+        answers[position]["error"] = text
+    good = [position for position in range(len(answers)) if position not in queries.errors]
+    index.search(np.empty((0, index.dim), dtype=np.float32), k)  # refuses k < 1 even if there is no query
     for start in range(0, len(good), SEARCHED_AT_ONCE):
-        places = good[start : start + SEARCHED_AT_ONCE]
-        found = index.search(queries.vectors[places], k)
-        for place, scores, rows in zip(places, found.scores, found.rows, strict=True):
-            answers[place]["matches"] = [_match(index, int(row), float(s)) for row, s in zip(rows, scores, strict=True)]
+        positions = good[start : start + SEARCHED_AT_ONCE]
+        found = index.search(queries.vectors[positions], k)
+        for position, scores, rows in zip(positions, found.scores, found.rows, strict=True):
+            answers[position]["matches"] = [
+                _match(index, int(row), float(score)) for row, score in zip(rows, scores, strict=True)
+            ]
     return answers
+
+
+def search_service(client: "Client", collection: str, source: str | Path, k: int) -> list[dict[str, Any]]:
+    """Search a collection of a running service for an embedding set, one image or a data set of images.
+
+    Returns:
+        ``[{"query", "matches": [{"person", "name", "metadata", "face", "score", "same_person"}]}]``; a query that
+        cannot be read, or is refused, has no matches and an "error".
+
+    Raises:
+        UsageError: there is no such source, or the set is of another contract.
+        ServerError: the service cannot be reached, or refuses more than single queries.
+    """
+    answers = []
+    batch: list[_ServiceQuery] = []
+    for query in _service_queries(client, source):
+        batch.append(query)
+        if len(batch) == REQUEST_QUERIES:
+            answers += _answer_batch(client, collection, batch, k)
+            batch = []
+    return answers + _answer_batch(client, collection, batch, k)
+
+
+def _require_source(source: str | Path) -> None:
+    if not Path(source).exists() and not str(source).startswith("avatars:"):
+        raise UsageError(f"there is no {source} to search for; name an image, a folder of images or an embedding set")
 
 
 def _match(index: Index, row: int, score: float) -> dict[str, Any]:
@@ -74,16 +118,16 @@ def _match(index: Index, row: int, score: float) -> dict[str, Any]:
 def _from_set(index: Index, source: EmbeddingSet) -> Queries:
     require_contract(source.contract_id, index.contract_id, str(source.folder), str(index.folder))
     vectors = source.rows(0, len(source))
-    return Queries(list(source.keys), vectors, {**_without_direction(vectors), **source.errors})
+    return Queries(list(source.keys), vectors, {**_unsearchable(vectors), **source.errors})
 
 
-def _without_direction(vectors: Float32) -> dict[int, str]:
+def _unsearchable(vectors: Float32) -> dict[int, str]:
     finite, usable = searchable(vectors)
     reasons = {int(row): "the embedding is the zero vector" for row in np.flatnonzero(~usable)}
     return {**reasons, **{int(row): "the embedding is not finite" for row in np.flatnonzero(~finite)}}
 
 
-def _embedder(index: Index, model: str | Path | None) -> "Embedder":
+def _open_model(index: Index, model: str | Path | None) -> "Embedder":
     from plsc.embed.embedder import open_embedder
 
     remembered = index.manifest["model"]
@@ -103,24 +147,96 @@ def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Quer
     images = open_images(source, embedder.image_size)
     names = [images.key(i) for i in range(len(images))]
     queries = Queries(names, np.zeros((len(names), index.dim), dtype=np.float32))
-    for start in range(0, len(names), BATCH):
-        _embed(embedder, images, range(start, min(start + BATCH, len(names))), flip, queries)
-    queries.errors = {**_without_direction(queries.vectors), **queries.errors}
+    for start in range(0, len(names), EMBEDDED_AT_ONCE):
+        _embed(embedder, images, range(start, min(start + EMBEDDED_AT_ONCE, len(names))), flip, queries)
+    queries.errors = {**_unsearchable(queries.vectors), **queries.errors}
     if len(names) == 1 and queries.errors:
         raise DataError(queries.errors[0])
     return queries
 
 
-def _embed(embedder: "Embedder", images: Any, places: Sequence[int], flip: bool, queries: Queries) -> None:
+def _embed(
+    embedder: "Embedder", images: "ImageDataset", positions: Sequence[int], flip: bool, queries: Queries
+) -> None:
     import torch
 
     from plsc.embed.extract import embed_images
 
     decoded = {}
-    for place in places:
+    for position in positions:
         try:
-            decoded[place] = images.image(place)
+            decoded[position] = images.image(position)
         except DataError as error:
-            queries.errors[place] = str(error)
+            queries.errors[position] = str(error)
     if decoded:
         queries.vectors[list(decoded)] = embed_images(embedder, torch.stack(list(decoded.values())), flip).numpy()
+
+
+_ServiceQuery = tuple[str, "Input | DataError"]  # its name, and what is sent or why it cannot be read
+
+
+def _service_queries(client: "Client", source: str | Path) -> Iterator[_ServiceQuery]:
+    from plsc.embed.sources import open_pictures
+
+    if (Path(source) / MANIFEST).is_file():
+        embedded = EmbeddingSet(source, verify=True)
+        served = client.info()["model"]
+        require_contract(embedded.contract_id, served["contract_id"], str(source), f"the service's {served['source']}")
+        for shard in embedded:
+            yield from zip(shard.keys, shard.embeddings, strict=True)
+        return
+    _require_source(source)
+    images = open_pictures(source)  # in the size that they have: the service resizes
+    for position in range(len(images)):
+        yield images.key(position), _encoded(images, position)
+
+
+def _encoded(images: "ImageDataset", position: int) -> "bytes | DataError":
+    """An image's bytes in a format that the service takes; others are re-encoded as PNG."""
+    from plsc.data.decode import suffix_of
+    from plsc.data.encode import encode_image, encoded_image
+
+    try:
+        data = encoded_image(images, position, "png")
+        return data if suffix_of(data) in _SERVICE_FORMATS else encode_image(images.image(position), "png")
+    except DataError as error:
+        return error
+
+
+def _answer_batch(client: "Client", collection: str, batch: Sequence[_ServiceQuery], k: int) -> list[dict[str, Any]]:
+    readable = [query for _, query in batch if not isinstance(query, DataError)]
+    results = iter(_request(client, collection, readable, k))
+    return [
+        {"query": name, "matches": [], "error": str(query)}
+        if isinstance(query, DataError)
+        else {"query": name, **next(results)}
+        for name, query in batch
+    ]
+
+
+def _request(client: "Client", collection: str, queries: Sequence["Input"], k: int) -> list[dict[str, Any]]:
+    """The matches of each query; where one of several is refused, each is sent alone."""
+    from plsc.client import ServerError
+
+    if not queries:
+        return []
+    try:
+        results = client.search_many(collection, queries, k=k)
+    except ServerError as error:
+        if error.status not in (413, 415, 422):
+            raise
+        if len(queries) == 1:
+            return [{"matches": [], "error": str(error)}]
+        return [answer for query in queries for answer in _request(client, collection, [query], k)]
+    return [{"matches": [_service_match(match) for match in matches]} for matches in results]
+
+
+def _service_match(match: "Match") -> dict[str, Any]:
+    return {
+        "person": match.person.id,
+        "name": match.person.name,
+        "metadata": dict(match.person.metadata),
+        "face": match.face,
+        "score": match.score,
+        "same_person": match.same_person,
+    }

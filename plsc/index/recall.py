@@ -1,15 +1,21 @@
-"""How much an approximate search misses, measured on real rows that were never part of the structure
-searched."""
+"""Recall of an approximate search: measured on real rows held out of it, and monitored while it is in use."""
 
+import threading
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from plsc.index.exact import Float32, Int64
+from plsc.index.exact import ExactSearcher
+from plsc.index.rows import Float32, Int64, Mask
 
-_NUMBERS = 1 << 18  # of the rows compared at once
-TIE = 1e-6  # scores this close are the same neighbour as good: duplicates of an image are interchangeable
+TIE = 1e-6  # scores this close are equally good neighbours: duplicates of an image are interchangeable
+SAMPLE_EVERY = 64  # queries, of which the last is asked again
+MIN_SAMPLES = 20  # compared queries; fewer say nothing
+_WINDOW = 1000  # compared queries that count
+_PENDING = 16  # sampled queries that wait; further ones replace the oldest
+_ORACLE_NUMBERS = 1 << 18  # of the rows compared at once
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,13 @@ class Recall:
     queries: int
 
     def as_json(self) -> dict[str, float | int]:
-        """As manifests and ``--json`` hold it."""
+        """The form of manifests and of ``--json``."""
         return {"recall@1": round(self.at_1, 6), "recall@10": round(self.at_10, 6), "queries": self.queries}
 
 
 @dataclass(frozen=True)
-class Target:
-    """The recall asked for: of the nearest row alone (``at`` 1), or of it and of the ten nearest (``at`` 10)."""
+class RecallTarget:
+    """A least recall: ``share`` of the nearest row alone (``at`` 1), or of it and of the ten nearest (``at`` 10)."""
 
     share: float
     at: int = 10
@@ -37,17 +43,24 @@ class Target:
         return recall.at_1 if self.at == 1 else min(recall.at_1, recall.at_10)
 
     def met_by(self, recall: Recall) -> bool:
-        """Whether ``recall`` is enough."""
+        """True if ``recall`` suffices."""
         return self.reached(recall) >= self.share
 
 
 def choose_held_out(labels: Int64, count: int, seed: int) -> Int64:
-    """Choose up to ``count`` rows to hold out as queries, in ascending order.
+    """Choose rows to hold out as queries.
 
-    One row of each of as many classes as possible, only from classes that keep another row: a query then has
-    a true neighbour, as in use. Where too few classes are known, other rows fill up, at most a tenth of all.
-    Random vectors would not do: an IVF that finds 41% of their neighbours finds 96% of those of real,
-    clustered rows.
+    One row of each of as many classes as possible, only from classes that keep another row, so that a query has a
+    true neighbour as it has in use. Where too few classes are known, other rows fill up. Random vectors would not do:
+    an IVF that finds 41% of their neighbours finds 96% of those of real, clustered rows.
+
+    Args:
+        labels: (N,) class of each row, -1 for none.
+        count: how many are wanted; never more than a tenth of all rows.
+        seed: of the choice.
+
+    Returns:
+        Row numbers, ascending.
     """
     count = min(count, len(labels) // 10)
     random = np.random.default_rng(seed)
@@ -61,28 +74,65 @@ def choose_held_out(labels: Int64, count: int, seed: int) -> Int64:
     return np.sort(chosen)
 
 
-def recall_of(found: Float32, truth: Float32) -> Recall:
-    """Compare the scores of a search (Q, >=10 or as many as there are) with those of the exact one, both best
-    first."""
+def recall_of(scores: Float32, truth: Float32) -> Recall:
+    """Compare a search's scores with those of the exact search, both (Q, >= 10 or all there are), best first."""
     depth = min(10, truth.shape[1])
     if not len(truth) or not depth:
         return Recall(1.0, 1.0, len(truth))
-    found_1, found_10 = (_share(found[:, :n], truth[:, :n]) for n in (1, depth))
-    return Recall(found_1, found_10, len(truth))
+    at_1, at_10 = (_share(scores[:, :n], truth[:, :n]) for n in (1, depth))
+    return Recall(at_1, at_10, len(truth))
 
 
-def _share(found: Float32, truth: Float32) -> float:
-    good = (found >= truth[:, -1:] - TIE).sum(axis=1)
+def _share(scores: Float32, truth: Float32) -> float:
+    good = (scores >= truth[:, -1:] - TIE).sum(axis=1)
     return float(np.minimum(good, truth.shape[1]).mean() / truth.shape[1])
 
 
 def oracle(queries: Float32, base: Float32, k: int) -> npt.NDArray[np.float64]:
-    """The ``k`` best inner products (Q, min(k, N)), best first, in float64 numpy: slow, and independent of
-    faiss."""
+    """The ``k`` best inner products (Q, min(k, N)), best first, by float64 numpy: slow, and independent of faiss."""
     best = np.full((len(queries), 0), -np.inf)
-    together = max(1, _NUMBERS // max(1, base.shape[1]))
-    for start in range(0, len(base), together):
-        scores = queries.astype(np.float64) @ base[start : start + together].astype(np.float64).T
+    step = max(1, _ORACLE_NUMBERS // max(1, base.shape[1]))
+    for start in range(0, len(base), step):
+        scores = queries.astype(np.float64) @ base[start : start + step].astype(np.float64).T
         best = np.concatenate([best, scores], axis=1)
         best = -np.partition(-best, min(k, best.shape[1]) - 1, axis=1)[:, :k]
     return -np.sort(-best, axis=1)
+
+
+class RecallMonitor:
+    """Samples queries that were answered approximately, and compares them with exact answers while nobody waits.
+
+    :meth:`record` is called by searches, on any thread; :meth:`compare` by one thread that has time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # of _since_sample and _pending; _compared belongs to the comparing thread
+        self._since_sample = 0
+        self._pending: deque[tuple[Float32, Float32, Mask | None]] = deque(maxlen=_PENDING)
+        self._compared: deque[tuple[float, float]] = deque(maxlen=_WINDOW)
+
+    def record(self, queries: Float32, scores: Float32, allowed: Mask | None) -> None:
+        """Note that queries (Q, D) among the rows ``allowed`` were answered with ``scores`` (Q, k), best first."""
+        with self._lock:
+            self._since_sample += len(queries)
+            if self._since_sample >= SAMPLE_EVERY:
+                self._since_sample = 0
+                self._pending.append((queries[-1].copy(), scores[-1].copy(), allowed))
+
+    def compare(self, exact: ExactSearcher) -> None:
+        """Ask ``exact`` the queries sampled since the last call."""
+        with self._lock:
+            pending = list(self._pending)
+            self._pending.clear()
+        for query, scores, allowed in pending:
+            recall = recall_of(scores[None], exact.search(query[None], len(scores), allowed=allowed)[0])
+            self._compared.append((recall.at_1, recall.at_10))
+
+    @property
+    def recall(self) -> Recall | None:
+        """Over the newest 1,000 queries compared; None while there are fewer than 20."""
+        compared = list(self._compared)
+        if len(compared) < MIN_SAMPLES:
+            return None
+        at_1, at_10 = np.mean(compared, axis=0).tolist()
+        return Recall(at_1, at_10, len(compared))

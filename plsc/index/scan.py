@@ -1,37 +1,56 @@
-"""Exact search by scanning every row: candidates in low precision, the answer in high.
+"""Exact search by scanning every row: candidates in low precision, the answer in float64.
 
-A row's bfloat16 copy has half the bytes of float32 and is multiplied many times as fast; its score is off by no more
-than a bound that the rounding errors themselves give. Whatever lies within twice that bound of the k-th best score
-is a candidate, and candidates are scored again from the float32 rows in float64. So the answer is the true one,
-however close rows lie together; where very many do, all of them are scored again.
+A bfloat16 copy of the rows has half the bytes of float32 and multiplies many times as fast. Its scores are off by no
+more than a bound that follows from the rounding errors themselves (Cauchy-Schwarz, :func:`query_error`). Every row
+within twice that bound of the k-th best score is a candidate, and candidates are scored again from the float32 rows in
+float64. So the answer is the ranking of a float64 scan, however close rows lie; where very many are that close, all of
+them are scored in float64.
+
+:class:`ExactScan` is what callers use. It chooses one of two backends when it is made: :class:`NativeScan` (C++, on a
+CPU with a compiler) or :class:`TorchScan` (on a GPU, and on a CPU without a compiler).
 """
 
-import numpy as np
-import numpy.typing as npt
-import torch
+import mmap
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
 
-from plsc.errors import UsageError
-from plsc.index.exact import Float32, Int64
-from plsc.index.kept_rows import KeptRows
-from plsc.index.native_scan import NativeScan
-from plsc.index.torch_scan import TorchScan
-from plsc.native.scan import has_scan
+import numpy as np
+import torch
+from torch import Tensor
+
+from plsc.errors import DataError, UsageError
+from plsc.index.rows import Float32, Int64, Mask, RowSource, rank
+from plsc.native.scan import PADDED_TO, Rows, has_scan, has_tiles
+from plsc.native.scan import scan as native_scan
 
 PRECISIONS = ("bf16", "fp32")
-_ANSWERS = 1 << 20  # rows asked for at once, of all queries together
-Allowed = npt.NDArray[np.bool_]
+
+_RESULTS = 1 << 20  # rows returned by one pass of a backend, over all its queries
+_CANDIDATES = 1 << 22  # kept at once over all queries (native: by each thread)
+_SCORES = 1 << 22  # in one matrix product of the torch backend
+_ONE_THREAD_BELOW = 1 << 21  # multiplications; starting a second thread costs more than it saves
+_SUM_ERROR = 2.0**-23  # of each float32 addition, relative to the lengths; twice the unit roundoff, for slack
+_SLACK = 1.001  # since lengths are themselves computed in float32
+_BF16_ROUNDING = 2.0**-8  # relative, of a score that a bfloat16 product of torch returns
 
 
 class ExactScan:
-    """The rows of ``vectors`` (N, D) float32, ready to be searched; nothing of it changes after construction.
+    """Exact k-nearest-neighbour search over the rows of ``vectors`` (N, D); immutable once made.
 
     Args:
-        vectors: in C order, of length 1 or less, usually a memory map. Kept; candidates are read for every answer,
-            from the map's file where there is one, so that its pages do not fill this process's memory.
-        precision: "bf16" keeps a copy of 2 bytes a number and scans that; "fp32" scans ``vectors``.
-        device: where torch scans: "cpu", or "cuda", which holds the copy in the GPU's memory.
+        vectors: float32 in C order, rows of length 1 or less, usually a memory map. Kept, not copied: candidates are
+            read for every answer, from the map's file where there is one.
+        precision: "bf16" scans a copy of 2 bytes a number; "fp32" scans ``vectors`` themselves.
+        device: "cpu", or "cuda", which keeps what is scanned in the GPU's memory.
 
-    Raises :class:`UsageError` for another shape, type or precision, :class:`DataError` for a row that is not finite.
+    Attributes:
+        precision: as given.
+        backend: "native" or "torch", the implementation that was chosen.
+
+    Raises:
+        UsageError: another shape, type or precision.
+        DataError: a row that is not finite.
     """
 
     def __init__(self, vectors: Float32, *, precision: str = "bf16", device: str = "cpu") -> None:
@@ -39,26 +58,34 @@ class ExactScan:
             raise UsageError(f"a scan takes float32 rows in C order, not {vectors.dtype}{list(vectors.shape)}")
         if precision not in PRECISIONS:
             raise UsageError(f"no precision {precision!r}; it is one of {', '.join(PRECISIONS)}")
-        self._vectors = vectors
-        self._kept = KeptRows(vectors, precision, torch.device(device))
-        compiled = has_scan() and self._kept.device.type == "cpu"
-        self._scan: NativeScan | TorchScan = NativeScan(self._kept) if compiled else TorchScan(self._kept)
         self.precision = precision
+        self._vectors = vectors
+        self._copy = ScanCopy(vectors, precision, torch.device(device))
+        self.backend = "native" if has_scan() and self._copy.device.type == "cpu" else "torch"
+        self._scan: ScanBackend = NativeScan(self._copy) if self.backend == "native" else TorchScan(self._copy)
 
     def __len__(self) -> int:
         return len(self._vectors)
 
     @property
     def memory_bytes(self) -> int:
-        """What a scan reads: the copy, or the float32 rows themselves."""
-        return self._kept.memory_bytes
+        """Bytes that a scan reads: of the copy, or of the float32 rows themselves."""
+        return self._copy.memory_bytes
 
-    def search(self, queries: Float32, k: int, *, allowed: Allowed | None = None) -> tuple[Float32, Int64]:
-        """The ``k`` rows with the largest inner products with each of ``queries`` (Q, D), best first, ties by number.
+    def search(self, queries: Float32, k: int, *, allowed: Mask | None = None) -> tuple[Float32, Int64]:
+        """Find the rows with the largest inner products.
 
-        allowed: (N,) bool, the rows that may be found; all where None. Returns scores (Q, k') float32 and rows
-        (Q, k') int64 with k' = min(k, rows allowed): the ranking of a float64 scan. Raises :class:`UsageError` for
-        k < 0 or arguments that do not fit the rows; queries have to be finite.
+        Args:
+            queries: (Q, D), finite.
+            k: how many rows for each query.
+            allowed: (N,), True for the rows that may be found; None: all.
+
+        Returns:
+            Scores (Q, k') float32, best first, and rows (Q, k') int64 with ties by row number,
+            k' = min(k, number of rows allowed).
+
+        Raises:
+            UsageError: k < 0, or arguments that do not fit the rows.
         """
         self._check(queries, k, allowed)
         if allowed is not None and allowed.all():
@@ -67,13 +94,13 @@ class ExactScan:
         k = min(k, count)
         scores = np.empty((len(queries), k), dtype=np.float32)
         rows = np.empty((len(queries), k), dtype=np.int64)
-        together = max(1, _ANSWERS // max(1, k))
-        for start in range(0, len(queries) if k else 0, together):
-            part = slice(start, start + together)
+        step = max(1, _RESULTS // max(1, k))
+        for start in range(0, len(queries) if k else 0, step):
+            part = slice(start, start + step)
             scores[part], rows[part] = self._scan.search(queries[part], k, allowed, count)
         return scores, rows
 
-    def _check(self, queries: Float32, k: int, allowed: Allowed | None) -> None:
+    def _check(self, queries: Float32, k: int, allowed: Mask | None) -> None:
         dim = self._vectors.shape[1]
         if queries.ndim != 2 or queries.shape[1] != dim or queries.dtype != np.float32:
             raise UsageError(f"queries are {queries.dtype}{list(queries.shape)}; the scan takes float32 [Q, {dim}]")
@@ -81,3 +108,229 @@ class ExactScan:
             raise UsageError(f"k is {k}; it counts neighbours")
         if allowed is not None and (allowed.shape != (len(self),) or allowed.dtype != np.bool_):
             raise UsageError(f"allowed is {allowed.dtype}{list(allowed.shape)}; it takes bool [{len(self)}]")
+
+
+class ScanBackend(Protocol):
+    """An implementation of the scan."""
+
+    def search(self, queries: Float32, k: int, allowed: Mask | None, count: int) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, k), 0 < k <= ``count``, the number of rows ``allowed``."""
+
+
+class NativeScan:
+    """Scan by compiled kernels (plsc/native/scan_kernels.cpp), with as many threads as torch uses."""
+
+    def __init__(self, copy: "ScanCopy") -> None:
+        self._bounds = copy.bounds
+        # With matrix tiles (AMX) both factors are bfloat16, so queries are rounded too; without, rows are widened.
+        self._rounds_queries = copy.rows is not None and has_tiles()
+        base = copy.vectors if copy.rows is None else copy.rows.view(torch.uint16).numpy()
+        self._rows = Rows(np.asarray(copy.vectors), np.asarray(base), copy.source.descriptor, copy.source.offset)
+
+    def search(self, queries: Float32, k: int, allowed: Mask | None, count: int) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, k), 0 < k <= ``count``, the number of rows ``allowed``."""
+        index = None
+        if allowed is not None and 2 * count < len(allowed):  # few: visit them alone instead of testing every row
+            index, allowed = np.flatnonzero(allowed).astype(np.int64), None
+        exact = torch.from_numpy(np.array(queries))
+        rounded = exact.bfloat16() if self._rounds_queries else exact
+        error = query_error(exact, rounded, self._bounds)
+        low = rounded.view(torch.uint16).numpy() if self._rounds_queries else None
+        score_all = 4 * k >= count  # then a first pass in low precision would exclude next to nothing
+        multiplications = count * len(queries) * exact.shape[1]
+        scores, rows, _ = native_scan(
+            replace(self._rows, base=None) if score_all else self._rows,
+            queries,
+            None if score_all else low,
+            (2 * error).numpy(),
+            k,
+            index=index,
+            allowed=allowed,
+            most=max(4 * k, _CANDIDATES // len(queries)),
+            threads=1 if multiplications < _ONE_THREAD_BELOW else torch.get_num_threads(),
+        )
+        return scores, rows
+
+
+class TorchScan:
+    """Scan by PyTorch's matrix products, on the device of the copy."""
+
+    def __init__(self, copy: "ScanCopy") -> None:
+        self._copy = copy
+
+    def search(self, queries: Float32, k: int, allowed: Mask | None, count: int) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, k), 0 < k <= ``count``, the number of rows ``allowed``."""
+        all_rows = np.arange(len(self._copy.vectors)) if allowed is None else np.flatnonzero(allowed)
+        shortlists: Sequence[Int64 | None] = [None] * len(queries)
+        if 4 * k < count:  # otherwise a first pass in low precision would exclude next to nothing
+            shortlists = self._shortlists(queries, k, allowed)
+        scores = np.empty((len(queries), k), dtype=np.float32)
+        rows = np.empty((len(queries), k), dtype=np.int64)
+        for position, shortlist in enumerate(shortlists):
+            candidates = all_rows if shortlist is None else shortlist
+            scores[position], rows[position] = rank(queries[position], self._copy.source, candidates, k)
+        return scores, rows
+
+    def _shortlists(self, queries: Float32, k: int, allowed: Mask | None) -> list[Int64 | None]:
+        """For each query the rows (n,), ascending, that may be among its best ``k``; None where too many may."""
+        device, copy = self._copy.device, self._copy.rows
+        exact = torch.from_numpy(np.array(queries)).to(device)
+        rounded = exact if copy is None else exact.to(copy.dtype)
+        error = query_error(exact, rounded, self._copy.bounds)
+        if rounded.dtype == torch.bfloat16:
+            error = error + _BF16_ROUNDING * self._copy.bounds.longest * exact.norm(dim=1)
+        pool = _CandidatePool(k, 2 * error)
+        mask = None if allowed is None else torch.from_numpy(np.array(allowed)).to(device)
+        step = max(1, _SCORES // max(1, len(queries)))
+        for start in range(0, len(self._copy.vectors), step):
+            scores = (rounded @ self._range(start, start + step).T).float()
+            if mask is not None:
+                scores.masked_fill_(~mask[start : start + step], -torch.inf)
+            pool.add(start, scores)
+        return pool.finish()
+
+    def _range(self, start: int, stop: int) -> Tensor:
+        if self._copy.rows is not None:
+            return self._copy.rows[start:stop, : self._copy.vectors.shape[1]]
+        return torch.from_numpy(np.array(self._copy.vectors[start:stop], subok=False))
+
+
+class _CandidatePool:
+    """Collects, chunk by chunk of the rows, those that may still be among the best ``k`` of each query."""
+
+    def __init__(self, k: int, margin: Tensor) -> None:
+        """margin: (Q,), the distance below the k-th best score at which a row may still be one of the best k."""
+        self._k, self._margin = k, margin
+        self._best = torch.full((len(margin), k), -torch.inf, device=margin.device)
+        self._queries: list[Tensor] = []
+        self._rows: list[Tensor] = []
+        self._scores: list[Tensor] = []
+        # Queries with too many candidates: theirs are dropped, and the caller scores every row in float64 instead.
+        self._crowded = torch.zeros(len(margin), dtype=torch.bool, device=margin.device)
+
+    def add(self, start: int, scores: Tensor) -> None:
+        """scores: (Q, n) of the rows from ``start`` on, −inf for those that are not allowed."""
+        top = scores.topk(min(self._k, scores.shape[1]), dim=1).values
+        self._best = torch.cat([self._best, top], dim=1).topk(self._k, dim=1).values
+        keep = (scores >= self._threshold()[:, None]) & (scores > -torch.inf)
+        queries, rows = keep.nonzero(as_tuple=True)
+        self._queries.append(queries)
+        self._rows.append(rows + start)
+        self._scores.append(scores[queries, rows])
+        if sum(map(len, self._rows)) > _CANDIDATES:
+            self._prune()
+
+    def finish(self) -> list[Int64 | None]:
+        """Rows (n,) ascending for each query; None for one that has too many."""
+        self._prune()
+        queries, rows = self._queries[0].cpu().numpy(), self._rows[0].cpu().numpy()
+        order = np.lexsort((rows, queries))
+        parts = np.split(rows[order], np.cumsum(np.bincount(queries, minlength=len(self._margin)))[:-1])
+        crowded = self._crowded.tolist()
+        return [None if many else part for many, part in zip(crowded, parts, strict=True)]
+
+    def _threshold(self) -> Tensor:
+        return torch.where(self._crowded, torch.inf, self._best[:, -1] - self._margin)
+
+    def _prune(self) -> None:
+        queries, rows, scores = map(torch.cat, (self._queries, self._rows, self._scores))
+        keep = scores >= self._threshold()[queries]
+        if int(keep.sum()) > _CANDIDATES // 2:
+            counts = torch.bincount(queries[keep], minlength=len(self._margin))
+            self._crowded |= counts > max(4 * self._k, _CANDIDATES // (2 * len(self._margin)))
+            keep &= ~self._crowded[queries]
+        self._queries, self._rows, self._scores = [queries[keep]], [rows[keep]], [scores[keep]]
+
+
+class ScanCopy:
+    """What a scan reads in place of ``vectors`` (N, D): a bfloat16 copy, a copy on a GPU, or the vectors themselves.
+
+    Attributes:
+        source: reads the float32 rows.
+        rows: (N, stride) on ``device``, bfloat16 with stride the next multiple of 32 from D on and zeros behind D, or
+            float32 on a GPU; None: the vectors themselves are scanned.
+        bounds: of the rounding errors of the rows.
+    """
+
+    def __init__(self, vectors: Float32, precision: str, device: torch.device) -> None:
+        self.vectors, self.device = vectors, device
+        self.source = RowSource(vectors)
+        self.bounds = RowBounds()
+        self.rows: Tensor | None = None
+        count, dim = vectors.shape
+        if precision == "bf16":
+            self.rows = _empty_bf16(count, -(-dim // PADDED_TO) * PADDED_TO, device)
+        elif device.type != "cpu":
+            self.rows = torch.empty(count, dim, device=device)
+        for start, part in self.source.chunks():
+            self._add(start, torch.from_numpy(part))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of what is scanned."""
+        return self.vectors.nbytes if self.rows is None else self.rows.nbytes
+
+    def _add(self, start: int, exact: Tensor) -> None:
+        if self.rows is None:
+            self.bounds.add(start, exact, exact)
+            return
+        rounded = exact.to(self.rows.dtype)
+        self.bounds.add(start, exact, rounded)
+        self.rows[start : start + len(exact), : exact.shape[1]] = rounded.to(self.device)
+
+
+def _empty_bf16(count: int, stride: int, device: torch.device) -> Tensor:
+    """(count, stride) zeros; on a CPU in huge pages where the system has them, because scans read it end to end."""
+    if device.type != "cpu" or not count:
+        return torch.zeros(count, stride, dtype=torch.bfloat16, device=device)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Private, since shared memory gets no huge pages.
+        memory = mmap.mmap(-1, count * stride * 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        memory = mmap.mmap(-1, count * stride * 2)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint16)).view(torch.bfloat16).view(count, stride)
+
+
+class RowBounds:
+    """Upper bounds over all rows added.
+
+    Attributes:
+        longest: of a row's length.
+        largest_residue: of the length of (row − rounded row).
+    """
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+        self.largest_residue = 0.0
+
+    def add(self, start: int, exact: Tensor, rounded: Tensor) -> None:
+        """exact, rounded: (n, D), the rows from ``start`` on; :class:`DataError` for one that is not finite."""
+        lengths = exact.norm(dim=1)
+        if not bool(lengths.isfinite().all()):
+            raise DataError(f"row {start + int((~lengths.isfinite()).nonzero()[0])} of the vectors is not finite")
+        self.longest = max(self.longest, _SLACK * float(lengths.max()))
+        if rounded.dtype != exact.dtype:
+            residues = (exact - rounded.to(exact.dtype)).norm(dim=1)
+            self.largest_residue = max(self.largest_residue, _SLACK * float(residues.max()))
+
+
+def query_error(exact: Tensor, rounded: Tensor, rows: RowBounds) -> Tensor:
+    """Bound the error of low-precision scores: |⟨q, v⟩ − computed ⟨q', v'⟩| for any row v.
+
+    ⟨q, v⟩ − ⟨q', v'⟩ = ⟨q − q', v⟩ + ⟨q', v − v'⟩, each bounded by Cauchy-Schwarz; the float32 sum of D products adds
+    its own rounding.
+
+    Args:
+        exact: queries q (Q, D).
+        rounded: the same after rounding, q'.
+        rows: the bounds of the rows v and their rounded v'.
+
+    Returns:
+        (Q,) bounds.
+    """
+    residue = torch.linalg.vector_norm(exact - rounded, dim=1) * _SLACK
+    length = torch.linalg.vector_norm(exact, dim=1) * _SLACK + residue  # at least those of q and of q'
+    summing = (exact.shape[1] + 16) * _SUM_ERROR * (rows.longest + rows.largest_residue)
+    error: Tensor = residue * rows.longest + length * (rows.largest_residue + summing)
+    return error

@@ -1,10 +1,10 @@
 """What a GPU and a link can do: named ones, given ones, and this machine's, measured."""
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from plsc import sizes
 from plsc.errors import UsageError
 
 GIB = 2**30
@@ -17,8 +17,8 @@ PRODUCT_SHARE = 0.8
 COPY_SHARE = 0.9
 LINK_SHARE = 0.8  # of a link's peak that large collectives reach
 
-_UNITS = {"": 1, "B": 1, "MIB": 2**20, "GIB": GIB, "TIB": 2**40}
-_LABELS = {"GB": GIB, "TB": 2**40}
+# The label of a card is the one place where GB does not mean 10^9 bytes (plsc.sizes).
+_CARD_UNITS = {**sizes.UNITS, "gb": USABLE_SHARE * GIB, "tb": USABLE_SHARE * 2**40}
 
 
 @dataclass(frozen=True)
@@ -101,19 +101,11 @@ def given_speeds(device: Device, tflops: float | None, bandwidth: float | None) 
 
 
 def parse_memory(text: str, option: str = "--gpu-memory") -> int:
-    """Bytes of ``80GB`` (as sold: 97.5% of 80 GiB), ``78GiB`` (usable) or ``84e9``; UsageError for anything else."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = match[2].upper() if match else ""
-    try:
-        number = float(match[1]) if match else -1.0
-    except ValueError:
-        number = -1.0
-    if number <= 0 or unit not in _UNITS | _LABELS:
-        raise UsageError(f"{option} {text!r} is no amount of memory; write 80GB (as sold), 78GiB or 84e9 (bytes)")
-    size = number * _LABELS[unit] * USABLE_SHARE if unit in _LABELS else number * _UNITS[unit]
+    """Bytes of a card: ``80GB`` (as sold: 97.5% of 80 GiB), ``78GiB`` (usable) or ``84e9``; UsageError otherwise."""
+    size = sizes.parse_memory(text, option, units=_CARD_UNITS, examples="80GB (as sold), 78GiB or 84e9 (bytes)")
     if size < 2**20:
         raise UsageError(f"{option} {text!r} is less than a mebibyte; write the unit too, as in 80GB")
-    return int(size)
+    return size
 
 
 def link_speed(text: str, device: Device, option: str) -> float:

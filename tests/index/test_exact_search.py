@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from plsc.index import exact_search
-from plsc.index.exact_search import ExactSearch
+from plsc.index import exact
+from plsc.index.exact import ExactSearch
 from plsc.native.scan import has_scan
 
 
@@ -15,7 +15,7 @@ def rows_of(count, dim, seed=0):
 
 @pytest.mark.parametrize("least", [0, 1 << 22])
 def test_answers_before_and_after_the_copy_are_the_same(monkeypatch, least):
-    monkeypatch.setattr(exact_search, "SCAN_FROM", least)
+    monkeypatch.setattr(exact, "SCAN_FROM", least)
     vectors, queries = rows_of(3000, 40), rows_of(12, 40, 1)
     truth = np.argsort(-(queries.astype(np.float64) @ vectors.T), axis=1)
     search = ExactSearch(vectors)

@@ -305,7 +305,7 @@ def test_a_recall_of_the_nearest_alone_takes_less_effort(faces: EmbeddingSet, tm
 def test_a_recall_out_of_reach_is_said_and_leaves_nothing(
     faces: EmbeddingSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plsc.index.approximate.HNSW_WIDEST", 16)
+    monkeypatch.setattr("plsc.index.ann.HNSW_MAX_EFFORT", 16)
     with pytest.raises(UsageError, match=r"hnsw finds 0\.\d+ of the nearest rows at most, and --recall asks for 1"):
         Index.build([faces], tmp_path / "idx", kind="hnsw", recall=1.0, quiet=True)
     assert list(tmp_path.iterdir()) == []
@@ -315,7 +315,7 @@ def test_auto_takes_ivf_only_where_it_is_faster(faces: EmbeddingSet, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
         for speed, kind in ((3.0, "ivf"), (0.5, "exact")):
-            patch.setattr("plsc.index.choice._speed_over_exact", lambda *_, speed=speed: speed)
+            patch.setattr("plsc.index.tuning._speed_over_exact", lambda *_, speed=speed: speed)
             index = Index.build([faces], tmp_path / "idx", recall=0.9, quiet=True)
             assert index.kind == kind
             assert (tmp_path / "idx" / "index.faiss").exists() == (kind == "ivf")

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import DataError, UsageError
-from plsc.index.kept_rows import KeptRows
-from plsc.index.scan import ExactScan
+from plsc.index.scan import ExactScan, ScanCopy
 
 
 def unit(rows):
@@ -142,7 +141,7 @@ def test_a_file_that_was_cut_is_an_error_and_no_answer(tmp_path: Path):
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="asks Linux about this process's memory")
 def test_the_copy_may_lie_in_large_pages():
-    copy = KeptRows(np.ones((5000, 64), dtype=np.float32), "bf16", torch.device("cpu")).copy
+    copy = ScanCopy(np.ones((5000, 64), dtype=np.float32), "bf16", torch.device("cpu")).rows
     assert copy is not None
     place, flags = copy.data_ptr(), []
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -191,3 +191,9 @@ def test_help_is_for_newcomers(capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit, match="0"):
             main(argv)
         assert "usage: plsc" in capsys.readouterr().out
+
+
+def test_the_former_name_of_max_memory_still_works_and_warns(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    for option, warning in (("--max-memory", ""), ("--memory", "plsc: --memory is deprecated: write --max-memory\n")):
+        assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(tmp_path / "x"), option, "1kB"]) == 2
+        assert capsys.readouterr().err.startswith(f"{warning}plsc index: 0 MB of memory are too little")

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from plsc.index import native_scan, torch_scan
-from plsc.index.kept_rows import KeptRows
-from plsc.index.native_scan import NativeScan
-from plsc.index.torch_scan import TorchScan
+from plsc.index import scan as scan_module
+from plsc.index.scan import NativeScan, ScanCopy, TorchScan
 from plsc.native import scan as compiled_scan
 
 compiled = pytest.mark.skipif(not compiled_scan.has_scan(), reason="needs a C++ compiler")
@@ -30,7 +28,7 @@ def oracle(queries, vectors, k, allowed=None):
 
 
 def engines(vectors, precision):
-    kept = KeptRows(vectors, precision, torch.device("cpu"))
+    kept = ScanCopy(vectors, precision, torch.device("cpu"))
     return {"native": NativeScan(kept), "torch": TorchScan(kept)}
 
 
@@ -38,7 +36,7 @@ def engines(vectors, precision):
 def tiles(request, monkeypatch):
     """Both ways to multiply, where the processor has both."""
     if request.param == "no tiles":
-        monkeypatch.setattr(native_scan, "has_tiles", lambda: False)
+        monkeypatch.setattr(scan_module, "has_tiles", lambda: False)
     elif not compiled_scan.has_tiles():
         pytest.skip("needs a processor with bf16 matrix tiles (AMX)")
 
@@ -83,13 +81,12 @@ def test_shortlists_that_overflow_give_way_to_every_row(monkeypatch, engine):
     vectors = middle + 1e-4 * rows_of(3000, 48, 1)
     vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
     queries = np.concatenate([middle, rows_of(4, 48, 2)])
-    monkeypatch.setattr(native_scan, "_MOST", 500)
-    monkeypatch.setattr(torch_scan, "_MOST", 500)
-    monkeypatch.setattr(torch_scan, "_SCORES", 1000)
+    monkeypatch.setattr(scan_module, "_CANDIDATES", 500)
+    monkeypatch.setattr(scan_module, "_SCORES", 1000)
     allowed = np.arange(3000) % 5 != 0
     scored = []
-    for module, name in ((native_scan, "scan"), (torch_scan, "rank")):
-        monkeypatch.setattr(module, name, counting(getattr(module, name), scored))
+    for name in ("native_scan", "rank"):
+        monkeypatch.setattr(scan_module, name, counting(getattr(scan_module, name), scored))
     _, rows = engines(vectors, "bf16")[engine].search(queries, 5, allowed, 2400)
     np.testing.assert_array_equal(rows, oracle(queries, vectors, 5, allowed))
     assert sum(scored) >= 2400

@@ -7,11 +7,11 @@ import pytest
 
 from plsc.embed.set_writer import write_embedding_set
 from plsc.errors import UsageError
-from plsc.index import Index, approximate
-from plsc.index.approximate_search import ApproximateSearch
+from plsc.index import Index, ann
+from plsc.index.ann import ApproximateSearch
 from plsc.index.check import check
-from plsc.index.planner import plan_search
 from plsc.index.scan import ExactScan
+from plsc.index.tuning import plan_search
 from plsc.tools.entry import main
 
 ROWS, PER_PERSON, DIM = 3000, 10, 24
@@ -48,7 +48,7 @@ def gallery():
 @pytest.fixture(scope="module", params=["ivf", "hnsw"])
 def search(request, gallery):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("plsc.index.planner.KINDS", (request.param,))
+        patch.setattr("plsc.index.tuning.KINDS", (request.param,))
         found = plan_search(Slow(gallery[0]), gallery[0], gallery[1], 10.0, recall=0.95)
     assert found is not None
     assert found.kind == request.param
@@ -100,7 +100,7 @@ def test_exact_is_kept_where_it_is_quick_enough(gallery):
 
 def test_exact_is_kept_where_nothing_is_quicker(gallery, monkeypatch):
     times = iter([5.0, 7.0, 6.0])  # exact, IVF, HNSW
-    monkeypatch.setattr("plsc.index.planner.milliseconds", lambda *_: next(times))
+    monkeypatch.setattr("plsc.index.tuning.median_milliseconds", lambda *_: next(times))
     assert plan_search(ExactScan(gallery[0]), *gallery, 1.0, recall=0.5) is None
 
 
@@ -120,9 +120,12 @@ def test_an_index_is_exact_unless_that_misses_the_latency(
     names = [f"id{number}" for number in range(ROWS // PER_PERSON)]
     write_embedding_set(tmp_path / "set", gallery[0], contract_id="m", labels=gallery[1], class_names=names)
     remaining = iter(structures)
-    monkeypatch.setattr("plsc.index.choice.milliseconds", lambda *_: exact)
-    monkeypatch.setattr("plsc.index.planner.milliseconds", lambda *_: next(remaining))
-    monkeypatch.setattr("plsc.index.choice._speed_over_exact", lambda *_: exact / min(structures))
+
+    def time_of(search, *_):  # the exact search is a method, a structure's a function
+        return exact if hasattr(search, "__self__") else next(remaining)
+
+    monkeypatch.setattr("plsc.index.tuning.median_milliseconds", time_of)
+    monkeypatch.setattr("plsc.index.tuning._speed_over_exact", lambda *_: exact / min(structures))
     assert (
         main(
             [
@@ -162,8 +165,8 @@ def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
             raise UsageError("too low")
         return tune_truly(structure, kind, *rest)
 
-    tune_truly = approximate.tune
-    monkeypatch.setattr(approximate, "tune", tune)
+    tune_truly = ann.tune
+    monkeypatch.setattr(ann, "tune", tune)
     found = plan_search(Slow(gallery[0]), *gallery, 10.0, recall=0.9)
     assert found is not None
     assert found.kind == "hnsw"
@@ -189,4 +192,4 @@ def test_compressed_rows_are_ranked_by_their_true_scores(tmp_path):
 
 @pytest.mark.parametrize(("dim", "expected"), [(512, 128), (24, 6), (7, 1), (1, 1), (90, 18)])
 def test_a_compressed_row_has_a_byte_for_four_numbers_or_more(dim, expected):
-    assert approximate.code_bytes(dim) == expected
+    assert ann.code_bytes(dim) == expected

@@ -15,11 +15,10 @@ from plsc.embed.columns import open_strings, save_strings
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import write_embedding_set
 from plsc.errors import IntegrityError, UsageError
-from plsc.index import Index
+from plsc.index import Index, ann
 from plsc.index.build import build
 from plsc.index.check import check
-from plsc.index.memory import Within, parse_memory
-from plsc.index.on_disk import LISTS_FILE
+from plsc.index.on_disk import LISTS_FILE, MemoryBudget
 
 ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
@@ -46,9 +45,9 @@ def clustered(folder: Path, rows: int, dim: int, seed: int = 0) -> EmbeddingSet:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> int:
     """What 4,000 rows of 32 numbers do not fit into, with buffers as small."""
-    monkeypatch.setattr("plsc.index.memory.FIXED_BYTES", 0)
-    monkeypatch.setattr("plsc.index.memory.LEAST_BYTES", 1)
-    monkeypatch.setattr("plsc.index.memory._TRAINED_AT_ONCE", 64)
+    monkeypatch.setattr("plsc.index.on_disk.FIXED_BYTES", 0)
+    monkeypatch.setattr("plsc.index.on_disk.LEAST_BYTES", 1)
+    monkeypatch.setattr("plsc.index.on_disk._TRAINED_AT_ONCE", 64)
     return 4000 * 96 + 400_000
 
 
@@ -88,7 +87,7 @@ def test_a_structure_merged_on_disk_finds_the_same(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(__import__("plsc.index.approximate").index.approximate.LEAST_ROWS, "pq", 3000)
+    monkeypatch.setitem(ann.MIN_ROWS, "pq", 3000)
     limit = small if kind == "ivf" else 4000 * 96 + 150_000
     made = build(sets, tmp_path / "idx", kind=kind, recall=0.9, memory=limit, quiet=True)
     assert capfd.readouterr().out == ""
@@ -136,7 +135,7 @@ def test_what_auto_gives_up_leaves_no_cells(
     sets: list[EmbeddingSet], tmp_path: Path, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
-    monkeypatch.setattr("plsc.index.choice._speed_over_exact", lambda *_: 0.5)
+    monkeypatch.setattr("plsc.index.tuning._speed_over_exact", lambda *_: 0.5)
     assert build(sets, tmp_path / "idx", memory=small, recall=0.5, quiet=True)["kind"] == "exact"
     assert not (tmp_path / "idx" / LISTS_FILE).exists()
     check(tmp_path / "idx")
@@ -148,18 +147,8 @@ def test_amounts_that_cannot_be(sets: list[EmbeddingSet], tmp_path: Path, small:
     with pytest.raises(UsageError, match=r"too little for 4,000 rows of 32: at least \d+ MB"):
         build(sets, tmp_path / "idx", kind="ivf", memory=1000, quiet=True)
     assert list(tmp_path.iterdir()) == []
-    for text in ("", "much", "4 bananas", "-1GB", "4GBs", "nan", "0x10"):
-        with pytest.raises(UsageError, match="is no amount of memory; write 4GB"):
-            parse_memory(text)
-    assert [parse_memory(text) for text in ("4GB", "1.5 GiB", "4e9", "512mb", "7")] == [
-        4 * 10**9,
-        3 << 29,
-        4 * 10**9,
-        512 * 10**6,
-        7,
-    ]
-    assert Within(4 * 10**9, 10**6, 512, tmp_path).holds("pq")
-    assert not Within(4 * 10**9, 2 * 10**6, 512, tmp_path).holds("ivf")
+    assert MemoryBudget(4 * 10**9, 10**6, 512, tmp_path).holds("pq")
+    assert not MemoryBudget(4 * 10**9, 2 * 10**6, 512, tmp_path).holds("ivf")
 
 
 def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
@@ -167,11 +156,11 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
 ) -> None:
     build(sets[:1], tmp_path / "idx", kind="exact", quiet=True)
     script = (
-        "import sys, time, plsc.index.memory as m, plsc.index.on_disk as d; from pathlib import Path\n"
+        "import sys, time, plsc.index.on_disk as m; from pathlib import Path\n"
         "m.FIXED_BYTES, m.LEAST_BYTES, m._TRAINED_AT_ONCE = 0, 1, 64\n"
-        "add = d._add\n"
+        "add = m._add\n"
         "def slow(*more): add(*more); print('added', flush=True); time.sleep(60 if more[2] else 0)\n"
-        "d._add = slow\n"
+        "m._add = slow\n"
         "from plsc.index.build import build\n"
         "build(sys.argv[2:], Path(sys.argv[1]), kind='ivf', recall=0.5, memory=4000 * 96 + 400_000, quiet=True)\n"
     )

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from plsc.index.recall import MIN_SAMPLES, SAMPLE_EVERY, RecallMonitor
 from plsc.index.scan import ExactScan
-from plsc.index.watched_recall import EVERY, FEWEST, WatchedRecall
 
 N, D, K = 300, 16, 10
 
@@ -18,34 +18,34 @@ ROWS = units(N, 0)
 EXACT = ExactScan(ROWS)
 
 
-def ask(watched: WatchedRecall, times: int, missed: int, allowed: np.ndarray | None = None, seed: int = 1) -> None:
-    """Searches of EVERY queries each, of which every answer lacks the ``missed`` best rows; judged a few at a time."""
+def ask(monitor: RecallMonitor, times: int, missed: int, allowed: np.ndarray | None = None, seed: int = 1) -> None:
+    """Searches of SAMPLE_EVERY queries, whose answers lack the ``missed`` best rows; compared a few at a time."""
     for number in range(times):
-        queries = units(EVERY, seed + number)
+        queries = units(SAMPLE_EVERY, seed + number)
         scores = EXACT.search(queries, K + missed, allowed=allowed)[0][:, missed:]
-        watched.note(queries, scores, allowed)
+        monitor.record(queries, scores, allowed)
         if number % 5 == 4:
-            watched.judge(EXACT)
-    watched.judge(EXACT)
+            monitor.compare(EXACT)
+    monitor.compare(EXACT)
 
 
 @pytest.mark.parametrize("allowed", [None, np.arange(N) % 2 == 0])
 @pytest.mark.parametrize(("missed", "at_1", "at_10"), [(0, 1.0, 1.0), (1, 0.0, 0.9), (4, 0.0, 0.6)])
 def test_recall_is_what_callers_got(allowed: np.ndarray | None, missed: int, at_1: float, at_10: float) -> None:
-    watched = WatchedRecall()
-    ask(watched, FEWEST, missed, allowed)
-    recall = watched.recall
+    monitor = RecallMonitor()
+    ask(monitor, MIN_SAMPLES, missed, allowed)
+    recall = monitor.recall
     assert recall is not None
-    assert (recall.at_1, recall.at_10, recall.queries) == (at_1, pytest.approx(at_10), FEWEST)
+    assert (recall.at_1, recall.at_10, recall.queries) == (at_1, pytest.approx(at_10), MIN_SAMPLES)
 
 
 def test_too_few_say_nothing_and_the_newest_count() -> None:
-    watched = WatchedRecall()
-    ask(watched, FEWEST - 1, 0)
-    assert watched.recall is None
-    ask(watched, 1000, 4)
-    assert watched.recall is not None
-    assert (watched.recall.at_1, watched.recall.queries) == (0.0, 1000)
+    monitor = RecallMonitor()
+    ask(monitor, MIN_SAMPLES - 1, 0)
+    assert monitor.recall is None
+    ask(monitor, 1000, 4)
+    assert monitor.recall is not None
+    assert (monitor.recall.at_1, monitor.recall.queries) == (0.0, 1000)
 
 
 def test_one_query_in_many_is_asked_again_and_a_flood_is_not_kept() -> None:
@@ -56,13 +56,13 @@ def test_one_query_in_many_is_asked_again_and_a_flood_is_not_kept() -> None:
             self.asked += len(queries)
             return EXACT.search(queries, k, allowed=allowed)
 
-    watched, counting = WatchedRecall(), Counting()
+    monitor, counting = RecallMonitor(), Counting()
     queries = units(1, 5)
-    for _ in range(10 * EVERY):
-        watched.note(queries, EXACT.search(queries, K)[0], None)
-    watched.judge(counting)
+    for _ in range(10 * SAMPLE_EVERY):
+        monitor.record(queries, EXACT.search(queries, K)[0], None)
+    monitor.compare(counting)
     assert counting.asked == 10
     for _ in range(100):
-        watched.note(units(EVERY, 6), EXACT.search(units(EVERY, 6), K)[0], None)
-    watched.judge(counting)
+        monitor.record(units(SAMPLE_EVERY, 6), EXACT.search(units(SAMPLE_EVERY, 6), K)[0], None)
+    monitor.compare(counting)
     assert 10 < counting.asked <= 10 + 20

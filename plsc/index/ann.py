@@ -1,0 +1,372 @@
+"""Approximate nearest neighbours by faiss, with parameters chosen from the data and tuned to a recall.
+
+IVF: the rows are clustered into ``nlist`` ≈ 4·√N cells (spherical k-means), and a query reads the ``nprobe`` nearest
+cells. HNSW: a graph of neighbours (Malkov & Yashunin, 2018), walked with a candidate list of ``efSearch``. PQ: IVF over
+rows compressed to a byte for every four numbers (product quantisation; Jégou et al., 2011), the best of which are
+scored again from the float32 rows. "Effort" is nprobe or efSearch, whichever the kind has.
+
+:class:`ApproximateSearch` is the whole search: a faiss structure over most rows, brute force over the few that are held
+out of it to measure recall, and an exact search for what the structure cannot answer.
+"""
+
+import ctypes
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from plsc.errors import UsageError
+from plsc.index.exact import ExactSearcher, knn, load_faiss, merge_topk
+from plsc.index.recall import Recall, RecallMonitor, RecallTarget, recall_of
+from plsc.index.rows import Float32, Int64, Mask, RowSource
+from plsc.progress import Progress
+
+Kind = Literal["exact", "ivf", "hnsw", "pq"]
+
+ROWS_PER_CELL = 64  # of the training sample; k-means gains little from more
+MIN_ROWS = {"ivf": 400, "hnsw": 20, "pq": 10_000}  # PQ learns 256 codes from 39 rows each
+HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_MAX_EFFORT = 32, 128, 4096
+SCAN_BELOW = 4  # where at most one row in so many is allowed, those alone are scanned, which is as much cheaper
+_ADDED_AT_ONCE = {"ivf": 65536, "pq": 65536, "hnsw": 4096}  # rows
+_RERANK_FACTOR = 10  # compressed rows taken for each one wanted: what compression misorders is among them
+_RERANKED_AT_ONCE = 32  # queries whose rows are read together
+
+
+class RowArray(Protocol):
+    """Rows (N, D) float32 that can be sliced and indexed: an array, or something that reads them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, D)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, key: slice | Int64, /) -> Float32: ...
+
+
+class ApproximateSearch:
+    """Approximate search of ``vectors`` (N, D) that never returns fewer rows than there are to find.
+
+    Attributes:
+        structure: the faiss index.
+        kind: "ivf", "hnsw" or "pq".
+        held_out: (H,) rows outside the structure, ascending. They were the queries that its effort was tuned with, and
+            its recall can be measured on them again at any time.
+        recall: as measured when it was tuned.
+        monitor: the recall in use, once :meth:`monitor_recall` is called from time to time.
+    """
+
+    def __init__(
+        self, structure: Any, kind: Kind, vectors: Float32, held_out: Int64, exact: ExactSearcher, recall: Recall
+    ) -> None:
+        """structure: its id i is the i-th row of ``vectors`` that is not held out; its effort is set."""
+        if structure.ntotal + len(held_out) != len(vectors):
+            raise UsageError(
+                f"the structure has {structure.ntotal} rows and {len(held_out)} are held out, of {len(vectors)}"
+            )
+        self.structure, self.kind, self.held_out, self.recall = structure, kind, held_out, recall
+        self.monitor = RecallMonitor()
+        self._vectors, self._exact = vectors, exact
+        self._inside = np.delete(np.arange(len(vectors), dtype=np.int64), held_out)
+        self._held_out_vectors = RowSource(vectors).take(held_out)
+
+    def __len__(self) -> int:
+        return len(self._vectors)
+
+    def search(self, queries: Float32, k: int, *, allowed: Mask | None = None) -> tuple[Float32, Int64]:
+        """Find the rows with the largest inner products, approximately.
+
+        A query for which the structure returns too few is searched exactly, and so are all where few rows are allowed.
+
+        Args:
+            queries: (Q, D) float32 of length 1.
+            k: how many rows for each query.
+            allowed: (N,), True for the rows that may be found; None: all.
+
+        Returns:
+            Scores (Q, k') float32, best first, and rows (Q, k') int64, k' = min(k, number of rows allowed).
+        """
+        count = len(self) if allowed is None else int(np.count_nonzero(allowed))
+        k = min(k, count)
+        if count * SCAN_BELOW <= len(self) or not k:
+            return self._exact.search(queries, k, allowed=allowed)
+        scores, rows = self._structure_and_held_out(queries, k, allowed)
+        short = (rows < 0).any(axis=1) if rows.shape[1] == k else np.ones(len(queries), dtype=bool)
+        if short.any():
+            filled = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
+            filled[0][~short], filled[1][~short] = scores[~short], rows[~short]
+            filled[0][short], filled[1][short] = self._exact.search(queries[short], k, allowed=allowed)
+            scores, rows = filled
+        self.monitor.record(queries, scores, allowed)
+        return scores, rows
+
+    def monitor_recall(self) -> None:
+        """Ask some of the queries since the last call again, exactly; slow, for a thread that nobody waits for."""
+        self.monitor.compare(self._exact)
+
+    def measure_recall(self) -> Recall:
+        """Recall now, on the rows held out, against the exact search of the rows in the structure."""
+        inside = np.ones(len(self), dtype=bool)
+        inside[self.held_out] = False
+        truth = self._exact.search(self._held_out_vectors, 10, allowed=inside)[0]
+        return recall_of(search(self.structure, self._held_out_vectors, truth.shape[1])[0], truth)
+
+    def _structure_and_held_out(self, queries: Float32, k: int, allowed: Mask | None) -> tuple[Float32, Int64]:
+        inside = None if allowed is None else allowed[self._inside]
+        scores, rows = search(self.structure, queries, min(k, len(self._inside)), allowed=inside)
+        rows = np.where(rows >= 0, self._inside[rows], -1)
+        held_out, vectors = self.held_out, self._held_out_vectors
+        if allowed is not None:
+            held_out, vectors = held_out[allowed[self.held_out]], vectors[allowed[self.held_out]]
+        more = knn(queries, vectors, k)
+        return merge_topk((scores, rows), (more[0], held_out[more[1]]), k)
+
+
+class Reranked:
+    """A faiss IVF index of compressed rows whose best are scored again in float32; used as a faiss index is.
+
+    Attributes:
+        index: the faiss index.
+        base: (N, D) the rows, read by number where they are needed.
+    """
+
+    def __init__(self, index: Any, base: RowArray) -> None:
+        self.index, self.base = index, base
+
+    @property
+    def ntotal(self) -> int:
+        """N."""
+        return int(self.index.ntotal)
+
+    @property
+    def nlist(self) -> int:
+        """The number of cells."""
+        return int(self.index.nlist)
+
+    @property
+    def nprobe(self) -> int:
+        """The number of cells that a query reads."""
+        return int(self.index.nprobe)
+
+    @nprobe.setter
+    def nprobe(self, value: int) -> None:
+        self.index.nprobe = value
+
+    def add(self, rows: Float32) -> None:
+        """Compress ``rows`` (n, D) and add them."""
+        self.index.add(rows)
+
+    def search(self, queries: Float32, k: int, **options: Any) -> tuple[Float32, Int64]:
+        """Scores and rows (Q, k), best first, by float32 products; row -1 where no more were found."""
+        rows: Int64 = self.index.search(queries, min(_RERANK_FACTOR * k, self.ntotal), **options)[1]
+        scores = np.full(rows.shape, -np.inf, dtype=np.float32)
+        for start in range(0, len(queries), _RERANKED_AT_ONCE):
+            part = slice(start, start + _RERANKED_AT_ONCE)
+            scores[part] = self._scores(queries[part], rows[part])
+        order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+        return np.take_along_axis(scores, order, axis=1), np.take_along_axis(rows, order, axis=1)
+
+    def _scores(self, queries: Float32, rows: Int64) -> Float32:
+        needed, positions = np.unique(rows[rows >= 0], return_inverse=True)
+        vectors = np.asarray(self.base[needed])
+        query = np.nonzero(rows >= 0)[0]
+        scores = np.full(rows.shape, -np.inf, dtype=np.float32)
+        scores[rows >= 0] = np.einsum("nd,nd->n", vectors[positions], queries[query])
+        return scores
+
+
+def faiss_index(structure: Any) -> Any:
+    """The faiss index itself: of a :class:`Reranked`, what it wraps."""
+    return structure.index if isinstance(structure, Reranked) else structure
+
+
+def search(structure: Any, queries: Float32, k: int, *, allowed: Mask | None = None) -> tuple[Float32, Int64]:
+    """Search a structure alone.
+
+    Returns:
+        Scores and rows (Q, k), best first; row -1 with score −inf where it came up with fewer. ``allowed`` (N,) are
+        the rows that may be found: the others are passed over while cells or links are walked, with as much more
+        effort as there are fewer rows, since the k best of them lie as much farther away.
+    """
+    options = {} if allowed is None else {"params": _filter_parameters(structure, allowed)}
+    scores, rows = structure.search(np.ascontiguousarray(queries), k, **options)
+    return np.where(rows >= 0, scores, -np.inf).astype(np.float32), rows
+
+
+def _filter_parameters(structure: Any, allowed: Mask) -> Any:
+    faiss = load_faiss()
+    selector = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+    factor = len(allowed) / max(1, int(np.count_nonzero(allowed)))
+    if hasattr(structure, "nprobe"):
+        nprobe = min(math.ceil(int(structure.nprobe) * factor), int(structure.nlist))
+        return faiss.SearchParametersIVF(sel=selector, nprobe=nprobe)
+    return faiss.SearchParametersHNSW(sel=selector, efSearch=math.ceil(structure.hnsw.efSearch * factor))
+
+
+def train_and_add(kind: Kind, base: RowArray, seed: int, *, quiet: bool) -> Any:
+    """Build the structure of ``kind`` over ``base`` (N, D) in memory; its faiss ids are the row numbers."""
+    structure = _empty_hnsw(base.shape[1]) if kind == "hnsw" else train_ivf(kind, base, seed)
+    progress = Progress(f"index ({kind})", len(base), "rows", quiet=quiet)
+    step = _ADDED_AT_ONCE[kind]
+    for start in range(0, len(base), step):
+        part = base[start : start + step]
+        structure.add(np.ascontiguousarray(part))
+        progress.advance(len(part))
+    progress.finish()
+    return structure
+
+
+def train_ivf(kind: Kind, base: RowArray, seed: int, *, max_rows: int | None = None) -> Any:
+    """Make an empty IVF structure ("ivf" or "pq"), its cells and codes learnt from a sample of up to ``max_rows``."""
+    faiss = load_faiss()
+    max_rows = len(base) if max_rows is None else max_rows
+    cells, dim = max(1, min(cell_count(len(base)), max_rows // 39)), base.shape[1]
+    quantizer, metric = faiss.IndexFlatIP(dim), faiss.METRIC_INNER_PRODUCT
+    if kind == "pq":
+        structure = faiss.IndexIVFPQ(quantizer, dim, cells, code_bytes(dim), 8, metric)
+        structure.pq.cp.seed = seed
+    else:
+        structure = faiss.IndexIVFFlat(quantizer, dim, cells, metric)
+    clustering = structure.cp
+    clustering.spherical, clustering.seed, clustering.max_points_per_centroid = True, seed, ROWS_PER_CELL
+    wanted = min(len(base), max_rows, max(cells * ROWS_PER_CELL, MIN_ROWS[kind]))
+    sample = np.sort(np.random.default_rng(seed).choice(len(base), wanted, replace=False))
+    structure.train(np.ascontiguousarray(base[sample]))
+    return Reranked(structure, base) if kind == "pq" else structure
+
+
+def _empty_hnsw(dim: int) -> Any:
+    faiss = load_faiss()
+    structure = faiss.IndexHNSWFlat(dim, HNSW_LINKS, faiss.METRIC_INNER_PRODUCT)
+    structure.hnsw.efConstruction = HNSW_CONSTRUCTION
+    return structure
+
+
+def cell_count(rows: int) -> int:
+    """nlist for ``rows`` rows: 4·√N, but never so many that a cell has fewer than 39 rows to learn from."""
+    return max(1, min(round(4 * math.sqrt(rows)), rows // 39))
+
+
+def code_bytes(dim: int) -> int:
+    """Bytes of a compressed row: one for four numbers, or for as few more as divide ``dim`` evenly."""
+    return max(parts for parts in range(1, max(1, dim // 4) + 1) if dim % parts == 0)
+
+
+def tune(structure: Any, kind: Kind, queries: Float32, truth: Float32, target: RecallTarget) -> tuple[int, Recall]:
+    """Find the least effort whose recall meets ``target``, and set it.
+
+    Args:
+        structure: over the rows that ``truth`` was computed on.
+        kind: of the structure.
+        queries: (Q, D).
+        truth: (Q, <= 10) exact scores, best first.
+        target: the recall to reach.
+
+    Returns:
+        The effort, and its recall.
+
+    Raises:
+        UsageError: no effort reaches the target.
+    """
+    k = truth.shape[1]
+
+    def measure(effort: int) -> Recall:
+        set_effort(structure, kind, effort)
+        return recall_of(structure.search(queries, k)[0], truth)
+
+    least = 16 if kind == "hnsw" else 1
+    most = HNSW_MAX_EFFORT if kind == "hnsw" else int(structure.nlist)
+    effort, recall = _least_effort(measure, least, most, target)
+    if not target.met_by(recall):
+        raise UsageError(
+            f"{kind} finds {target.reached(recall):.4f} of the nearest rows at most, and --recall asks for "
+            f"{target.share}; ask for less, or for --kind exact"
+        )
+    set_effort(structure, kind, effort)
+    return effort, recall
+
+
+def _least_effort(measure: Callable[[int], Recall], least: int, most: int, target: RecallTarget) -> tuple[int, Recall]:
+    """The least effort in [least, most], within a sixteenth, that meets ``target``; ``most`` if none does.
+
+    Doubles the effort until it suffices, then bisects, taking recall to grow with the effort.
+    """
+    low, effort = least - 1, least
+    recall = measure(effort)
+    while not target.met_by(recall) and effort < most:
+        low, effort = effort, min(effort * 2, most)
+        recall = measure(effort)
+    high = effort
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        attempt = measure(middle)
+        if target.met_by(attempt):
+            high, recall = middle, attempt
+        else:
+            low = middle
+    return high, recall
+
+
+def set_effort(structure: Any, kind: Kind, effort: int) -> None:
+    """Set nprobe or efSearch."""
+    if kind == "hnsw":
+        structure.hnsw.efSearch = effort
+    else:
+        structure.nprobe = effort
+
+
+def parameters(structure: Any, kind: Kind, effort: int) -> dict[str, int]:
+    """The structure's parameters in the form of the manifest."""
+    if kind == "hnsw":
+        return {"links": HNSW_LINKS, "efConstruction": HNSW_CONSTRUCTION, "efSearch": effort}
+    cells = {"nlist": int(structure.nlist), "nprobe": effort}
+    return cells | {"bytes": int(structure.index.pq.M)} if kind == "pq" else cells
+
+
+def save(structure: Any, path: Path) -> None:
+    """Write the structure as a faiss index file."""
+    load_faiss().write_index(faiss_index(structure), str(path))
+
+
+def load(path: Path, kind: Kind, parameters: dict[str, int], base: RowArray) -> Any:
+    """Read the structure over ``base`` (N, D) and set its effort.
+
+    The caller has verified the file's hash: faiss itself reads a damaged file without complaint, or crashes.
+    """
+    faiss = load_faiss()
+    with stdout_to_stderr():
+        index = faiss.read_index(str(path), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
+    structure = Reranked(index, base) if kind == "pq" else index
+    set_effort(structure, kind, parameters["efSearch" if kind == "hnsw" else "nprobe"])
+    disable_prefetch(structure)
+    return structure
+
+
+def disable_prefetch(structure: Any) -> None:
+    """Let each search read mapped cells by itself: faiss would start 32 threads to fetch them, for every search."""
+    faiss = load_faiss()
+    index = faiss_index(structure)
+    lists = faiss.downcast_InvertedLists(index.invlists) if hasattr(index, "invlists") else None
+    if isinstance(lists, faiss.OnDiskInvertedLists):
+        lists.prefetch_nthread = 0
+
+
+@contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send what is printed on stdout meanwhile to stderr, by C++ too: faiss prints the names and sizes of its files."""
+    flush = ctypes.CDLL(None).fflush
+    sys.stdout.flush()
+    flush(None)
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,0 +1,186 @@
+"""Rows as searches take them: checked, of unit length, read from their file, ranked exactly where few are left."""
+
+import mmap
+import os
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from plsc.errors import DataError, UsageError
+
+Float32 = npt.NDArray[np.float32]
+Int64 = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+# Squared lengths in this range neither underflow nor overflow in float64 on the way; others are rescaled first.
+_SMALLEST_SQUARE, _LARGEST_SQUARE = 1e-250, 1e250
+_CHUNK_BYTES = 4 << 20  # about a second-level cache, since a chunk is passed over several times
+_RANKED_AT_ONCE = 4096  # rows
+
+
+def unit_vectors(vectors: npt.ArrayLike, dim: int) -> Float32:
+    """Normalise vectors to unit length.
+
+    Args:
+        vectors: (n, dim) numbers of any scale; an empty list means n = 0.
+        dim: the expected length of a row.
+
+    Returns:
+        (n, dim) float32, each row of Euclidean length 1.
+
+    Raises:
+        UsageError: another shape or type; a row that is zero, NaN or infinite, named by its position.
+    """
+    try:
+        array = np.asarray(vectors)
+    except ValueError:
+        raise UsageError(f"vectors are rows of different lengths; they are numbers of shape [n, {dim}]") from None
+    if array.size == 0 and array.ndim == 1:
+        return np.empty((0, dim), dtype=np.float32)
+    if array.ndim != 2 or array.shape[1] != dim or array.dtype.kind not in "fiu":
+        raise UsageError(f"vectors are {array.dtype}{list(array.shape)}; they are numbers of shape [n, {dim}]")
+    vectors_f64 = array.astype(np.float64, order="C")
+    squares = np.einsum("nd,nd->n", vectors_f64, vectors_f64)
+    if not ((squares > _SMALLEST_SQUARE) & (squares < _LARGEST_SQUARE)).all():
+        vectors_f64 = _rescaled(vectors_f64)
+        squares = np.einsum("nd,nd->n", vectors_f64, vectors_f64)
+    unit: Float32 = (vectors_f64 / np.sqrt(squares)[:, None]).astype(np.float32)
+    return unit
+
+
+def _rescaled(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """``vectors`` (n, D), each row divided by its largest magnitude, so that squares of 1e-300 or 1e300 are exact."""
+    finite = np.isfinite(vectors).all(axis=1)
+    if not finite.all():
+        raise UsageError(f"vector {int(np.flatnonzero(~finite)[0])} holds NaN or infinity")
+    largest = np.abs(vectors).max(axis=1, initial=0.0, keepdims=True)
+    if not largest.all():
+        raise UsageError(f"vector {int(np.flatnonzero(largest[:, 0] == 0)[0])} is zero, which has no direction")
+    scaled: npt.NDArray[np.float64] = vectors / largest
+    return scaled
+
+
+def searchable(vectors: Float32) -> tuple[Mask, Mask]:
+    """Masks (n,) of the rows of ``vectors`` (n, D) that are finite, and of those among them that are not zero."""
+    finite = np.logical_and.reduce(np.isfinite(vectors), axis=1)
+    nonzero = np.logical_or.reduce(vectors != 0, axis=1)
+    return finite, finite & nonzero
+
+
+class RowSource:
+    """Read access to ``vectors`` (N, D) float32 in C order: by pread where they map a file, else from memory.
+
+    Pages that are read through a memory map count as resident in this process, and millions of rows read one by one
+    would fill it; pread leaves them in the system's cache.
+
+    Attributes:
+        descriptor: the open file, or None.
+        offset: bytes from the beginning of the file to the first row.
+    """
+
+    def __init__(self, vectors: Float32) -> None:
+        self.vectors = vectors
+        self.descriptor, self.offset = _mapped_file(vectors)
+        if self.descriptor is not None:
+            weakref.finalize(self, os.close, self.descriptor)
+
+    def chunks(self) -> Iterator[tuple[int, Float32]]:
+        """Yield (first row, copy of the rows from there), about 4 MiB each, until all rows are covered."""
+        count = max(1, _CHUNK_BYTES // max(1, self._row_bytes))
+        for start in range(0, len(self.vectors), count):
+            yield start, self._range(start, min(start + count, len(self.vectors)))
+
+    def take(self, rows: Int64) -> Float32:
+        """Copy ``rows`` (n,) into an array (n, D)."""
+        if self.descriptor is None or not len(rows):
+            return np.array(self.vectors[rows], subok=False)
+        if int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((np.diff(rows) == 1).all()):
+            return self._range(int(rows[0]), int(rows[-1]) + 1)
+        return np.concatenate([self._range(row, row + 1) for row in rows.tolist()])
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * int(self.vectors.shape[1])
+
+    def _range(self, start: int, stop: int) -> Float32:
+        if self.descriptor is None:
+            return np.array(self.vectors[start:stop], subok=False)
+        rows = np.empty((stop - start, self.vectors.shape[1]), dtype=np.float32)
+        left, offset = rows.reshape(-1).view(np.uint8).data, self.offset + start * self._row_bytes
+        while left:  # pread may return less than was asked for
+            count = os.preadv(self.descriptor, [left], offset)
+            if not count:
+                raise DataError("the file of the vectors cannot be read any more; has it been cut?")
+            left, offset = left[count:], offset + count
+        return rows
+
+
+class SelectedRows:
+    """``rows`` (n,) of a source as an array-like (n, D) that reads them only when it is sliced or indexed."""
+
+    def __init__(self, source: RowSource, rows: Int64) -> None:
+        self._source, self._rows = source, rows
+        self.shape = (len(rows), source.vectors.shape[1])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, key: slice | Int64) -> Float32:
+        return self._source.take(self._rows[key])
+
+
+def rank(query: Float32, source: RowSource, rows: Int64, k: int) -> tuple[Float32, Int64]:
+    """Rank candidate rows by their float64 inner products with a query.
+
+    Equal rows get equal scores, because the products of each row are added up in the same order; a matrix product
+    does not promise that.
+
+    Args:
+        query: (D,).
+        source: the rows.
+        rows: (n,) candidates, ascending.
+        k: how many to return, at most n.
+
+    Returns:
+        Scores (k,) float32, best first, and their rows (k,); ties by row number.
+    """
+    scores = np.empty(len(rows))
+    query_f64 = query.astype(np.float64)
+    for start in range(0, len(rows), _RANKED_AT_ONCE):
+        part = slice(start, start + _RANKED_AT_ONCE)
+        scores[part] = (source.take(rows[part]).astype(np.float64) * query_f64).sum(axis=1)
+    order = _top(scores, k)
+    return scores[order].astype(np.float32), rows[order]
+
+
+def _top(scores: npt.NDArray[np.float64], k: int) -> Int64:
+    """Positions of the ``k`` largest of ``scores`` (n,), largest first, ties by position."""
+    positions = np.arange(len(scores))
+    if k < len(scores):
+        least = np.partition(scores, len(scores) - k)[len(scores) - k]
+        positions = np.flatnonzero(scores >= least)
+    return positions[np.argsort(-scores[positions], kind="stable")][:k].astype(np.int64)
+
+
+def _mapped_file(vectors: Float32) -> tuple[int | None, int]:
+    """An open descriptor and the offset of the first row, if ``vectors`` is a plain map of an existing file."""
+    base = getattr(vectors, "_mmap", None)
+    if not isinstance(vectors, np.memmap) or base is None or vectors.mode not in ("r", "r+") or not vectors.size:
+        return None, 0  # a private (copy-on-write) map may differ from its file
+    name = vectors.filename
+    if not isinstance(name, str | os.PathLike) or not hasattr(os, "preadv"):
+        return None, 0
+    # np.memmap maps from the page boundary below its offset; a slice of it begins later than the map does.
+    map_start = vectors.offset - vectors.offset % mmap.ALLOCATIONGRANULARITY
+    offset = map_start + vectors.ctypes.data - np.frombuffer(base, np.uint8).ctypes.data
+    try:
+        descriptor = os.open(Path(name), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None, 0
+    if os.fstat(descriptor).st_size < offset + vectors.nbytes:
+        os.close(descriptor)
+        return None, 0
+    return descriptor, offset

@@ -1,0 +1,29 @@
+"""Amounts of memory: one meaning of GB and GiB for every option."""
+
+import pytest
+
+from plsc.errors import UsageError
+from plsc.sizes import parse_memory
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("4GB", 4 * 10**9),
+        ("1.5 GiB", 3 << 29),
+        ("4e9", 4 * 10**9),
+        ("8.4e+10", 84 * 10**9),
+        ("512mb", 512 * 10**6),
+        (" .5 TiB ", 1 << 39),
+        ("7", 7),
+        ("7 B", 7),
+    ],
+)
+def test_amounts_of_memory(text: str, size: int) -> None:
+    assert parse_memory(text, "--max-memory") == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "4 bananas", "-1GB", "4GBs", "nan", "inf", "0x10", "0", "1.2.3GB", "GB"])
+def test_what_is_no_amount_is_refused_by_the_name_of_the_option(text: str) -> None:
+    with pytest.raises(UsageError, match=r"--max-memory .* is no amount of memory; write 4GB, 500MiB or 4e9 \(bytes\)"):
+        parse_memory(text, "--max-memory")
