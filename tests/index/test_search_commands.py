@@ -196,4 +196,4 @@ def test_help_is_for_newcomers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_former_name_of_max_memory_still_works_and_warns(folder: Path, tmp_path: Path, capsys: Any) -> None:
     for option, warning in (("--max-memory", ""), ("--memory", "plsc: --memory is deprecated: write --max-memory\n")):
         assert main(["index", "build", str(folder / "gallery.emb"), "--out", str(tmp_path / "x"), option, "1kB"]) == 2
-        assert capsys.readouterr().err.startswith(f"{warning}plsc index: 0 MB of memory are too little")
+        assert capsys.readouterr().err.startswith(f"{warning}plsc index: error: 0 MB of memory are too little")
