@@ -1,9 +1,11 @@
 """/v1/collections/{collection}/persons: enrol, look at, change and forget persons and their faces."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
+import orjson
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
@@ -27,12 +29,14 @@ from plsc.serve.schemas import (
 from plsc.serve.service import Service
 
 LARGEST_PAGE = 1000
+_READ_TOGETHER = 128  # persons; with the longest metadata, 32 MiB
+_FACE_BYTES = 20  # of a face in an answer, about
 router = APIRouter(prefix="/v1/collections/{collection}/persons", route_class=JsonRoute, tags=["persons"])
 
 
 def read_filter(text: str | None) -> Filter | None:
     """A filter given as JSON text in a query; :class:`Refusal` 400 names what is wrong in it."""
-    return None if text is None else parse_filter(read_json(text.encode()))
+    return None if text is None else parse_filter(read_json(text.encode(), len(text)))
 
 
 def parse_filter(value: Any) -> Filter | None:
@@ -48,11 +52,27 @@ async def list_persons(
     limit: Annotated[int, Query(ge=1, le=LARGEST_PAGE)] = 100,
     filter: Annotated[str | None, Query(description="A filter as JSON text", examples=['{"city": "Bern"}'])] = None,
 ) -> PersonsView:
-    """Persons by ascending id, a page at a time."""
-    where = read_filter(filter)
-    found = await service.in_store(service.store.persons, collection, after=after, limit=limit + 1, where=where)
-    following = found[limit - 1].id if len(found) > limit else None
-    return PersonsView(persons=[view(person) for person in found[:limit]], next=following)
+    """Persons by ascending id, a page at a time, which holds fewer where their metadata are long."""
+    read = partial(service.store.persons, collection, where=read_filter(filter))
+    found, following = await service.in_store(_page, read, after, limit, service.settings.limits.answer_bytes)
+    return PersonsView(persons=[view(person) for person in found], next=following)
+
+
+def _page(read: Callable[..., list[Person]], after: int, limit: int, most: int) -> tuple[list[Person], int | None]:
+    """Up to ``limit`` persons in about ``most`` bytes, and the ``after`` of the next page; read a few at a time."""
+    found: list[Person] = []
+    size = 0
+    while True:
+        wanted = min(limit + 1 - len(found), _READ_TOGETHER)
+        more = read(after=after, limit=wanted)
+        for person in more:
+            size += len(orjson.dumps((person.name, person.metadata))) + _FACE_BYTES * len(person.faces)
+            if found and (size > most or len(found) == limit):
+                return found, found[-1].id
+            found.append(person)
+        if len(more) < wanted:
+            return found, None
+        after = more[-1].id
 
 
 @router.post("", status_code=201, responses=errors(404, 409, 413, 415, 422, 504))

@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from plsc.errors import UsageError
+from plsc.gallery.filters import check_metadata
 from plsc.serve.examples import IMAGE, VECTOR
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else
@@ -11,16 +13,40 @@ COLLECTION = r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"
 
 Score = Annotated[float, Field(ge=-1.0, le=1.0)]
 Scalar = str | int | float | bool
-Metadata = Annotated[dict[str, Scalar], Field(examples=[{"city": "Bern", "age": 31}])]
+
+
+def _few_scalars(value: Any) -> Any:
+    """What a store takes as metadata; told here, where the first wrong entry ends it: pydantic would tell of each."""
+    try:
+        return check_metadata(value)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+Metadata = Annotated[dict[str, Scalar], BeforeValidator(_few_scalars), Field(examples=[{"city": "Bern", "age": 31}])]
 FilterBody = Annotated[
     dict[str, Any], Field(examples=[{"city": "Bern", "age": {"gte": 30}}], description="Conditions that all must hold")
 ]
 
 
 class Body(BaseModel):
-    """Taken strictly: an unknown key or a number in quotes is an error."""
+    """Taken strictly: an unknown key or a number in quotes is an error.
+
+    Lists stop at their first error (fail_fast): complaints about a megabyte of wrong items would fill gigabytes.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_keys(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+            unknown = next(key for key in value if key not in cls.model_fields)
+            raise ValueError(f"the key {ascii(unknown)[:80]} is not known; leave it out")
+        return value
+
+
+Point = Annotated[list[float], Field(min_length=2, max_length=2, fail_fast=True)]
 
 
 class Input(Body):
@@ -29,13 +55,14 @@ class Input(Body):
     model_config = ConfigDict(json_schema_extra={"examples": [{"image": IMAGE}, {"vector": list(VECTOR)}]})
 
     image: str | None = Field(None, description="A JPEG, PNG or WEBP file in base64")
-    landmarks: list[Annotated[list[float], Field(min_length=2, max_length=2)]] | None = Field(
+    landmarks: list[Point] | None = Field(
         None,
+        fail_fast=True,
         min_length=5,
         max_length=5,
         description="Eyes, nose and mouth corners, [x, y] in pixels of the image, which is then aligned",
     )
-    vector: list[float] | None = Field(None, description="An embedding of the service's model")
+    vector: list[float] | None = Field(None, fail_fast=True, description="An embedding of the service's model")
     vector_b64: str | None = Field(
         None, description="The same as little-endian float32 in base64: a quarter of the bytes"
     )
@@ -60,13 +87,13 @@ class PersonBody(Body):
 
     name: str | None = Field(None, max_length=1024, examples=["Ada"])
     metadata: Metadata = Field(default_factory=dict)
-    faces: list[Input] = Field(default_factory=list)
+    faces: list[Input] = Field(fail_fast=True, default_factory=list)
 
 
 class PersonsBody(Body):
     """Persons to enrol, all or none."""
 
-    persons: list[PersonBody] = Field(min_length=1)
+    persons: list[PersonBody] = Field(fail_fast=True, min_length=1)
 
 
 class PersonChange(Body):
@@ -79,14 +106,14 @@ class PersonChange(Body):
 class FacesBody(Body):
     """Faces to add to a person."""
 
-    faces: list[Input] = Field(min_length=1)
+    faces: list[Input] = Field(fail_fast=True, min_length=1)
 
 
 class SearchBody(Body):
     """One ``query`` or several ``queries``."""
 
     query: Input | None = None
-    queries: list[Input] | None = Field(None, min_length=1)
+    queries: list[Input] | None = Field(None, fail_fast=True, min_length=1)
     k: int = Field(10, ge=1, description="Matches of each query; GET /v1/info tells the most")
     threshold: Score | None = Field(None, description="Only matches with at least this score")
     filter: FilterBody | None = None
@@ -109,7 +136,7 @@ class CompareBody(Body):
 class EmbeddingsBody(Body):
     """Inputs to embed."""
 
-    inputs: list[Input] = Field(min_length=1)
+    inputs: list[Input] = Field(fail_fast=True, min_length=1)
 
 
 class ErrorDetail(BaseModel):

@@ -14,10 +14,11 @@ from plsc.serve.inputs import IMAGE_TYPES
 from plsc.serve.persons_api import check_count, parse_filter, read_filter
 from plsc.serve.routing import content_type, errors, get_service, read_json, require_json, said
 from plsc.serve.schemas import COLLECTION, Score, SearchBody, SearchView
-from plsc.serve.searching import Answer, Search
+from plsc.serve.searching import Answer, Search, too_large
 from plsc.serve.service import Service
 
 router = APIRouter(tags=["search"])
+_MATCH_BYTES = 96  # of a match besides its person
 Form = TypeVar("Form", bound=BaseModel)
 _BODY: dict[str, Any] = {
     "required": True,
@@ -66,7 +67,7 @@ async def answer_search(scope: Scope, collection: str, content: bytes) -> bytes:
         search = Search(collection, vectors, given.k, given.threshold, where)
         return await _shown(service, search, await service.search(search, deadline))
     require_json(kind)
-    body = _parsed(SearchBody, read_json(content))
+    body = _parsed(SearchBody, read_json(content, service.most_values))
     deadline, where = service.deadline(body.deadline_ms), parse_filter(body.filter)
     inputs = [body.query] if body.query is not None else body.queries or []
     check_count(len(inputs), service)
@@ -92,15 +93,24 @@ def _check_k(service: Service, k: int, queries: int) -> None:
         raise Refusal(400, f"{queries} queries with k {k} ask for more than {limits.matches:,} matches; ask in parts")
 
 
+def _check_size(service: Service, answer: Answer) -> None:
+    """:class:`Refusal` if the answer would be too large: one person's metadata may be in it for every query."""
+    most, persons = service.settings.limits.answer_bytes, answer.persons
+    size = sum(len(persons.get(match.person, b"")) + _MATCH_BYTES for matches in answer.matches for match in matches)
+    if size > most:
+        raise too_large(most)
+
+
 async def _shown(service: Service, search: Search, answer: Answer) -> bytes:
     threshold = service.settings.threshold if search.threshold is None else search.threshold
     figures = await service.figures(search.collection)
     recall = float(figures.get("recall", math.nan))
+    _check_size(service, answer)
     results = [
         {
             "matches": [
                 {
-                    "person": known,  # a dataclass, which orjson writes as the object of its fields
+                    "person": orjson.Fragment(known),
                     "face": face,
                     "score": score,
                     "same_person": None if threshold is None else score >= threshold,

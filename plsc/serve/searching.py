@@ -5,11 +5,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 
 from plsc.errors import PlscError
-from plsc.gallery.contract import Match, Named, Store
+from plsc.gallery.contract import Match, Store
 from plsc.gallery.filters import Filter
+from plsc.serve.failures import Refusal
 from plsc.serve.inputs import Float32
+
+_TOGETHER = 128  # persons read at once: with the longest metadata, 32 MiB
+
+
+def too_large(most: int) -> Refusal:
+    """The refusal of an answer of more than ``most`` bytes."""
+    return Refusal(400, f"the answer would be larger than {most:,} bytes; ask for fewer matches, or fewer queries")
 
 
 class Search(NamedTuple):
@@ -30,17 +39,17 @@ class Found(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Each query's matches; of a person who is not among ``persons`` nothing is shown."""
+    """Each query's matches, and their persons as JSON; of one who is not among ``persons`` nothing is shown."""
 
     matches: list[list[Match]]
-    persons: Mapping[int, Named]
+    persons: Mapping[int, bytes]
 
 
 class Searcher:
     """The two halves of a search: ``run`` on the device, ``name`` off it."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, most_bytes: int) -> None:
+        self._store, self._most_bytes = store, most_bytes
 
     def run(self, searches: Sequence[Search]) -> list[Found | Exception]:
         """One call of the store for all searches of one collection, k, threshold and filter."""
@@ -60,8 +69,23 @@ class Searcher:
         for one in found:
             for matches in one.matches:
                 ids[one.collection].update([match.person for match in matches])
-        persons = {name: self._store.names_of(name, sorted(wanted)) for name, wanted in ids.items()}
+        persons = {name: self._persons(name, sorted(wanted)) for name, wanted in ids.items()}
         return [Answer(one.matches, persons[one.collection]) for one in found]
+
+    def _persons(self, collection: str, ids: list[int]) -> dict[int, bytes]:
+        """Persons as JSON; :class:`Refusal` if all together are larger than one answer may be.
+
+        Where the searches of several callers were, each is then named alone.
+        """
+        persons: dict[int, bytes] = {}
+        size = 0
+        for start in range(0, len(ids), _TOGETHER):
+            for person, named in self._store.names_of(collection, ids[start : start + _TOGETHER]).items():
+                persons[person] = orjson.dumps(named)
+                size += len(persons[person])
+            if size > self._most_bytes:
+                raise too_large(self._most_bytes)
+        return persons
 
     def _group(self, searches: list[Search]) -> list[Found | Exception]:
         try:

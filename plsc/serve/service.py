@@ -28,6 +28,7 @@ from plsc.serve.snapshots import Snapshots
 
 Result = TypeVar("Result")
 STORE_THREADS = 8
+_VALUES_BESIDE = 256  # landmarks, name, metadata of an input
 _REMEMBERED_SECONDS = 1.0  # what is known of a collection may be so old: other processes may share a remote store
 
 
@@ -41,12 +42,14 @@ class Service:
         self.detector = detector
         self.contract_id = contract_of(embedder, settings.flip)
         self.model_name = Path(embedder.source).stem  # callers learn no paths
+        # What a JSON body may hold: vectors as numbers, and for each the rest of what is said of it.
+        self.most_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = Audit(settings.audit)
         self._decoders = ThreadPoolExecutor(settings.decode_threads, "plsc-decode")
         self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")
         self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
-        searcher = Searcher(store)
+        searcher = Searcher(store, settings.limits.answer_bytes)
         self.worker = DeviceWorker(
             {"embed": Kind(self._embed), "search": Kind(searcher.run, searcher.name)},
             max_batch=settings.max_batch,

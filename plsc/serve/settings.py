@@ -14,7 +14,8 @@ class Limits:
 
     ``body_bytes``: of one request. ``memory_bytes``: bodies of all requests in hand. ``image_pixels``: width x
     height of an image, told by its header. ``inputs``: images and vectors of one request. ``k``: matches of one query.
-    ``matches``: queries x k of one request. ``queue``: rows that wait for the device. ``connections`` and
+    ``matches``: queries x k of one request. ``answer_bytes``: of one answer about persons, whose metadata may be long.
+    ``queue``: rows that wait for the device. ``connections`` and
     ``requests``: at once. Seconds: for a request's head, its body, its answer to be taken, and the whole of it.
     """
 
@@ -24,6 +25,7 @@ class Limits:
     inputs: int = 256
     k: int = 1000
     matches: int = 50_000
+    answer_bytes: int = 16 * MIB
     collections: int = 1000
     queue: int = 4096
     connections: int = 1024

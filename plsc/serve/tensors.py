@@ -1,10 +1,9 @@
 """Tensors of the Open Inference Protocol, version 2: in JSON, or as raw bytes behind it (binary tensor data)."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import to_json
@@ -15,6 +14,8 @@ from plsc.serve.routing import read_json, said
 
 INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
 LENGTH_HEADER = "Inference-Header-Content-Length"
+MOST_NUMBERS = 2**21  # pixels as JSON: each takes eight bytes and more until it is one; raw ones are taken by the body
+_NOT_PIXELS = f"{INPUT} holds more than whole numbers from 0 to 255 in rows of one length"
 
 
 class TensorParameters(BaseModel):
@@ -40,7 +41,7 @@ class InputTensor(BaseModel):
     model_config = ConfigDict(strict=True)
 
     name: str
-    shape: list[int] = Field(max_length=8)
+    shape: list[int] = Field(max_length=8, fail_fast=True)
     datatype: str
     parameters: TensorParameters = Field(default_factory=TensorParameters)
     data: list[Any] | None = None
@@ -62,8 +63,8 @@ class InferRequest(BaseModel):
 
     id: str | None = None
     parameters: RequestParameters = Field(default_factory=RequestParameters)
-    inputs: list[InputTensor]
-    outputs: list[AskedOutput] | None = None
+    inputs: list[InputTensor] = Field(fail_fast=True)
+    outputs: list[AskedOutput] | None = Field(None, fail_fast=True)
 
 
 class OutputTensor(BaseModel):
@@ -101,7 +102,7 @@ def read_inference(body: bytes, header: str | None, size: int, most: int) -> Inf
     """
     length = _length(header, len(body))
     try:
-        request = InferRequest.model_validate(read_json(body[:length]))
+        request = InferRequest.model_validate(read_json(body[:length], MOST_NUMBERS))
     except ValidationError as error:
         raise Refusal(400, said(error.errors())) from None
     if len(request.inputs) != 1 or request.inputs[0].name != INPUT:
@@ -150,25 +151,36 @@ def _images(tensor: InputTensor, raw: bytes, size: int, most: int) -> torch.Tens
     shape = tensor.shape
     if len(shape) != 4 or shape[1:] != [3, size, size] or not 1 <= shape[0] <= most:
         raise Refusal(400, f"{INPUT} has the shape {shape}; the model takes [1 to {most}, 3, {size}, {size}]")
-    values = _from_numbers(tensor, raw) if tensor.parameters.binary_data_size is None else _from_bytes(tensor, raw)
-    if values.size != shape[0] * 3 * size * size:
-        raise Refusal(400, f"{INPUT} has {values.size} values, not the {shape[0] * 3 * size * size} of its shape")
-    return torch.from_numpy(values.reshape(shape))
+    data = _from_numbers(tensor, raw) if tensor.parameters.binary_data_size is None else _from_bytes(tensor, raw)
+    if len(data) != shape[0] * 3 * size * size:
+        raise Refusal(400, f"{INPUT} has {len(data)} values, not the {shape[0] * 3 * size * size} of its shape")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)
 
 
-def _from_bytes(tensor: InputTensor, raw: bytes) -> npt.NDArray[np.uint8]:
+def _from_bytes(tensor: InputTensor, raw: bytes) -> bytes:
     if tensor.data is not None or tensor.parameters.binary_data_size != len(raw):
         raise Refusal(400, f"{INPUT} announces {tensor.parameters.binary_data_size} raw bytes alone; {len(raw)} came")
-    return np.frombuffer(raw, dtype=np.uint8).copy()
+    return raw
 
 
-def _from_numbers(tensor: InputTensor, raw: bytes) -> npt.NDArray[np.uint8]:
+def _from_numbers(tensor: InputTensor, raw: bytes) -> bytes:
     if tensor.data is None or raw:
         raise Refusal(400, f"{INPUT} has neither data nor a binary_data_size that tells of raw bytes")
+    rows = _innermost(tensor.data)
+    # Every type is looked at before anything is converted: numpy would make a few long strings gigabytes wide.
+    if len({len(row) for row in rows}) > 1 or any(set(map(type, row)) - {int} for row in rows):
+        raise Refusal(400, _NOT_PIXELS)
     try:
-        values = np.asarray(tensor.data)
+        return b"".join(map(bytes, rows))
     except ValueError:
-        values = np.asarray(["?"])
-    if values.dtype.kind not in "iu" or (values.size and not 0 <= values.min() <= values.max() <= 255):
-        raise Refusal(400, f"{INPUT} holds more than whole numbers from 0 to 255 in rows of one length")
-    return values.astype(np.uint8)
+        raise Refusal(400, _NOT_PIXELS) from None
+
+
+def _innermost(rows: list[Any]) -> list[list[Any]]:
+    """The lists at the bottom of nested lists of one depth."""
+    nested = [rows]
+    while nested and nested[0] and isinstance(nested[0][0], list):
+        nested = list(itertools.chain.from_iterable(nested))
+        if not all(isinstance(row, list) for row in nested):
+            raise Refusal(400, _NOT_PIXELS)
+    return nested

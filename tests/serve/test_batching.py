@@ -295,7 +295,7 @@ class CountingStore:
 
 def test_searches_alike_are_one_call_of_the_store():
     store = CountingStore()
-    searcher = Searcher(store)
+    searcher = Searcher(store, 10_000)
 
     def search(number: int, collection: str = "c", count: int = 1, where: Any = None, k: int = 5) -> Search:
         return Search(collection, np.full((count, 4), number, dtype=np.float32), k, None, where)

@@ -37,6 +37,14 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def live_by_default(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A service with the limits that it has when nobody says otherwise."""
+    with live_service(tmp_path_factory.mktemp("default")) as running:
+        running.collection("amplified")
+        yield running
+
+
 @pytest.fixture(autouse=True)
 def _goes_on(live: Live) -> Iterator[None]:
     """Whatever a test does, the service answers others after it."""
@@ -183,9 +191,95 @@ def test_counts_are_limited(live):
     assert live.ask("DELETE", "/v1/collections/n0").status_code == 204
 
 
+BODY = 4 * MIB
+
+
+def wrong_bodies() -> dict[str, tuple[str, bytes, int]]:
+    """Path, body and status of requests that are small, wrong, and used to become gigabytes."""
+    long = b'["%s", "", %s]' % (b"a" * 500_000, b'"", ' * 1000 + b'""')
+    tensor = b'{"inputs": [{"name": "images", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": %s}]}'
+    many = b"[" + b"0," * (BODY // 2) + b"0]"
+    few = b"[" + b"0," * 60_000 + b"0]"
+    keys = b"{%s}" % b",".join(b'"k%d": 0' % number for number in range(60_000))
+    nested = b'{"a":' * 100 + b"{}" + b"}" * 100
+    search, persons = "/v1/collections/amplified/search", "/v1/collections/amplified/persons"
+    return {
+        "strings for pixels": ("/v2/models/linear/infer", tensor % long, 400),
+        "zeros for pixels": ("/v2/models/linear/infer", tensor % many, 413),
+        "many zeros for queries": (search, b'{"queries": %s}' % many, 413),
+        "zeros for queries": (search, b'{"queries": %s}' % few, 400),
+        "unknown keys": (search, keys, 400),
+        "unknown keys of a query": (search, b'{"query": %s}' % keys, 400),
+        "strings for a vector": (search, b'{"query": {"vector": %s}}' % few.replace(b"0", b'""'), 400),
+        "empty inputs": ("/v1/embeddings", b'{"inputs": %s}' % few.replace(b"0", b'""'), 400),
+        "metadata of nothing": (persons, b'{"metadata": %s}' % keys.replace(b": 0", b": null"), 400),
+        "persons of nothing": (persons, b'{"persons": %s}' % few, 400),
+        "objects in objects": (search, b'{"queries": [%s]}' % b",".join([nested] * (BODY // len(nested))), 413),
+    }
+
+
+@pytest.mark.parametrize("kind", wrong_bodies())
+def test_a_small_wrong_body_stays_small(live_by_default, kind):
+    path, body, status = wrong_bodies()[kind]
+    live, longest = live_by_default, 0.0
+    live.ask("POST", path, {})  # what is made once is made
+    before, ended = reset_peak(), threading.Event()
+
+    def watch() -> None:
+        nonlocal longest
+        with live.connect() as connection:
+            while not ended.is_set():
+                begun = time.perf_counter()
+                connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+                connection.recv(4096)
+                longest = max(longest, time.perf_counter() - begun)
+                time.sleep(0.001)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    answer = live.ask("POST", path, content=body, headers={"Content-Type": "application/json"})
+    ended.set()
+    watching.join()
+    assert (answer.status_code, len(answer.content) < 1000) == (status, True), answer.text
+    assert memory("VmHWM") - before < 64 * MIB
+    assert longest < 1.0  # seconds; tens of milliseconds on a machine that does nothing else
+
+
+def test_an_answer_is_limited_however_long_the_metadata_are(live_by_default):
+    live = live_by_default
+    place = live.collection("wordy")
+    metadata = {f"{key:04}" + "\u4e2d" * 1000: "\u6587" * 1000 for key in range(64)}
+    persons = [{"metadata": metadata, "faces": [{"vector": [1.0] * DIM}]}] * 4
+    for _ in range(5):
+        assert live.ask("POST", f"{place}/persons", {"persons": persons}).status_code == 201
+    vector = {"vector": [1.0] * DIM}
+    one = live.ask("POST", f"{place}/search", {"query": vector, "k": 20})
+    assert len(one.json()["results"][0]["matches"]) == 20
+    del one
+    before = reset_peak()
+    many = live.ask("POST", f"{place}/search", {"queries": [vector] * 256, "k": 20})
+    assert (many.status_code, many.json()["error"]["code"]) == (400, "bad_request")
+    assert "fewer" in many.json()["error"]["message"]
+    assert memory("VmHWM") - before < 64 * MIB
+
+
+def test_pages_of_long_metadata_are_shorter_and_complete(tmp_path):
+    with live_service(tmp_path, limits=Limits(answer_bytes=50_000)) as live:
+        place = live.collection("wordy")
+        persons = [{"metadata": {f"{n}": "x" * 1000 for n in range(number % 7)}} for number in range(200)]
+        enrolled = live.ask("POST", f"{place}/persons", {"persons": persons}).json()["persons"]
+        seen, after = [], 0
+        while after is not None:
+            page = live.ask("GET", f"{place}/persons", params={"after": after, "limit": 1000})
+            assert len(page.content) < 80_000
+            seen += page.json()["persons"]
+            after = page.json()["next"]
+        assert seen == enrolled
+
+
 def test_json_is_limited_in_depth_and_names_no_files(live):
     place = live.collection("deep")
-    deep = b'{"query": {"vector": [1]}, "filter": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}"
+    deep = b'{"query": {"vector": [1]}, "filter": ' + b'{"a": ' * 500 + b"1" + b"}" * 500 + b"}"
     answer = live.ask("POST", f"{place}/search", content=deep, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400
     for given in (
