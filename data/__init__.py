@@ -3,8 +3,8 @@
 if __name__ != "plsc.data":
     raise ImportError("this folder is the package plsc.data: import plsc.data")
 
+from plsc.data.codec import decode_image, read_image
 from plsc.data.dataset import EncodedDataset, ImageDataset, open_dataset
-from plsc.data.decode import decode_image, read_image
 from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
 from plsc.data.transforms import normalize

@@ -1,57 +1,83 @@
-"""Aligning a face by five landmarks: a similarity transform onto the template that face models are trained on.
+"""Face alignment: a similarity transform of five landmarks onto the template that face models are trained on.
 
-Landmarks are (x, y) in pixels, pixel centres at integers: the left and the right eye (as one sees them in the picture),
-the tip of the nose, the left and the right corner of the mouth.
+Landmarks are (x, y) in pixels, pixel centres at integers: left and right eye (as seen in the image), tip of the nose,
+left and right corner of the mouth. :func:`align_face` cuts out one face, :class:`AlignedImages` the faces of a data
+set, with landmarks from a :class:`Locator`. :class:`FileLandmarks` reads them from a file with one line per image, in
+any order, in one of three forms, recognised line by line:
+
+    path,x1,y1,x2,y2,x3,y3,x4,y4,x5,y5        CSV; a path with a comma in it stands in "double quotes"
+    path<TAB>x1<TAB>y1 … x5<TAB>y5             TSV
+    {"path": "ann/1.jpg", "landmarks": [[x1, y1], … [x5, y5]]}       JSON lines
+
+A first line of names (path,x1,…) and empty lines are ignored. Paths are the images' keys: below the folder, as the list
+has them, or the record's number in a .rec.
 """
 
+import csv
+import json
 import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.nn.functional import grid_sample, interpolate
 
-from plsc.errors import DataError
+from plsc.data.dataset import ImageDataset
+from plsc.errors import DataError, UsageError
+from plsc.files import sha256
 
 ORDER = "left eye, right eye, nose, left and right corner of the mouth"
-# Where insightface's crops of 112x112 pixels have them.
+# Positions in insightface's crops of 112x112 pixels.
 TEMPLATE = np.array(
     [[38.2946, 51.6963], [73.5318, 51.5014], [56.0252, 71.7366], [41.5493, 92.3655], [70.7299, 92.2041]]
 )
 TEMPLATE_SIZE = 112
 
-_FARTHEST = 1e6  # pixels: no picture is so large, and squares of such numbers are still exact enough
-_LEAST_FIT = 0.1  # of the landmarks' variance; eyes swapped give 0.05, a full profile 0.5 and more
+_MAX_COORDINATE = 1e6  # pixels: no image is so large, and squares of such numbers are still exact enough
+_MIN_FIT = 0.1  # share of the landmarks' variance; swapped eyes give 0.05, a full profile 0.5 and more
 
 
 def align_face(image: torch.Tensor, landmarks: ArrayLike, image_size: int, name: str = "image") -> torch.Tensor:
-    """The face with ``landmarks`` (5, 2) in ``image`` uint8 (3, H, W), as uint8 (3, image_size, image_size).
+    """Cut out the face with ``landmarks``, rotated and scaled onto the template.
 
-    Sampled bilinearly, black outside the picture. A face more than twice as large as the crop is averaged down first,
-    for samples so far apart would alias. The template grows with ``image_size``.
+    Sampled bilinearly, black outside the image. A face more than twice as large as the crop is averaged down first,
+    because samples so far apart would alias.
 
-    Raises :class:`DataError`, naming ``name``, as :func:`checked_landmarks` does, and when the landmarks lie as in no
-    face, however turned (left and right swapped, say), or the face lies outside the picture.
+    Args:
+        image: uint8 (3, H, W).
+        landmarks: (5, 2) in pixels.
+        image_size: side of the crop; the template scales with it.
+        name: the image's name in error messages.
+
+    Returns:
+        uint8 (3, image_size, image_size).
+
+    Raises:
+        DataError: as :func:`checked_landmarks`; or the landmarks form no face in any rotation (left and right swapped,
+            say), or the face lies outside the image.
     """
     points = checked_landmarks(landmarks, name)
     target = TEMPLATE * (image_size / TEMPLATE_SIZE)
-    if _fit(points, target) < _LEAST_FIT:
-        raise DataError(f"{name}: its landmarks lie as in no face; their order is {ORDER}")
+    if _fit(points, target) < _MIN_FIT:
+        raise DataError(f"{name}: its landmarks form no face; check their order: {ORDER}")
     matrix = similarity_transform(points, target)
-    region = _seen_region(matrix, image_size, *image.shape[1:])
+    region = _source_region(matrix, image_size, *image.shape[1:])
     if region is None:
-        raise DataError(f"{name}: its landmarks lie outside the picture of {image.shape[2]}x{image.shape[1]} pixels")
+        raise DataError(f"{name}: its landmarks lie outside the image of {image.shape[2]}x{image.shape[1]} pixels")
     left, top, right, bottom = region
-    # Only what the crop shows is converted and filtered, whatever the size of the picture.
+    # Only the visible region is converted to float and filtered, whatever the size of the image.
     matrix = np.column_stack([matrix[:, :2], matrix @ [left, top, 1]])
-    return warp(*_brought_to_scale(image[:, top:bottom, left:right], matrix), image_size)
+    return warp(*_downscale(image[:, top:bottom, left:right], matrix), image_size)
 
 
 def checked_landmarks(landmarks: ArrayLike, name: str = "image") -> NDArray[np.float64]:
-    """``landmarks`` as float64 (5, 2).
+    """Return ``landmarks`` as float64 (5, 2).
 
-    Raises :class:`DataError` in one line, naming ``name``, when they have another shape, are not finite, lie a million
-    pixels away or all within one pixel.
+    Raises:
+        DataError: they have another shape, are not finite, lie more than a million pixels away, or all within one.
     """
     try:
         points = np.asarray(landmarks, dtype=np.float64)
@@ -59,30 +85,31 @@ def checked_landmarks(landmarks: ArrayLike, name: str = "image") -> NDArray[np.f
         points = np.empty(0)
     if points.shape != (5, 2):
         raise DataError(f"{name}: landmarks are five points (x, y): {ORDER}")
-    if not np.isfinite(points).all() or np.abs(points).max() > _FARTHEST:
-        raise DataError(f"{name}: its landmarks {points.tolist()} are not finite, or too far away")
+    if not np.isfinite(points).all() or np.abs(points).max() > _MAX_COORDINATE:
+        raise DataError(f"{name}: its landmarks {points.tolist()} are not finite or out of range")
     if np.ptp(points, axis=0).max() < 1:
-        raise DataError(f"{name}: its landmarks {points.tolist()} coincide; they are pixels, not shares of the picture")
+        raise DataError(f"{name}: its landmarks {points.tolist()} coincide; give pixels, not fractions of the image")
     return points
 
 
 def similarity_transform(source: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Rotation, scale and shift (2, 3) that take ``source`` (N, 2) nearest to ``target`` in least squares.
+    """Return the least-squares similarity (2, 3) from ``source`` (N, 2) to ``target`` (N, 2): rotation, scale, shift.
 
-    Umeyama, "Least-squares estimation of transformation parameters between two point patterns", 1991, eqs.
-    40-43.
+    Umeyama, "Least-squares estimation of transformation parameters between two point patterns", 1991, eqs. 40-43.
     """
     source_mean, target_mean = source.mean(axis=0), target.mean(axis=0)
     centred = source - source_mean
     variance = np.mean(np.sum(np.square(centred), axis=1))
     u, singular, vt = np.linalg.svd((target - target_mean).T @ centred / len(source))
-    signs = np.array([1.0, np.sign(np.linalg.det(u) * np.linalg.det(vt))])  # a rotation, never a reflection
+    signs = np.array(
+        [1.0, np.sign(np.linalg.det(u) * np.linalg.det(vt))]
+    )  # so that it is a rotation, never a reflection
     linear = (u * signs) @ vt * (singular @ signs / variance)
     return np.column_stack([linear, target_mean - linear @ source_mean])
 
 
 def warp(image: torch.Tensor, matrix: NDArray[np.float64], size: int) -> torch.Tensor:
-    """``image`` uint8 (3, H, W) moved by ``matrix`` (2, 3) to uint8 (3, size, size): bilinear, black outside.
+    """Warp ``image`` uint8 (3, H, W) by ``matrix`` (2, 3) to uint8 (3, size, size): bilinear, black outside.
 
     Pixel centres lie at integer coordinates.
     """
@@ -92,38 +119,38 @@ def warp(image: torch.Tensor, matrix: NDArray[np.float64], size: int) -> torch.T
     height, width = image.shape[1:]
     # grid_sample's coordinates, align_corners=False: -1 and 1 are the outer edges of the outer pixels.
     grid = (2 * origin + 1) / [width, height] - 1
-    moved = grid_sample(
+    warped = grid_sample(
         image[None].float(),
         torch.from_numpy(grid)[None].float(),
         mode="bilinear",
         padding_mode="zeros",
         align_corners=False,
     )
-    return moved[0].round_().clamp_(0, 255).to(torch.uint8)
+    return warped[0].round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _fit(source: NDArray[np.float64], target: NDArray[np.float64]) -> float:
-    """The share of ``target``'s variance that the best similarity of ``source`` explains, 0 to 1."""
+    """Return the share of ``target``'s variance that the best similarity of ``source`` explains, 0 to 1."""
     mapped = source @ (matrix := similarity_transform(source, target))[:, :2].T + matrix[:, 2]
     unexplained = np.sum(np.square(target - mapped)) / np.sum(np.square(target - target.mean(axis=0)))
     return float(1 - unexplained)
 
 
-def _seen_region(matrix: NDArray[np.float64], size: int, height: int, width: int) -> tuple[int, int, int, int] | None:
-    """The part of the picture (left, top, right, bottom) that the crop's pixels are made of; None if there is none."""
+def _source_region(matrix: NDArray[np.float64], size: int, height: int, width: int) -> tuple[int, int, int, int] | None:
+    """Return the region (left, top, right, bottom) of the image that the crop shows; None if it shows none of it."""
     corners = np.array([[0, 0], [size - 1, 0], [0, size - 1], [size - 1, size - 1]])
-    seen = (corners - matrix[:, 2]) @ np.linalg.inv(matrix[:, :2]).T
-    margin = 2 + 2 / _scale(matrix)  # of the bilinear sample, and of the average over a crop's pixel
-    left, top = np.maximum(np.floor(seen.min(axis=0) - margin), 0).astype(int).tolist()
-    right, bottom = np.minimum(np.ceil(seen.max(axis=0) + margin) + 1, [width, height]).astype(int).tolist()
+    visible = (corners - matrix[:, 2]) @ np.linalg.inv(matrix[:, :2]).T
+    margin = 2 + 2 / _scale(matrix)  # reach of the bilinear sample, and of the average over a pixel of the crop
+    left, top = np.maximum(np.floor(visible.min(axis=0) - margin), 0).astype(int).tolist()
+    right, bottom = np.minimum(np.ceil(visible.max(axis=0) + margin) + 1, [width, height]).astype(int).tolist()
     return (left, top, right, bottom) if left < right and top < bottom else None
 
 
-def _brought_to_scale(image: torch.Tensor, matrix: NDArray[np.float64]) -> tuple[torch.Tensor, NDArray[np.float64]]:
-    """``image``, averaged down where ``matrix`` would skip pixels of it, and the matrix that is left to apply.
+def _downscale(image: torch.Tensor, matrix: NDArray[np.float64]) -> tuple[torch.Tensor, NDArray[np.float64]]:
+    """Average ``image`` down if ``matrix`` would skip pixels of it; return it and the remaining matrix.
 
-    A bilinear sample sees two pixels a side. So nothing is done down to a scale of 1/2, the whole scale is averaged
-    from 1/4 on, and what lies between leads over, so that a face hardly larger gives a crop hardly different.
+    A bilinear sample covers two pixels a side, so scales down to 1/2 need no averaging and scales from 1/4 down are
+    averaged in full. In between, the factor is interpolated so that the crop changes continuously with the face's size.
     """
     scale = _scale(matrix)
     factor = min(max(scale, 4 * scale**2), 1.0)
@@ -132,11 +159,153 @@ def _brought_to_scale(image: torch.Tensor, matrix: NDArray[np.float64]) -> tuple
     if factor == 1 or smaller == (height, width):
         return image, matrix
     reduced = interpolate(image[None], size=smaller, mode="bilinear", antialias=True, align_corners=False)[0]
-    # The reduced picture's pixel p has its centre at (p + 1/2) * step - 1/2 of the picture.
+    # Pixel p of the reduced image has its centre at (p + 1/2) * step - 1/2 of the image.
     step = np.array([width / smaller[1], height / smaller[0]])
     return reduced, np.column_stack([matrix[:, :2] * step, matrix[:, 2] + matrix[:, :2] @ (step / 2 - 0.5)])
 
 
 def _scale(matrix: NDArray[np.float64]) -> float:
-    """Crop pixels per picture pixel."""
+    """Return the crop's pixels per pixel of the image."""
     return math.sqrt(abs(float(np.linalg.det(matrix[:, :2]))))
+
+
+FIELDS = 10  # numbers per line
+FORM = "path,x1,y1,…,x5,y5 (or with tabs, or JSON lines)"
+
+
+def read_landmarks(path: Path) -> dict[str, tuple[float, ...]]:
+    """Read a landmark file: ten numbers by the image's key; :func:`align_face` checks them as points of a face.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: a line has another form, or names an image again; the message gives its number.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no landmark file {path}")
+    landmarks: dict[str, tuple[float, ...]] = {}
+    for number, name, numbers in _entries(path):
+        if name in landmarks:
+            raise DataError(f"{path} line {number} names {name[:80]} again; give each image one line")
+        landmarks[name] = numbers
+    if not landmarks:
+        raise DataError(f"{path} holds no landmarks; each line is {FORM}")
+    return landmarks
+
+
+class FileLandmarks:
+    """A :class:`Locator` that looks landmarks up in a file.
+
+    Attributes:
+        fingerprint: the file's SHA-256.
+
+    Raises:
+        DataError: as :func:`read_landmarks`, or the file names none of the data set's images; when called, the image
+            has no line.
+    """
+
+    def __init__(self, path: Path, dataset: ImageDataset) -> None:
+        landmarks = read_landmarks(path)
+        self.path = path
+        self.fingerprint = f"landmarks {sha256(path)[:16]}"
+        keys = (dataset.key(index).removeprefix("./") for index in range(len(dataset)))
+        missing = (float("nan"),) * FIELDS
+        rows = np.fromiter(
+            (landmarks.get(key, missing) for key in keys), dtype=(np.float64, FIELDS), count=len(dataset)
+        )
+        if np.isnan(rows[:, 0]).all():
+            raise DataError(
+                f"{path} names none of the {len(dataset):,} images of {dataset.source}: its first line is "
+                f"{next(iter(landmarks))[:80]}, and the first image is {dataset.key(0)}"
+            )
+        self._points: NDArray[np.float64] = rows.reshape(-1, 5, 2)
+
+    def __call__(self, index: int, image: torch.Tensor, name: str) -> NDArray[np.float64]:
+        """Return the landmarks (5, 2) of image ``index``; ``name`` is its name in errors."""
+        points: NDArray[np.float64] = self._points[index]
+        if np.isnan(points).all():
+            raise DataError(f"{name}: {self.path} has no landmarks for it")
+        return points
+
+
+def _entries(path: Path) -> Iterator[tuple[int, str, tuple[float, ...]]]:
+    """Yield (line number, key, ten numbers) of each line but empty ones and the header."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                parse = _from_json if line.lstrip().startswith("{") else _from_fields
+                name, values = parse(line)
+                if number == 1 and name == "path" and parse is _from_fields:
+                    continue
+                yield number, name.removeprefix("./"), _numbers(values)
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+    except (ValueError, TypeError, KeyError, csv.Error, RecursionError):
+        raise DataError(f"{path} line {number} is {line.strip()[:80]!r}; each line is {FORM}") from None
+
+
+def _from_fields(line: str) -> tuple[str, Sequence[object]]:
+    line = line.rstrip("\r\n")
+    name, *values = line.split("\t") if "\t" in line else next(csv.reader([line], strict=True))
+    if not name.strip():
+        raise ValueError("no path")
+    return name, values
+
+
+def _from_json(line: str) -> tuple[str, Sequence[object]]:
+    entry = json.loads(line)
+    points = entry["landmarks"]
+    if not isinstance(entry["path"], str) or not isinstance(points, list):
+        raise TypeError("other types")
+    pairs = all(isinstance(point, list) and len(point) == 2 for point in points)
+    return entry["path"], [number for point in points for number in point] if pairs else points
+
+
+def _numbers(values: Sequence[object]) -> tuple[float, ...]:
+    if len(values) != FIELDS or any(isinstance(value, bool) for value in values):
+        raise ValueError("not ten numbers")
+    return tuple(float(value) for value in values)  # type: ignore[arg-type]  # what is no number raises TypeError or ValueError
+
+
+class Locator(Protocol):
+    """Finds a face's landmarks. It is sent to loader processes, so it must pickle.
+
+    Attributes:
+        fingerprint: text that identifies the method and its inputs.
+    """
+
+    fingerprint: str
+
+    def __call__(self, index: int, image: torch.Tensor, name: str) -> ArrayLike:
+        """Return the landmarks (5, 2) of image ``index``, uint8 (3, H, W); :class:`DataError` if it shows no face."""
+
+
+class AlignedImages(ImageDataset):
+    """Faces of ``image_size``, cut out of ``pictures`` by the landmarks that ``locate`` finds.
+
+    Args:
+        pictures: images at their stored size (``image_size=None``).
+        locate: finds the landmarks of each.
+        image_size: side of the crops in pixels.
+
+    Reading an image without a face raises :class:`DataError`.
+    """
+
+    def __init__(self, pictures: ImageDataset, locate: Locator, image_size: int) -> None:
+        if pictures.image_size is not None:
+            raise ValueError("landmarks are pixels of the stored images: open the data set with image_size=None")
+        super().__init__(pictures.source, pictures.labels, pictures.class_names, image_size)
+        self.skipped, self.empty_classes = pictures.skipped, pictures.empty_classes
+        self.alignment = locate.fingerprint
+        self._pictures, self._locate, self._size = pictures, locate, image_size
+
+    def image(self, index: int) -> torch.Tensor:
+        """Return face ``index`` as uint8 (3, S, S)."""
+        name = f"image {self.key(index)} of {self.source}"
+        picture = self._pictures.image(index)
+        return align_face(picture, self._locate(index, picture, name), self._size, name)
+
+    def key(self, index: int) -> str:
+        """Return the picture's key."""
+        return self._pictures.key(index)

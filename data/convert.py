@@ -1,4 +1,4 @@
-"""Any data set written as a ``.rec``, or as a folder per identity with a list of its images."""
+"""Conversion of any data set to a ``.rec``, or to a folder per identity with a list of its images."""
 
 import logging
 import re
@@ -11,10 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset
-from plsc.data.decode import image_pixels, suffix_of
-from plsc.data.encode import Encoding, encoded_image
-from plsc.data.record_writer import record_writer
+from plsc.data.codec import Encoding, image_pixels, suffix_of
+from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
+from plsc.data.recordio import record_writer
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, atomic_write, make_folder
 from plsc.progress import Progress
@@ -31,25 +30,35 @@ def convert(
     encoding: Encoding = "jpeg",
     max_bad_records: int | None = MAX_BAD_RECORDS,
     workers: int = 0,
-    what: str = "convert",
+    label: str = "convert",
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Write ``dataset`` to ``out``: a ``.rec`` if it ends so, otherwise a folder per identity.
+    """Write ``dataset`` to ``out``.
 
-    Images are copied byte by byte if ``dataset.image_size`` is ``None``, otherwise resized and encoded anew, by
-    ``workers`` processes (0: this one). Those that cannot be read are left out and reported, up to ``max_bad_records``
-    (None: any number). ``what`` is how the line of progress begins.
-    Returns ``{"out", "images", "classes", "left_out"}``. Raises UsageError where ``out`` cannot be written or is
-    a folder with something in it.
+    Args:
+        dataset: the images; copied byte by byte if its ``image_size`` is None, otherwise resized and re-encoded.
+        out: a ``.rec`` if it ends so, otherwise the folder for a folder per identity.
+        encoding: of re-encoded images.
+        max_bad_records: number of unreadable images that are left out and logged before it fails; None: any number.
+        workers: processes that read and encode; 0: this one.
+        label: what the progress line begins with.
+        quiet: print no progress.
+
+    Returns:
+        ``{"out", "images", "classes", "left_out"}``.
+
+    Raises:
+        UsageError: ``out`` cannot be written, or is a folder that is not empty.
+        DataError: no image, or too few of them, can be read.
     """
-    images = _Images(dataset, encoding, max_bad_records, workers, Progress(what, len(dataset), quiet=quiet))
+    images = _Images(dataset, encoding, max_bad_records, workers, Progress(label, len(dataset), quiet=quiet))
     write = _to_records if out.suffix == ".rec" else _to_folder
     classes = write(images, out)
     return {"out": str(out), "images": images.count, "classes": classes, "left_out": len(images.left_out)}
 
 
 class _Images:
-    """The images of a data set grouped by class, without those that cannot be read."""
+    """The readable images of a data set in order of class; iteration reads and encodes them."""
 
     def __init__(
         self, dataset: ImageDataset, encoding: Encoding, max_bad_records: int | None, workers: int, progress: Progress
@@ -59,15 +68,15 @@ class _Images:
         self._encoded = DataLoader(
             _Encoder(dataset, encoding),
             batch_size=None,
-            sampler=_Places(self._order),
+            sampler=_FixedOrder(self._order),
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity_collate,
         )
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
-        """(index, label, encoded image) in order of label."""
+        """Yield (index, label, encoded image) in order of label."""
         for index, (data, error) in zip(self._order, self._encoded, strict=True):
             self._progress.advance()
             if data is None:
@@ -90,7 +99,7 @@ class _Images:
 
 
 class _Encoder(Dataset[tuple[bytes | None, str]]):
-    """Item i is (encoded image, "") or (None, why it cannot be had), so that a bad image does not end a worker."""
+    """Maps an index to (encoded image, "") or (None, error message): an exception would end the worker process."""
 
     def __init__(self, dataset: ImageDataset, encoding: Encoding) -> None:
         self.dataset, self.encoding = dataset, encoding
@@ -105,8 +114,8 @@ class _Encoder(Dataset[tuple[bytes | None, str]]):
         return data, ""
 
 
-class _Places(Sampler[int]):
-    """The images' indices in a given order."""
+class _FixedOrder(Sampler[int]):
+    """Indices in a given order."""
 
     def __init__(self, order: NDArray[np.int64]) -> None:
         self._order = order
@@ -118,20 +127,20 @@ class _Places(Sampler[int]):
         return map(int, self._order)
 
 
-def _as_it_is(item: Any) -> Any:
+def _identity_collate(item: Any) -> Any:
     return item
 
 
 def _to_records(images: _Images, out: Path) -> int:
-    """Write a ``.rec``; classes that lost all their images close ranks. Returns the number of classes."""
+    """Write a ``.rec``, numbering the classes that have a readable image; return their number."""
     names: list[str] = []
     make_folder(out.parent)
     with record_writer(out, names, expected=len(images.dataset)) as writer:
-        current = -1
+        previous = -1
         for _, label, data in images:
-            if label != current:
+            if label != previous:
                 names.append(images.dataset.class_names[label])
-                current = label
+                previous = label
             writer.add(data, len(names) - 1)
             if images.count == 1:
                 writer.height, writer.width = image_pixels(data)
@@ -139,16 +148,16 @@ def _to_records(images: _Images, out: Path) -> int:
 
 
 def _to_folder(images: _Images, out: Path) -> int:
-    """Write ``out/CLASS/NUMBER.jpg`` and ``out/images.tsv``, aside first. Returns the number of classes."""
+    """Write ``out/CLASS/NUMBER.jpg`` and ``out/images.tsv``, atomically; return the number of classes."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} exists and is not an empty folder; name another")
     make_folder(out.parent)
     tmp_path = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(tmp_path, ignore_errors=True)  # what a run that was cut off left
+    shutil.rmtree(tmp_path, ignore_errors=True)  # leftovers of an interrupted run
     tmp_path.mkdir()
     folders: dict[int, str] = {}
     used: set[str] = set()
-    with atomic_write(tmp_path / LIST_NAME) as listed, listed.open("w", encoding="utf-8") as lines:
+    with atomic_write(tmp_path / LIST_NAME) as list_path, list_path.open("w", encoding="utf-8") as lines:
         for index, label, data in images:
             if label not in folders:
                 folders[label] = _folder_name(images.dataset.class_names[label], label, used)
@@ -161,10 +170,10 @@ def _to_folder(images: _Images, out: Path) -> int:
 
 
 def _folder_name(name: str, label: int, used: set[str]) -> str:
-    """The class's name where a folder may be called so, otherwise its number; no two classes share a folder."""
-    plain = _SAFE_NAME(name.encode("utf-8", "surrogateescape")) and name.casefold() not in used
-    chosen = name if plain else f"class-{label:08d}"
-    while chosen.casefold() in used:
-        chosen += "-"
-    used.add(chosen.casefold())
-    return chosen
+    """Return a folder name that no other class uses: the class's name if that is safe, otherwise its number."""
+    usable = _SAFE_NAME(name.encode("utf-8", "surrogateescape")) and name.casefold() not in used
+    folder = name if usable else f"class-{label:08d}"
+    while folder.casefold() in used:
+        folder += "-"
+    used.add(folder.casefold())
+    return folder

@@ -1,5 +1,6 @@
-"""What every image data set offers, and the one way to open any of them."""
+"""The interface of image data sets, the mapping of their labels onto 0 … C-1, and :func:`open_dataset`."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,26 +9,30 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plsc.data.codec import Encoding, decode_image, encode_image, resize_image
+from plsc.data.string_column import NumberStringColumn, PackedStringColumn
 from plsc.errors import UsageError
 from plsc.files import write_json
 
 FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
 MAX_BAD_RECORDS = 1000
 LIST_SUFFIXES = ("", ".txt", ".tsv", ".lst", ".list")
+_PLAIN_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}").fullmatch
 
 
 class ImageDataset(ABC):
-    """Labelled images, in a fixed order, whose labels are known without decoding any of them.
+    """Labelled images in a fixed order, whose labels are known without decoding any image.
 
-    source: what it was opened from.
-    labels: (N,) int64, mapped onto 0 … C-1.
-    class_names: C names; position c is the name (or the number) that class c bears in the source.
-    image_size: side of the square images in pixels; ``None`` leaves each at its stored size.
-    skipped: what is wrong with each record that was left out, by its key.
-    empty_classes: names of classes without an image; they have no number.
-    alignment: how faces are aligned, as text that tells one way from another; "" where pictures are given as stored.
+    Subclasses are sent to loader processes: they must pickle, and hold no open handle when they do.
 
-    Subclasses are handed to loader processes: they must pickle, and hold no open handle when they do.
+    Attributes:
+        source: the path or specification that the data set was opened from.
+        labels: int64 (N,), in 0 … C-1.
+        class_names: C names; item c is the name (or number) of class c in the source.
+        image_size: side of the square images in pixels; None leaves each at its stored size.
+        skipped: the reason why a record was left out, by the record's key.
+        empty_classes: names of classes without an image; they have no label.
+        alignment: fingerprint of the face alignment; "" where images are returned as stored.
     """
 
     def __init__(
@@ -53,11 +58,15 @@ class ImageDataset(ABC):
 
     @abstractmethod
     def image(self, index: int) -> torch.Tensor:
-        """Image ``index`` as uint8 (3, S, S) RGB; a DataError that names the record if it cannot be had."""
+        """Return image ``index`` as uint8 (3, S, S) RGB.
+
+        Raises:
+            DataError: the image cannot be read; the message names its record.
+        """
 
     @abstractmethod
     def key(self, index: int) -> str:
-        """What a person calls image ``index``: its path, or its record's key."""
+        """Return the readable id of image ``index``: its path, or its record's key."""
 
     def save_label_map(self, path: Path) -> None:
         """Write ``{"source", "classes"}`` as JSON; ``classes[c]`` is the source's name of class c."""
@@ -69,14 +78,27 @@ class EncodedDataset(ImageDataset):
 
     @abstractmethod
     def encoded(self, index: int) -> bytes:
-        """The stored bytes of image ``index``; a DataError that names the record if they cannot be read."""
+        """Return the stored bytes of image ``index``.
+
+        Raises:
+            DataError: they cannot be read; the message names the record.
+        """
 
     def image(self, index: int) -> torch.Tensor:
-        """Image ``index`` decoded and, when ``image_size`` is set, resized to (3, S, S)."""
-        from plsc.data.decode import decode_image, resize_image
-
+        """Return image ``index`` decoded, and resized to (3, S, S) when ``image_size`` is set."""
         image = decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
         return image if self.image_size is None else resize_image(image, self.image_size)
+
+
+def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:
+    """Encode image ``index``: the stored bytes if the data set keeps stored sizes, else resized and re-encoded.
+
+    Raises:
+        DataError: the image cannot be read or, where it is re-encoded, decoded; the message names it.
+    """
+    if isinstance(dataset, EncodedDataset) and dataset.image_size is None:
+        return dataset.encoded(index)
+    return encode_image(dataset.image(index), encoding)
 
 
 def open_dataset(
@@ -84,10 +106,14 @@ def open_dataset(
 ) -> ImageDataset:
     """Open a folder per identity, a list file, a .rec (or its folder), or ``avatars:IDSxIMAGES[@FIRST]``.
 
-    image_size: side in pixels that every image is resized to; ``None`` keeps the stored size.
-    max_bad_records: how many damaged records a .rec may have, which are then left out; ``None``: any number.
-    Raises UsageError for a path that does not exist, an empty folder or a form that is none of these, and
-    DataError for content that cannot be read.
+    Args:
+        source: the path, or the specification of the built-in data.
+        image_size: side in pixels that every image is resized to; None keeps the stored size.
+        max_bad_records: number of damaged records of a .rec that are left out before opening fails; None: any number.
+
+    Raises:
+        UsageError: the path does not exist, is an empty folder or of none of these forms.
+        DataError: the content cannot be read.
     """
     name = str(source)
     if name.startswith("avatars:"):
@@ -103,7 +129,7 @@ def open_dataset(
 
 
 def _open_folder(path: Path, image_size: int | None, max_bad_records: int | None) -> ImageDataset:
-    """A folder that holds train.rec, or one .rec alone, is that .rec; any other is a folder per identity."""
+    """Open a folder: one that holds train.rec, or a single .rec, is that .rec; any other is a folder per identity."""
     from plsc.data.folder import FolderDataset
 
     records = sorted(path.glob("*.rec"))
@@ -128,3 +154,33 @@ def _open_file(path: Path, image_size: int | None, max_bad_records: int | None) 
     from plsc.data.folder import ListDataset
 
     return ListDataset(path, image_size)
+
+
+def map_numbers(numbers: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Close the gaps between class numbers, keeping their order.
+
+    Returns:
+        The labels, int64 (N,) in 0 … C-1, and the original number of each class, int64 (C,).
+    """
+    if len(numbers) and numbers.min() >= 0 and numbers.max() < 4 * len(numbers) + 1024:
+        # Counting takes a twentieth of the time that sorting does for tens of millions of labels.
+        present = np.bincount(numbers) > 0
+        return (np.cumsum(present) - 1)[numbers], np.flatnonzero(present).astype(np.int64)
+    classes, labels = np.unique(numbers, return_inverse=True)
+    return labels.reshape(-1).astype(np.int64), classes
+
+
+def map_names(names: Sequence[str]) -> tuple[NDArray[np.int64], Sequence[str]]:
+    """Map label texts to labels: by number if every text is a plain integer, otherwise by name in sorted order.
+
+    A plain integer is one as Python prints it: "007" is a name, and a different one than "7".
+
+    Returns:
+        The labels, int64 (N,) in 0 … C-1, and the C class names.
+    """
+    if not all(_PLAIN_INTEGER(name) for name in names):
+        classes = sorted(set(names))
+        label_of = {name: label for label, name in enumerate(classes)}
+        return np.array([label_of[name] for name in names], dtype=np.int64), PackedStringColumn(classes)
+    labels, values = map_numbers(np.array([int(name) for name in names], dtype=np.int64))
+    return labels, NumberStringColumn(values)

@@ -1,4 +1,4 @@
-"""Images as files: a folder per identity, or a list of paths and labels."""
+"""Data sets of image files: a folder per identity, or a list of paths and labels."""
 
 import os
 from collections.abc import Iterator
@@ -6,19 +6,20 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.dataset import EncodedDataset
-from plsc.data.decode import IMAGE_SUFFIXES, read_bytes
-from plsc.data.labels import map_names
-from plsc.data.packed import PackedStrings
+from plsc.data.codec import IMAGE_SUFFIXES, read_bytes
+from plsc.data.dataset import EncodedDataset, map_names
+from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
 
 
 class FolderDataset(EncodedDataset):
     """A folder whose sub-folders are the identities, in order of name; each holds its images, at any depth.
 
-    Images are files ending in .jpg, .jpeg, .png, .webp or .bmp in either case; names that begin with a dot
-    are passed over. ``empty_classes`` names the sub-folders without an image: they are no classes.
-    Raises UsageError where there is no image to be found.
+    Images are files ending in .jpg, .jpeg, .png, .webp or .bmp in either case; names that begin with a dot are ignored.
+    ``empty_classes`` lists the sub-folders without an image, which are no classes.
+
+    Raises:
+        UsageError: there is no image in any sub-folder.
     """
 
     def __init__(self, folder: Path, image_size: int | None = 112) -> None:
@@ -28,35 +29,37 @@ class FolderDataset(EncodedDataset):
         classes: list[str] = []
         counts: list[int] = []
         for name in _identities(folder):
-            found = sorted(_images(folder, name))
-            if found:
-                paths += found
+            images = sorted(_images(folder, name))
+            if images:
+                paths += images
                 classes.append(name)
-                counts.append(len(found))
+                counts.append(len(images))
             else:
                 empty.append(name)
         if not paths:
-            raise UsageError(_nothing_found(folder))
-        self._paths = PackedStrings(paths)
+            raise UsageError(_no_image_error(folder))
+        self._paths = PackedStringColumn(paths)
         labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-        super().__init__(str(folder), labels, PackedStrings(classes), image_size)
+        super().__init__(str(folder), labels, PackedStringColumn(classes), image_size)
         self.empty_classes = empty
 
     def key(self, index: int) -> str:
-        """The image's path below the folder."""
+        """Return the image's path below the folder."""
         return self._paths[index]
 
     def encoded(self, index: int) -> bytes:
-        """The bytes of the image file."""
+        """Read the image file."""
         return read_bytes(self.folder / self._paths[index])
 
 
 class ListDataset(EncodedDataset):
     """A text file with a line ``path<TAB>label`` per image, in that order.
 
-    Paths are relative to the list's own folder, or absolute. If every label is a plain integer, classes are
-    ordered by number, otherwise by name. Empty lines are passed over; a line of another shape is a DataError
-    that gives its number. Whether the files exist shows when they are read.
+    Paths are relative to the list's own folder, or absolute. If every label is a plain integer, classes are ordered by
+    number, otherwise by name. Empty lines are ignored. The image files are not opened before they are read.
+
+    Raises:
+        DataError: the list is empty or not UTF-8, or a line has another form; the message gives its number.
     """
 
     def __init__(self, path: Path, image_size: int | None = 112) -> None:
@@ -68,16 +71,16 @@ class ListDataset(EncodedDataset):
             names.append(name)
         if not paths:
             raise DataError(f"{path} lists no image; each line is path<TAB>label")
-        self._paths = PackedStrings(paths)
+        self._paths = PackedStringColumn(paths)
         labels, classes = map_names(names)
         super().__init__(str(path), labels, classes, image_size)
 
     def key(self, index: int) -> str:
-        """The image's path as the list has it."""
+        """Return the image's path as the list has it."""
         return self._paths[index]
 
     def encoded(self, index: int) -> bytes:
-        """The bytes of the image file."""
+        """Read the image file."""
         return read_bytes(self.folder / self._paths[index])
 
 
@@ -87,7 +90,7 @@ def _identities(folder: Path) -> list[str]:
 
 
 def _images(folder: Path, below: str) -> Iterator[str]:
-    """Paths of the images under ``folder/below``, relative to ``folder``, in no order."""
+    """Yield paths of the images under ``folder/below``, relative to ``folder``, unordered."""
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.name.startswith("."):
@@ -98,10 +101,10 @@ def _images(folder: Path, below: str) -> Iterator[str]:
                 yield f"{below}/{entry.name}"
 
 
-def _nothing_found(folder: Path) -> str:
+def _no_image_error(folder: Path) -> str:
     loose = any(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in folder.iterdir())
-    what = "has images but no sub-folder with any" if loose else "has no image in any sub-folder"
-    return f"{folder} {what}; give each identity a folder of its own ({', '.join(IMAGE_SUFFIXES)})"
+    problem = "has images but no sub-folder with any" if loose else "has no image in any sub-folder"
+    return f"{folder} {problem}; give each identity a folder of its own ({', '.join(IMAGE_SUFFIXES)})"
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:

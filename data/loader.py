@@ -1,40 +1,56 @@
-"""The loader that feeds training: its position is exact, and no sample depends on ranks or processes."""
+"""The training loader: which samples each rank gets at each step, and the processes that read and augment them.
+
+The order is a pure function of (seed, epoch, position), so the loader resumes at any sample, on any number of ranks.
+From top to bottom: :class:`TrainLoader`; the order of samples; :class:`BatchReader`, which runs in the loader's
+processes; :class:`ImageCache`, which they share.
+"""
 
 import logging
+import mmap
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from plsc.data.batches import Batch, BatchReader, Request
-from plsc.data.cache import ImageCache, cache_fits
 from plsc.data.dataset import ImageDataset
-from plsc.data.sampler import GlobalBatch, epoch_order, global_batches
-from plsc.data.transforms import check_augmentation
+from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
 
+AUTO_CACHE_BYTES = 2**30
+_NEIGHBOURS = 100
 _log = logging.getLogger("plsc.data")
 
 
 class TrainLoader:
     """Iterates one epoch of ``(images uint8 (b, 3, S, S), labels int64 (b,))`` from its position on.
 
-    batch_size: samples per rank and step. Each step's global batch is split contiguously over the ranks.
-    seed: keys the order, by (seed, epoch), and the augmentation, by (seed, epoch, sample index). At equal
-        ``batch_size * world_size`` the global batches hold the same samples and pixels at any world size.
-    augment: ``"none"``, ``"flip"`` or ``"standard"``.
-    workers: loader processes of this rank; 0 loads in this one.
-    cache_images: keep decoded images in memory over the epochs, shared by the loader processes;
-        ``"auto"`` does where they take less than 1 GiB and an eighth of the free memory.
-    max_bad_records: images that do not decode are reported by key, once, and left out of their batch (one that
-        is left with fewer than two takes the next sound images in the data set); one more than this many of
-        them raises a DataError.
+    The last batches of an epoch may be unequal, see :func:`global_batches`.
 
-    The last batches of an epoch may be unequal, see :func:`plsc.data.sampler.global_batches`.
-    Raises UsageError for arguments out of range and for a data set too small for the ranks.
+    Args:
+        dataset: labelled images of one size.
+        batch_size: samples per rank and step. Each step's global batch is split contiguously over the ranks.
+        rank: this rank, in [0, world_size).
+        world_size: number of ranks.
+        seed: keys the order, by (seed, epoch), and the augmentation, by (seed, epoch, sample index). At equal
+            ``batch_size * world_size`` the global batches hold the same samples and pixels at any world size.
+        augment: one of :data:`plsc.data.transforms.AUGMENTATIONS`.
+        workers: loader processes of this rank; 0 loads in this one.
+        shuffle: permute the samples anew in every epoch.
+        cache_images: keep decoded images in memory over the epochs, shared by the loader processes; ``"auto"`` does
+            if they take less than 1 GiB and an eighth of the free memory.
+        max_bad_records: number of distinct unreadable images after which loading fails. Each is reported by key, once,
+            and left out of its batch (a batch left with fewer than two takes the next readable images).
+
+    Raises:
+        UsageError: an argument is out of range, or the data set is too small for the ranks.
+        DataError: while iterating: more than ``max_bad_records`` images are unreadable.
     """
 
     def __init__(
@@ -55,7 +71,7 @@ class TrainLoader:
         check_augmentation(augment)
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
-        self._epoch = self._consumed = self._given = 0
+        self._epoch = self._consumed = self._yielded = 0
         self._bad_keys: set[str] = set()
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
         reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None)
@@ -64,7 +80,7 @@ class TrainLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch under way, from 0; it advances when the loop over it ends."""
+        """The current epoch, from 0; it advances when the loop over it ends."""
         return self._epoch
 
     @property
@@ -73,25 +89,20 @@ class TrainLoader:
         return len(self._plan(consumed=0))
 
     @property
-    def steps_left(self) -> int:
-        """Steps from the position to the end of its epoch."""
-        return len(self._plan(consumed=self._consumed))
-
-    @property
     def next_labels(self) -> torch.Tensor | None:
-        """The labels (b,) that this rank is given next, unless pictures turn out unreadable; None at an epoch's end.
+        """Labels (b,) of this rank's next batch, including images that turn out unreadable; None at an epoch's end.
 
-        To know them ahead moves nothing: the position stays that of the batches given.
+        Reading them ahead leaves the position where it is: that of the batches already yielded.
         """
-        part = self._requests.part_at(self._given)
+        part = self._requests.part_at(self._yielded)
         return None if part is None else torch.from_numpy(self.dataset.labels[part.astype(np.int64)])
 
     def state_dict(self) -> dict[str, int]:
-        """``{"epoch", "consumed"}``: samples of the epoch that all ranks together have been given."""
+        """Return ``{"epoch", "consumed"}``: samples of the epoch that all ranks together have yielded."""
         return {"epoch": self._epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state that any number of ranks saved; DataError if the data has no such place."""
+        """Continue from a state saved by any number of ranks; :class:`DataError` if the data has no such position."""
         epoch, consumed = int(state["epoch"]), int(state["consumed"])
         if epoch < 0 or not 0 <= consumed <= len(self.dataset):
             raise DataError(
@@ -105,22 +116,23 @@ class TrainLoader:
             self._epoch, self._consumed = self._epoch + 1, 0
         plan = self._plan(self._consumed)
         order = epoch_order(len(self.dataset), seed=self.seed, epoch=self._epoch, shuffle=self.shuffle)
-        self._given = 0
+        self._yielded = 0
         self._requests.epoch = self._epoch
         self._requests.parts = [order[batch.part(self.rank, self.world_size)] for batch in plan]
-        for given, (batch, loaded) in enumerate(zip(plan, self._batches, strict=True), start=1):
-            self._report(loaded.failures)
-            self._consumed, self._given = batch.stop, given
-            yield loaded.images, torch.from_numpy(self.dataset.labels[loaded.indices])
+        for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
+            self._report(batch.failures)
+            # The position advances by what was yielded, not by what the processes have read ahead.
+            self._consumed, self._yielded = step.stop, count
+            yield batch.images, torch.from_numpy(self.dataset.labels[batch.indices])
         self._epoch, self._consumed = self._epoch + 1, 0
 
-    def _plan(self, consumed: int) -> list[GlobalBatch]:
+    def _plan(self, consumed: int) -> list["StepRange"]:
         return global_batches(
             len(self.dataset), consumed=consumed, batch_size=self.batch_size, world_size=self.world_size
         )
 
     def _report(self, failures: dict[str, str]) -> None:
-        """Tell of images that could not be read, each once, and stop where there are too many."""
+        """Log unreadable images, each once; :class:`DataError` if there are too many."""
         for key in failures.keys() - self._bad_keys:
             self._bad_keys.add(key)
             _log.warning("left out: %s", failures[key])
@@ -131,47 +143,12 @@ class TrainLoader:
                 )
 
 
-class _Requests:
-    """What the DataLoader asks its processes for, in order; filled anew for every epoch or resumption."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.parts: list[NDArray[np.unsignedinteger]] = []
-
-    def __iter__(self) -> Iterator[Request]:
-        return (Request(self.epoch, part.astype(np.int64)) for part in self.parts)
-
-    def __len__(self) -> int:
-        return len(self.parts)
-
-    def part_at(self, number: int) -> NDArray[np.unsignedinteger] | None:
-        """The part of that number, if there is one."""
-        return self.parts[number] if number < len(self.parts) else None
-
-
-def _open_batches(reader: BatchReader, requests: _Requests, workers: int) -> DataLoader[Batch]:
-    """The DataLoader; its processes live on between epochs, and it draws no number from torch's generator."""
-    return DataLoader(
-        reader,
-        batch_size=None,
-        sampler=requests,
-        num_workers=workers,
-        collate_fn=_as_it_is,
-        persistent_workers=workers > 0,
-        generator=torch.Generator(),
-    )
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, seed: int, workers: int) -> None:
     if dataset.image_size is None:
         raise UsageError("training needs images of one size: open the data set with an image_size")
-    for name, value, least in (("batch_size", batch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
-        if value < least:
-            raise UsageError(f"{name} is {value}; it must be at least {least}")
+    for name, value, minimum in (("batch_size", batch_size, 1), ("workers", workers, 0), ("seed", seed, 0)):
+        if value < minimum:
+            raise UsageError(f"{name} is {value}; it must be at least {minimum}")
     if not 0 <= rank < world_size:
         raise UsageError(f"rank {rank} is not one of {world_size} ranks")
     needed = min(2, batch_size) * world_size
@@ -180,3 +157,204 @@ def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, s
             f"{dataset.source} has {len(dataset)} images, too few for {world_size} ranks; use at most "
             f"{len(dataset) // min(2, batch_size)} ranks, or more images"
         )
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Samples of one step over all ranks: positions [start, stop) of the epoch's order."""
+
+    start: int
+    stop: int
+
+    def part(self, rank: int, world_size: int) -> slice:
+        """Return the positions of ``rank``: contiguous, and shares differ by one sample at most."""
+        count, first = self.stop - self.start, self.start
+        share, longer = divmod(count, world_size)
+        begin = first + rank * share + min(rank, longer)
+        return slice(begin, begin + share + (rank < longer))
+
+
+def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.unsignedinteger]:
+    """Return the order of an epoch, a permutation of 0 … size-1, the same on every rank; 4 bytes a sample."""
+    order: NDArray[np.unsignedinteger] = np.arange(size, dtype=np.uint32 if size <= 2**32 else np.uint64)
+    if shuffle:
+        np.random.default_rng([seed, epoch]).shuffle(order)
+    return order
+
+
+def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int) -> list[StepRange]:
+    """Split positions [consumed, size) into global batches of ``batch_size`` samples per rank.
+
+    Every rank gets at least two samples (or ``batch_size``, if that is one), because batch normalisation fails on one:
+    a last batch too small for that joins the one before it. If it is the only one, after a resumption on more ranks, it
+    is filled up with samples from just before ``consumed``.
+    """
+    minimum = min(2, batch_size) * world_size
+    starts = list(range(consumed, size, batch_size * world_size))
+    if len(starts) > 1 and size - starts[-1] < minimum:
+        del starts[-1]
+    if len(starts) == 1:
+        starts[0] = max(0, min(consumed, size - minimum))
+    return [StepRange(start, stop) for start, stop in pairwise([*starts, size])]
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """Samples to read, by their indices (b,) in the data set; the epoch keys their augmentation."""
+
+    epoch: int
+    indices: NDArray[np.int64]
+
+
+class _Requests:
+    """The DataLoader's sampler: this rank's requests in order, replaced for every epoch or resumption."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.parts: list[NDArray[np.unsignedinteger]] = []
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return (BatchRequest(self.epoch, part.astype(np.int64)) for part in self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def part_at(self, step: int) -> NDArray[np.unsignedinteger] | None:
+        """Return the indices of ``step``; None after the last."""
+        return self.parts[step] if step < len(self.parts) else None
+
+
+@dataclass(frozen=True)
+class ImageBatch:
+    """Images uint8 (n, 3, S, S) of the readable ``indices`` (n,), and the errors of the others by key."""
+
+    images: torch.Tensor
+    indices: NDArray[np.int64]
+    failures: dict[str, str]
+
+
+class BatchReader(Dataset[ImageBatch]):
+    """Reads, caches and augments one rank's part of a batch: a map from request to batch, for torch's DataLoader."""
+
+    def __init__(self, dataset: ImageDataset, augment: str, seed: int, cache: "ImageCache | None") -> None:
+        self.dataset, self.augment, self.seed, self.cache = dataset, augment, seed, cache
+
+    def __getitem__(self, request: BatchRequest) -> ImageBatch:
+        batch = self._read(request.indices)
+        if batch.failures:
+            batch = self._with_neighbours(batch, request.indices)
+        images = augment_batch(batch.images, batch.indices, self.augment, seed=self.seed, epoch=request.epoch)
+        return ImageBatch(images, batch.indices, batch.failures)
+
+    def _read(self, indices: NDArray[np.int64]) -> ImageBatch:
+        size = self.dataset.image_size or 0
+        images = torch.empty((len(indices), 3, size, size), dtype=torch.uint8)
+        good, failures = self._fill(images, indices)
+        return ImageBatch(images[torch.from_numpy(good)] if failures else images, indices[good], failures)
+
+    def _with_neighbours(self, batch: ImageBatch, requested: NDArray[np.int64]) -> ImageBatch:
+        """Add the images that follow in the data set while fewer than two are readable: batch norm fails on one."""
+        for distance in range(1, _NEIGHBOURS):
+            if len(batch.indices) >= min(2, len(requested)):
+                break
+            extra = self._read((requested[:1] + distance) % len(self.dataset))
+            images = torch.cat([batch.images, extra.images])
+            indices = np.concatenate([batch.indices, extra.indices])
+            batch = ImageBatch(images, indices, batch.failures | extra.failures)
+        return batch
+
+    def _fill(self, images: torch.Tensor, indices: NDArray[np.int64]) -> tuple[NDArray[np.bool_], dict[str, str]]:
+        """Read into the rows of ``images``; return the mask of readable rows and the errors of the others by key."""
+        good = np.zeros(len(indices), dtype=np.bool_)
+        failures: dict[str, str] = {}
+        if self.cache is not None:
+            good = self.cache.present(indices)
+            images[torch.from_numpy(good)] = self.cache.take(indices[good])
+        for row in np.flatnonzero(~good):
+            index = int(indices[row])
+            try:
+                image = self.dataset.image(index)
+            except DataError as error:
+                failures[self.dataset.key(index)] = str(error)
+                continue
+            images[row] = image
+            good[row] = True
+            if self.cache is not None:
+                self.cache.put(index, image)
+        return good, failures
+
+
+def _open_batches(reader: BatchReader, requests: _Requests, workers: int) -> DataLoader[ImageBatch]:
+    """Open the DataLoader; its processes persist between epochs."""
+    return DataLoader(
+        reader,
+        batch_size=None,
+        sampler=requests,
+        num_workers=workers,
+        collate_fn=_identity_collate,
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),  # its own: torch's global one would advance by an epoch's base seed
+    )
+
+
+def _identity_collate(batch: Any) -> Any:
+    return batch
+
+
+class ImageCache:
+    """Shared memory for every decoded image of a data set, filled as images are first read.
+
+    Processes forked from this one read and fill the same cache, and untouched pages take no memory. No lock is needed:
+    two processes that decode the same image write the same bytes, and an image is marked present after it is whole.
+
+    Raises:
+        UsageError: there is not that much memory.
+    """
+
+    def __init__(self, dataset: ImageDataset) -> None:
+        size = _side(dataset)
+        self._pixels = _shared_bytes(len(dataset) * 3 * size * size).view(len(dataset), 3, size, size)
+        self._present = _shared_bytes(len(dataset))
+
+    def present(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return the mask of those ``indices`` that are cached."""
+        mask: NDArray[np.bool_] = (self._present[torch.from_numpy(indices)] != 0).numpy()
+        return mask
+
+    def take(self, indices: NDArray[np.int64]) -> torch.Tensor:
+        """Copy the cached images ``indices``: uint8 (n, 3, S, S)."""
+        return self._pixels[torch.from_numpy(indices)]
+
+    def put(self, index: int, image: torch.Tensor) -> None:
+        """Store ``image``, uint8 (3, S, S), as ``index``."""
+        self._pixels[index] = image
+        self._present[index] = 1
+
+
+def cache_fits(dataset: ImageDataset) -> bool:
+    """Return whether the decoded images take at most 1 GiB and an eighth of the free memory."""
+    needed = len(dataset) * 3 * _side(dataset) ** 2
+    return needed <= min(AUTO_CACHE_BYTES, _free_memory() // 8)
+
+
+def _side(dataset: ImageDataset) -> int:
+    if dataset.image_size is None:
+        raise ValueError("only images of one size can be cached: open the data set with an image_size")
+    return dataset.image_size
+
+
+def _shared_bytes(count: int) -> torch.Tensor:
+    try:
+        return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
+    except (OSError, OverflowError):
+        size = f"{count / 2**30:,.0f} GiB"
+        raise UsageError(f"{size} of decoded images do not fit in memory; do not cache them") from None
+
+
+def _free_memory() -> int:
+    """Return the bytes that a new allocation can take without swapping; half of the memory where /proc is missing."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -1,13 +1,14 @@
-"""Verification sets (``.bin``): pairs of encoded images, and whether each pair shows the same identity.
+"""Verification sets (``.bin``): pairs of encoded images, each with its truth: same identity or not.
 
-The format is insightface's: a pickle of ``(images, is_same)`` with 2N encoded images and N truth values.
-A pickle is a program, so it is read with one that knows no function but the few below, all of them inert.
+The format is insightface's: a pickle of ``(images, is_same)`` with 2N encoded images and N truth values. A pickle is a
+program, so :func:`read_pairs` runs it in an unpickler whose only callables are a few inert ones. :func:`make_pairs`
+draws a set from labelled images.
 """
 
 import io
 import pickle
 import pickletools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.codec import Encoding, decode_image
+from plsc.data.dataset import ImageDataset, encoded_image
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write
 
 
 @dataclass(frozen=True)
 class PairSet:
-    """images: 2N encoded images, of which 2i and 2i+1 are pair i; is_same: (N,) bool."""
+    """Pairs: 2N encoded ``images``, of which 2i and 2i+1 are pair i, and ``is_same``, bool (N,)."""
 
     images: Sequence[bytes]
     is_same: NDArray[np.bool_]
@@ -33,8 +36,11 @@ class PairSet:
 def read_pairs(path: str | Path) -> PairSet:
     """Read a ``.bin`` verification set, written by Python 2 or 3, with images as bytes or uint8 arrays.
 
-    Nothing in the file is executed. Raises UsageError if the file does not exist, and DataError naming what
-    is wrong with it: no pickle, a global that it may not use, or content of another shape.
+    Nothing in the file is executed, and time and memory are linear in its size.
+
+    Raises:
+        UsageError: the file does not exist.
+        DataError: it is no pickle, uses a global that it may not use, or has content of another shape.
     """
     path = Path(path)
     if not path.is_file():
@@ -50,7 +56,7 @@ def read_pairs(path: str | Path) -> PairSet:
 
 
 def write_pairs(path: str | Path, images: Sequence[bytes], is_same: Sequence[bool] | NDArray[np.bool_]) -> None:
-    """Write 2N encoded images and N truth values as a ``.bin`` that insightface's tools read too."""
+    """Write 2N encoded images and N truth values as a ``.bin`` that insightface's tools can read."""
     if len(images) != 2 * len(is_same):
         raise UsageError(f"{len(images)} images do not make {len(is_same)} pairs; give two for each")
     with atomic_write(Path(path)) as tmp_path, tmp_path.open("wb") as file:
@@ -58,29 +64,38 @@ def write_pairs(path: str | Path, images: Sequence[bytes], is_same: Sequence[boo
 
 
 class _Refused(Exception):
-    """The pickle asks for a global that verification sets do not need."""
+    """The pickle uses a global that verification sets do not need."""
 
 
 def _unpickled(data: bytes, path: Path) -> Any:
     try:
-        _check_memo(data)
+        _check_operations(data)
         return _InertUnpickler(io.BytesIO(data), encoding="bytes").load()
     except _Refused as refused:
         raise DataError(f"{path} asks to run {refused}, as no verification set does; refused") from None
+    except DataError as error:
+        raise DataError(f"{path} {error}, as no verification set does; refused") from None
     except Exception as error:  # a damaged pickle raises nearly every kind
         kind = type(error).__name__
         raise DataError(f"{path} is not a readable pickle ({kind}); use another copy") from None
 
 
-def _check_memo(data: bytes) -> None:
-    """Refuse slot numbers beyond any need: the unpickler would allocate a table that long."""
+# Operations that hash objects of the pickle: that of t = (t, t), nested 60 deep in 300 bytes, takes 2^60 steps.
+_HASHING = {"DICT", "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "FROZENSET"}
+
+
+def _check_operations(data: bytes) -> None:
+    """Refuse operations by which a small pickle takes unbounded time or memory, before any of them runs."""
     for count, (operation, argument, _) in enumerate(pickletools.genops(data)):
+        if operation.name in _HASHING:
+            raise DataError("holds a dictionary or a set")
+        # The unpickler allocates a memo table as long as the largest slot number.
         if "PUT" in operation.name and isinstance(argument, int) and argument > count:
             raise ValueError("memo slot out of range")
 
 
 class _Array:
-    """Stands in for a numpy array; holds plain uint8 or bool values, flat, and nothing else."""
+    """Stand-in for a numpy array of uint8 or bool, stored flat."""
 
     __slots__ = ("raw", "shape", "values")
 
@@ -100,17 +115,24 @@ class _Array:
         if int(np.prod(self.shape, dtype=object)) != len(self.values):
             raise ValueError("array shape and content differ")
 
+    def is_flat(self) -> bool:
+        """Return whether at most one axis is longer than 1."""
+        return self.values.size == max(self.shape, default=0)
+
 
 class _DType:
-    """Stands in for a numpy dtype; only its code matters."""
+    """Stand-in for a numpy dtype; only its code matters."""
 
     __slots__ = ("code",)
 
     def __init__(self, code: Any) -> None:
-        self.code = code.decode("ascii") if isinstance(code, bytes) else str(code)
+        # Nothing but text: str() of nested tuples would take exponential time, as their hash does.
+        if not isinstance(code, str | bytes):
+            raise ValueError("a dtype code that is no text")
+        self.code = code.decode("ascii") if isinstance(code, bytes) else code
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order and flags, which one-byte values do not have."""
+        """Ignore byte order and flags, which one-byte values do not have."""
 
 
 def _kind(dtype: Any) -> type[np.generic]:
@@ -119,7 +141,8 @@ def _kind(dtype: Any) -> type[np.generic]:
     return np.uint8 if "u1" in dtype.code else np.bool_
 
 
-# What a pickle may call, as slotless objects: it can change none of them, and each checks what it is given.
+# The callables that a pickle may use: objects without attributes, so that BUILD cannot change them. Each checks its
+# arguments.
 class _Inert:
     __slots__ = ()
 
@@ -184,7 +207,7 @@ _GLOBALS: dict[tuple[str, str], _Inert] = {
 
 class _InertUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """One of the inert objects above; every other global is refused by name."""
+        """Return one of the inert objects above; every other global is refused by name."""
         try:
             return _GLOBALS[module, name]
         except KeyError:
@@ -202,7 +225,7 @@ def _items(values: Any, path: Path) -> list[Any]:
 def _image_bytes(image: Any, path: Path) -> bytes:
     if isinstance(image, bytes):
         return image
-    if isinstance(image, _Array) and image.values.dtype == np.uint8 and image.values.size == max(image.shape):
+    if isinstance(image, _Array) and image.values.dtype == np.uint8 and image.is_flat():
         return image.raw
     raise DataError(f"{path} holds an image that is not an encoded one; store JPEG or PNG bytes")
 
@@ -211,3 +234,129 @@ def _truth(value: Any, path: Path) -> bool:
     if isinstance(value, bool | np.bool_) or (isinstance(value, int | np.integer) and value in (0, 1)):
         return bool(value)
     raise DataError(f"{path} holds a truth value that is neither true nor false")
+
+
+def make_pairs(
+    dataset: ImageDataset, out: Path, *, pairs: int, seed: int = 0, encoding: Encoding = "jpeg"
+) -> dict[str, Any]:
+    """Draw a verification set of ``pairs`` distinct pairs, half of one identity each, and write it as a ``.bin``.
+
+    Same and different pairs alternate, so that each of the protocol's ten unshuffled folds has equally many of both.
+
+    Args:
+        dataset: labelled images; they are copied as stored if its ``image_size`` is None, otherwise resized and
+            re-encoded.
+        out: the file to write.
+        pairs: number of pairs, at least 2.
+        seed: determines the draw.
+        encoding: of re-encoded images.
+
+    Returns:
+        ``{"out", "pairs", "same", "images", "identities"}``.
+
+    Raises:
+        UsageError: the data set does not have that many pairs.
+        DataError: an image does not decode.
+    """
+    if pairs < 2:
+        raise UsageError(f"{pairs} pairs are too few; ask for at least 2")
+    draws = _PairSampler(dataset.labels, np.random.default_rng(seed), dataset.source)
+    same = draws.same((pairs + 1) // 2)
+    different = draws.different(pairs // 2)
+    drawn = np.empty((pairs, 2), dtype=np.int64)
+    drawn[0::2], drawn[1::2] = same, different
+    used = np.unique(drawn)
+    images = {int(index): _encoded_and_checked(dataset, int(index), encoding) for index in used}
+    write_pairs(out, [images[int(index)] for index in drawn.reshape(-1)], np.arange(pairs) % 2 == 0)
+    return {
+        "out": str(out),
+        "pairs": pairs,
+        "same": len(same),
+        "images": len(used),
+        "identities": len(np.unique(dataset.labels[used])),
+    }
+
+
+def _encoded_and_checked(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:
+    data = encoded_image(dataset, index, encoding)
+    decode_image(data, f"image {dataset.key(index)} of {dataset.source}")
+    return data
+
+
+class _PairSampler:
+    """Draws pairs of images, uniformly over identities: one with a thousand images is drawn as often as any other."""
+
+    def __init__(self, labels: NDArray[np.int64], rng: np.random.Generator, source: str) -> None:
+        self._rng, self._source = rng, source
+        self._order = np.argsort(labels, kind="stable")
+        counts = np.bincount(labels)
+        self._identities = np.flatnonzero(counts)
+        self._counts = counts[self._identities]
+        self._starts = (np.cumsum(counts) - counts)[self._identities]
+
+    def same(self, count: int) -> NDArray[np.int64]:
+        """Draw ``count`` distinct pairs int64 (count, 2) of images of one identity."""
+        possible = int(np.sum(self._counts.astype(object) * (self._counts - 1) // 2))
+        several = np.flatnonzero(self._counts > 1)
+        if possible < count:
+            self._refuse(possible, count, "the same identity")
+        if possible < 4 * count:
+            return self._from_all_same(several, count)
+        return self._distinct(count, lambda n: self._draw_same(several, n))
+
+    def different(self, count: int) -> NDArray[np.int64]:
+        """Draw ``count`` distinct pairs int64 (count, 2) of images of two identities."""
+        images = len(self._order)
+        possible = (images**2 - int(np.sum(self._counts.astype(object) ** 2))) // 2
+        if possible < count:
+            self._refuse(possible, count, "different identities")
+        if possible < 4 * count:
+            return self._from_all_different(count)
+        return self._distinct(count, self._draw_different)
+
+    def _refuse(self, possible: int, count: int, kind: str) -> None:
+        raise UsageError(
+            f"{self._source} has {possible:,} pairs of {kind}, but {count:,} are requested; request fewer pairs"
+        )
+
+    def _distinct(self, count: int, draw: Callable[[int], NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Call ``draw`` until ``count`` pairs differ, keeping the order in which they first came."""
+        pairs = np.empty((0, 2), dtype=np.int64)
+        while len(pairs) < count:
+            pairs = np.concatenate([pairs, np.sort(draw(count), axis=1)])
+            pairs = pairs[np.sort(np.unique(pairs, axis=0, return_index=True)[1])]
+        return pairs[:count]
+
+    def _draw_same(self, several: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        identity = self._rng.choice(several, count)
+        first = self._rng.integers(self._counts[identity])
+        other = self._rng.integers(self._counts[identity] - 1)
+        positions = self._starts[identity][:, None] + np.stack([first, other + (other >= first)], axis=1)
+        pairs: NDArray[np.int64] = self._order[positions]
+        return pairs
+
+    def _draw_different(self, count: int) -> NDArray[np.int64]:
+        first = self._rng.integers(len(self._counts), size=count)
+        other = self._rng.integers(len(self._counts) - 1, size=count)
+        identity = np.stack([first, other + (other >= first)], axis=1)
+        positions = self._starts[identity] + self._rng.integers(self._counts[identity])
+        pairs: NDArray[np.int64] = self._order[positions]
+        return pairs
+
+    def _from_all_same(self, several: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+        """List all pairs and choose among them: drawing would mostly repeat itself when nearly all are requested."""
+        lists = []
+        for identity in several:
+            images = self._order[self._starts[identity] : self._starts[identity] + self._counts[identity]]
+            lists.append(images[np.stack(np.triu_indices(len(images), 1), axis=1)])
+        return self._rng.permutation(np.concatenate(lists))[:count]
+
+    def _from_all_different(self, count: int) -> NDArray[np.int64]:
+        images = len(self._order)
+        others_from = np.repeat(self._starts + self._counts, self._counts)  # images lie grouped by identity
+        others = images - others_from
+        rows = np.repeat(np.arange(images), others)
+        columns = others_from[rows] + np.arange(len(rows)) - np.repeat(np.cumsum(others) - others, others)
+        chosen = self._rng.permutation(len(rows))[:count]
+        pairs: NDArray[np.int64] = self._order[np.stack([rows[chosen], columns[chosen]], axis=1)]
+        return pairs

@@ -1,7 +1,7 @@
-"""Augmentation, a pure function of (seed, epoch, sample index), and the normalisation that models expect."""
+"""Normalisation of pixels, augmentation as a pure function of (seed, epoch, sample index), and rotation classes."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -10,9 +10,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from plsc.data.dataset import ImageDataset
+from plsc.data.string_column import StringColumn
 from plsc.errors import UsageError
 from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD
 
+ROTATIONS = 4
 AUGMENTATIONS = ("none", "flip", "affine", "standard")
 
 
@@ -44,102 +47,155 @@ def check_augmentation(name: str) -> None:
 def augment_batch(
     images: torch.Tensor, indices: NDArray[np.int64], name: str, *, seed: int, epoch: int
 ) -> torch.Tensor:
-    """Augment uint8 (B, 3, S, S), whose row i is the data set's image ``indices[i]``; returns the same shape.
+    """Augment a batch, each image by a key of (seed, epoch, its index) alone.
 
-    ``"flip"`` mirrors half of them. ``"affine"`` turns, stretches, shears and shifts them a little and mirrors none,
-    for what is another thing in the mirror (letters). ``"standard"`` mirrors, bends, crops, recolours, blurs,
-    coarsens, compresses and covers parts. What befalls an image depends on (seed, epoch, its index)
-    alone, so that it is the same on any rank, in any loader process and in any batch.
+    So an image is augmented alike on any rank, in any loader process and in any batch. ``"flip"`` mirrors half of the
+    images. ``"affine"`` rotates, stretches, shears and shifts them a little and mirrors none, for classes that differ
+    from their mirror image (letters). ``"standard"`` combines flip, affine, crop, colour, greyscale, blur, low
+    resolution, JPEG compression and erasing.
+
+    Args:
+        images: uint8 (B, 3, S, S); row i is image ``indices[i]`` of the data set.
+        indices: int64 (B,).
+        name: one of :data:`AUGMENTATIONS`.
+        seed: the run's seed.
+        epoch: the epoch, from 0.
+
+    Returns:
+        uint8 (B, 3, S, S); ``images`` themselves for ``"none"``.
     """
     if name == "none" or len(indices) == 0:
         return images
     keys = sample_keys(indices, seed=seed, epoch=epoch)
     if name == "flip":
-        return _mirrored(images, keys >> np.uint64(63) == 1)
+        return _flip(images, keys >> np.uint64(63) == 1)
     if name == "affine":
-        return _bent(images, keys)
+        return _affine(images, keys)
     transform = _standard(images.shape[-1])
-    state = torch.default_generator.get_state()
+    state = torch.default_generator.get_state()  # torchvision draws from it; callers do not see that
     try:
         pairs = zip(images, keys, strict=True)
-        return torch.stack([_keyed(transform, image, int(key)) for image, key in pairs])
+        return torch.stack([_apply_keyed(transform, image, int(key)) for image, key in pairs])
     finally:
         torch.default_generator.set_state(state)
 
 
 def sample_keys(indices: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """A 64-bit key per sample, well mixed, from (seed, epoch, index): SplitMix64 (Steele et al. 2014)."""
-    keys = _mixed(np.full(len(indices), seed % 2**64, dtype=np.uint64))
-    keys = _mixed(keys ^ np.uint64(epoch))
-    return _mixed(keys ^ indices.astype(np.uint64))
+    """Hash (seed, epoch, index) to a 64-bit key per sample by SplitMix64 (Steele et al., OOPSLA 2014)."""
+    keys = _mix(np.full(len(indices), seed % 2**64, dtype=np.uint64))
+    keys = _mix(keys ^ np.uint64(epoch))
+    return _mix(keys ^ indices.astype(np.uint64))
 
 
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
-def _mirrored(images: torch.Tensor, chosen: NDArray[np.bool_]) -> torch.Tensor:
+def _flip(images: torch.Tensor, mask: NDArray[np.bool_]) -> torch.Tensor:
     pixels = images.numpy().copy()  # numpy reverses rows of bytes twice as fast as torch does
-    pixels[chosen] = pixels[chosen][..., ::-1]
+    pixels[mask] = pixels[mask][..., ::-1]
     return torch.from_numpy(pixels)
 
 
-def _bent(images: torch.Tensor, keys: NDArray[np.uint64]) -> torch.Tensor:
-    """Every image by an affine map of its own; what comes in at the edges repeats the edge."""
+def _affine(images: torch.Tensor, keys: NDArray[np.uint64]) -> torch.Tensor:
+    """Warp every image by an affine map of its own; pixels from outside repeat the edge."""
     angle, stretch_x, stretch_y, shear_x, shear_y, shift_x, shift_y = (
-        torch.from_numpy(_mixed(keys ^ np.uint64(number)) / 2.0**63 - 1).float() for number in range(1, 8)
+        torch.from_numpy(_mix(keys ^ np.uint64(number)) / 2.0**63 - 1).float() for number in range(1, 8)
     )  # each uniform in [-1, 1)
-    turn = angle * (10 * torch.pi / 180)
-    rotation = torch.stack([turn.cos(), -turn.sin(), turn.sin(), turn.cos()], 1).view(-1, 2, 2)
+    radians = angle * (10 * torch.pi / 180)
+    rotation = torch.stack([radians.cos(), -radians.sin(), radians.sin(), radians.cos()], 1).view(-1, 2, 2)
     shape = torch.stack([1 + 0.1 * stretch_x, 0.14 * shear_x, 0.14 * shear_y, 1 + 0.1 * stretch_y], 1).view(-1, 2, 2)
     shift = 0.12 * torch.stack([shift_x, shift_y], 1)  # of half the image's side
     grid = functional.affine_grid(torch.cat([rotation @ shape, shift[:, :, None]], 2), list(images.shape), False)
-    bent = functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
-    return bent.round_().to(torch.uint8)
+    warped = functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
+    return warped.round_().to(torch.uint8)
 
 
-def _keyed(transform: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, key: int) -> torch.Tensor:
-    # torchvision draws from torch's CPU generator; torch.manual_seed would reseed the accelerators' as well.
+def _apply_keyed(transform: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, key: int) -> torch.Tensor:
+    # torch.manual_seed would reseed the accelerators' generators as well.
     torch.default_generator.manual_seed(key)
     return transform(image)
 
 
-def _recompressed(image: torch.Tensor) -> torch.Tensor:
-    """The image after JPEG at a random quality (torchvision's own JPEG is deprecated since 0.29)."""
+def _recompress(image: torch.Tensor) -> torch.Tensor:
+    """Compress and decompress by JPEG at a random quality (torchvision's own JPEG is deprecated since 0.29)."""
     from PIL import Image
 
     quality = int(torch.randint(30, 91, ()))
-    stored = io.BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(stored, "JPEG", quality=quality)
-    return torch.from_numpy(np.array(Image.open(stored))).permute(2, 0, 1)
+    buffer = io.BytesIO()
+    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, "JPEG", quality=quality)
+    return torch.from_numpy(np.array(Image.open(buffer))).permute(2, 0, 1)
 
 
 @lru_cache
 def _standard(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The usual stronger set: often a little geometry, now and then what AdaFace adds (crop, colour, low resolution).
+    """Build the stronger set: often mild geometry, sometimes AdaFace's crop, colour and low resolution.
 
-    Mild enough for aligned faces, and quick to learn from: Kim et al., CVPR 2022, take each of theirs with 0.2, too.
+    Mild enough for aligned faces; the probability 0.2 of AdaFace's three is theirs (Kim et al., CVPR 2022).
     """
     from torchvision.transforms import InterpolationMode, v2
 
-    bend = v2.RandomAffine(
+    affine = v2.RandomAffine(
         10, translate=(0.06, 0.06), scale=(0.9, 1.1), shear=6, interpolation=InterpolationMode.BILINEAR, fill=127
     )
 
-    coarse = max(size // 3, 8)
+    low_resolution = max(size // 3, 8)
     steps: list[Any] = [
         v2.RandomHorizontalFlip(0.5),
-        v2.RandomApply([bend], 0.7),
+        v2.RandomApply([affine], 0.7),
         v2.RandomApply([v2.RandomResizedCrop(size, scale=(0.65, 1.0), ratio=(0.85, 1.18))], 0.2),
         v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.3)], 0.2),
         v2.RandomGrayscale(0.1),
         v2.RandomApply([v2.GaussianBlur(5, sigma=(0.1, 1.5))], 0.1),
-        v2.RandomApply([v2.RandomResize(coarse, size), v2.Resize([size, size])], 0.1),
-        v2.RandomApply([_recompressed], 0.1),
+        v2.RandomApply([v2.RandomResize(low_resolution, size), v2.Resize([size, size])], 0.1),
+        v2.RandomApply([_recompress], 0.1),
         v2.RandomErasing(0.1, scale=(0.02, 0.2), value=127),
     ]
     transform: Callable[[torch.Tensor], torch.Tensor] = v2.Compose(steps)
     return transform
+
+
+class RotatedDataset(ImageDataset):
+    """Every image of ``dataset`` in four rotations; classes 4c … 4c + 3 are its class c, rotated by 0 … 270 degrees.
+
+    For images that mean something else when they are rotated, as letters do, and where classes are few: the features
+    then have to separate four times as many (Santoro et al., "Meta-learning with memory-augmented neural networks",
+    2016, section 4.1). ``dataset`` gives square images.
+    """
+
+    def __init__(self, dataset: ImageDataset) -> None:
+        labels = (dataset.labels[:, None] * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
+        super().__init__(dataset.source, labels, _RotatedNames(dataset.class_names), dataset.image_size)
+        self.dataset = dataset
+        self.skipped, self.empty_classes, self.alignment = dataset.skipped, dataset.empty_classes, dataset.alignment
+
+    def image(self, index: int) -> torch.Tensor:
+        """Return image ``index // 4`` of the data set after ``index % 4`` counter-clockwise quarter turns."""
+        source_index, quarters = divmod(index, ROTATIONS)
+        return torch.rot90(self.dataset.image(source_index), quarters, (1, 2))
+
+    def key(self, index: int) -> str:
+        """Return the image's own key, with the angle."""
+        return _rotated_name(self.dataset.key(index // ROTATIONS), index % ROTATIONS)
+
+
+class _RotatedNames(StringColumn):
+    """Names of the rotated classes: those of the original classes, with the angle."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def __len__(self) -> int:
+        return ROTATIONS * len(self._names)
+
+    def at(self, index: int) -> str:
+        """Return the class's name, with the angle."""
+        return _rotated_name(self._names[index // ROTATIONS], index % ROTATIONS)
+
+
+def _rotated_name(name: str, quarters: int) -> str:
+    # The text is in label maps that earlier versions wrote.
+    return f"{name} turned by {90 * quarters}" if quarters else name

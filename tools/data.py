@@ -111,8 +111,8 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data.check import check
     from plsc.data.dataset import open_dataset
+    from plsc.data.inspection import check
     from plsc.files import write_json
 
     _at_least(args.workers, 0, "--workers")
@@ -138,20 +138,20 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 
 def _stats(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.dataset import open_dataset
-    from plsc.data.stats import stats, stats_plot, stats_text
+    from plsc.data.inspection import stats, stats_plot, stats_text
 
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot} ends in neither .png nor .svg")
-    figures = stats(open_dataset(args.source, image_size=None, max_bad_records=None))
-    print(stats_text(figures))
+    result = stats(open_dataset(args.source, image_size=None, max_bad_records=None))
+    print(stats_text(result))
     if args.plot is not None:
-        stats_plot(figures, args.plot)
-    return figures
+        stats_plot(result, args.plot)
+    return result
 
 
 def _pairs(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.dataset import open_dataset
-    from plsc.data.make_pairs import make_pairs
+    from plsc.data.pairs import make_pairs
 
     if args.out.suffix != ".bin":
         raise UsageError(f"{args.out} does not end in .bin")
@@ -166,7 +166,7 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _align(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data.aligned import AlignedImages
+    from plsc.data.alignment import AlignedImages
     from plsc.data.convert import convert
     from plsc.data.dataset import open_dataset
     from plsc.embed.sources import locator
@@ -183,7 +183,7 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
         encoding=args.encoding,
         max_bad_records=args.max_bad_records,
         workers=args.workers,
-        what="align",
+        label="align",
     )
     left_out = f", {result['left_out']:,} pictures left out" if result["left_out"] else ""
     print(f"{result['out']}: {result['images']:,} faces of {result['classes']:,} classes{left_out}")

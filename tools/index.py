@@ -174,7 +174,7 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
 
 def _search_service(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.client import Client
-    from plsc.data.decode import read_bytes
+    from plsc.data.codec import read_bytes
     from plsc.index.query import search_service
 
     if args.model is not None:

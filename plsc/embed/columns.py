@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from plsc.data.lazy_strings import LazyStrings
+from plsc.data.string_column import StringColumn
 from plsc.errors import IntegrityError
 
 Array = npt.NDArray[Any]
@@ -47,7 +47,7 @@ def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
     return array
 
 
-class StringColumn(LazyStrings):
+class MappedStringColumn(StringColumn):
     """N strings in memory-mapped UTF-8; a string is decoded when it is asked for."""
 
     def __init__(self, data: Array, offsets: Array) -> None:
@@ -56,13 +56,13 @@ class StringColumn(LazyStrings):
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def at(self, position: int) -> str:
-        """The string at ``position``."""
-        first, last = int(self._offsets[position]), int(self._offsets[position + 1])
+    def at(self, index: int) -> str:
+        """Return string ``index``."""
+        first, last = int(self._offsets[index]), int(self._offsets[index + 1])
         return bytes(self._data[first:last]).decode("utf-8", errors="replace")
 
 
-class ChainedStrings(LazyStrings):
+class ChainedStringColumn(StringColumn):
     """Several string sequences one behind the other, none of them read before it is needed."""
 
     def __init__(self, parts: Sequence[Sequence[str]]) -> None:
@@ -72,10 +72,10 @@ class ChainedStrings(LazyStrings):
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def at(self, position: int) -> str:
-        """The string at ``position``."""
-        part = int(np.searchsorted(self._ends, position, side="right"))
-        return self._parts[part][position - int(self._ends[part]) + len(self._parts[part])]
+    def at(self, index: int) -> str:
+        """Return string ``index``."""
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part][index - int(self._ends[part]) + len(self._parts[part])]
 
 
 def string_files(name: str) -> list[str]:
@@ -102,8 +102,8 @@ def _write_length(file: BinaryIO, count: int) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count,)})
 
 
-def open_strings(folder: Path, name: str, count: int) -> StringColumn:
+def open_strings(folder: Path, name: str, count: int) -> MappedStringColumn:
     """Open a string column of ``count`` strings; :class:`IntegrityError` if its files disagree."""
     data, places = string_files(name)
     offsets = open_array(folder / places, (count + 1,), "int64")
-    return StringColumn(open_array(folder / data, (int(offsets[-1]),), "uint8"), offsets)
+    return MappedStringColumn(open_array(folder / data, (int(offsets[-1]),), "uint8"), offsets)

@@ -12,14 +12,14 @@ from plsc.files import sha256
 class DetectedLandmarks:
     """Finds the main face of each picture, on the CPU of the process that decodes it.
 
-    identity: the detector file's SHA-256. Making it opens the detector once, so that a wrong one is refused at the
+    fingerprint: the detector file's SHA-256. Making it opens the detector once, so that a wrong one is refused at the
     start; each process opens its own when it first needs it. Raises as :func:`plsc.embed.detector.open_detector`.
     """
 
     def __init__(self, spec: str) -> None:
         open_detector(spec)
         self.spec = spec
-        self.identity = f"detector {sha256(Path(spec.removeprefix(PREFIX)))[:16]}"
+        self.fingerprint = f"detector {sha256(Path(spec.removeprefix(PREFIX)))[:16]}"
         self._detector: Detector | None = None
 
     def __call__(self, index: int, image: torch.Tensor, name: str) -> Float32:

@@ -147,7 +147,7 @@ def _input_of(path: Path, inputs: list[Any]) -> tuple[str, Any, tuple[int | None
 
 def _letterboxed(image: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, Float32]:
     """``image`` scaled to fit (3, height, width), black to the right or below, and the scale (2,) of x and y."""
-    from plsc.data.decode import resize_to
+    from plsc.data.codec import resize_to
 
     rows, columns = image.shape[1:]
     factor = min(height / rows, width / columns)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plsc.embed.columns import ChainedStrings, open_array, open_strings, string_files
+from plsc.embed.columns import ChainedStringColumn, open_array, open_strings, string_files
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import Manifest, read_manifest, verify_files
 
@@ -137,7 +137,7 @@ class EmbeddingSet:
     @cached_property
     def keys(self) -> Sequence[str]:
         """N strings: where each row came from."""
-        return ChainedStrings([shard.keys for shard in self.shards])
+        return ChainedStringColumn([shard.keys for shard in self.shards])
 
     @cached_property
     def errors(self) -> Mapping[int, str]:

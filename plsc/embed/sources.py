@@ -6,11 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from plsc.data import ImageDataset, open_dataset
-from plsc.data.aligned import AlignedImages, Locator
+from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
+from plsc.data.codec import IMAGE_SUFFIXES, read_bytes
 from plsc.data.dataset import EncodedDataset
-from plsc.data.decode import IMAGE_SUFFIXES, read_bytes
-from plsc.data.landmarks import FileLandmarks
-from plsc.data.packed import PackedStrings
+from plsc.data.string_column import PackedStringColumn
 from plsc.errors import UsageError
 
 
@@ -26,7 +25,7 @@ class LooseImages(EncodedDataset):
         places = {"": -1, **{folder: place for place, folder in enumerate(classes)}}
         labels = np.array([places[folder] for folder in folders], dtype=np.int64)
         super().__init__(str(root), labels, classes, image_size)
-        self.root, self._names = root, PackedStrings(names)
+        self.root, self._names = root, PackedStringColumn(names)
 
     def encoded(self, index: int) -> bytes:
         """The bytes of file ``index``."""
@@ -43,10 +42,10 @@ def open_images(
     """Open what :func:`plsc.data.open_dataset` opens, and also one image file, or a folder in which images lie loose.
 
     Images are taken for aligned faces and resized to ``image_size``, unless ``landmarks`` (a file: see
-    :mod:`plsc.data.landmarks`) or a ``detector`` (``onnx:FILE``) says where the faces are in them.
+    :mod:`plsc.data.alignment`) or a ``detector`` (``onnx:FILE``) says where the faces are in them.
 
     Raises :class:`UsageError` if there is nothing of the kind, or both are given, and as
-    :class:`plsc.data.landmarks.FileLandmarks` and :func:`plsc.embed.detector.open_detector`.
+    :class:`plsc.data.alignment.FileLandmarks` and :func:`plsc.embed.detector.open_detector`.
     """
     if landmarks is None and detector is None:
         return _open(source, image_size)

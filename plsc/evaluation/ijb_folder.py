@@ -35,7 +35,7 @@ class IjbFaces:
 
     def image(self, index: int) -> torch.Tensor:
         """Face ``index``, aligned, as uint8 (3, image_size, image_size)."""
-        from plsc.data.decode import read_image
+        from plsc.data.codec import read_image
 
         image = read_image(self.folder / "loose_crop" / self.names[index])
         return align_face(image, self.landmarks[index], self.image_size, self.names[index])

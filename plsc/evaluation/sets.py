@@ -36,7 +36,7 @@ class PairImages:
 
     def image(self, index: int) -> torch.Tensor:
         """Image ``index`` as uint8 (3, S, S)."""
-        from plsc.data.decode import decode_image, resize_image
+        from plsc.data.codec import decode_image, resize_image
 
         image = decode_image(self.encoded[index], f"{self.key(index)} of {self.source}")
         return resize_image(image, self.image_size)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.embed.columns import ChainedStrings, save_array, save_strings
+from plsc.embed.columns import ChainedStringColumn, save_array, save_strings
 from plsc.embed.embedding_set import EmbeddingSet, same_contract
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, describe_files, holds_manifest, make_folder, write_manifest
@@ -252,7 +252,7 @@ def gather(sets: Sequence[EmbeddingSet]) -> MergedSets:
     ids, offsets = _unique_ids(sets)
     labels, class_names = _merged_classes(sets)
     rows = np.flatnonzero(good).astype(np.int64)
-    keys = ChainedStrings([source.keys for source in sets])
+    keys = ChainedStringColumn([source.keys for source in sets])
     return MergedSets(sets, contract, rows, ids[good], labels[good], class_names, keys, left_out, offsets)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from plsc.data.encode import encode_image
+from plsc.data.codec import encode_image
 from plsc.evaluation.plots import COLOURS, canvas
 from plsc.train.metrics import read_metrics
 

@@ -9,7 +9,7 @@ import pybase64
 import torch
 
 from plsc.data.alignment import align_face
-from plsc.data.decode import decode_image, resize_image
+from plsc.data.codec import decode_image, resize_image
 from plsc.embed.detector import Detector
 from plsc.errors import DataError
 from plsc.serve.failures import Refusal

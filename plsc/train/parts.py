@@ -14,7 +14,7 @@ from torch import nn
 from plsc.config import MARGINS, Config, DataConfig, HeadConfig
 from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.data.loader import TrainLoader
-from plsc.data.turned import TurnedDataset
+from plsc.data.transforms import RotatedDataset
 from plsc.errors import UsageError
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import MARGINS as MARGIN_TYPES
@@ -75,7 +75,7 @@ class Parts:
 def open_training_data(data: DataConfig) -> ImageDataset:
     """The pictures that [data] names; raises as :func:`plsc.data.open_dataset` does."""
     dataset = open_dataset(data.train, image_size=data.image_size, max_bad_records=data.max_bad_records)
-    return TurnedDataset(dataset) if data.turned_classes else dataset
+    return RotatedDataset(dataset) if data.turned_classes else dataset
 
 
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:

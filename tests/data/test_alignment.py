@@ -151,18 +151,18 @@ def test_what_lies_outside_the_picture_is_black():
     ("bad", "message"),
     [
         (np.full((5, 2), 7.0), "coincide"),
-        (TEMPLATE / 112, "not shares of the picture"),
+        (TEMPLATE / 112, "not fractions of the image"),
         (np.full((5, 2), np.nan), "not finite"),
         (TEMPLATE * [1, np.inf], "not finite"),
-        (TEMPLATE * 1e300, "too far away"),
+        (TEMPLATE * 1e300, "out of range"),
         (TEMPLATE[:4], "five points"),
         (TEMPLATE.reshape(-1), "five points"),
         ("eyes", "five points"),
         ([[1, 2], [3], [4, 5], [6, 7], [8, 9]], "five points"),
         (None, "five points"),
-        (TEMPLATE[[1, 0, 2, 4, 3]], "their order is left eye"),
-        (TEMPLATE - [-5000, 0], "outside the picture of 20x20"),
-        (TEMPLATE - [0, 5000], "outside the picture"),
+        (TEMPLATE[[1, 0, 2, 4, 3]], "check their order: left eye"),
+        (TEMPLATE - [-5000, 0], "outside the image of 20x20"),
+        (TEMPLATE - [0, 5000], "outside the image"),
     ],
 )
 def test_landmarks_of_no_face_are_one_line_that_names_the_picture(bad, message):

@@ -77,7 +77,7 @@ def test_no_two_pictures_are_alike() -> None:
 
 
 def test_traits_differ_between_identities_and_conditions_between_images() -> None:
-    from plsc.data.avatar_traits import conditions_of, traits_of
+    from plsc.data.avatars.traits import conditions_of, traits_of
 
     assert len({traits_of(identity) for identity in range(2000)}) == 2000
     assert len({conditions_of(identity, image) for identity in range(40) for image in range(50)}) == 2000

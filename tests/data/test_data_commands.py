@@ -14,7 +14,7 @@ from PIL import Image
 
 from plsc.data import open_dataset, read_image, read_pairs
 from plsc.data.dataset import EncodedDataset
-from plsc.data.make_pairs import make_pairs
+from plsc.data.pairs import make_pairs
 from plsc.errors import UsageError
 from plsc.tools.entry import main
 
@@ -168,7 +168,7 @@ def test_no_pair_is_drawn_twice(tmp_path: Path, counts: list[int], pairs: int, s
     possible_same = sum(count * (count - 1) // 2 for count in counts)
     possible_different = (len(labels) ** 2 - sum(count**2 for count in counts)) // 2
     if (pairs + 1) // 2 > possible_same or pairs // 2 > possible_different:
-        with pytest.raises(UsageError, match="ask for fewer"):
+        with pytest.raises(UsageError, match="request fewer"):
             make_pairs(data, tmp_path / "x.bin", pairs=pairs, seed=seed)
         return
     make_pairs(data, tmp_path / "x.bin", pairs=pairs, seed=seed, encoding="png")
@@ -210,7 +210,7 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
     (["convert", "FACES", "x.rec", "--size", "0"], 2, "--size"),
     (["convert", "FACES", "x.rec", "--max-bad-records", "-1"], 2, "--max-bad-records"),
     (["pairs", "FACES", "x.bin", "--pairs", "1"], 2, "1 pairs"),
-    (["pairs", "FACES", "x.bin", "--pairs", "6000"], 2, "ask for fewer"),
+    (["pairs", "FACES", "x.bin", "--pairs", "6000"], 2, "request fewer"),
     (["pairs", "FACES", "x.pkl"], 2, "x.pkl"),
     (["pairs", "FACES", "x.bin", "--seed", "-1"], 2, "--seed"),
     (["check", "FACES", "--workers", "-1"], 2, "--workers"),

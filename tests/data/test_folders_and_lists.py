@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from plsc.data import open_dataset
-from plsc.data.labels import map_names, map_numbers
-from plsc.data.packed import PackedStrings
+from plsc.data.dataset import map_names, map_numbers
+from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
 
 
@@ -126,7 +126,7 @@ def test_names_map_back(names: list[str]) -> None:
 @given(st.lists(st.text()), st.slices(30))
 def test_packed_strings_are_a_sequence(texts: list[str], piece: slice) -> None:
     texts = [text.encode("utf-8", "replace").decode() for text in texts] + ["\udcff"]
-    packed = PackedStrings(texts)
+    packed = PackedStringColumn(texts)
     assert list(packed) == texts
     assert packed[piece] == texts[piece]
     assert packed[-1] == "\udcff"

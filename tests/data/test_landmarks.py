@@ -11,9 +11,7 @@ from PIL import Image
 from support.scrfd import stand_in
 
 from plsc.data import open_dataset, read_image
-from plsc.data.aligned import AlignedImages
-from plsc.data.alignment import TEMPLATE, align_face
-from plsc.data.landmarks import FileLandmarks, read_landmarks
+from plsc.data.alignment import TEMPLATE, AlignedImages, FileLandmarks, align_face, read_landmarks
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 
@@ -111,9 +109,9 @@ def test_a_file_of_another_form_is_one_line(text, message, tmp_path):
 
 def test_a_file_that_knows_none_of_the_images_shows_both_names(photos, tmp_path):
     path = written(tmp_path / "p.csv", [("/data/ann/0.png", range(10))], "csv")
-    with pytest.raises(DataError, match=r"it names /data/ann/0\.png, and the first image is ann/0\.png"):
+    with pytest.raises(DataError, match=r"its first line is /data/ann/0\.png, and the first image is ann/0\.png"):
         FileLandmarks(path, open_dataset(photos, image_size=None))
-    with pytest.raises(UsageError, match="no file of landmarks"):
+    with pytest.raises(UsageError, match="no landmark file"):
         FileLandmarks(tmp_path / "none.csv", open_dataset(photos, image_size=None))
 
 
@@ -179,7 +177,7 @@ def test_data_align_finds_faces_by_a_detector(workers, photos, tmp_path):
     ("argv", "code", "message"),
     [
         ([], 2, "required"),
-        (["--landmarks", "none.csv"], 2, "no file of landmarks none.csv"),
+        (["--landmarks", "none.csv"], 2, "no landmark file none.csv"),
         (["--detector", "d.onnx"], 2, "a detector is named onnx:FILE"),
         (["--detector", "onnx:none.onnx"], 2, "there is no detector none.onnx; none is shipped"),
         (["--landmarks", "a", "--detector", "onnx:b"], 2, "not allowed with"),

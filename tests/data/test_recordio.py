@@ -14,11 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-import plsc.data.record_index
+import plsc.data.record_dataset
 from plsc.data import open_dataset
 from plsc.data.record_dataset import RecordDataset
-from plsc.data.record_io import MAGIC, RecordFile, write_record
-from plsc.data.record_writer import record_writer
+from plsc.data.recordio import MAGIC, RecordFile, record_writer, write_record
 from plsc.errors import DataError, UsageError
 
 SMALL = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -281,7 +280,7 @@ def test_no_damage_escapes_as_another_error(tmp_path: Path, place: int, value: i
 
 
 def test_a_large_table_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plsc.data.record_index, "KEEP_FROM", 3)
+    monkeypatch.setattr(plsc.data.record_dataset, "CACHE_FROM", 3)
     path = write_foreign(tmp_path, without_header([5, 6, 7]))
     fresh = open_dataset(path)
     kept = tmp_path / "train.rec.table.npy"

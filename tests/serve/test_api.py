@@ -12,7 +12,7 @@ import torch
 from support.live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
 
 from plsc.data.alignment import TEMPLATE, align_face
-from plsc.data.decode import decode_image, resize_image
+from plsc.data.codec import decode_image, resize_image
 from plsc.serve.failures import Refusal
 from plsc.serve.inputs import check_direction
 

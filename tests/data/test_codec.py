@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from plsc.data import decode_image, read_image
-from plsc.data.decode import _jpeg_size, image_pixels, resize_image, suffix_of
-from plsc.data.encode import encode_image
+from plsc.data.codec import _jpeg_size, encode_image, image_pixels, resize_image, suffix_of
 from plsc.errors import DataError
 
 

@@ -1,4 +1,4 @@
-"""What an avatar is (its traits) and how a picture of it was taken (its conditions), by keyed numbers.
+"""Traits of an avatar and conditions of a picture of it, drawn from keyed random numbers.
 
 Traits depend on the identity's index alone; conditions on the pair (identity, image). Every number comes from
 `random.Random.random()`, whose sequence Python guarantees for a given integer seed on every machine.
@@ -85,7 +85,7 @@ _CLOTHES: Sequence[Colour] = (
 )
 
 
-class Draws:
+class KeyedRandom:
     """A sequence of random numbers that is a pure function of its key."""
 
     def __init__(self, *key: int) -> None:
@@ -95,27 +95,30 @@ class Draws:
         self._next = Random(seed).random
 
     def between(self, low: float, high: float) -> float:
+        """Draw uniformly from [low, high)."""
         return low + (high - low) * self._next()
 
     def bell(self, mean: float, spread: float) -> float:
-        """Bell-shaped on mean ± 2·spread, standard deviation about 0.8·spread."""
+        """Draw from a bell shape on mean ± 2·spread, of standard deviation 2/3·spread."""
         return mean + spread * (2.0 / 1.5) * (self._next() + self._next() + self._next() - 1.5)
 
     def chance(self, probability: float) -> bool:
+        """Return True with this probability."""
         return self._next() < probability
 
     def one_of(self, choices: Sequence[T]) -> T:
+        """Draw one of the choices uniformly."""
         return choices[int(self._next() * len(choices))]
 
     def along(self, palette: Sequence[Colour], jitter: float) -> Colour:
-        """A colour between two neighbours of a palette, each channel moved by up to ±jitter."""
-        place = self._next() * (len(palette) - 1)
-        low = palette[int(place)]
-        high = palette[int(place) + 1]
-        return self._jittered(mix(low, high, place - int(place)), jitter)
+        """Draw a colour between two neighbours of a palette, each channel moved by up to ±jitter."""
+        position = self._next() * (len(palette) - 1)
+        low = palette[int(position)]
+        high = palette[int(position) + 1]
+        return self._jittered(mix(low, high, position - int(position)), jitter)
 
     def near(self, palette: Sequence[Colour], jitter: float) -> Colour:
-        """A colour of a palette, each channel moved by up to ±jitter."""
+        """Draw a colour of a palette, each channel moved by up to ±jitter."""
         return self._jittered(self.one_of(palette), jitter)
 
     def _jittered(self, colour: Colour, jitter: float) -> Colour:
@@ -124,6 +127,7 @@ class Draws:
 
 
 def mix(a: Colour, b: Colour, share_of_b: float) -> Colour:
+    """Interpolate between two colours."""
     t = share_of_b
     return (
         round(a[0] + (b[0] - a[0]) * t),
@@ -133,7 +137,7 @@ def mix(a: Colour, b: Colour, share_of_b: float) -> Colour:
 
 
 def shade(colour: Colour, factor: float) -> Colour:
-    """The colour in more (factor > 1) or less light."""
+    """Return the colour in more (factor > 1) or less light."""
     return (
         min(255, round(colour[0] * factor)),
         min(255, round(colour[1] * factor)),
@@ -143,7 +147,7 @@ def shade(colour: Colour, factor: float) -> Colour:
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What stays the same in every picture of one identity."""
+    """Properties of an identity, the same in every picture of it."""
 
     skin: Colour
     face_width: float  # half width at the cheeks
@@ -199,12 +203,12 @@ class Traits:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What differs from picture to picture."""
+    """Properties of a single picture."""
 
     yaw: float
     pitch: float
     roll: float
-    scale: float  # head units that half the picture shows
+    scale: float  # head units from the picture's middle to its edge
     shift_x: float
     shift_y: float
     smile: float
@@ -217,7 +221,7 @@ class Conditions:
     background: Colour
     background_accent: Colour
     background_style: str
-    background_place: float
+    background_position: float
     clothes: Colour
     collar: str
     accessory: Colour
@@ -225,7 +229,7 @@ class Conditions:
     glasses_size: float
     hat: str
     hand: str
-    hand_place: float
+    hand_position: float
     mask: bool
     light_side: float  # -1 from the left … 1 from the right
     light_x: float  # brightness slope over the picture, per half width
@@ -234,14 +238,14 @@ class Conditions:
     contrast: float
     blur: float  # radius in thousandths of the picture's width
     noise: float  # standard deviation in grey levels
-    noise_place: int
+    noise_offset: int
     quality: int  # JPEG
 
 
 @lru_cache(maxsize=4096)
 def traits_of(identity: int) -> Traits:
-    """The traits of the identity with this index (>= 0)."""
-    d = Draws(identity, 1)
+    """Draw the traits of the identity with this index (>= 0)."""
+    d = KeyedRandom(identity, 1)
     skin = d.along(_SKINS, 6)
     hair = d.near(_HAIRS, 14)
     style = d.one_of(HAIR_STYLES)
@@ -299,15 +303,15 @@ def traits_of(identity: int) -> Traits:
     )
 
 
-def _freckles(d: Draws) -> tuple[tuple[float, float], ...]:
+def _freckles(d: KeyedRandom) -> tuple[tuple[float, float], ...]:
     if not d.chance(0.25):
         return ()
     return tuple((d.between(-0.5, 0.5), d.between(0.1, 0.4)) for _ in range(14))
 
 
 def conditions_of(identity: int, image: int) -> Conditions:
-    """The conditions of one picture (both indices >= 0)."""
-    d = Draws(identity, image, 2)
+    """Draw the conditions of one picture (both indices >= 0)."""
+    d = KeyedRandom(identity, image, 2)
     return Conditions(
         yaw=d.bell(0.0, 0.17),
         pitch=d.bell(0.0, 0.1),
@@ -325,7 +329,7 @@ def conditions_of(identity: int, image: int) -> Conditions:
         background=d.near(_CLOTHES, 40),
         background_accent=d.near(_CLOTHES, 40),
         background_style=d.one_of(("plain", "disc", "split", "stripes")),
-        background_place=d.between(-1.0, 1.0),
+        background_position=d.between(-1.0, 1.0),
         clothes=d.near(_CLOTHES, 25),
         collar=d.one_of(("round", "vee", "shirt", "scarf")),
         accessory=d.near(_CLOTHES, 25),
@@ -333,7 +337,7 @@ def conditions_of(identity: int, image: int) -> Conditions:
         glasses_size=d.between(0.18, 0.25),
         hat=_weighted(d, (("none", 0.95), ("cap", 0.025), ("beanie", 0.025))),
         hand=_weighted(d, (("none", 0.94), ("chin", 0.04), ("cheek", 0.02))),
-        hand_place=d.between(-1.0, 1.0),
+        hand_position=d.between(-1.0, 1.0),
         mask=d.chance(0.01),
         light_side=d.between(-1.0, 1.0),
         light_x=d.bell(0.0, 0.15),
@@ -342,24 +346,24 @@ def conditions_of(identity: int, image: int) -> Conditions:
         contrast=d.between(0.85, 1.1),
         blur=d.between(2.0, 8.0) if d.chance(0.2) else 0.0,
         noise=d.between(0.0, 7.0),
-        noise_place=int(d.between(0, 1 << 20)),
+        noise_offset=int(d.between(0, 1 << 20)),
         quality=int(d.between(35, 96)),
     )
 
 
-def _gain(d: Draws) -> tuple[float, float, float]:
-    """Exposure times colour cast, per channel."""
+def _gain(d: KeyedRandom) -> tuple[float, float, float]:
+    """Draw the gain per channel: exposure times colour cast."""
     exposure = d.between(0.78, 1.14)
     warmth = d.bell(0.0, 0.05)
     tint = d.bell(0.0, 0.03)
     return (exposure * (1 + warmth), exposure * (1 + tint), exposure * (1 - warmth))
 
 
-def _weighted(d: Draws, choices: Sequence[tuple[str, float]]) -> str:
-    """One of the names, by probabilities that sum to 1."""
-    place = d.between(0.0, 1.0)
+def _weighted(d: KeyedRandom, choices: Sequence[tuple[str, float]]) -> str:
+    """Draw one of the names, by probabilities that sum to 1."""
+    remaining = d.between(0.0, 1.0)
     for name, probability in choices:
-        place -= probability
-        if place < 0:
+        remaining -= probability
+        if remaining < 0:
             return name
     return choices[0][0]

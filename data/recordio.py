@@ -1,0 +1,280 @@
+"""MXNet's RecordIO: reading and writing ``.rec`` files without mxnet.
+
+A record is one or more parts. A part is the magic word, a word of 3 flag bits and 29 bits of length, and that many
+bytes, padded to a multiple of 4. Flag 0 is a whole record; 1, 2 and 3 are its first, middle and last part, between
+which the reader inserts the magic word that the writer removed. So the magic word, at a multiple of 4, always begins a
+part, and reading can resume anywhere in a damaged file.
+
+The content of an image record is a header (flag uint32, label float32, id uint64, id2 uint64), then ``flag`` labels
+of float32, then the encoded image. insightface puts ``X.idx`` (lines ``key<TAB>offset``) and ``property`` beside
+``X.rec``; we add ``X.classes.json`` with the class names.
+"""
+
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plsc.errors import DataError, UsageError
+from plsc.files import atomic_write, write_json
+
+MAGIC = 0xCED7230A
+HEADER_BYTES = 24
+MAX_PART_BYTES = 2**29 - 1
+_MAGIC_BYTES = struct.pack("<I", MAGIC)
+LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer up to here
+_CHUNK = 2**16
+
+WHOLE, FIRST, MIDDLE, LAST = range(4)
+
+
+@dataclass(frozen=True)
+class ImageRecord:
+    """An image record: its labels (the header's, or the label array), its two ids and the encoded image."""
+
+    flag: int
+    labels: tuple[float, ...]
+    ids: tuple[int, int]
+    image: bytes
+
+
+class RecordFile:
+    """A memory-mapped ``.rec`` file, which pickles as its path.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it is empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._open()
+
+    def _open(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise UsageError(f"there is no {self.path}") from None
+        except ValueError:
+            raise DataError(f"{self.path} is empty; use another copy") from None
+        self._words = np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
+
+    def __getstate__(self) -> dict[str, Path]:
+        return {"path": self.path}
+
+    def __setstate__(self, state: dict[str, Path]) -> None:
+        self.path = state["path"]
+        self._open()
+
+    def __len__(self) -> int:
+        """Size of the file in bytes."""
+        return len(self._map)
+
+    def read(self, offset: int) -> bytes:
+        """Read the content of the record at ``offset``, its parts joined; ValueError gives a damaged one's fault."""
+        pieces = []
+        expected = (WHOLE, FIRST)
+        while True:
+            flag, start, stop = self._part(offset)
+            if flag not in expected:
+                raise ValueError("its parts are out of order")
+            pieces.append(self._map[start:stop])
+            if flag in (WHOLE, LAST):
+                return _MAGIC_BYTES.join(pieces)
+            expected, offset = (MIDDLE, LAST), stop + -(stop - start) % 4
+
+    def read_image(self, offset: int) -> ImageRecord:
+        """Read the image record at ``offset``; ValueError gives the fault of a damaged one."""
+        return unpack_image(self.read(offset))
+
+    def record_offsets(self) -> NDArray[np.int64]:
+        """Find the offsets of all records by their magic words: without an index, skipping damaged ranges."""
+        offsets = []
+        for start in range(0, len(self._words) - 1, 2**24):
+            starts = np.flatnonzero(self._words[start : start + 2**24] == MAGIC) + start
+            starts = starts[starts + 1 < len(self._words)]
+            flags = self._words[starts + 1] >> 29
+            offsets.append(starts[(flags == WHOLE) | (flags == FIRST)] * 4)
+        return np.concatenate(offsets).astype(np.int64) if offsets else np.empty(0, dtype=np.int64)
+
+    def labels_at(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Read the label of each record, float64 (N,); NaN where the record is damaged or holds no image."""
+        labels = np.full(len(offsets), np.nan)
+        for start in range(0, len(offsets), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            labels[part] = self._labels_at(offsets[part])
+        return labels
+
+    def _labels_at(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+        labels = np.full(len(offsets), np.nan)
+        in_file = (offsets >= 0) & (offsets % 4 == 0) & (offsets + 8 + HEADER_BYTES <= len(self._map))
+        rows = np.flatnonzero(in_file)
+        words = offsets[rows] // 4
+        # One gather of five words per record, for decoding millions of headers in Python takes minutes: magic, length,
+        # flag, label, then (past both ids) the first item of the label array.
+        head = self._words[np.minimum(words[:, None] + np.array([0, 1, 2, 3, 8]), len(self._words) - 1)]
+        floats = head.view("<f4")
+        part_flags, lengths = head[:, 1] >> 29, head[:, 1] & MAX_PART_BYTES
+        content = lengths.astype(np.int64) - HEADER_BYTES - 4 * head[:, 2].astype(np.int64)
+        whole = (head[:, 0] == MAGIC) & (part_flags == WHOLE) & (content > 0)
+        whole &= offsets[rows] + 8 + lengths <= len(self._map)
+        labels[rows[whole]] = np.where(head[whole, 2] > 0, floats[whole, 4], floats[whole, 3])
+        for row in rows[(head[:, 0] == MAGIC) & (part_flags == FIRST)]:
+            labels[row] = self._label_in_parts(int(offsets[row]))
+        return labels
+
+    def _label_in_parts(self, offset: int) -> float:
+        try:
+            return self.read_image(offset).labels[0]
+        except ValueError:
+            return np.nan
+
+    def _part(self, offset: int) -> tuple[int, int, int]:
+        """Return (flag, start, stop) of the part at ``offset``."""
+        if not 0 <= offset <= len(self._map) - 8:
+            raise ValueError(f"its offset {offset:,} is past the end of the file")
+        magic, word = struct.unpack_from("<II", self._map, offset)
+        if magic != MAGIC:
+            raise ValueError(f"no record begins at its offset {offset:,}")
+        start = offset + 8
+        stop = start + (word & MAX_PART_BYTES)
+        if stop > len(self._map):
+            raise ValueError("the file ends inside it")
+        return word >> 29, start, stop
+
+
+def unpack_image(content: bytes) -> ImageRecord:
+    """Split a record's content; ValueError if it is shorter than its header announces."""
+    if len(content) < HEADER_BYTES:
+        raise ValueError("it is too short for a header")
+    flag, label, first_id, second_id = struct.unpack_from("<IfQQ", content)
+    if len(content) < HEADER_BYTES + 4 * flag:
+        raise ValueError(f"it is too short for the {flag:,} labels it announces")
+    labels = struct.unpack_from(f"<{flag}f", content, HEADER_BYTES) if flag else (label,)
+    return ImageRecord(flag, labels, (first_id, second_id), content[HEADER_BYTES + 4 * flag :])
+
+
+def pack_image(record: ImageRecord) -> bytes:
+    """Build a record's content; the inverse of :func:`unpack_image`."""
+    label = 0.0 if record.flag else record.labels[0]
+    array = struct.pack(f"<{record.flag}f", *record.labels) if record.flag else b""
+    return struct.pack("<IfQQ", record.flag, label, *record.ids) + array + record.image
+
+
+def write_record(file: BinaryIO, content: bytes) -> None:
+    """Append one record, in as many parts as its magic words require; :class:`DataError` from 2^29 bytes on."""
+    if len(content) > MAX_PART_BYTES:
+        raise DataError(f"a record of {len(content):,} bytes is too long for a .rec; shrink the image")
+    pieces = list(_split_at_magic(content))
+    for number, piece in enumerate(pieces):
+        last = number == len(pieces) - 1
+        flag = (WHOLE if last else FIRST) if number == 0 else (LAST if last else MIDDLE)
+        file.write(struct.pack("<II", MAGIC, flag << 29 | len(piece)) + piece + bytes(-len(piece) % 4))
+
+
+def _split_at_magic(content: bytes) -> Iterator[bytes]:
+    """Yield the pieces between magic words at multiples of 4 of the content."""
+    start = position = 0
+    while (position := content.find(_MAGIC_BYTES, position)) >= 0:
+        if position % 4 == 0:
+            yield content[start:position]
+            start = position = position + 4
+        else:
+            position += 1
+    yield content[start:]
+
+
+class RecordWriter:
+    """Appends images to a ``.rec`` and its ``.idx``; created by :func:`record_writer`.
+
+    Record 0 is the header: flag 2, labels (N+1, N+1+C). Images have the keys 1 … N; after them comes a record per
+    class, with flag 2 and labels (first key, last key + 1). If ``expected`` images are too many to number in float32,
+    there is no header, and every record is an image: insightface's other convention.
+    """
+
+    def __init__(self, records: BinaryIO, index: BinaryIO, expected: int) -> None:
+        self._records, self._index = records, index
+        self.count = 0
+        self.height = self.width = 112  # for the property file
+        self._first_keys: list[int] = []
+        self._has_header = 2 * expected < LARGEST_FLOAT
+        if self._has_header:
+            self._append_labels(0, 0.0, 0.0)  # a placeholder of the same size; finish() overwrites it
+
+    def add(self, image: bytes, label: int) -> None:
+        """Append one encoded image.
+
+        Raises:
+            ValueError: labels do not ascend from 0 without gaps.
+            UsageError: ``label`` cannot be stored in float32.
+        """
+        if label > LARGEST_FLOAT:
+            raise UsageError(f"a .rec numbers no class past {LARGEST_FLOAT:,}, its labels being float32")
+        key = self.count + self._has_header
+        if label == len(self._first_keys):
+            self._first_keys.append(key)
+        elif label != len(self._first_keys) - 1:
+            raise ValueError(f"label {label} after label {len(self._first_keys) - 1}: group images by class")
+        self._append(key, pack_image(ImageRecord(0, (float(label),), (key, 0), image)))
+        self.count += 1
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes so far."""
+        return len(self._first_keys)
+
+    def finish(self) -> None:
+        """Append the classes' records and write the header, if there is one."""
+        if not self._has_header:
+            return
+        stop = self.count + 1
+        bounds = [*self._first_keys, stop]
+        for number, first in enumerate(self._first_keys):
+            self._append_labels(stop + number, float(first), float(bounds[number + 1]))
+        self._records.seek(0)
+        write_record(self._records, _pack_labels(0, float(stop), float(stop + self.num_classes)))
+
+    def _append_labels(self, key: int, first: float, second: float) -> None:
+        self._append(key, _pack_labels(key, first, second))
+
+    def _append(self, key: int, content: bytes) -> None:
+        self._index.write(f"{key}\t{self._records.tell()}\n".encode("ascii"))
+        write_record(self._records, content)
+
+
+def _pack_labels(key: int, first: float, second: float) -> bytes:
+    return pack_image(ImageRecord(2, (first, second), (key, 0), b""))
+
+
+@contextmanager
+def record_writer(path: Path, class_names: Sequence[str], *, expected: int) -> Iterator[RecordWriter]:
+    """Write ``path`` (``X.rec``) and its companion files atomically: they appear when the block ends without an error.
+
+    Args:
+        path: ends in ``.rec``.
+        class_names: names of the classes in order of label, each of which gets images; read when the block ends.
+        expected: upper bound on the number of images.
+    """
+    if path.suffix != ".rec":
+        raise UsageError(f"{path} does not end in .rec")
+    with ExitStack() as stack:
+        tmp_paths = [stack.enter_context(atomic_write(name)) for name in (path.with_suffix(".idx"), path)]
+        index, records = (stack.enter_context(tmp_path.open("wb")) for tmp_path in tmp_paths)
+        writer = RecordWriter(records, index, expected)
+        yield writer
+        writer.finish()
+    with atomic_write(path.with_name("property")) as tmp_path:
+        tmp_path.write_text(f"{writer.num_classes},{writer.height},{writer.width}\n", encoding="ascii")
+    write_json(label_map_path(path), {"source": str(path), "classes": list(class_names)})
+
+
+def label_map_path(records: Path) -> Path:
+    """Return the path of the class names of ``X.rec``: ``X.classes.json``."""
+    return records.with_suffix(".classes.json")
