@@ -36,8 +36,8 @@ import numpy.typing as npt
 from results_file import add_row
 
 from plsc.errors import NotFoundError, StorageError
-from plsc.gallery.contract import NewPerson, Person
 from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.store import NewPerson, Person
 
 GALLERY, MODEL, DIM = "people", "a model", 64
 SAME = 0.9999  # a cosine that only the vector itself has

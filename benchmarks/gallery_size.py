@@ -24,9 +24,8 @@ from results_file import RESULTS, add_row
 
 from plsc.bench.harness import MIB, PeakMemory
 from plsc.bench.vectors import K, SearchData, make_search_data
-from plsc.gallery.contract import NewPerson, Store
 from plsc.gallery.filters import Filter
-from plsc.gallery.open import open_store
+from plsc.gallery.store import NewPerson, Store, open_store
 from plsc.index.scan import ExactScan
 
 COLLECTION, CONTRACT = "large", "a model"
@@ -82,8 +81,8 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
     return figures
 
 
-def _filtered(store: Store, queries: Any, where: Filter) -> None:
-    answers = store.search(COLLECTION, queries, k=K, where=where)
+def _filtered(store: Store, queries: Any, filter: Filter) -> None:
+    answers = store.search(COLLECTION, queries, k=K, filter=filter)
     assert all(len(answer) == K for answer in answers), "a filter must never under-return"
 
 

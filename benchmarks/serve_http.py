@@ -24,8 +24,8 @@ from pydantic_core import to_json
 from results_file import add_row
 
 from plsc.bench.serve_worker import COLLECTION, make_gallery, send_load
-from plsc.gallery.contract import Match
 from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.store import Match
 from plsc.serve.connection import Connection, QuickConnection
 from plsc.tools.entry import main as plsc
 

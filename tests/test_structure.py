@@ -47,7 +47,7 @@ def test_every_package_stands_in_the_order_and_imports_go_down():
     [
         ("plsc.head.fake", "plsc.serve.app"),
         ("plsc.losses.fake", "plsc.bench.serve"),
-        ("plsc.parallel.fake", "plsc.gallery.open"),
+        ("plsc.parallel.fake", "plsc.gallery.store"),
         ("plsc.index.fake", "plsc.serve.app"),
         ("plsc.plan.fake", "plsc.tools.train"),
         ("plsc.parallel.fake", "plsc.tools.train"),

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.gallery.contract import Store
+from plsc.gallery.store import Store, open_store, store_folder
 from plsc.tools.entry import main
 
-SERVERS = ("milvus:", "postgres:")
 HELP = "verify, compact, copy, export and import a gallery"
 
 
@@ -72,10 +71,10 @@ def _action(actions: Any, name: str, text: str, first: str = "store", shown: str
 
 @contextmanager
 def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
-    from plsc.gallery.open import open_store
     from plsc.gallery.opening import holds_store
 
-    if not make and not spec.startswith(SERVERS) and not holds_store(Path(spec)):
+    folder = store_folder(spec)
+    if not make and folder is not None and not holds_store(folder):
         raise UsageError(f"there is no store {spec}")
     store = open_store(spec)
     try:
@@ -130,7 +129,7 @@ def _restore(args: argparse.Namespace) -> dict[str, Any]:
             collections = [asdict(about) for about in copies.copy_into(store, Path(args.snapshot))]
         print(f"{args.store}: {_counts(collections)}")
         return {"store": args.store, "collections": collections}
-    if args.store.startswith(SERVERS):
+    if store_folder(args.store) is None:
         raise UsageError(f"a snapshot becomes a folder, not {args.store}; then export its collections and import them")
     result = restore(args.snapshot, args.store)
     print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
+from plsc.gallery.store import SPEC_FORMS, display_name, store_folder
 from plsc.tools.entry import main
 
 if TYPE_CHECKING:
@@ -24,14 +25,13 @@ if TYPE_CHECKING:
 
 HELP = "serve a model and a gallery over HTTP"
 MIB = 2**20
-_REMOTE = ("milvus:", "postgres:")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add("--model", required=True, metavar="FILE", help="a model file or run directory")
-    add("--store", required=True, metavar="DIR", help="a gallery's folder, milvus:URI or postgres:DSN")
+    add("--store", required=True, metavar="DIR", help=f"a gallery's folder, {SPEC_FORMS}")
     add("--port", type=int, default=8080, metavar="N", help="0 takes a free one (8080)")
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on (127.0.0.1)")
     add("--tokens", type=Path, metavar="FILE", help="who may call: a file made by plsc tokens")
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> None:
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
         model = f"model {args.model} ({service.contract_id}), {judge}"
-        print(f"serving at {server.address}: {model}, store {_shown(args.store)}; {who}{measured}", flush=True)
+        print(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}", flush=True)
 
     server.run(load, ready)
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
 def _settings(args: argparse.Namespace) -> "Settings":
     from plsc.serve.settings import Settings
 
-    folder = None if args.store.startswith(_REMOTE) else Path(args.store)
+    folder = store_folder(args.store)
     return Settings(
         host=args.host,
         port=args.port,
@@ -146,7 +146,7 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
 
     from plsc.embed.embedder import open_embedder
     from plsc.embed.extract import contract_of
-    from plsc.gallery.open import open_store
+    from plsc.gallery.store import open_store
     from plsc.serve.service import Service
 
     device = None if args.device is None else torch.device(args.device)
@@ -177,11 +177,6 @@ def _check_calibration(path: Path, contract: str) -> None:
             f"{path} was measured on the contract {measured}, and this model's is {contract}; calibrate this model "
             "by plsc eval --calibration (and give --flip here where --flip yes was given there)"
         )
-
-
-def _shown(store: str) -> str:
-    """A store's name without the password that a DSN may carry."""
-    return store.partition(":")[0] if store.startswith(_REMOTE) else store
 
 
 if __name__ == "__main__":

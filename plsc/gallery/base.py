@@ -20,8 +20,8 @@ import numpy as np
 from plsc.embed.columns import open_array, save_array
 from plsc.errors import DataError, IntegrityError
 from plsc.files import Manifest, atomic_replace_dir, describe_files, digest, read_manifest, verify_files, write_manifest
-from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces, StoredCollection
+from plsc.gallery.store import Float32
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64
 from plsc.index.scan import ExactScan

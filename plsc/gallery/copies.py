@@ -27,8 +27,8 @@ from plsc.files import (
     verify_files,
     write_manifest,
 )
-from plsc.gallery.contract import Collection, Float32, NewPerson, Person, Store
 from plsc.gallery.storage_errors import storage_errors
+from plsc.gallery.store import Collection, Float32, NewPerson, Person, Store
 
 FORMAT = "plsc gallery copy"
 VERSION = 1

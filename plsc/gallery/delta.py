@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces
+from plsc.gallery.store import Float32
 from plsc.index.rows import Int64
 
 _FIRST = 64  # rows

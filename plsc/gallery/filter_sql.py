@@ -3,9 +3,9 @@
 import sqlite3
 from typing import Any
 
-from plsc.gallery.contract import Person
 from plsc.gallery.filters import Condition, Filter
 from plsc.gallery.records import kind_of
+from plsc.gallery.store import Person
 
 _SIGNS = {"eq": "=", "ne": "=", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 _ABSENT_FITS = "ne"

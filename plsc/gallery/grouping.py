@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from plsc.gallery.contract import Match
+from plsc.gallery.store import Match
 
 Rows = Sequence[tuple[int, int, float]]
 Fetch = Callable[[int, list[int]], Rows]

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import IntegrityError, NotFoundError
-from plsc.gallery.checks import is_id
-from plsc.gallery.contract import Float32, Match, Person
 from plsc.gallery.filters import Filter
 from plsc.gallery.grouping import Rows, best_persons, faces_asked
 from plsc.gallery.milvus_filters import expression
 from plsc.gallery.milvus_rows import MOST, MilvusRows, as_array, ids_text, read_person
 from plsc.gallery.milvus_state import State
+from plsc.gallery.store import Float32, Match, Person
+from plsc.gallery.validation import is_id
 
 PAGE = 500  # persons read at once
 _TOLERANCE = 1e-3  # of a stored vector's length

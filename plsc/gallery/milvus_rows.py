@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import StorageError, UsageError
-from plsc.gallery.contract import Float32, Person
 from plsc.gallery.milvus_filters import fits_of
+from plsc.gallery.store import Float32, Person
 
 REGISTRY = "plsc_registry"
 LONGEST_TEXT = 65_535  # bytes of a VARCHAR

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plsc.gallery.contract import Collection, Person
+from plsc.gallery.store import Collection, Person
 
 
 @dataclass(frozen=True)

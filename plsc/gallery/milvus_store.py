@@ -38,7 +38,13 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
 from plsc.gallery import milvus_reading as reading
-from plsc.gallery.checks import (
+from plsc.gallery.copies import write_copy
+from plsc.gallery.filters import Filter, check_metadata
+from plsc.gallery.milvus_filters import fits_of
+from plsc.gallery.milvus_rows import MilvusRows, Row, face_row, person_row
+from plsc.gallery.milvus_state import State
+from plsc.gallery.store import Collection, Float32, Match, Metadata, NewPerson, Person, PersonSummary
+from plsc.gallery.validation import (
     LARGEST_ID,
     check_collection,
     check_contract,
@@ -49,12 +55,6 @@ from plsc.gallery.checks import (
     is_id,
     now,
 )
-from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
-from plsc.gallery.copies import write_copy
-from plsc.gallery.filters import Filter, check_metadata
-from plsc.gallery.milvus_filters import fits_of
-from plsc.gallery.milvus_rows import MilvusRows, Row, face_row, person_row
-from plsc.gallery.milvus_state import State
 from plsc.index.rows import unit_vectors
 
 _WRITER = "0"  # the registry's row that names the writing process; no collection's name begins with a digit
@@ -82,7 +82,7 @@ def open_milvus(uri: str, *, token: str = "", timeout: float = 30.0) -> "MilvusS
 
 
 class MilvusStore:
-    """A :class:`plsc.gallery.contract.Store` in Milvus; make one by :func:`open_milvus`."""
+    """A :class:`plsc.gallery.store.Store` in Milvus; make one by :func:`open_milvus`."""
 
     def __init__(self, rows: MilvusRows) -> None:
         self._rows = rows
@@ -142,17 +142,17 @@ class MilvusStore:
         return reading.find_person(self._rows, self._state(collection), person)
 
     def persons(
-        self, collection: str, *, after: int = 0, limit: int = 100, where: Filter | None = None
+        self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         """Up to ``limit`` persons with ids above ``after``, ascending."""
-        check_page(after, limit, where)
-        return reading.page(self._rows, self._state(collection), min(max(after, 0), LARGEST_ID), limit, where)
+        check_page(after, limit, filter)
+        return reading.page(self._rows, self._state(collection), min(max(after, 0), LARGEST_ID), limit, filter)
 
-    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+    def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """The persons of ``ids`` that exist."""
         possible = sorted({int(id) for id in ids if is_id(id)})
         found = reading.some(self._rows, self._state(collection), possible)
-        return {one.id: Named(one.id, one.name, one.metadata) for one in found}
+        return {one.id: PersonSummary(one.id, one.name, one.metadata) for one in found}
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None
@@ -209,13 +209,13 @@ class MilvusStore:
         *,
         k: int = 10,
         threshold: float = -1.0,
-        where: Filter | None = None,
+        filter: Filter | None = None,
     ) -> list[list[Match]]:
         """For each of ``queries`` (Q, dim): the ``k`` most alike persons with a score >= ``threshold``."""
-        check_search(k, threshold, where)
+        check_search(k, threshold, filter)
         state = self._state(collection)
         units = unit_vectors(queries, state.about.dim)
-        return reading.nearest(self._rows, state, units, k, threshold, where)
+        return reading.nearest(self._rows, state, units, k, threshold, filter)
 
     def compact(self, collection: str | None = None) -> None:
         """Complete what was cut short, and ask Milvus to rewrite its files without what was deleted."""

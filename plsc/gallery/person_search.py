@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from plsc.gallery.contract import Float32, Match
 from plsc.gallery.grouping import faces_asked
+from plsc.gallery.store import Float32, Match
 from plsc.gallery.view import Allowed, View
 
 _WIDER = 4  # times as many faces where too few persons were among them

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import IntegrityError, NotFoundError
-from plsc.gallery.checks import CheckedPerson, is_id, now
-from plsc.gallery.contract import Collection, Float32, Person
 from plsc.gallery.filters import Filter
 from plsc.gallery.grouping import Fetch, Rows
 from plsc.gallery.postgres_filters import conditions, metadata_text
+from plsc.gallery.store import Collection, Float32, Person
+from plsc.gallery.validation import CheckedPerson, is_id, now
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS plsc_collections (

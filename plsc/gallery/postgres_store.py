@@ -18,7 +18,12 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
 from plsc.gallery import postgres_rows as rows
-from plsc.gallery.checks import (
+from plsc.gallery.copies import write_copy
+from plsc.gallery.filters import Filter, check_metadata
+from plsc.gallery.grouping import best_persons
+from plsc.gallery.postgres_filters import metadata_text
+from plsc.gallery.store import Collection, Float32, Match, Metadata, NewPerson, Person, PersonSummary
+from plsc.gallery.validation import (
     LARGEST_ID,
     check_collection,
     check_contract,
@@ -29,11 +34,6 @@ from plsc.gallery.checks import (
     is_id,
     now,
 )
-from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
-from plsc.gallery.copies import write_copy
-from plsc.gallery.filters import Filter, check_metadata
-from plsc.gallery.grouping import best_persons
-from plsc.gallery.postgres_filters import metadata_text
 from plsc.index.rows import unit_vectors
 
 LARGEST_DIM = 16_000
@@ -70,7 +70,7 @@ def _prepare(connection: Any) -> None:
 
 
 class PostgresStore:
-    """A :class:`plsc.gallery.contract.Store` in Postgres; make one by :func:`open_postgres`."""
+    """A :class:`plsc.gallery.store.Store` in Postgres; make one by :func:`open_postgres`."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -120,20 +120,20 @@ class PostgresStore:
             return rows.find_person(connection, *rows.find_collection(connection, collection), person)
 
     def persons(
-        self, collection: str, *, after: int = 0, limit: int = 100, where: Filter | None = None
+        self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         """Up to ``limit`` persons with ids above ``after``, ascending."""
-        check_page(after, limit, where)
+        check_page(after, limit, filter)
         with self._transaction() as connection:
             key, _ = rows.find_collection(connection, collection)
-            return rows.page(connection, key, min(max(after, 0), LARGEST_ID), min(limit, LARGEST_ID), where)
+            return rows.page(connection, key, min(max(after, 0), LARGEST_ID), min(limit, LARGEST_ID), filter)
 
-    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+    def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """The persons of ``ids`` that exist."""
         with self._transaction() as connection:
             key, _ = rows.find_collection(connection, collection)
             found = rows.some(connection, key, [int(one) for one in ids if is_id(one)])
-        return {one.id: Named(one.id, one.name, one.metadata) for one in found.values()}
+        return {one.id: PersonSummary(one.id, one.name, one.metadata) for one in found.values()}
 
     def update_person(
         self, collection: str, person: int, *, name: str | None = None, metadata: Metadata | None = None
@@ -187,14 +187,14 @@ class PostgresStore:
         *,
         k: int = 10,
         threshold: float = -1.0,
-        where: Filter | None = None,
+        filter: Filter | None = None,
     ) -> list[list[Match]]:
         """For each of ``queries`` (Q, dim): the ``k`` most alike persons with a score >= ``threshold``."""
-        check_search(k, threshold, where)
+        check_search(k, threshold, filter)
         with self._transaction(read_only=True) as connection:
             key, about = rows.find_collection(connection, collection)
             return [
-                best_persons(rows.nearest(connection, key, query, where), k, threshold)
+                best_persons(rows.nearest(connection, key, query, filter), k, threshold)
                 for query in unit_vectors(queries, about.dim)
             ]
 

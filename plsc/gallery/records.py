@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from plsc.gallery.checks import CheckedPerson
-from plsc.gallery.contract import Collection, Float32, Named, Person
 from plsc.gallery.database import ERASED, damaged
+from plsc.gallery.store import Collection, Float32, Person, PersonSummary
+from plsc.gallery.validation import CheckedPerson
 from plsc.index.rows import Int64
 
 TRUTH, NUMBER, TEXT = 0, 1, 2
@@ -156,7 +156,7 @@ def find_person(db: sqlite3.Connection, number: int, person: int) -> Person | No
     return next(iter(select_persons(db, where, (number, person))), None)
 
 
-def find_names(db: sqlite3.Connection, number: int, persons: Sequence[int]) -> dict[int, Named]:
+def find_names(db: sqlite3.Connection, number: int, persons: Sequence[int]) -> dict[int, PersonSummary]:
     """Those of ``persons`` that are in collection ``number``.
 
     All come as one value: Python's thread lets go of the interpreter for every row that SQLite fetches, and while
@@ -208,7 +208,7 @@ def _person(db: sqlite3.Connection, row: tuple[Any, ...], faces: tuple[int, ...]
     return Person(named.id, named.name, named.metadata, faces, created=row[4])
 
 
-def _named(db: sqlite3.Connection, row: Sequence[Any]) -> Named:
+def _named(db: sqlite3.Connection, row: Sequence[Any]) -> PersonSummary:
     id, collection, name, metadata, created, checksum = row
     try:
         intact = checksum == _person_checksum(id, collection, name, metadata, created)
@@ -216,7 +216,7 @@ def _named(db: sqlite3.Connection, row: Sequence[Any]) -> Named:
         intact = False
     if not intact:
         raise damaged(db, f"person {id} is not what was written")
-    return Named(id, name, json.loads(metadata))
+    return PersonSummary(id, name, json.loads(metadata))
 
 
 def _attributes(number: int, person: int, metadata: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:

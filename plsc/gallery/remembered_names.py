@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from plsc.gallery.checks import is_id
-from plsc.gallery.contract import Named
+from plsc.gallery.store import PersonSummary
+from plsc.gallery.validation import is_id
 
-Read = Callable[[list[int]], dict[int, Named]]
+Read = Callable[[list[int]], dict[int, PersonSummary]]
 
 MOST_BYTES = 16 << 20  # a collection
 _OVERHEAD = 500  # bytes of an entry, about
@@ -24,12 +24,12 @@ class RememberedNames:
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_young, self._bytes = most_bytes // 2, 0  # of the younger
-        self._young: dict[int, Named] = {}
-        self._old: dict[int, Named] = {}
+        self._young: dict[int, PersonSummary] = {}
+        self._old: dict[int, PersonSummary] = {}
         self._changes = 0
         self._lock = threading.Lock()
 
-    def of(self, persons: Sequence[int], read: Read) -> dict[int, Named]:
+    def of(self, persons: Sequence[int], read: Read) -> dict[int, PersonSummary]:
         """Those of ``persons`` that exist; ``read`` gets the ones that are not remembered."""
         with self._lock:
             known = {person: self._young[person] for person in persons if person in self._young}
@@ -59,7 +59,7 @@ class RememberedNames:
                 if is_id(person):
                     self._forget(int(person))
 
-    def _keep(self, found: dict[int, Named]) -> None:
+    def _keep(self, found: dict[int, PersonSummary]) -> None:
         for person, named in found.items():
             self._forget(person)
             self._young[person] = named
@@ -74,6 +74,6 @@ class RememberedNames:
             self._bytes -= _size(named)
 
 
-def _size(named: Named) -> int:
+def _size(named: PersonSummary) -> int:
     text = sum(len(key) + (len(value) if isinstance(value, str) else 8) for key, value in named.metadata.items())
     return _OVERHEAD + len(named.name or "") + text + _PER_ITEM * len(named.metadata)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from plsc.gallery.base import Base
-from plsc.gallery.contract import Collection
 from plsc.gallery.delta import Delta
 from plsc.gallery.records import Faces, StoredCollection
 from plsc.gallery.remembered_names import RememberedNames
+from plsc.gallery.store import Collection
 from plsc.gallery.view import View
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64
@@ -98,7 +98,7 @@ class SearchedCollection:
         return not len(self.view.delta.ids) and not self.view.base_gone
 
     def figures(self) -> dict[str, float]:
-        """For :meth:`plsc.gallery.contract.Store.statistics`."""
+        """For :meth:`plsc.gallery.store.Store.statistics`."""
         view = self.view
         base = 0 if view.base is None else len(view.base)
         gone, delta = view.base_gone, len(view.delta.ids)

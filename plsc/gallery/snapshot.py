@@ -19,9 +19,9 @@ from typing import Any
 from plsc.errors import ConflictError, UsageError
 from plsc.files import Manifest, atomic_replace_dir, describe_files, read_manifest, verify_files, write_manifest
 from plsc.gallery import records
-from plsc.gallery.checks import now
 from plsc.gallery.database import Database, errors_of
 from plsc.gallery.storage_errors import storage_errors
+from plsc.gallery.validation import now
 
 FORMAT = "plsc gallery snapshot"
 VERSION = 1

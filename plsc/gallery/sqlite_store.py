@@ -23,7 +23,17 @@ import numpy.typing as npt
 from plsc.errors import ConflictError, NotFoundError, StorageError
 from plsc.gallery import records
 from plsc.gallery.base import Base
-from plsc.gallery.checks import (
+from plsc.gallery.compaction import Compactor, Maintenance
+from plsc.gallery.filter_sql import fitting
+from plsc.gallery.filters import Filter, check_metadata
+from plsc.gallery.integrity import check_store
+from plsc.gallery.opening import open_collections, open_files
+from plsc.gallery.person_search import nearest_persons
+from plsc.gallery.planning import Planning
+from plsc.gallery.searched import SearchedCollection
+from plsc.gallery.snapshot import write_snapshot
+from plsc.gallery.store import Collection, Float32, Match, Metadata, NewPerson, Person, PersonSummary
+from plsc.gallery.validation import (
     check_collection,
     check_contract,
     check_name,
@@ -33,16 +43,6 @@ from plsc.gallery.checks import (
     is_id,
     now,
 )
-from plsc.gallery.compaction import Compactor, Maintenance
-from plsc.gallery.contract import Collection, Float32, Match, Metadata, Named, NewPerson, Person
-from plsc.gallery.filter_sql import fitting
-from plsc.gallery.filters import Filter, check_metadata
-from plsc.gallery.integrity import check_store
-from plsc.gallery.opening import open_collections, open_files
-from plsc.gallery.person_search import nearest_persons
-from plsc.gallery.planning import Planning
-from plsc.gallery.searched import SearchedCollection
-from plsc.gallery.snapshot import write_snapshot
 from plsc.gallery.view import Allowed, View
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64, unit_vectors
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 
 class SqliteStore:
-    """A :class:`plsc.gallery.contract.Store` in the folder ``folder``, made where there is none.
+    """A :class:`plsc.gallery.store.Store` in the folder ``folder``, made where there is none.
 
     Args:
         precision: "bf16" keeps a copy of the vectors in 2 bytes a number for searching; "fp32" scans the files.
@@ -85,7 +85,7 @@ class SqliteStore:
     # --- collections ---
 
     def collections(self) -> list[Collection]:
-        """See :class:`plsc.gallery.contract.Store`, as for all that follows."""
+        """See :class:`plsc.gallery.store.Store`, as for all that follows."""
         with self._database.reading() as db:
             return [stored.about for stored in records.all_collections(db)]
 
@@ -144,23 +144,23 @@ class SqliteStore:
             return self._person(db, searched, person)
 
     def persons(
-        self, collection: str, *, after: int = 0, limit: int = 100, where: Filter | None = None
+        self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         """Up to ``limit`` persons with ids above ``after``, ascending."""
         searched = self._of(collection)
-        check_page(after, limit, where)
+        check_page(after, limit, filter)
         if not -(2**63) <= after < 2**63:
             return []
         with self._database.snapshot() as db:
-            text, values = fitting(db, searched.number, where)
+            text, values = fitting(db, searched.number, filter)
             wanted = [searched.number, int(after), *values]
             return records.select_persons(db, f"p.collection = ? AND p.id > ?{text}", wanted, min(int(limit), 2**62))
 
-    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+    def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """The persons of ``ids`` that exist."""
         searched = self._of(collection)
 
-        def read(persons: list[int]) -> dict[int, Named]:
+        def read(persons: list[int]) -> dict[int, PersonSummary]:
             with self._database.reading() as db:
                 return records.find_names(db, searched.number, [one for one in persons if is_id(one)])
 
@@ -243,29 +243,29 @@ class SqliteStore:
         *,
         k: int = 10,
         threshold: float = -1.0,
-        where: Filter | None = None,
+        filter: Filter | None = None,
     ) -> list[list[Match]]:
         """The ``k`` most alike persons for each of ``queries`` (Q, dim), by the best face each."""
         searched = self._of(collection)
-        check_search(k, threshold, where)
+        check_search(k, threshold, filter)
         checked = unit_vectors(queries, searched.about.dim)
         view = searched.view
-        allowed = self._allowed(searched, view, where)
+        allowed = self._allowed(searched, view, filter)
         return nearest_persons(view, checked, int(k), float(threshold), allowed)
 
-    def _allowed(self, searched: SearchedCollection, view: View, where: Filter | None) -> Allowed:
+    def _allowed(self, searched: SearchedCollection, view: View, filter: Filter | None) -> Allowed:
         """What may be found. The filter is asked of SQLite as it is now, which is as ``view`` is, or newer."""
-        key = "" if where is None else repr(where.conditions)  # its equality would take 1 for true
+        key = "" if filter is None else repr(filter.conditions)  # its equality would take 1 for true
         allowed = view.masks.get(key)
         if allowed is None:
-            allowed = view.allowed(None if where is None else self._fitting(searched, where))
+            allowed = view.allowed(None if filter is None else self._fitting(searched, filter))
             view.remember(key, allowed)
         return allowed
 
-    def _fitting(self, searched: SearchedCollection, where: Filter) -> Int64:
-        """The ids of the persons that ``where`` fits."""
+    def _fitting(self, searched: SearchedCollection, filter: Filter) -> Int64:
+        """The ids of the persons that ``filter`` fits."""
         with self._database.reading() as db:
-            text, values = fitting(db, searched.number, where)
+            text, values = fitting(db, searched.number, filter)
             rows = db.execute(f"SELECT p.id FROM persons p WHERE p.collection = ?{text}", (searched.number, *values))
             return np.fromiter((row[0] for row in rows), np.int64)
 

@@ -19,8 +19,8 @@ from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import SetWriter, ShardRows
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
 from plsc.files import describe_files, verify_files
-from plsc.gallery.contract import Float32, NewPerson, Person, Store
 from plsc.gallery.storage_errors import storage_errors
+from plsc.gallery.store import Float32, NewPerson, Person, Store
 from plsc.index.rows import Int64, searchable
 from plsc.progress import Progress
 

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.gallery.base import Base, most_of_one
-from plsc.gallery.contract import Float32
 from plsc.gallery.records import Faces
+from plsc.gallery.store import Float32
 from plsc.index.rows import Int64, RowSource, rank
 
 Mask = npt.NDArray[np.bool_]

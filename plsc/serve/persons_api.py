@@ -9,8 +9,8 @@ import orjson
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from plsc.gallery.contract import NewPerson, Person
 from plsc.gallery.filters import Filter
+from plsc.gallery.store import NewPerson, Person
 from plsc.serve.failures import Refusal
 from plsc.serve.routing import CollectionName, Id, JsonRoute, Served, errors, read_json, record_ids
 from plsc.serve.schemas import (
@@ -53,7 +53,7 @@ async def list_persons(
     filter: Annotated[str | None, Query(description="A filter as JSON text", examples=['{"city": "Bern"}'])] = None,
 ) -> PersonsView:
     """Persons by ascending id, a page at a time, which holds fewer where their metadata are long."""
-    read = partial(service.store.persons, collection, where=read_filter(filter))
+    read = partial(service.store.persons, collection, filter=read_filter(filter))
     found, following = await service.in_store(_page, read, after, limit, service.settings.limits.answer_bytes)
     return PersonsView(persons=[view(person) for person in found], next=following)
 

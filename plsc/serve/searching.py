@@ -8,8 +8,8 @@ import numpy as np
 import orjson
 
 from plsc.errors import PlscError
-from plsc.gallery.contract import Match, Store
 from plsc.gallery.filters import Filter
+from plsc.gallery.store import Match, Store
 from plsc.serve.failures import Refusal
 from plsc.serve.inputs import Float32
 
@@ -80,7 +80,7 @@ class Searcher:
         persons: dict[int, bytes] = {}
         size = 0
         for start in range(0, len(ids), _TOGETHER):
-            for person, named in self._store.names_of(collection, ids[start : start + _TOGETHER]).items():
+            for person, named in self._store.person_summaries(collection, ids[start : start + _TOGETHER]).items():
                 persons[person] = orjson.dumps(named)
                 size += len(persons[person])
             if size > self._most_bytes:
@@ -103,4 +103,4 @@ class Searcher:
 
     def _ask(self, search: Search, queries: Float32) -> list[list[Match]]:
         threshold = {} if search.threshold is None else {"threshold": search.threshold}
-        return self._store.search(search.collection, queries, k=search.k, where=search.where, **threshold)
+        return self._store.search(search.collection, queries, k=search.k, filter=search.where, **threshold)

@@ -15,7 +15,7 @@ import torch
 from plsc.embed.embedder import Embedder
 from plsc.embed.extract import contract_of, embed_images
 from plsc.errors import ConflictError
-from plsc.gallery.contract import Collection, Store
+from plsc.gallery.store import Collection, Store
 from plsc.serve.audit import Audit
 from plsc.serve.device_worker import DeviceWorker, Kind
 from plsc.serve.failures import Refusal

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plsc.errors import NotFoundError, UsageError
 from plsc.files import make_folder
-from plsc.gallery.contract import Store
+from plsc.gallery.store import Store
 
 _ID = re.compile(r"\d{8}T\d{6}\d{6}Z")
 _FORMAT = "%Y%m%dT%H%M%S%fZ"

@@ -6,7 +6,7 @@ import pytest
 from support.contract_kit import DIM, GALLERY, MODEL
 from support.store_kits import KINDS, Kit, Servers
 
-from plsc.gallery.contract import Store
+from plsc.gallery.store import Store
 
 
 @pytest.fixture(scope="session")

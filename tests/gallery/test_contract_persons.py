@@ -21,8 +21,8 @@ from support.contract_kit import (
 from support.store_kits import Kit
 
 from plsc.errors import NotFoundError, UsageError
-from plsc.gallery.contract import Match, Named, NewPerson, Person, Store
 from plsc.gallery.filters import Filter
+from plsc.gallery.store import Match, NewPerson, Person, PersonSummary, Store
 
 
 def test_collections_come_and_go(kit: Kit) -> None:
@@ -109,24 +109,24 @@ def test_enrolled_persons_are_there_as_given(store: Store) -> None:
     assert store.vectors(GALLERY, made[1].id).shape == (0, DIM)
     assert (store.collection(GALLERY).persons, store.collection(GALLERY).faces) == (3, 6)
     assert store.add_persons(GALLERY, [], MODEL) == []
-    assert store.names_of(GALLERY, [made[2].id, 10**9, made[0].id, made[0].id, -1, 2**70]) == {
-        one.id: Named(one.id, one.name, one.metadata) for one in (made[0], made[2])
+    assert store.person_summaries(GALLERY, [made[2].id, 10**9, made[0].id, made[0].id, -1, 2**70]) == {
+        one.id: PersonSummary(one.id, one.name, one.metadata) for one in (made[0], made[2])
     }
-    assert store.names_of(GALLERY, []) == {}
+    assert store.person_summaries(GALLERY, []) == {}
 
 
 def test_names_are_those_of_now(store: Store) -> None:
     one, other = enrol(store, 2)
     both = [other.id, one.id]
     for _ in range(2):
-        assert store.names_of(GALLERY, both)[one.id] == Named(one.id, one.name, one.metadata)
+        assert store.person_summaries(GALLERY, both)[one.id] == PersonSummary(one.id, one.name, one.metadata)
     store.update_person(GALLERY, one.id, name="Grace", metadata={"team": "b"})
-    assert store.names_of(GALLERY, both)[one.id] == Named(one.id, "Grace", {"team": "b"})
+    assert store.person_summaries(GALLERY, both)[one.id] == PersonSummary(one.id, "Grace", {"team": "b"})
     for wrong in (10**9, -1, "x"):
         with pytest.raises(NotFoundError):
             store.update_person(GALLERY, wrong, name="Nobody")  # type: ignore[arg-type]
     store.delete_person(GALLERY, one.id)
-    assert store.names_of(GALLERY, both) == {other.id: Named(other.id, other.name, other.metadata)}
+    assert store.person_summaries(GALLERY, both) == {other.id: PersonSummary(other.id, other.name, other.metadata)}
 
 
 def test_vectors_of_any_length(store: Store) -> None:
@@ -168,7 +168,7 @@ def test_a_deleted_person_is_forgotten(store: Store) -> None:
     store.delete_person(GALLERY, gone.id)
     assert [one.id for one in store.persons(GALLERY)] == [one.id for one in made if one != gone]
     assert gone.id not in {match.person for match in store.search(GALLERY, faces(5), k=9)[2]}
-    assert store.names_of(GALLERY, [gone.id]) == {}
+    assert store.person_summaries(GALLERY, [gone.id]) == {}
     assert (store.collection(GALLERY).persons, store.collection(GALLERY).faces) == (4, 4)
     for ask in (store.person, store.vectors, store.delete_person, store.update_person):
         with pytest.raises(NotFoundError):
@@ -224,8 +224,8 @@ def test_metadata_come_back_as_given(kit: Kit, store: Store) -> None:
             assert known.metadata.keys() == given.metadata.keys()
             assert all(same_type(known.metadata[key], value) for key, value in given.metadata.items())
         fits = Filter.parse(dict(given.metadata))
-        assert [found.id for found in store.persons(GALLERY, where=fits)] == [one.id, two.id]
-        assert {match.person for match in store.search(GALLERY, faces(1), where=fits)[0]} == {one.id, two.id}
+        assert [found.id for found in store.persons(GALLERY, filter=fits)] == [one.id, two.id]
+        assert {match.person for match in store.search(GALLERY, faces(1), filter=fits)[0]} == {one.id, two.id}
 
 
 def test_odd_names_come_back_as_given(kit: Kit, store: Store) -> None:
@@ -246,10 +246,10 @@ def test_persons_are_updated(store: Store) -> None:
     assert store.person(GALLERY, one.id) == moved == store.update_person(GALLERY, one.id)
     for city, who in (("Bern", other.id), ("Rome", one.id)):
         where = Filter.parse({"city": city})
-        assert [found.id for found in store.persons(GALLERY, where=where)] == [who]
-        assert [match.person for match in store.search(GALLERY, faces(1), where=where)[0]] == [who]
+        assert [found.id for found in store.persons(GALLERY, filter=where)] == [who]
+        assert [match.person for match in store.search(GALLERY, faces(1), filter=where)[0]] == [who]
     assert store.update_person(GALLERY, one.id, metadata={}).metadata == {}
-    assert store.persons(GALLERY, where=Filter.parse({"city": "Rome"})) == []
+    assert store.persons(GALLERY, filter=Filter.parse({"city": "Rome"})) == []
     np.testing.assert_allclose(store.vectors(GALLERY, one.id), units(faces(2)[:1]), atol=1e-6)
 
 
@@ -270,7 +270,7 @@ def test_pages_cover_everyone_once_in_order(store: Store) -> None:
     assert store.persons(GALLERY, after=-5, limit=1) == left[:1]
     assert store.persons(GALLERY, after=2**63 - 1) == []
     few = Filter.parse({"n": {"in": [1, 20, 38]}})
-    assert [one.metadata["n"] for one in store.persons(GALLERY, limit=2, where=few)] == [1, 20]
-    assert [one.metadata["n"] for one in store.persons(GALLERY, after=made[20].id, limit=2, where=few)] == [38]
+    assert [one.metadata["n"] for one in store.persons(GALLERY, limit=2, filter=few)] == [1, 20]
+    assert [one.metadata["n"] for one in store.persons(GALLERY, after=made[20].id, limit=2, filter=few)] == [38]
     enrol(store, 100)
     assert len(store.persons(GALLERY)) == 100

@@ -9,7 +9,7 @@ from support.contract_kit import DIM, GALLERY, MODEL, dump, enrol, faces
 from support.store_kits import Kit
 
 from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
-from plsc.gallery.contract import NewPerson, Person, Store
+from plsc.gallery.store import NewPerson, Person, Store
 
 BAD_VECTORS: list[Any] = [
     [[np.nan] + [0.0] * 7],
@@ -45,7 +45,7 @@ def errors_of(store: Store, one: Person, other: Person) -> list[tuple[type[PlscE
         (NotFoundError, lambda: store.add_persons(away, [NewPerson(good)], MODEL)),
         (NotFoundError, lambda: store.person(away, 1)),
         (NotFoundError, lambda: store.persons(away)),
-        (NotFoundError, lambda: store.names_of(away, [1])),
+        (NotFoundError, lambda: store.person_summaries(away, [1])),
         (NotFoundError, lambda: store.search(away, good)),
         (NotFoundError, lambda: store.compact(away)),
         (NotFoundError, lambda: store.vectors(away, 1)),
@@ -55,7 +55,7 @@ def errors_of(store: Store, one: Person, other: Person) -> list[tuple[type[PlscE
         *((UsageError, lambda k=k: store.search(GALLERY, good, k=k)) for k in (0, -1, 2.5, "3", None, True)),
         *((UsageError, lambda t=t: store.search(GALLERY, good, threshold=t)) for t in (float("nan"), "x", None)),
         *((UsageError, lambda limit=limit: store.persons(GALLERY, limit=limit)) for limit in (0, -1, 1.5, "3")),
-        (UsageError, lambda: store.search(GALLERY, good, where={"n": 1})),  # type: ignore[arg-type]
+        (UsageError, lambda: store.search(GALLERY, good, filter={"n": 1})),  # type: ignore[arg-type]
     ]
     for id in (never, 0, -1, 2**63, 2**80):
         wrong += [

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from support.contract_kit import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
 
-from plsc.gallery.contract import NewPerson, Store
 from plsc.gallery.filters import Filter
+from plsc.gallery.store import NewPerson, Store
 
 
 @pytest.mark.parametrize("compacted", [False, True])
@@ -37,8 +37,8 @@ def test_search_against_float64(store: Store, compacted: bool) -> None:
         {"none": {"exists": False}},
     ]
     for asked in filters:
-        agree(store, oracle, GALLERY, queries, where=Filter.parse(asked), k=12)
-        agree(store, oracle, GALLERY, queries, where=Filter.parse(asked), k=12, threshold=0.4)
+        agree(store, oracle, GALLERY, queries, filter=Filter.parse(asked), k=12)
+        agree(store, oracle, GALLERY, queries, filter=Filter.parse(asked), k=12, threshold=0.4)
     assert store.search(GALLERY, np.empty((0, DIM))) == []
     assert store.search(GALLERY, (queries * 1e-3).tolist(), k=1)[0][0].score == pytest.approx(
         store.search(GALLERY, queries, k=1)[0][0].score, abs=CLOSE
@@ -47,7 +47,7 @@ def test_search_against_float64(store: Store, compacted: bool) -> None:
 
 def test_an_empty_collection_answers(store: Store) -> None:
     assert store.search(GALLERY, faces(3), k=5) == [[], [], []]
-    assert store.search(GALLERY, faces(1), where=Filter.parse({"a": 1})) == [[]]
+    assert store.search(GALLERY, faces(1), filter=Filter.parse({"a": 1})) == [[]]
     store.add_persons(GALLERY, [NewPerson([])], MODEL)
     assert store.search(GALLERY, faces(2), k=5) == [[], []]
 
@@ -123,12 +123,12 @@ def test_filters_never_find_less_than_there_is(store: Store) -> None:
         if compacted:
             store.compact()
         for filter in asked:
-            (matches,) = store.search(GALLERY, query, k=10, where=Filter.parse(filter))
+            (matches,) = store.search(GALLERY, query, k=10, filter=Filter.parse(filter))
             assert {match.person for match in matches} == three, filter
-            assert {one.id for one in store.persons(GALLERY, where=Filter.parse(filter), limit=5)} == three, filter
-        assert len(store.search(GALLERY, query, k=2, where=Filter.parse({"rare": True}))[0]) == 2
-        assert store.search(GALLERY, query, k=10, where=Filter.parse({"rare": True}), threshold=0.0) == [[]]
-        common = store.search(GALLERY, query, k=1000, where=Filter.parse({"rare": False, "n": {"gte": 600}}))[0]
+            assert {one.id for one in store.persons(GALLERY, filter=Filter.parse(filter), limit=5)} == three, filter
+        assert len(store.search(GALLERY, query, k=2, filter=Filter.parse({"rare": True}))[0]) == 2
+        assert store.search(GALLERY, query, k=10, filter=Filter.parse({"rare": True}), threshold=0.0) == [[]]
+        common = store.search(GALLERY, query, k=1000, filter=Filter.parse({"rare": False, "n": {"gte": 600}}))[0]
         assert len(common) == 598
 
 
@@ -192,7 +192,7 @@ def test_filters_mean_the_same_in_every_store(store: Store) -> None:
     asked += [{key: pick.choice(VALUES), KEYS[0]: {"ne": pick.choice(VALUES)}} for key in KEYS[1:]]
     for filter in asked:
         where = Filter.parse(filter)
-        truth = [one.id for one in oracle.persons(GALLERY, limit=10**6, where=where)]
-        assert [one.id for one in store.persons(GALLERY, limit=10**6, where=where)] == truth, filter
-        found = store.search(GALLERY, faces(1, 2), k=10**6, where=where)[0]
+        truth = [one.id for one in oracle.persons(GALLERY, limit=10**6, filter=where)]
+        assert [one.id for one in store.persons(GALLERY, limit=10**6, filter=where)] == truth, filter
+        found = store.search(GALLERY, faces(1, 2), k=10**6, filter=where)[0]
         assert sorted(match.person for match in found) == truth, filter

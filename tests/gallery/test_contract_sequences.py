@@ -15,8 +15,8 @@ from support.memory_store import MemoryStore
 from support.store_kits import Kit
 
 from plsc.errors import ConflictError, UsageError
-from plsc.gallery.contract import NewPerson, Person, Store
 from plsc.gallery.filters import Filter
+from plsc.gallery.store import NewPerson, Person, Store
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -46,7 +46,7 @@ def counts(about: Any) -> tuple[Any, ...]:
 def check_answers(pick: random.Random, store: Store, oracle: MemoryStore, name: str) -> None:
     seed, k = pick.randrange(10**6), pick.choice([1, 2, 5, 1000])
     where = pick.choice([None, Filter.parse({"n": {"lt": pick.randrange(10)}}), Filter.parse({"s": pick.choice("ab")})])
-    agree(store, oracle, name, faces(3, seed), k=k, threshold=pick.choice([-1.0, 0.0, 0.3]), where=where)
+    agree(store, oracle, name, faces(3, seed), k=k, threshold=pick.choice([-1.0, 0.0, 0.3]), filter=where)
 
 
 def step(pick: random.Random, kit: Kit, store: Store, oracle: MemoryStore, names: list[str]) -> Store:
@@ -133,7 +133,7 @@ def test_several_threads_at_once(store: Store) -> None:
             one, two = store.add_persons(GALLERY, new, MODEL)
             given += [one.id, two.id]
             for person, vector in ((one, vectors[:1]), (two, vectors[1:])):
-                best = store.search(GALLERY, vector, k=1, where=Filter.parse({"by": number}))[0][0]
+                best = store.search(GALLERY, vector, k=1, filter=Filter.parse({"by": number}))[0][0]
                 assert (best.person, best.face) == (person.id, person.faces[0])
                 mine[person.id] = vector
             (face,) = store.add_faces(GALLERY, one.id, pick.standard_normal((1, DIM)), MODEL)

@@ -7,8 +7,8 @@ import pytest
 from support.memory_store import MemoryStore
 
 from plsc.errors import ConflictError, DataError, IntegrityError, StorageError
-from plsc.gallery.contract import Collection, NewPerson
 from plsc.gallery.copies import copy_into, read_copy, write_copy
+from plsc.gallery.store import Collection, NewPerson
 
 
 def gallery() -> MemoryStore:

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import pytest
 
 from plsc.errors import IntegrityError, PlscError, StorageError
-from plsc.gallery.contract import NewPerson
 from plsc.gallery.reserve import RESERVE
 from plsc.gallery.snapshot import restore
 from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.store import NewPerson
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
 
@@ -193,9 +193,9 @@ def test_a_damaged_vector_is_not_given_out(folder: Path) -> None:
 def test_a_damaged_name_is_not_shown_with_a_match(folder: Path, value: str) -> None:
     change(folder, f"UPDATE persons SET name = {value} WHERE id = 7")
     store = SqliteStore(folder)
-    assert list(store.names_of(GALLERY, [6, 8])) == [6, 8]
+    assert list(store.person_summaries(GALLERY, [6, 8])) == [6, 8]
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
-        store.names_of(GALLERY, [6, 7, 8])
+        store.person_summaries(GALLERY, [6, 7, 8])
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
         store.person(GALLERY, 7)
     store.close()
@@ -357,7 +357,7 @@ _LIMITED = """
 import resource, signal, sys
 import numpy as np
 from plsc.errors import StorageError
-from plsc.gallery.contract import NewPerson
+from plsc.gallery.store import NewPerson
 from plsc.gallery.sqlite_store import SqliteStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = SqliteStore(sys.argv[1])

@@ -13,11 +13,11 @@ import pytest
 from support.store_kits import Servers, milvus_server
 
 from plsc.errors import NotFoundError, StorageError, UsageError
-from plsc.gallery.contract import NewPerson
 from plsc.gallery.copies import read_copy
 from plsc.gallery.filters import Filter
 from plsc.gallery.milvus_filters import expression, fits_of
 from plsc.gallery.milvus_store import MilvusStore, open_milvus
+from plsc.gallery.store import NewPerson
 
 LONG = "PLSC_TEST_LONG" in os.environ  # every failure at every request, instead of one at each
 FAILURES = [
@@ -64,7 +64,7 @@ def seen(store: MilvusStore) -> dict[str, Any]:
         (matches,) = store.search(about.name, [[1, 2, 3, 4]], k=1000)
         assert {match.person for match in matches} == {person.id for person in persons if person.faces}
         by_n = [
-            [match.person for match in store.search(about.name, [[1, 2, 3, 4]], where=where)[0]]
+            [match.person for match in store.search(about.name, [[1, 2, 3, 4]], filter=where)[0]]
             for where in (Filter.parse({"n": n}) for n in (0, 1, 2, 77))
         ]
         stored = [store.vectors(about.name, person.id).round(4).tolist() for person in persons]
@@ -215,12 +215,12 @@ def test_more_rows_than_one_request_takes(place: str, monkeypatch: pytest.Monkey
     assert {match.person for match in matches} >= {one.id for one in made}
     assert len(matches) == 125
     assert len(store.persons("people", limit=10**6)) == 125
-    assert len(store.names_of("people", range(10**3))) == 125
+    assert len(store.person_summaries("people", range(10**3))) == 125
     np.testing.assert_allclose(
         store.vectors("people", made[0].id), crowd / np.linalg.norm(crowd, axis=1)[:, None], atol=1e-6
     )
     store.update_person("people", made[0].id, metadata={"n": 77})
-    assert len(store.search("people", [[1, 0, 0, 0]], k=10**6, where=Filter.parse({"n": 77}))[0]) == 121
+    assert len(store.search("people", [[1, 0, 0, 0]], k=10**6, filter=Filter.parse({"n": 77}))[0]) == 121
     assert store.check() == {"collections": 1, "persons": 125, "faces": 8 + 150 + 120}
     store.close()
 

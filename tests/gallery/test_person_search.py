@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from support.contract_kit import DIM, GALLERY, MODEL, faces
 
-from plsc.gallery.contract import NewPerson
 from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.store import NewPerson
 from plsc.gallery.view import Allowed, View
 
 

@@ -2,18 +2,20 @@
 
 import pytest
 
-from plsc.gallery.contract import Named
 from plsc.gallery.remembered_names import RememberedNames
+from plsc.gallery.store import PersonSummary
 
 
 class Truth:
     """Persons who can be read; remembers who was."""
 
     def __init__(self, count: int) -> None:
-        self.names = {person: Named(person, f"person {person}", {"team": "x" * 100}) for person in range(1, count + 1)}
+        self.names = {
+            person: PersonSummary(person, f"person {person}", {"team": "x" * 100}) for person in range(1, count + 1)
+        }
         self.asked: list[list[int]] = []
 
-    def read(self, persons: list[int]) -> dict[int, Named]:
+    def read(self, persons: list[int]) -> dict[int, PersonSummary]:
         """Those of ``persons`` that exist."""
         self.asked.append(persons)
         return {person: self.names[person] for person in persons if person in self.names}
@@ -33,7 +35,7 @@ def test_a_changed_person_is_read_again(fails: bool) -> None:
     remembered.of([1, 2], truth.read)
     try:
         with remembered.changing(1):
-            truth.names[1] = Named(1, "Grace", {})
+            truth.names[1] = PersonSummary(1, "Grace", {})
             if fails:
                 raise OSError("the answer was lost, the change was made")
     except OSError:
@@ -45,10 +47,10 @@ def test_a_changed_person_is_read_again(fails: bool) -> None:
 def test_what_was_read_before_a_change_and_comes_after_it_is_not_kept() -> None:
     truth, remembered = Truth(3), RememberedNames()
 
-    def read_slowly(persons: list[int]) -> dict[int, Named]:
+    def read_slowly(persons: list[int]) -> dict[int, PersonSummary]:
         found = truth.read(persons)
         with remembered.changing(1):
-            truth.names[1] = Named(1, "Grace", {})
+            truth.names[1] = PersonSummary(1, "Grace", {})
         return found
 
     remembered.of([1], read_slowly)

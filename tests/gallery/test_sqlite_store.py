@@ -19,11 +19,10 @@ from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import write_embedding_set
 from plsc.errors import ConflictError, DataError, UsageError
 from plsc.gallery import records
-from plsc.gallery.contract import NewPerson, Person
 from plsc.gallery.filters import Filter
-from plsc.gallery.open import open_store
 from plsc.gallery.snapshot import IDS_SKIPPED, restore
 from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.store import NewPerson, Person, open_store
 from plsc.gallery.transfer import export_set, import_set
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
@@ -187,7 +186,7 @@ def check_search(store: SqliteStore, known: dict[int, tuple[int, Float32, int]],
     """Against a float64 scan, with and without a filter."""
     queries = faces(3, seed)
     for where in (None, Filter.parse({"n": {"gte": 2}})):
-        answers = store.search(GALLERY, queries, k=k, where=where)
+        answers = store.search(GALLERY, queries, k=k, filter=where)
         for query, answer in zip(queries.astype(np.float64), answers, strict=True):
             best: dict[int, float] = {}
             for person, vector, n in known.values():
@@ -256,11 +255,11 @@ def test_a_filter_is_remembered_only_while_nothing_changes(tmp_path: Path) -> No
     one, other = enrol(store, faces(2), on=True)
     truth, number = Filter.parse({"on": True}), Filter.parse({"on": 1})
     for _ in range(2):
-        assert len(store.search(GALLERY, faces(1), where=truth)[0]) == 2
-        assert store.search(GALLERY, faces(1), where=number) == [[]], "1 is not true"
+        assert len(store.search(GALLERY, faces(1), filter=truth)[0]) == 2
+        assert store.search(GALLERY, faces(1), filter=number) == [[]], "1 is not true"
     store.update_person(GALLERY, one.id, metadata={"on": 1})
-    assert [match.person for match in store.search(GALLERY, faces(1), where=truth)[0]] == [other.id]
-    assert [match.person for match in store.search(GALLERY, faces(1), where=number)[0]] == [one.id]
+    assert [match.person for match in store.search(GALLERY, faces(1), filter=truth)[0]] == [other.id]
+    assert [match.person for match in store.search(GALLERY, faces(1), filter=number)[0]] == [one.id]
     store.close()
 
 
@@ -286,7 +285,7 @@ def test_one_process_has_a_store_and_the_other_is_told_which(tmp_path: Path) -> 
     store = open_people(tmp_path / "store")
     with pytest.raises(ConflictError, match=f"process {os.getpid()}"):
         SqliteStore(tmp_path / "store")
-    code = f"from plsc.gallery.open import open_store; open_store({str(tmp_path / 'store')!r})"
+    code = f"from plsc.gallery.store import open_store; open_store({str(tmp_path / 'store')!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"in use by process {os.getpid()}" in done.stderr
     store.close()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from plsc.errors import IntegrityError
-from plsc.gallery.contract import NewPerson
 from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.store import NewPerson
 
 GALLERY, MODEL, DIM = "people", "m", 16
 FRAME = 24 + 16384

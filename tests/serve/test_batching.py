@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from support.live_service import DIM, live_service
 
 from plsc.errors import UsageError
-from plsc.gallery.contract import Match, Named
 from plsc.gallery.filters import Filter
+from plsc.gallery.store import Match, PersonSummary
 from plsc.serve.device_worker import DeviceWorker, Kind
 from plsc.serve.failures import Refusal
 from plsc.serve.searching import Found, Search, Searcher
@@ -283,14 +283,14 @@ class CountingStore:
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int, Any]] = []
 
-    def search(self, collection: str, queries: Any, *, k: int = 10, threshold: float = -1.0, where: Any = None) -> Any:
-        self.calls.append((collection, len(queries), k, where))
+    def search(self, collection: str, queries: Any, *, k: int = 10, threshold: float = -1.0, filter: Any = None) -> Any:
+        self.calls.append((collection, len(queries), k, filter))
         if collection == "lost":
             raise UsageError("lost")
         return [[Match(int(query[0]), 1, threshold)] for query in queries]
 
-    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
-        return {one: Named(one, str(one), {}) for one in ids if one != 13}
+    def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
+        return {one: PersonSummary(one, str(one), {}) for one in ids if one != 13}
 
 
 def test_searches_alike_are_one_call_of_the_store():

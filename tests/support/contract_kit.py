@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from plsc.gallery.contract import NewPerson, Person, Store
+from plsc.gallery.store import NewPerson, Person, Store
 from support.memory_store import MemoryStore
 
 DIM, MODEL = 8, "model-1"
@@ -76,10 +76,10 @@ def same_type(one: Any, other: Any) -> bool:
 
 def agree(store: Store, oracle: MemoryStore, collection: str, queries: Any, **asked: Any) -> None:
     """The store's answers are the oracle's, save for rounding and the order of ties."""
-    asked = {"k": 10, "threshold": -1.0, "where": None, **asked}
+    asked = {"k": 10, "threshold": -1.0, "filter": None, **asked}
     found = store.search(collection, queries, **asked)
     assert len(found) == len(queries)
-    every = oracle.search(collection, queries, k=10**9, where=asked["where"])
+    every = oracle.search(collection, queries, k=10**9, filter=asked["filter"])
     for matches, truth, query in zip(found, every, units(queries), strict=True):
         scores = [match.score for match in matches]
         best = {match.person: match.score for match in truth}

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, UsageError
-from plsc.gallery.contract import Collection, Match, Metadata, Named, NewPerson, Person
 from plsc.gallery.filters import Filter, check_metadata
+from plsc.gallery.store import Collection, Match, Metadata, NewPerson, Person, PersonSummary
 
 Float64 = npt.NDArray[np.float64]
 
@@ -134,18 +134,18 @@ class MemoryStore:
 
     @_alone
     def persons(
-        self, collection: str, *, after: int = 0, limit: int = 100, where: Filter | None = None
+        self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         if type(limit) is not int or limit < 1:
             raise UsageError("limit")
         known = self._of(collection).persons
-        fit = [known[id] for id in sorted(known) if id > after and (not where or where.holds(known[id].metadata))]
+        fit = [known[id] for id in sorted(known) if id > after and (not filter or filter.holds(known[id].metadata))]
         return fit[:limit]
 
     @_alone
-    def names_of(self, collection: str, ids: Sequence[int]) -> dict[int, Named]:
+    def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         known = self._of(collection).persons
-        return {id: Named(id, known[id].name, known[id].metadata) for id in ids if id in known}
+        return {id: PersonSummary(id, known[id].name, known[id].metadata) for id in ids if id in known}
 
     @_alone
     def update_person(
@@ -196,22 +196,22 @@ class MemoryStore:
         *,
         k: int = 10,
         threshold: float = -1.0,
-        where: Filter | None = None,
+        filter: Filter | None = None,
     ) -> list[list[Match]]:
         rows = self._of(collection)
         if type(k) is not int or k < 1 or not isinstance(threshold, float) or math.isnan(threshold):
             raise UsageError("k")
-        if where is not None and not isinstance(where, Filter):
-            raise UsageError("where")
+        if filter is not None and not isinstance(filter, Filter):
+            raise UsageError("filter")
         return [
-            [match for match in self._nearest(rows, query, where)[:k] if match.score >= threshold]
+            [match for match in self._nearest(rows, query, filter)[:k] if match.score >= threshold]
             for query in directions(queries, rows.about.dim)
         ]
 
-    def _nearest(self, rows: _Rows, query: Float64, where: Filter | None) -> list[Match]:
+    def _nearest(self, rows: _Rows, query: Float64, filter: Filter | None) -> list[Match]:
         best = []
         for person in rows.persons.values():
-            if person.faces and (where is None or where.holds(person.metadata)):
+            if person.faces and (filter is None or filter.holds(person.metadata)):
                 scores = [float(np.clip(np.float32(rows.vectors[face] @ query), -1, 1)) for face in person.faces]
                 place = int(np.argmax(scores))
                 best.append(Match(person.id, person.faces[place], scores[place]))

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from plsc.gallery.contract import Store
-from plsc.gallery.open import open_store
+from plsc.gallery.store import Store, open_store
 from support.memory_store import MemoryStore
 
 KINDS = ("memory", "sqlite", "postgres", "milvus")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import ConflictError, UsageError
-from plsc.gallery.contract import Collection, Float32, NewPerson
 from plsc.gallery.filters import Filter, check_metadata
+from plsc.gallery.store import Collection, Float32, NewPerson
 from plsc.index.rows import unit_vectors
 
 LARGEST_DIM = 16_384
@@ -75,22 +75,22 @@ def check_persons(persons: Sequence[NewPerson], dim: int) -> list[CheckedPerson]
     return checked
 
 
-def check_search(k: int, threshold: float, where: Filter | None) -> None:
-    """:class:`UsageError` unless ``k`` is a whole number >= 1, ``threshold`` a number and ``where`` a filter."""
+def check_search(k: int, threshold: float, filter: Filter | None) -> None:
+    """:class:`UsageError` unless ``k`` is a whole number >= 1, ``threshold`` a number and ``filter`` a filter."""
     if not _is_whole(k) or k < 1:
         raise UsageError(f"k is {ascii(k)[:80]}; at least one match must be asked for")
     if isinstance(threshold, bool) or not isinstance(threshold, int | float | np.number) or math.isnan(threshold):
         raise UsageError(f"the threshold is {ascii(threshold)[:80]}; it is a cosine from -1 to 1")
-    _check_filter(where)
+    _check_filter(filter)
 
 
-def check_page(after: int, limit: int, where: Filter | None) -> None:
+def check_page(after: int, limit: int, filter: Filter | None) -> None:
     """:class:`UsageError` unless ``after`` and ``limit`` are whole numbers, ``limit`` >= 1."""
     if not _is_whole(limit) or limit < 1:
         raise UsageError(f"limit is {ascii(limit)[:80]}; at least one person must be asked for")
     if not _is_whole(after):
         raise UsageError(f"after is {ascii(after)[:80]}; it is the id of a person, or 0")
-    _check_filter(where)
+    _check_filter(filter)
 
 
 def is_id(value: Any) -> bool:
@@ -98,9 +98,9 @@ def is_id(value: Any) -> bool:
     return _is_whole(value) and 0 < value <= LARGEST_ID
 
 
-def _check_filter(where: Filter | None) -> None:
-    if where is not None and not isinstance(where, Filter):
-        raise UsageError(f"a filter is made by Filter.parse, and not a {type(where).__name__}")
+def _check_filter(filter: Filter | None) -> None:
+    if filter is not None and not isinstance(filter, Filter):
+        raise UsageError(f"a filter is made by Filter.parse, and not a {type(filter).__name__}")
 
 
 def _is_whole(value: Any) -> bool:
