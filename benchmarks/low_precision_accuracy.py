@@ -17,7 +17,7 @@ from results_file import add_row
 
 from plsc.files import read_json
 from plsc.parallel.launch import launch
-from plsc.quickstart.course import RECIPE, UNSEEN
+from plsc.quickstart.steps import CONFIG, UNSEEN
 
 TABLES = {"float32": ("float32", "float32"), "bfloat16+int8": ("bfloat16", "int8")}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ def trained(data: str, epochs: int, seed: int, table: str, optimizer: str, sampl
     overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower())]
     with tempfile.TemporaryDirectory() as folder:
         result_file = Path(folder) / "result.json"
-        if launch(["train", str(RECIPE), "--out", f"{folder}/run", "--json", str(result_file), *overrides], nproc=2):
+        if launch(["train", CONFIG, "--out", f"{folder}/run", "--json", str(result_file), *overrides], nproc=2):
             raise SystemExit("the training did not end well: see above")
         result = read_json(result_file)
     judged: dict[str, Any] = result["eval"][UNSEEN]

@@ -1,10 +1,10 @@
-"""Do everything once, on pictures that plsc draws by itself: train with two ranks, evaluate on identities
-never trained on, embed them, build an index, search, export to ONNX.
+"""Do everything once, on images that plsc draws itself: train with two ranks, evaluate on identities never trained
+on, embed them, build an index, search, export to ONNX.
 
     plsc quickstart --out quickstart
 
 It takes about five minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
-embeddings, the index and model.onnx. If it is stopped, the same command goes on where it stood.
+embeddings, the index and model.onnx. If it is stopped, the same command resumes it.
 """
 
 import argparse
@@ -23,19 +23,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Follow the course and draw its report."""
-    from plsc.quickstart.course import Course, follow
+    """Run the steps and write the report."""
     from plsc.quickstart.report import write_report
+    from plsc.quickstart.steps import QuickstartPaths, run_quickstart
 
-    course = Course(args.out)
-    findings = follow(course)
-    page = write_report(course, findings)
-    trained = findings.report["trained"]
+    paths = QuickstartPaths(args.out)
+    result = run_quickstart(paths)
+    page = write_report(paths, result)
+    trained = result.report["trained"]
     print(
         f"\nunseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
-        f"{findings.report['seconds']:.0f} s in all\nlook at {page}"
+        f"{result.report['seconds']:.0f} s in all\nlook at {page}"
     )
-    return findings.report
+    return result.report
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The whole way once, on the built-in identities: train, evaluate on unseen ones, embed, index, search, export."""
+"""Quickstart on built-in identities: train, evaluate on unseen ones, embed, index, search, export, report."""

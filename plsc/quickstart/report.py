@@ -1,7 +1,10 @@
-"""report.html: one page that opens without a network."""
+"""report.html of the quickstart: one page that embeds its figures and images, and so opens without a network."""
 
+import base64
 import html
 import io
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -9,26 +12,27 @@ from typing import Any
 import numpy as np
 
 from plsc import __version__
+from plsc.data.codec import encode_image
 from plsc.data.dataset import ImageDataset, open_dataset
-from plsc.evaluation.plots import roc_figure, score_figure
+from plsc.evaluation.plots import COLOURS, canvas, roc_figure, score_figure
 from plsc.files import atomic_write
 from plsc.index import Index
 from plsc.progress import duration
-from plsc.quickstart.course import Course, Findings
-from plsc.quickstart.figures import inline, loss_curve, thumbnail
-from plsc.quickstart.neighbours import Shown, choose
+from plsc.quickstart.steps import QuickstartPaths, QuickstartResult
+from plsc.train.metrics import read_metrics
 
 PAGE = Path(__file__).with_name("page.html")
 TITLES = {"trained": "trained", "untrained": "the same network, untrained", "raw_pixels": "raw pixels"}
-PER_IDENTITY = 6
-SHOWN_SIZE = 112  # pixels of a side; the network may see fewer
+_EXAMPLE_IDENTITIES = 4
+_PER_IDENTITY = 6
+_IMAGE_SIZE = 112  # pixels of a side on the page; the network may see fewer
 
 
-def write_report(course: Course, findings: Findings) -> Path:
-    """Draw everything into one file beside report.json and return its path."""
-    named = {TITLES[name]: result for name, result in findings.curves.items()}
-    report = findings.report
-    pictures = open_dataset(course.unseen, image_size=SHOWN_SIZE)
+def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
+    """Write report.html beside report.json and return its path."""
+    report = result.report
+    images = open_dataset(paths.unseen, image_size=_IMAGE_SIZE)
+    curves = {TITLES[name]: values for name, values in result.curves.items()}
     slots = {
         "version": __version__,
         "time": duration(report["seconds"]),
@@ -44,59 +48,121 @@ def write_report(course: Course, findings: Findings) -> Path:
         "recall": f"{100 * report['index']['recall@1']:.1f}",
         "index_kind": html.escape(report["index"]["kind"]),
         "error": f"{report['export']['max_abs_error']:.1e}",
-        "rows": "\n".join(_row(TITLES[name], report[name]) for name in findings.curves),
-        "examples": _examples(pictures),
-        "curve": loss_curve(course.run),
-        "roc": _drawn(roc_figure, named),
-        "scores": _drawn(score_figure, named),
-        "neighbours": "\n".join(_query(findings.index, pictures, query) for query in choose(findings.index)),
+        "rows": "\n".join(_table_row(TITLES[name], report[name]) for name in result.curves),
+        "examples": _examples(images),
+        "curve": _loss_curve(paths.run),
+        "roc": _inline_svg(lambda buffer: roc_figure(curves, buffer, "svg")),
+        "scores": _inline_svg(lambda buffer: score_figure(curves, buffer, "svg")),
+        "neighbours": "\n".join(_query_html(result.index, images, query) for query in choose_queries(result.index)),
     }
-    path = course.report.with_suffix(".html")
+    path = paths.report.with_suffix(".html")
     with atomic_write(path) as tmp_path:
         tmp_path.write_text(Template(PAGE.read_text(encoding="utf-8")).substitute(slots), encoding="utf-8")
     return path
 
 
-def _row(title: str, result: dict[str, Any]) -> str:
-    values = [
-        result["accuracy"],
-        result["auc"],
-        result["tar@far"]["1e-2"],
-        result["tar@far"]["1e-3"],
-        result["rank1"],
-        result["rank5"],
-    ]
+# Figures ------------------------------------------------------------------------------------------------------------
+
+
+def _table_row(title: str, result: dict[str, Any]) -> str:
+    far = result["tar@far"]
+    values = [result["accuracy"], result["auc"], far["1e-2"], far["1e-3"], result["rank1"], result["rank5"]]
     cells = "".join(f"<td>{'–' if value is None else f'{100 * value:.2f}'}</td>" for value in values)
     return f"<tr><th scope=row>{html.escape(title)}</th>{cells}</tr>"
 
 
-def _drawn(draw: Any, results: dict[str, dict[str, Any]]) -> str:
+def _loss_curve(run: Path) -> str:
+    """SVG of loss and learning rate over the steps of a run."""
+    lines = [line for line in read_metrics(run) if line.get("loss") is not None]
+    steps = [line["step"] for line in lines]
+    figure, axes = canvas(1)
+    axes[0].plot(steps, [line["loss"] for line in lines], color=COLOURS[0], linewidth=2)
+    axes[0].set_xlabel("step")
+    axes[0].set_ylabel("loss", color=COLOURS[0])
+    axes[0].set_ylim(bottom=0)
+    rate = axes[0].twinx()
+    rate.plot(steps, [line["lr"] for line in lines], color=COLOURS[1], linewidth=1.2, linestyle="--")
+    rate.set_ylabel("learning rate", color=COLOURS[1])
+    rate.set_ylim(bottom=0)
+    rate.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    return _inline_svg(lambda buffer: figure.savefig(buffer, format="svg"))
+
+
+def _inline_svg(save: Callable[[io.BytesIO], object]) -> str:
+    """Return a figure as an <svg> element: the document that ``save`` writes, without its XML prologue."""
     buffer = io.BytesIO()
-    draw(results, buffer, "svg")
-    return inline(buffer)
+    save(buffer)
+    text = buffer.getvalue().decode("utf-8")
+    return text[text.index("<svg") :]
 
 
-def _examples(pictures: ImageDataset, identities: int = 4) -> str:
-    """The first pictures of some unseen identities, a row each."""
+# Images and their neighbours ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """A neighbour's row in the index, its cosine, and whether it has the query's identity."""
+
+    row: int
+    score: float
+    same: bool
+
+
+@dataclass(frozen=True)
+class Query:
+    """A query's row in the index, and its neighbours without itself, nearest first."""
+
+    row: int
+    neighbours: list[Neighbour]
+
+
+def choose_queries(index: Index, drawn: int = 6, wrong: int = 2, k: int = 8, seed: int = 0) -> list[Query]:
+    """Draw ``drawn`` queries of different identities, and add ``wrong`` whose nearest neighbour is another identity.
+
+    Queries that the search got wrong may be fewer than ``wrong``.
+    """
+    found = index.search(index.vectors, k + 1)
+    generator = np.random.default_rng(seed)
+    order = generator.permutation(len(index))
+    first_rows = order[np.unique(index.labels[order], return_index=True)[1]]
+    queries = [
+        Query(int(row), _neighbours(index, int(row), found.rows[row], found.scores[row])[:k])
+        for row in generator.permutation(first_rows)
+    ]
+    failures = [query for query in queries if not query.neighbours[0].same]
+    return queries[:drawn] + [query for query in failures if query not in queries[:drawn]][:wrong]
+
+
+def _neighbours(index: Index, query: int, rows: np.ndarray, scores: np.ndarray) -> list[Neighbour]:
+    label = index.labels[query]
+    return [
+        Neighbour(int(row), float(score), bool(index.labels[row] == label))
+        for row, score in zip(rows, scores, strict=True)
+        if row != query
+    ]
+
+
+def _query_html(index: Index, images: ImageDataset, query: Query) -> str:
+    """A query and its neighbours; the index' ids are positions in the dataset that was embedded."""
+    neighbours = "".join(
+        f'<figure class="{"same" if neighbour.same else "other"}">{_image(images, int(index.ids[neighbour.row]))}'
+        f"<figcaption>{neighbour.score:.2f}</figcaption></figure>"
+        for neighbour in query.neighbours
+    )
+    first = _image(images, int(index.ids[query.row]))
+    return f"<div class=result><figure class=query>{first}<figcaption>query</figcaption></figure>{neighbours}</div>"
+
+
+def _examples(images: ImageDataset) -> str:
+    """The first images of some unseen identities, a row each."""
     rows = []
-    for label in range(identities):
-        places = np.flatnonzero(pictures.labels == label)[:PER_IDENTITY]
-        images = "".join(_picture(pictures, int(place)) for place in places)
-        rows.append(f"<div class=strip>{images}</div>")
+    for label in range(_EXAMPLE_IDENTITIES):
+        positions = np.flatnonzero(images.labels == label)[:_PER_IDENTITY]
+        rows.append(f"<div class=strip>{''.join(_image(images, int(position)) for position in positions)}</div>")
     return "\n".join(rows)
 
 
-def _query(index: Index, pictures: ImageDataset, query: Shown) -> str:
-    """A query and its neighbours; the index' ids are places in the set that was embedded."""
-    matches = "".join(
-        f'<figure class="{"same" if match.same else "other"}">{_picture(pictures, int(index.ids[match.row]))}'
-        f"<figcaption>{match.score:.2f}</figcaption></figure>"
-        for match in query.matches
-    )
-    first = _picture(pictures, int(index.ids[query.row]))
-    return f"<div class=result><figure class=query>{first}<figcaption>query</figcaption></figure>{matches}</div>"
-
-
-def _picture(pictures: ImageDataset, place: int) -> str:
-    key = html.escape(pictures.key(place))
-    return f'<img src="{thumbnail(pictures.image(place))}" alt="{key}" title="{key}">'
+def _image(images: ImageDataset, position: int) -> str:
+    key = html.escape(images.key(position))
+    jpeg = base64.b64encode(encode_image(images.image(position), "jpeg")).decode("ascii")
+    return f'<img src="data:image/jpeg;base64,{jpeg}" alt="{key}" title="{key}">'

@@ -1,4 +1,4 @@
-"""The quickstart's whole course on a recipe small enough for a test, and its page."""
+"""All steps of the quickstart, on a configuration small enough for a test, and its page."""
 
 import json
 import re
@@ -8,8 +8,8 @@ import pytest
 
 from plsc import config
 from plsc.files import read_json
-from plsc.quickstart.course import RECIPE, UNSEEN, Course, follow
 from plsc.quickstart.report import write_report
+from plsc.quickstart.steps import CONFIG, UNSEEN, QuickstartPaths, run_quickstart
 
 SMALL = (
     "--data.train",
@@ -29,14 +29,16 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    course = Course(tmp_path_factory.mktemp("quickstart") / "out", unseen="avatars:9x6@1000000", overrides=SMALL)
-    findings = follow(course)
-    return course, findings, write_report(course, findings)
+    paths = QuickstartPaths(
+        tmp_path_factory.mktemp("quickstart") / "out", unseen="avatars:9x6@1000000", overrides=SMALL
+    )
+    result = run_quickstart(paths)
+    return paths, result, write_report(paths, result)
 
 
 def test_report_holds_what_its_readers_expect(finished):
-    course, _, _ = finished
-    report = read_json(course.report)
+    paths, _, _ = finished
+    report = read_json(paths.report)
     for name in ("trained", "untrained", "raw_pixels"):
         assert 0.0 <= report[name]["accuracy"] <= 1.0
         assert set(report[name]) >= {
@@ -85,14 +87,14 @@ def test_page_opens_without_a_network(finished):
 
 
 def test_a_second_quickstart_in_the_same_folder_begins_anew(finished):
-    course, findings, _ = finished
-    again = follow(course)
-    assert again.report["training"]["steps"] == findings.report["training"]["steps"]
-    assert again.report["trained"] == findings.report["trained"]
+    paths, result, _ = finished
+    again = run_quickstart(paths)
+    assert again.report["training"]["steps"] == result.report["training"]["steps"]
+    assert again.report["trained"] == result.report["trained"]
 
 
-def test_recipe_loads_and_never_trains_on_the_unseen():
-    recipe = config.load(RECIPE)
-    identities = int(re.fullmatch(r"avatars:(\d+)x\d+", recipe.data.train).group(1))
+def test_config_loads_and_never_trains_on_the_unseen():
+    shipped = config.load(CONFIG)
+    identities = int(re.fullmatch(r"avatars:(\d+)x\d+", shipped.data.train).group(1))
     assert 2000 <= identities < 1_000_000
-    assert recipe.eval.sets == (UNSEEN,)
+    assert shipped.eval.sets == (UNSEEN,)

@@ -1,0 +1,177 @@
+"""Steps of the quickstart, each through the call that the command of its name makes."""
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from plsc import config as configuration
+from plsc.embed.embedder import Embedder, backbone_engine, open_embedder
+from plsc.embed.export import export_onnx
+from plsc.errors import PlscError
+from plsc.evaluation import evaluate, raw_pixels
+from plsc.files import make_folder, read_json, write_json
+from plsc.index import Index
+from plsc.models import create, load_model
+from plsc.parallel import Mesh
+from plsc.parallel.launch import launch
+
+T = TypeVar("T")
+Embed = Callable[[torch.Tensor], torch.Tensor]
+
+CONFIG = "avatars_quickstart"  # a shipped configuration
+UNSEEN = "avatars:400x6@1000000"  # identities from number 1,000,000: no configuration trains on them
+_CPU_RANKS = 2
+_MAX_GPU_RANKS = 2
+_CURVES = ("roc", "scores")  # keys of an evaluation that the report draws and report.json leaves out
+
+
+@dataclass(frozen=True)
+class QuickstartPaths:
+    """Output paths below ``out``, and the inputs: a configuration, overrides of its keys, and the unseen identities."""
+
+    out: Path
+    unseen: str = UNSEEN
+    config: str = CONFIG
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> Path:
+        """The training run's directory."""
+        return self.out / "run"
+
+    @property
+    def embeddings(self) -> Path:
+        """The embedding set of the unseen identities."""
+        return self.out / "unseen.emb"
+
+    @property
+    def index(self) -> Path:
+        """The index over it."""
+        return self.out / "unseen.idx"
+
+    @property
+    def report(self) -> Path:
+        """The figures as JSON; the page lies beside it."""
+        return self.out / "report.json"
+
+
+@dataclass(frozen=True)
+class QuickstartResult:
+    """Results of all steps: ``report`` is report.json's content, ``curves`` the evaluations with their curves."""
+
+    report: dict[str, Any]
+    curves: dict[str, dict[str, Any]]
+    index: Index
+
+
+def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
+    """Run every step, printing its title and time.
+
+    An earlier quickstart in the same folder is resumed where it was stopped, and started anew where it had finished.
+    """
+    start = time.monotonic()
+    make_folder(paths.out)
+    _clear_finished(paths)
+    training = _step("1/6 train on two thousand drawn identities", lambda: _train(paths))
+    curves = _step("2/6 evaluate on identities never seen in training, beside two baselines", lambda: _evaluate(paths))
+    _step("3/6 embed the unseen identities", lambda: _embed(paths))
+    index = _step("4/6 build a search index", lambda: Index.build([paths.embeddings], paths.index, quiet=True))
+    same = _step("5/6 search", lambda: _search(index))
+    exported = _step("6/6 export to ONNX, and compare", lambda: _export(paths))
+    report = {
+        **{name: _without_curves(result) for name, result in curves.items()},
+        "seconds": round(time.monotonic() - start, 1),
+        "images_per_second": round(training["images_per_second"], 1),
+        "index": {**index.manifest["recall"], "kind": index.kind, "rows": len(index), "neighbour_is_same": same},
+        "export": {key: exported[key] for key in ("format", "max_abs_error", "max_abs_value", "bytes")},
+        "training": {key: training[key] for key in ("steps", "epochs", "classes", "seconds", "images", "loss")},
+    }
+    write_json(paths.report, report)
+    return QuickstartResult(report, curves, index)
+
+
+def _step(title: str, action: Callable[[], T]) -> T:
+    print(f"\n== {title}", flush=True)
+    start = time.monotonic()
+    result = action()
+    print(f"   {time.monotonic() - start:.1f} s", flush=True)
+    return result
+
+
+def _clear_finished(paths: QuickstartPaths) -> None:
+    """Remove the outputs of a finished quickstart; a stopped one has no report yet, and its outputs are resumed."""
+    if paths.report.exists():
+        paths.report.unlink()
+        for folder in (paths.run, paths.embeddings, paths.index):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _train(paths: QuickstartPaths) -> dict[str, Any]:
+    """Run `plsc train CONFIG --nproc N --resume auto`, without its evaluation, which is the next step."""
+    result_path = paths.out / "training.json"
+    arguments = ["train", paths.config, "--out", str(paths.run), "--resume", "auto", "--json", str(result_path)]
+    _launch([*arguments, "--eval.sets", "[]", *paths.overrides])
+    training: dict[str, Any] = read_json(result_path)
+    return training
+
+
+def _launch(arguments: list[str]) -> None:
+    """Run a plsc command on one rank per GPU, two at most; on two ranks without a GPU."""
+    ranks = min(torch.cuda.device_count(), _MAX_GPU_RANKS) or _CPU_RANKS
+    print(f"   plsc {' '.join(arguments)} --nproc {ranks}", flush=True)
+    if launch(arguments, ranks):
+        raise PlscError(f"`plsc {arguments[0]}` failed, see above: fix it and run quickstart again, which resumes")
+
+
+def _evaluate(paths: QuickstartPaths) -> dict[str, dict[str, Any]]:
+    """Evaluate the trained backbone, the same one untrained, and raw pixels, all on the same pairs and probes."""
+    trained = open_embedder(paths.run)
+    config = configuration.load(paths.run / "config.toml")
+    torch.manual_seed(config.seed)
+    fresh = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    untrained = Embedder(backbone_engine(fresh, device), "untrained")
+    embedders: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
+    curves = {name: _evaluate_one(embed, paths.unseen, trained.image_size) for name, embed in embedders.items()}
+    for name, result in curves.items():
+        print(
+            f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}   "
+            f"TAR at FAR 1e-3 {result['tar@far']['1e-3']:.4f}"
+        )
+    return curves
+
+
+def _evaluate_one(embed: Embed, unseen: str, image_size: int) -> dict[str, Any]:
+    single = Mesh(0, 1, 0, torch.device("cpu"))
+    results = evaluate(embed, [unseen], image_size=image_size, mesh=single, curves=True, quiet=True)
+    return next(iter(results.values()))
+
+
+def _embed(paths: QuickstartPaths) -> None:
+    _launch(["embed", str(paths.run), "--data", paths.unseen, "--out", str(paths.embeddings), "--workers", "0"])
+
+
+def _search(index: Index) -> float:
+    """Return the share of images whose nearest other image shows the same identity."""
+    rows = index.search(index.vectors, 2).rows
+    # An image finds itself first, unless another is equal to it.
+    others = np.where(rows[:, 0] == np.arange(len(index)), rows[:, 1], rows[:, 0])
+    share = float((index.labels[others] == index.labels).mean())
+    print(f"   {len(index):,} images, {index.kind} search: {share:.1%} have the same identity as their nearest other")
+    return share
+
+
+def _export(paths: QuickstartPaths) -> dict[str, Any]:
+    result = export_onnx(load_model(paths.run / "model.safetensors"), paths.out / "model.onnx")
+    print(f"   {result['file']}: largest difference {result['max_abs_error']:.1e}")
+    return result
+
+
+def _without_curves(result: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in result.items() if key not in _CURVES}
