@@ -21,6 +21,18 @@ class Chunk:
     index: slice | Tensor
     table: "ClassRows"
 
+    def parts(self, rows: int) -> "Iterator[tuple[slice, Chunk]]":
+        """The chunk cut into pieces of at most ``rows`` rows of one class each, and where they are in the chunk."""
+        if isinstance(self.index, Tensor):
+            first, count = 0, len(self.index)
+        else:
+            first, stop, _ = self.index.indices(self.table.weight.shape[0])
+            count = stop - first
+        for start in range(0, count, max(rows, 1)):
+            part = slice(start, min(start + rows, count))
+            index = self.index[part] if isinstance(self.index, Tensor) else slice(first + part.start, first + part.stop)
+            yield part, Chunk(self.start + part.start, self.start + part.stop, index, self.table)
+
     @cached_property
     def weight(self) -> Tensor:
         """The chunk's rows (n·K, D): a view of consecutive rows, a copy of scattered ones."""

@@ -7,6 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.losses.class_rows import Chunk
+
+_COPIED_CLASSES = 2048  # of pass 2 at a time, where their rows are copied to float32
+_GATHERED_ROWS = 512  # of scattered rows, copied at a time
+
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """(n, k) @ (k, m). bfloat16 factors are multiplied as they are and summed and returned in float32.
@@ -20,6 +25,54 @@ def product(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a, b, out_dtype=torch.float32)
     with _bfloat16_units():
         return a.float() @ b.float()
+
+
+class ChunkProducts:
+    """:func:`product` for the chunks of one pass, whose memory they share: its peak does not grow with the table.
+
+    PyTorch's CPU has no product of bfloat16 factors with a float32 result, so they are copied to float32 first. Those
+    copies are larger than the factors; made anew for every product, they would be most of what a step allocates.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._copies_factors = dtype == torch.bfloat16 and device.type == "cpu"
+        self._dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def factor(self, name: str, values: Tensor) -> Tensor:
+        """``values`` as :meth:`multiply` takes them; they stay what they are until the next factor of this name."""
+        return self._buffer(name, values.shape).copy_(values) if self._copies_factors else values
+
+    def chunk_size(self, classes: int) -> int:
+        """Pass 2's classes at a time, at most ``classes``. Each has its own gradient: bits do not depend on it."""
+        return min(classes, _COPIED_CLASSES) if self._copies_factors else classes
+
+    def rows(self, chunk: Chunk) -> Tensor:
+        """The chunk's rows (n·K, D) as a factor, as :meth:`factor` gives them; scattered ones are gathered in parts."""
+        if not self._copies_factors or isinstance(chunk.index, slice):
+            return self.factor("weight", chunk.weight)
+        rows = self._buffer("weight", torch.Size((len(chunk.index), chunk.table.weight.shape[1])))
+        for index, part in zip(chunk.index.split(_GATHERED_ROWS), rows.split(_GATHERED_ROWS), strict=True):
+            part.copy_(chunk.table.weight[index])
+        return rows
+
+    def rounded_factor(self, values: Tensor) -> Tensor:
+        """``values`` (float32 or float64) rounded to the table's dtype, as a factor. May overwrite ``values``."""
+        rounded = values.to(self._dtype)
+        return values.copy_(rounded) if self._copies_factors else rounded
+
+    def multiply(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """``a @ b`` of factors, float32 or float64; it stays what it is until the next product of this name."""
+        if not self._copies_factors:
+            return product(a, b)
+        with _bfloat16_units():
+            return torch.mm(a, b, out=self._buffer(name, torch.Size((a.shape[0], b.shape[1]))))
+
+    def _buffer(self, name: str, shape: torch.Size) -> Tensor:
+        """Float32 memory of this shape; what was in it is lost."""
+        if name not in self._buffers or self._buffers[name].numel() < shape.numel():
+            self._buffers[name] = torch.empty(shape.numel())
+        return self._buffers[name][: shape.numel()].view(shape)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch import Tensor
 from plsc.losses import triton_softmax
 from plsc.losses.class_rows import Chunk, ClassRows
 from plsc.losses.margins import Margin
-from plsc.losses.product import product
+from plsc.losses.product import ChunkProducts
 from plsc.native import kernels
 
 _SAFE_LOGIT = 78.0  # exp(78)·50 million classes is still a float32
@@ -61,9 +61,9 @@ class Batch:
     margin: Margin
     state: Mapping[str, Tensor]
 
-    def logits(self, chunk: Chunk, centers: int) -> Logits:
-        """z = s·f(cos) of a chunk's classes against every sample."""
-        cos = product(chunk.weight, self.features.t()).mul_(chunk.inverse_norm[:, None])
+    def logits(self, chunk: Chunk, centers: int, weight: Tensor, features: Tensor, products: ChunkProducts) -> Logits:
+        """z = s·f(cos) of a chunk's classes against every sample; ``weight`` and ``features`` are factors."""
+        cos = products.multiply("logits", weight, features.t()).mul_(chunk.inverse_norm[:, None])
         winner = None
         if centers > 1:
             cos, winner = cos.view(-1, centers, cos.shape[1]).max(dim=1)
@@ -91,8 +91,11 @@ def first_pass(rows: ClassRows, batch: Batch, chunk_size: int, *, with_pull: boo
     maximum = features.new_full((features.shape[0],), 0.0 if bounded else _LOWEST, dtype=wide)
     total = torch.zeros_like(maximum, dtype=torch.float64)
     pull = torch.zeros_like(features, dtype=wide) if with_pull else None
+    products = ChunkProducts(features.dtype, features.device)
+    features = products.factor("features", features)
     for chunk in rows.chunks(chunk_size):
-        logits = batch.logits(chunk, rows.centers)
+        weight = products.rows(chunk)
+        logits = batch.logits(chunk, rows.centers, weight, features, products)
         batch.put_targets(chunk, logits.z, -torch.inf)
         if not bounded:
             higher = torch.maximum(maximum, logits.z.amax(0))
@@ -106,7 +109,7 @@ def first_pass(rows: ClassRows, batch: Batch, chunk_size: int, *, with_pull: boo
         total += exponentials.sum(0, dtype=wide)
         if pull is not None:
             weighted = _on_rows(exponentials, logits, rows.centers).mul_(chunk.inverse_norm[:, None])
-            pull += product(weighted.to(chunk.weight.dtype).t(), chunk.weight)
+            pull += products.multiply("pull", products.rounded_factor(weighted).t(), weight)
     return Partial(maximum, total, pull)
 
 
@@ -141,8 +144,11 @@ def second_pass(
     if _is_plain(rows, batch) and member is None and kernels.fits_tiles(rows.weight):
         yield from _tiled_second_pass(rows, batch, log_z, scale, target_pull, chunk_size)
         return
-    for chunk in rows.chunks(chunk_size):
-        logits = batch.logits(chunk, rows.centers)
+    products = ChunkProducts(batch.features.dtype, batch.features.device)
+    features = products.factor("features", batch.features)
+    for chunk in rows.chunks(products.chunk_size(chunk_size)):
+        weight = products.rows(chunk)
+        logits = batch.logits(chunk, rows.centers, weight, features, products)
         probabilities = logits.z.sub_(log_z).exp_().mul_(scale)
         if logits.slope is not None:
             probabilities.mul_(logits.slope)
@@ -150,7 +156,7 @@ def second_pass(
             probabilities.mul_(member[chunk.start : chunk.stop])
         batch.put_targets(chunk, probabilities, target_pull)
         weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), rows.centers)
-        yield chunk, product(weighted.to(batch.features.dtype), batch.features)
+        yield chunk, products.multiply("gradient", products.rounded_factor(weighted), features)
 
 
 def _is_plain(rows: ClassRows, batch: Batch) -> bool:

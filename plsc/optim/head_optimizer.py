@@ -17,6 +17,8 @@ from plsc.losses.class_rows import Chunk
 from plsc.losses.softmax import through_norm
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 
+_CPU_ROWS = 256  # updated at a time
+
 
 class HeadOptimizer(torch.optim.Optimizer):
     """A torch Optimizer over one :class:`ShardedHead`'s table; learning-rate schedulers work on it.
@@ -146,6 +148,11 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
         """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
+        # Rows are independent of each other, and their update makes several float32 copies of them.
+        for part, rows in chunk.parts(_CPU_ROWS if unit_gradient.device.type == "cpu" else len(unit_gradient)):
+            self._update_rows(rows, unit_gradient[part], factor)
+
+    def _update_rows(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
         gradient = through_norm(unit_gradient, chunk).mul_(factor)
         dice = self._dice(chunk)
         weight = chunk.weight.to(gradient.dtype, copy=True)
