@@ -1,4 +1,10 @@
-"""Compiling the kernels on first use, for this very processor, into the user's cache."""
+"""Compile the kernels on first use, for this very processor, into the user's cache.
+
+Environment:
+    PLSC_NATIVE=0: use no compiled kernels; PyTorch computes instead.
+    PLSC_CPU=avx2 | avx512 | amx: compile for, and use, no more than this part of the processor's instructions. Unset:
+        all that it has. Every path can so be tested on the machine that has the most.
+"""
 
 import ctypes
 import functools
@@ -11,11 +17,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from plsc.errors import UsageError
+
 _HERE = Path(__file__).parent
 _FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fopenmp-simd",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -24,29 +31,87 @@ _FLAGS = (
     "-shared",
     "-pthread",
 )
+# The paths of PLSC_CPU, the least first: the compiler's flags, and the macros that say that the processor has it. The
+# kernels have no switch of their own: they use what the compiler may.
+_PATHS = {
+    "avx2": (["-march=x86-64-v3"], ["__AVX2__", "__FMA__"]),
+    "avx512": (["-march=native", "-mno-amx-tile", "-mno-amx-bf16"], ["__AVX512F__", "__AVX512BW__"]),
+    "amx": (["-march=native"], ["__AVX512BF16__", "__AMX_BF16__"]),
+}
 _LOG = logging.getLogger("plsc")
 
 
-@functools.cache
 def library(source: str = "head_kernels") -> ctypes.CDLL | None:
     """The compiled kernels of ``source``.cpp; None where no compiler works or ``PLSC_NATIVE=0`` forbids them.
 
     Compiling takes some seconds, once per user, processor, compiler and version of the source. The file lies in
     ``$XDG_CACHE_HOME/plsc`` (``~/.cache/plsc``), which must belong to the user: what is loaded is run.
+
+    Raises:
+        UsageError: ``PLSC_CPU`` names no path, or one that this processor lacks.
     """
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
-    if os.environ.get("PLSC_NATIVE") == "0" or not compiler:
+    path = os.environ.get("PLSC_CPU") or None
+    if path is not None and path not in _PATHS:
+        raise UsageError(f"PLSC_CPU={path} is unknown: give {', '.join(_PATHS)}, or unset it for the best")
+    if os.environ.get("PLSC_NATIVE") == "0":
+        return None
+    return _load(source, os.environ.get("CXX"), path)
+
+
+def available_paths() -> list[str]:
+    """The values of ``PLSC_CPU`` that this machine can run, the least first; none without a compiler."""
+    compiler = _find_compiler(os.environ.get("CXX"))
+    if compiler is None or os.environ.get("PLSC_NATIVE") == "0":
+        return []
+    try:
+        return [path for path in _PATHS if _lacks(compiler, path) is None]
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
+@functools.cache
+def _load(source: str, cxx: str | None, path: str | None) -> ctypes.CDLL | None:
+    compiler = _find_compiler(cxx)
+    if compiler is None:
         return None
     try:
-        return ctypes.CDLL(str(_compiled(compiler, source)))
+        missing = _lacks(compiler, path) if path is not None else None
+        if missing is not None:
+            raise UsageError(f"PLSC_CPU={path}: {missing}; give less, or unset it for what there is")
+        return ctypes.CDLL(str(_compiled(compiler, source, path)))
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or error
         _LOG.warning("the CPU kernels could not be compiled, PyTorch computes instead (slower): %s", output)
         return None
 
 
-def _compiled(compiler: str, source: str) -> Path:
-    flags = [*_FLAGS, *(["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else [])]
+def _find_compiler(cxx: str | None) -> str | None:
+    return cxx or shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+
+
+def _lacks(compiler: str, path: str) -> str | None:
+    """What keeps this machine from running ``path``, or None."""
+    macros = _native_macros(compiler)
+    missing = [macro for macro in _PATHS[path][1] if f"#define {macro} ".encode() not in macros]
+    if missing:
+        return f"this processor lacks {path} (the compiler defines no {missing[0]})"
+    if path == "amx" and not tiles_are_allowed():
+        return "the system does not let this process use matrix tiles"
+    return None
+
+
+def tiles_are_allowed() -> bool:
+    """Ask Linux for the matrix tiles' registers, which a process may use only after it asked (arch_prctl(2))."""
+    request_permission, tile_data, arch_prctl = 0x1023, 18, 158
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
+
+
+def _compiled(compiler: str, source: str, path: str | None) -> Path:
+    architecture = _PATHS[path][0] if path is not None else ["-march=native"]
+    wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    flags = [*_FLAGS, *architecture, *wide]
     folder = _private_folder()
     target = folder / f"{source}-{_fingerprint(compiler, flags, source)}.so"
     if not target.exists():
@@ -60,11 +125,16 @@ def _compiled(compiler: str, source: str) -> Path:
 
 def _fingerprint(compiler: str, flags: list[str], source: str) -> str:
     """Of everything that decides what the compiler makes: source, flags, its version, and what "native" means here."""
-    native = subprocess.run(
-        [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull], check=True, capture_output=True, timeout=60
-    )
     text = b"".join(path.read_bytes() for path in (_HERE / f"{source}.cpp", *sorted(_HERE.glob("*.h"))))
-    return hashlib.sha256(text + " ".join(flags).encode() + native.stdout).hexdigest()[:20]
+    digest = hashlib.sha256(text + " ".join(flags).encode() + _native_macros(compiler))
+    return digest.hexdigest()[:20]
+
+
+@functools.cache
+def _native_macros(compiler: str) -> bytes:
+    """The macros that the compiler defines by itself, which say its version and this processor's instructions."""
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
 
 
 def _private_folder() -> Path:

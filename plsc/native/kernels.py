@@ -26,7 +26,6 @@ def whole_blocks(classes: int) -> int:
     return -(-classes // BLOCK) * BLOCK
 
 
-@functools.cache
 def has_tiles() -> bool:
     """Whether the passes can run here."""
     compiled = library()

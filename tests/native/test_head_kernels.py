@@ -9,24 +9,31 @@ import torch
 from reference import Oracle, relative_error
 
 import plsc
+from plsc.errors import UsageError
 from plsc.losses.softmax import through_norm
 from plsc.native import build, kernels
 
 compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
-tiles = pytest.mark.skipif(not kernels.has_tiles(), reason="needs a processor with bf16 matrix tiles (AMX)")
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 MARGIN = plsc.ArcFace(s=32.0, m=0.3)
+
+
+@pytest.fixture(params=["torch", "avx2", "avx512", "amx"])
+def path(request, monkeypatch):
+    """Every way in which a CPU computes the head: without a compiler, and by each part of the instructions."""
+    if request.param == "torch":
+        monkeypatch.setenv("PLSC_NATIVE", "0")
+    elif request.param not in build.available_paths():
+        pytest.skip(f"this machine cannot run {request.param}")
+    else:
+        monkeypatch.setenv("PLSC_CPU", request.param)
+    return request.param
 
 
 @pytest.fixture
 def plain(monkeypatch):
     """A function that switches the kernels off."""
-
-    def switch_off():
-        monkeypatch.setattr(kernels, "fits_tiles", lambda weight: False)
-        monkeypatch.setattr(kernels, "fits_update", lambda weight, state: False)
-
-    return switch_off
+    return lambda: monkeypatch.setenv("PLSC_NATIVE", "0")
 
 
 def some_batch(batch, dim, classes, seed=0):
@@ -59,9 +66,8 @@ def trained(batch, dim, classes, steps=3, threads=1, **options):
         torch.set_num_threads(before)
 
 
-@tiles
 @pytest.mark.parametrize(("batch", "dim", "classes"), [(5, 32, 7), (32, 64, 256), (130, 96, 700), (300, 512, 1000)])
-def test_loss_and_gradients_are_the_oracles_within_bf16(batch, dim, classes):
+def test_loss_and_gradients_are_the_oracles_within_bf16(path, batch, dim, classes):
     x, y = some_batch(batch, dim, classes)
     head = plsc.ShardedHead(dim, classes, margin=MARGIN, weight_dtype=torch.bfloat16, momentum_dtype=None)
     weight = head.weight.detach().double().requires_grad_()
@@ -76,7 +82,6 @@ def test_loss_and_gradients_are_the_oracles_within_bf16(batch, dim, classes):
     assert relative_error(by_rows, weight.grad) < 1e-2
 
 
-@tiles
 @pytest.mark.parametrize(
     "options",
     [
@@ -88,7 +93,7 @@ def test_loss_and_gradients_are_the_oracles_within_bf16(batch, dim, classes):
         {"sample_rate": 0.0},
     ],
 )
-def test_the_kernels_and_pytorch_agree(options, plain):
+def test_the_kernels_and_pytorch_agree(path, options, plain):
     own = trained(90, 64, 700, **options)
     plain()
     other = trained(90, 64, 700, **options)
@@ -101,11 +106,10 @@ def test_the_kernels_and_pytorch_agree(options, plain):
     assert torch.allclose(own[2].inverse_norms(), own[2].weight.detach().float().norm(dim=1).reciprocal(), rtol=1e-5)
 
 
-@compiled
 @pytest.mark.parametrize("momentum_dtype", [torch.float32, torch.bfloat16, torch.int8, None])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(weight_dtype, momentum_dtype, nesterov, plain):
+def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(path, weight_dtype, momentum_dtype, nesterov, plain):
     """With the same gradient: the random bits are the same, so at most the last place differs, and rarely."""
 
     def updated():
@@ -133,21 +137,15 @@ def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(weight_dtype, momen
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_dtype": torch.float32, "momentum_dtype": torch.float32}])
-@pytest.mark.parametrize("own", [True, False])
-def test_weights_are_the_same_bits_for_every_chunk_size_and_number_of_threads(options, own, plain):
-    if not own:
-        plain()
+def test_weights_are_the_same_bits_for_every_chunk_size_and_number_of_threads(path, options):
     ways = [{"chunk_classes": size} for size in (256, 512, 768, 4096)]
-    ways += [{"threads": 3}] if own else []
+    ways += [{"threads": 3}] if path != "torch" else []
     results = [trained(70, 64, 1500, steps=1, **way, **options)[2].weight.detach() for way in ways]
     for result in results[1:]:
         assert torch.equal(results[0], result)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_rows_that_take_no_part_keep_every_bit(own, plain):
-    if not own:
-        plain()
+def test_rows_that_take_no_part_keep_every_bit(path):
     head = plsc.ShardedHead(64, 2000, margin=MARGIN, sample_rate=0.05, **LOW)
     optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
     for step in range(3):
@@ -162,7 +160,7 @@ def test_rows_that_take_no_part_keep_every_bit(own, plain):
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_changes_no_bit(poison):
+def test_a_step_that_is_not_finite_changes_no_bit(path, poison):
     head = plsc.ShardedHead(64, 600, margin=MARGIN, **LOW)
     optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
     x, y = some_batch(40, 64, 600)
@@ -177,8 +175,7 @@ def test_a_step_that_is_not_finite_changes_no_bit(poison):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@compiled
-def test_rounding_depends_on_the_seed_and_the_global_row():
+def test_rounding_depends_on_the_seed_and_the_global_row(path):
     tables = [trained(40, 64, 300, steps=1, seed=seed)[2].weight.detach() for seed in (1, 1, 2)]
     assert torch.equal(tables[0], tables[1])
     assert not torch.equal(tables[0], tables[2])
@@ -198,6 +195,22 @@ def test_without_a_compiler_pytorch_computes():
         )
         assert run.stdout.strip() == "None"
         assert said in run.stderr
+
+
+@compiled
+def test_a_path_that_does_not_exist_or_that_the_processor_lacks_is_a_usage_error(monkeypatch):
+    monkeypatch.setenv("PLSC_CPU", "sse9")
+    with pytest.raises(UsageError, match="PLSC_CPU=sse9 is unknown: give avx2, avx512, amx"):
+        build.library()
+    monkeypatch.setitem(build._PATHS, "future", (["-march=native"], ["__NO_PROCESSOR_HAS_THIS__"]))
+    monkeypatch.setenv("PLSC_CPU", "future")
+    with pytest.raises(UsageError, match="PLSC_CPU=future: this processor lacks future") as error:
+        build.library()
+    assert "\n" not in str(error.value)
+
+
+def test_the_lesser_paths_have_no_tiles(path):
+    assert kernels.has_tiles() == (path == "amx")
 
 
 @compiled
