@@ -5,27 +5,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.posed_faces import face, move, photograph
 
 from plsc.data.alignment import TEMPLATE, align_face, similarity_transform, warp
 from plsc.errors import DataError
 
 
-def moved(points, angle, scale, shift):
-    rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    return scale * points @ rotation.T + shift
-
-
 @pytest.mark.parametrize("angle", [0.0, 0.4, -2.5, np.pi])
 def test_a_similarity_is_recovered(angle):
-    matrix = similarity_transform(moved(TEMPLATE, angle, 1.7, [5, -9]), TEMPLATE)
-    back = moved(TEMPLATE, angle, 1.7, [5, -9]) @ matrix[:, :2].T + matrix[:, 2]
+    matrix = similarity_transform(move(TEMPLATE, angle, 1.7, [5, -9]), TEMPLATE)
+    back = move(TEMPLATE, angle, 1.7, [5, -9]) @ matrix[:, :2].T + matrix[:, 2]
     np.testing.assert_allclose(back, TEMPLATE, atol=1e-9)
 
 
 def test_the_transform_is_the_least_squares_one():
     generator = np.random.default_rng(0)
     for _ in range(20):
-        source = moved(TEMPLATE, generator.normal(), 2.0, [3, 4]) + generator.normal(scale=6, size=(5, 2))
+        source = move(TEMPLATE, generator.normal(), 2.0, [3, 4]) + generator.normal(scale=6, size=(5, 2))
         # A similarity (a, -b, tx; b, a, ty) is linear in its four parameters.
         rows = [row for x, y in source for row in ([x, -y, 1, 0], [y, x, 0, 1])]
         a, b, tx, ty = np.linalg.lstsq(np.array(rows), TEMPLATE.reshape(-1), rcond=None)[0]
@@ -49,25 +45,10 @@ def test_warp_moves_whole_pixels_exactly_and_halves_by_the_mean():
     assert (half.double() - mean).abs().max() <= 0.5
 
 
-def face(identity, size=112):
-    """A smooth picture, float (size, size, 3), so that two interpolations change little."""
-    generator = np.random.default_rng(identity)
-    y, x = np.mgrid[0:size, 0:size] / size
-    waves = [np.sin(generator.normal(scale=4) * x + generator.normal(scale=4) * y + c) for c in range(3)]
-    return 127 + 100 * np.stack(waves, axis=-1)
-
-
-def photographed(picture, angle, scale, shift, size=200):
-    """The face somewhere in a larger photo, and its landmarks there."""
-    landmarks = moved(TEMPLATE, angle, scale, shift)
-    image = torch.from_numpy(picture.astype(np.uint8)).permute(2, 0, 1)
-    return warp(image, similarity_transform(TEMPLATE, landmarks), size), landmarks
-
-
 @pytest.mark.parametrize("image_size", [112, 224, 56])
 def test_a_face_is_brought_back_into_place(image_size):
     picture = face(3)
-    photo, landmarks = photographed(picture, 0.3, 1.2, [40, 10])
+    photo, landmarks = photograph(picture, 0.3, 1.2, [40, 10])
     aligned = align_face(photo, landmarks, image_size).permute(1, 2, 0).double().numpy()
     place = image_size // 2
     inner = slice(place - image_size // 4, place + image_size // 4)
@@ -95,7 +76,7 @@ def ramp(height, width):
 def test_every_pixel_comes_from_where_the_transform_says_at_any_scale(angle, scale, dx, dy, image_size):
     size = 1500
     centre = np.array([size / 2 + dx, size / 2 + dy])
-    landmarks = moved(TEMPLATE - TEMPLATE.mean(axis=0), angle, scale, centre)
+    landmarks = move(TEMPLATE - TEMPLATE.mean(axis=0), angle, scale, centre)
     crop = align_face(ramp(size, size), landmarks, image_size).double().numpy()
     matrix = similarity_transform(landmarks, TEMPLATE * image_size / 112)
     y, x = np.mgrid[0:image_size, 0:image_size]
@@ -114,7 +95,7 @@ def test_a_large_face_is_averaged_down_and_not_picked_from(angle, scale):
     """White noise averaged over n pixels keeps 1/sqrt(n) of its spread; bilinear samples keep about 2/3 of it."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 2, (3, 2200, 2200), generator=generator, dtype=torch.uint8) * 255
-    landmarks = moved(TEMPLATE - 56, angle, scale, np.array([1100.0, 1100.0]))
+    landmarks = move(TEMPLATE - 56, angle, scale, np.array([1100.0, 1100.0]))
     crop = align_face(noise, landmarks, 112)[:, 20:92, 20:92].double()
     assert crop.std() < 1.3 * 127.5 / scale
     assert abs(crop.mean() - 127.5) < 1.5
@@ -127,7 +108,7 @@ def test_a_large_face_is_averaged_down_and_not_picked_from(angle, scale):
 def test_a_face_hardly_larger_gives_a_crop_hardly_different(scale):
     noise = torch.randint(0, 256, (3, 500, 500), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
     crops = [
-        align_face(noise, moved(TEMPLATE - 56, 0.3, factor * scale, np.array([250.0, 250.0])), 112).double()
+        align_face(noise, move(TEMPLATE - 56, 0.3, factor * scale, np.array([250.0, 250.0])), 112).double()
         for factor in (0.999, 1.001)
     ]
     assert (crops[0] - crops[1]).abs().mean() < 0.25 * crops[0].std()
@@ -135,7 +116,7 @@ def test_a_face_hardly_larger_gives_a_crop_hardly_different(scale):
 
 def test_a_small_face_is_the_plain_bilinear_crop():
     picture = torch.randint(0, 256, (3, 300, 260), dtype=torch.uint8)
-    landmarks = moved(TEMPLATE, 0.2, 1.9, [20, 30])
+    landmarks = move(TEMPLATE, 0.2, 1.9, [20, 30])
     expected = warp(picture, similarity_transform(landmarks, TEMPLATE), 112).int()
     assert (align_face(picture, landmarks, 112).int() - expected).abs().max() <= 1
 

@@ -4,34 +4,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.posed_faces import face, photograph
 
-from plsc.data.alignment import TEMPLATE, align_face, similarity_transform, warp
+from plsc.data.alignment import align_face
 from plsc.errors import DataError, UsageError
 from plsc.evaluation import ijb, raw_pixels
 from plsc.evaluation.templates import pool_templates
 from plsc.parallel import Mesh
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
-
-
-def moved(points, angle, scale, shift):
-    rotation = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    return scale * points @ rotation.T + shift
-
-
-def face(identity, size=112):
-    """A smooth picture, float (size, size, 3), so that two interpolations change little."""
-    generator = np.random.default_rng(identity)
-    y, x = np.mgrid[0:size, 0:size] / size
-    waves = [np.sin(generator.normal(scale=4) * x + generator.normal(scale=4) * y + c) for c in range(3)]
-    return 127 + 100 * np.stack(waves, axis=-1)
-
-
-def photographed(picture, angle, scale, shift, size=200):
-    """The face somewhere in a larger photo, and its landmarks there."""
-    landmarks = moved(TEMPLATE, angle, scale, shift)
-    image = torch.from_numpy(picture.astype(np.uint8)).permute(2, 0, 1)
-    return warp(image, similarity_transform(TEMPLATE, landmarks), size), landmarks
 
 
 def spelled_out(rows, scores, templates, medias):
@@ -70,7 +51,7 @@ def release(tmp_path_factory):
         for _ in range(generator.integers(1, 5)):
             name = f"{len(faces) + 1}.png"
             picture = np.clip(face(owner[template]) + generator.normal(scale=40, size=(112, 112, 3)), 0, 255)
-            photo, landmarks = photographed(
+            photo, landmarks = photograph(
                 picture, generator.normal(scale=0.4), generator.uniform(0.7, 1.2), generator.uniform(10, 50, 2)
             )
             Image.fromarray(photo.permute(1, 2, 0).numpy()).save(root / "loose_crop" / name)

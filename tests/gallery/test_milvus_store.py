@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,6 @@ FAILURES = [
     (KeyboardInterrupt, False, True),
 ]
 CHANGES = ("create", "drop", "register", "unregister", "write", "delete")
-
-
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("milvus"))
-    yield servers
-    servers.close()
 
 
 @pytest.fixture

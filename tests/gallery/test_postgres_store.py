@@ -18,13 +18,6 @@ from plsc.gallery.postgres_store import PostgresStore, open_postgres
 from plsc.gallery.store import NewPerson
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    servers = Servers(tmp_path_factory.mktemp("postgres"))
-    yield servers
-    servers.close()
-
-
 @pytest.fixture
 def place(servers: Servers) -> str:
     """The DSN of an empty store."""
