@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -37,6 +39,7 @@ from plsc.train.agreement import on_every_rank
 
 FORMAT = 1
 STATE = "state.json"
+METADATA = ".metadata"  # torch's own: which tensor lies in which file
 LATEST = "latest"
 _NOT_A_PICKLE = (pickle.UnpicklingError, EOFError, AttributeError, TypeError, LookupError, ValueError)
 _NAME = re.compile(r"step-(\d{8,})")
@@ -126,7 +129,7 @@ class StoredCheckpoint:
         self.path, self.mesh = path, mesh
         on_every_rank(mesh, lambda: _verify(path, mesh))
         self.state: dict[str, Any] = read_json(path / STATE)
-        self.stored: dict[str, Any] = dict(_Reader(path).read_metadata().state_dict_metadata)
+        self.stored = _stored_tensors(path)
 
     @property
     def step(self) -> int:
@@ -142,13 +145,13 @@ class StoredCheckpoint:
             if stored != size:
                 raise DataError(f"{self.path}: {name} is {tuple(stored)} there and {tuple(size)} here")
         with _quiet():
-            load(dict(targets), storage_reader=_Reader(self.path), no_dist=True)
+            load(dict(targets), storage_reader=_Reader(self.path), planner=_TensorPlanner(), no_dist=True)
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """The tensors whose names begin with ``prefix``, by the rest of their names, on the CPU."""
         tensors: dict[str, torch.Tensor] = {}
         for name, stored in self.stored.items():
-            if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata):
+            if name.startswith(prefix):
                 tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
         self.load_into(tensors)
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -198,7 +201,7 @@ def _verify(path: Path, mesh: Mesh) -> None:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise IntegrityError(f"{path / MANIFEST} is not a manifest of format {FORMAT}")
     files = manifest.get("files")
-    if not isinstance(files, dict) or STATE not in files or ".metadata" not in files:
+    if not isinstance(files, dict) or STATE not in files or METADATA not in files:
         raise IntegrityError(f"{path / MANIFEST} does not list the checkpoint's files")
     names = sorted(files)[mesh.rank :: mesh.world_size]
     for name in names:
@@ -228,12 +231,42 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """What ``.metadata`` says of each stored tensor; IntegrityError where it names anything but tensors and own files.
+
+    The manifest's hashes show damage, not forgery: whoever writes a checkpoint writes them too. A checkpoint that came
+    from elsewhere may therefore hold anything here. torch would unpickle a stored object that is no tensor without
+    ``weights_only``, and would follow a path out of the folder.
+    """
+    metadata = _Reader(path).read_metadata()
+    listed = read_json(path / MANIFEST)["files"]
+    entries, locations = metadata.state_dict_metadata, metadata.storage_data
+    if not (isinstance(entries, dict) and isinstance(locations, dict)):
+        raise IntegrityError(f"{path / METADATA} is not a checkpoint's metadata")
+    for name, entry in entries.items():
+        if not (isinstance(name, str) and isinstance(entry, TensorStorageMetadata)):
+            raise IntegrityError(f"{path / METADATA} holds {name!r}, which is not a tensor; use another copy")
+    for location in locations.values():
+        file = getattr(location, "relative_path", None)
+        if not isinstance(file, str) or file not in listed or Path(file).name != file:
+            raise IntegrityError(f"{path / METADATA} names {file!r}, which is no file of the checkpoint")
+    return dict(entries)
+
+
+class _TensorPlanner(DefaultLoadPlanner):
+    """torch's planner, which reads tensors alone."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Refuse: torch would unpickle ``value``."""
+        raise IntegrityError(f"the checkpoint holds {read_item.dest_index.fqn} as a pickled object, not as a tensor")
+
+
 class _Reader(FileSystemReader):
     """torch's reader, whose metadata is a pickle: this one builds nothing but a checkpoint's own types."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata; IntegrityError where it is not that."""
-        path = Path(self.path) / ".metadata"
+        path = Path(self.path) / METADATA
         try:
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         except _NOT_A_PICKLE as error:
@@ -255,7 +288,6 @@ class _MetadataUnpickler(pickle.Unpickler):
                     "MetadataIndex",
                     "StorageMeta",
                     "TensorStorageMetadata",
-                    "BytesStorageMetadata",
                     "ChunkStorageMetadata",
                     "TensorProperties",
                     "_MEM_FORMAT_ENCODING",

@@ -218,6 +218,53 @@ def test_a_pickle_that_does_more_than_describe_is_refused(finished: Path, ranks:
     assert not (finished / "touched").exists()
 
 
+def forge(folder: Path, kind: str) -> None:
+    """Make a checkpoint of one that is whole, hashes included, that does more than it should when it is read."""
+    import io
+    import pickle
+
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (folder.parents[1] / "touched",)
+
+    metadata = FileSystemReader(folder).read_metadata()
+    name = "backbone.layers.0.weight"
+    index = next(index for index in metadata.storage_data if index.fqn == name)
+    if kind == "object":
+        evil = io.BytesIO()
+        torch.save(Evil(), evil)
+        data = folder / metadata.storage_data[index].relative_path
+        entry: Any = BytesStorageMetadata()
+        entry.size = metadata.state_dict_metadata[name].size  # as a pickle may set on anything it builds
+        metadata.state_dict_metadata[name] = entry
+        stored = type(metadata.storage_data[index])(data.name, data.stat().st_size, len(evil.getvalue()))
+        metadata.storage_data = {k: stored if k.fqn == name else v for k, v in metadata.storage_data.items()}
+        metadata.storage_data[MetadataIndex(name)] = stored
+        with data.open("ab") as file:
+            file.write(evil.getvalue())
+    else:
+        metadata.storage_data[index].relative_path = kind
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for file, described in manifest["files"].items():
+        content = (folder / file).read_bytes()
+        described |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("kind", ["object", "../step-00000004/__0_0.distcp", "/etc/passwd", "manifest.json"])
+def test_a_forged_checkpoint_is_refused_before_anything_in_it_runs(kind: str, finished: Path, ranks: Ranks) -> None:
+    folder = finished / "checkpoints/step-00000005"
+    forge(folder, kind)
+    error, message = ranks(1, refused, finished, {}, "auto")[0]
+    assert not (finished / "touched").exists()
+    assert error == "IntegrityError"
+    assert f"--resume {finished}/checkpoints/step-00000004" in message
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
