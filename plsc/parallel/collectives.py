@@ -3,6 +3,7 @@
 Each takes the mesh last and is the identity where there is one rank. All ranks must call them in the same order.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +13,10 @@ from torch import Tensor
 from plsc.parallel.mesh import Mesh
 
 T = TypeVar("T")
+
+# torch 2.14 gave these two new names; its old ones are aliases, and 2.14's warn at every call.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_reduce_sum(tensor: Tensor, mesh: Mesh) -> Tensor:
@@ -33,7 +38,7 @@ def all_gather_equal(tensor: Tensor, mesh: Mesh) -> Tensor:
     if mesh.world_size == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty((mesh.world_size * tensor.numel(),))
-    dist.all_gather_into_tensor(gathered, tensor.contiguous().view(-1), group=mesh.group)
+    _all_gather_single(gathered, tensor.contiguous().view(-1), group=mesh.group)
     return gathered.view(mesh.world_size, *tensor.shape)
 
 
@@ -69,7 +74,7 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
     if min(sizes) < most:
         tensor = torch.cat([_pad_rows(rows, most) for rows in torch.split(tensor, sizes)])
     mine = tensor.new_empty((most, *tensor.shape[1:]))
-    dist.reduce_scatter_tensor(mine, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
+    _reduce_scatter_single(mine, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
     return mine[: sizes[mesh.rank]]
 
 
