@@ -243,14 +243,14 @@ def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
     entries, locations = metadata.state_dict_metadata, metadata.storage_data
     if not (isinstance(entries, dict) and isinstance(locations, dict)):
         raise IntegrityError(f"{path / METADATA} is not a checkpoint's metadata")
-    for name, entry in entries.items():
-        if not (isinstance(name, str) and isinstance(entry, TensorStorageMetadata)):
-            raise IntegrityError(f"{path / METADATA} holds {name!r}, which is not a tensor; use another copy")
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    if others := entries.keys() - tensors.keys():
+        raise IntegrityError(f"{path / METADATA} holds {others.pop()!r}, which is not a tensor; use another copy")
     for location in locations.values():
         file = getattr(location, "relative_path", None)
         if not isinstance(file, str) or file not in listed or Path(file).name != file:
             raise IntegrityError(f"{path / METADATA} names {file!r}, which is no file of the checkpoint")
-    return dict(entries)
+    return tensors
 
 
 class _TensorPlanner(DefaultLoadPlanner):
