@@ -64,7 +64,7 @@ def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
 
     What the head gathers within a group then grows with the group and not with the world; in return the replicas
     sum the gradients of their rows in every step (:class:`plsc.ShardedHead` counts the bytes). Every rank of
-    ``mesh`` calls, after the same calls that made process groups.
+    ``mesh`` calls; what other process groups a program has made does not matter.
 
     Args:
         mesh: all ranks.
@@ -76,22 +76,38 @@ def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
     check_head_ranks(head_ranks, mesh.world_size)
     if head_ranks in (0, mesh.world_size):
         return replace(mesh, head_group=None, replica_group=None)
-    group, place = divmod(mesh.rank, head_ranks)
-    members = range(group * head_ranks, (group + 1) * head_ranks)
-    replicas = range(place, mesh.world_size, head_ranks)
-    # Heads first, on every rank: each call waits for its own members alone, and two orders could wait for each other.
-    return replace(mesh, head_group=_submesh(mesh, members), replica_group=_submesh(mesh, replicas))
+    _agree_on_names(mesh)
+    heads = [range(first, first + head_ranks) for first in range(0, mesh.world_size, head_ranks)]
+    replicas = [range(first, mesh.world_size, head_ranks) for first in range(head_ranks)]
+    return replace(mesh, head_group=_submesh(mesh, heads), replica_group=_submesh(mesh, replicas))
 
 
-def _submesh(mesh: Mesh, members: range) -> Mesh:
-    """Those ranks of ``mesh``, this one among them, with a process group of their own where they are several."""
-    group = None
-    if len(members) > 1:
-        ranks = dist.get_process_group_ranks(mesh.group)
-        made = dist.new_group([ranks[member] for member in members], use_local_synchronization=True)
-        assert isinstance(made, dist.ProcessGroup)  # this rank is a member
-        group = made
-    return Mesh(members.index(mesh.rank), len(members), mesh.local_rank, mesh.device, group)
+def _agree_on_names(mesh: Mesh) -> None:
+    """Let the ranks of ``mesh`` count the process groups made so far from one number on.
+
+    torch names a group by that count, and its members wait for each other under that name. The counts part where
+    some ranks made groups that the others took no part in: a program's own groups with ``use_local_synchronization``,
+    or those of a mesh that is not the whole world. torch has no public way to name a group.
+    """
+    from plsc.parallel.collectives import all_gather_object  # here: it imports this module
+
+    world = dist.distributed_c10d._world
+    world.group_count = max(all_gather_object(world.group_count, mesh))
+
+
+def _submesh(mesh: Mesh, parts: list[range]) -> Mesh:
+    """The part of ``mesh`` that holds this rank, with a process group of its own where it has several ranks.
+
+    Every rank makes the groups of all parts, in one order, as :func:`torch.distributed.new_group` asks.
+    """
+    ranks = dist.get_process_group_ranks(mesh.group)
+    submesh = mesh
+    for members in parts:
+        group = dist.new_group([ranks[member] for member in members]) if len(members) > 1 else None
+        if mesh.rank in members:
+            assert group is None or isinstance(group, dist.ProcessGroup)  # this rank is a member
+            submesh = Mesh(members.index(mesh.rank), len(members), mesh.local_rank, mesh.device, group)
+    return submesh
 
 
 def check_head_ranks(head_ranks: int, world_size: int) -> None:

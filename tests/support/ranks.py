@@ -71,10 +71,7 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 
 
 def _meshes(rank: int) -> dict[tuple[int, int], Any]:
-    """This rank's mesh by (world, ranks of a head group).
-
-    The largest world splits first: a process group's members must have made equally many before.
-    """
+    """This rank's mesh by (world, ranks of a head group)."""
     import torch.distributed as dist
 
     from plsc.parallel import Mesh, with_head_groups
