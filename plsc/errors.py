@@ -35,3 +35,8 @@ class ConflictError(UsageError):
 
 class StorageError(PlscError):
     """The store cannot write any more (a full disk, a read-only one, a lost connection); nothing was half done."""
+
+
+def first_line(error: BaseException) -> str:
+    """The message of a foreign error (a library's, often many lines), cut to one line of at most 200 characters."""
+    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

@@ -159,7 +159,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", images: int) -> None:
-    from plsc.embed.extract import contract_of
+    from plsc.embed.embedder import contract_of
     from plsc.evaluation.calibration import calibrate, write_calibration
 
     contract = contract_of(embed, FLIP[args.flip] is True)

@@ -144,8 +144,7 @@ def _threshold(args: argparse.Namespace) -> float | None:
 def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") -> "Service":
     import torch
 
-    from plsc.embed.embedder import open_embedder
-    from plsc.embed.extract import contract_of
+    from plsc.embed.embedder import contract_of, open_embedder
     from plsc.gallery.store import open_store
     from plsc.serve.service import Service
 

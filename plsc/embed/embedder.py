@@ -1,4 +1,4 @@
-"""One face for every model that turns pictures into embeddings, whatever file it comes in."""
+"""One interface to every model that turns images into embeddings, whatever file it comes in."""
 
 from pathlib import Path
 from typing import Protocol
@@ -14,12 +14,12 @@ RUN_MODEL = "model.safetensors"
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"
-# As fast per image as larger batches, in a quarter of their memory.
-CPU_BATCH = 16
+CPU_BATCH = 16  # as fast per image as larger batches, in a quarter of their memory
+FLIP_SUFFIX = "+flip"
 
 
 class Engine(Protocol):
-    """What runs a model: images in, embeddings out."""
+    """A model on a runtime (torch, onnxruntime): images in, embeddings out."""
 
     preprocessing: Preprocessing
     embedding_dim: int
@@ -38,8 +38,8 @@ class Embedder:
         image_size: S in pixels.
         contract_id: embeddings with the same id may be compared. A run, its .safetensors, the state_dict and what
             :mod:`plsc.embed.export` made of them share one; any other file has its own, by weights and preprocessing.
-        precision: what the model computes in: "fp32", "bf16" or "fp16".
-        source: where the model came from.
+        precision: of the computation: "fp32", "bf16" or "fp16".
+        source: the file or run directory that was opened.
     """
 
     def __init__(self, engine: Engine, source: str) -> None:
@@ -68,11 +68,23 @@ class Embedder:
         return self._engine.run(images_u8)
 
 
-class TorchEngine:
-    """A PyTorch module on a device, perhaps under autocast.
+def contract_of(embedder: Embedder, flip: bool) -> str:
+    """The contract id of embeddings: the embedder's, marked where they are averages over image and mirror image."""
+    return embedder.contract_id + (FLIP_SUFFIX if flip else "")
 
-    With ``channels_last`` the module is brought into that memory format, in which convolutions are faster; a module
-    that was exported in the other one cannot be.
+
+def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
+    """Embed uint8 (B, 3, S, S) into float32 (B, D), not normalised; ``flip`` averages over image and mirror image."""
+    if not flip:
+        return embedder(images)
+    return (embedder(images) + embedder(images.flip(-1))) / 2
+
+
+class TorchEngine:
+    """A PyTorch module on a device, with autocast in "bf16" and "fp16".
+
+    ``channels_last`` converts the module to that memory format, in which convolutions are faster; an exported module
+    cannot be converted.
     """
 
     def __init__(
@@ -99,13 +111,13 @@ class TorchEngine:
 
     @torch.inference_mode()
     def run(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8, pinned or not -> (B, D) float32 on the CPU."""
+        """(B, 3, S, S) uint8, in pinned memory or not -> (B, D) float32 on the CPU."""
         if self._device.type != "cpu":
             return self._run_batch(images_u8).cpu()
         return torch.cat([self._run_batch(part) for part in images_u8.split(CPU_BATCH)])
 
     def _run_batch(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 -> (B, D) float32 on the device, perhaps still to be computed."""
+        """(B, 3, S, S) uint8 -> (B, D) float32 on the device; a GPU may still be computing it."""
         images = images_u8.to(self._device, non_blocking=True).contiguous(memory_format=self._layout)
         enabled = self._autocast_dtype is not None
         with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
@@ -127,7 +139,7 @@ def open_embedder(
             a program that ``plsc export --format torch`` wrote; or an .onnx file with one input and one output.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", or "bf16" or "fp16" by autocast; "auto" is bf16 on a GPU and fp32 on a CPU. An .onnx file
-            runs in the precision it has, which is called fp32 here.
+            runs in the precision that it was exported in, for which "fp32" stands.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
 
     Raises:
@@ -146,7 +158,7 @@ def open_embedder(
 def backbone_engine(
     model: Backbone, device: torch.device, precision: str = "fp32", *, channels_last: bool = False
 ) -> TorchEngine:
-    """The engine of a backbone in memory, which is put into evaluation mode, and perhaps another memory format."""
+    """Make the engine of a backbone in memory; switches it to evaluation mode, and to channels_last if so asked."""
     preprocessing = Preprocessing(model.image_size)
     contract = contract_id(preprocessing, state_digest(model.state_dict()))
     return TorchEngine(

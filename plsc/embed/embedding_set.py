@@ -1,16 +1,15 @@
-"""The embedding set: a folder of embeddings with their keys and labels, opened by memory map and guarded by
-hashes.
+"""The embedding set: a folder of embeddings with their keys and labels, memory-mapped and protected by hashes.
 
     EMB/
-      manifest.json              sealed (its own hash inside); begun with "complete": false, ended with true
+      manifest.json              with its own digest; begun with "complete": false, ended with true
       class_names.npy, class_names.offsets.npy    the name of each label (string column: plsc.embed.columns)
       shard-00000/               rows [0, shard_rows); the next shard follows; only the last may be shorter
-        manifest.json            sealed: start, rows, errors, and {file: {"bytes", "sha256"}}
+        manifest.json            with its own digest: start, rows, errors, and {file: {"bytes", "sha256"}}
         embeddings.npy           (n, dim) float32 or float16, as the model gave them: NOT normalised,
-                                 for the norm carries quality
+                                 because the norm tells the image's quality
         ids.npy                  (n,) int64, unique in the set
         labels.npy               (n,) int64 into class_names, -1 for none
-        keys.npy, keys.offsets.npy                      where each row came from: a path or a record's key
+        keys.npy, keys.offsets.npy                      the origin of each row: a path or a record's key
         errors.jsonl             a line {"row", "error"} for each row without an embedding (a zero vector)
 
 Everything is mapped, nothing unpickled; 10^8 rows are about 3,000 shards. The manifest names the contract:
@@ -41,15 +40,19 @@ Int64 = npt.NDArray[np.int64]
 
 
 def shard_name(number: int) -> str:
-    """The folder of shard ``number``."""
+    """Name of the folder of shard ``number``."""
     return f"shard-{number:05d}"
 
 
 class Shard:
     """Rows [start, start + len) of a set.
 
-    Attributes: ``embeddings`` (n, dim) float32 or float16, ``ids`` and ``labels`` (n,) int64, ``keys`` n
-    strings, all memory-mapped; ``errors`` {row of the set: text}; ``start``.
+    Attributes:
+        embeddings: (n, dim) float32 or float16; like the next three, memory-mapped.
+        ids, labels: (n,) int64.
+        keys: n strings.
+        errors: {row of the set: error}.
+        start: the first row.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, dim: int, dtype: str) -> None:
@@ -68,13 +71,23 @@ class Shard:
 class EmbeddingSet:
     """A finished embedding set, opened for reading.
 
-    Opening checks the manifest's seal and every file's presence, length and header. ``verify=True`` also
-    hashes every file. Raises :class:`UsageError` or
-    :class:`DataError` if ``folder`` is no finished set, :class:`IntegrityError`
-    naming what is damaged.
+    Opening checks the manifest's digest and every file's presence, length and header.
 
-    Attributes: ``contract_id``, ``dim``, ``class_names``, ``manifest`` (dict), ``shards`` (list of
-    :class:`Shard`).
+    Args:
+        folder: of the set.
+        verify: hash every file, too.
+
+    Attributes:
+        contract_id: of the model and preprocessing that made the embeddings.
+        dim: numbers in an embedding.
+        class_names: by label.
+        manifest: the content of manifest.json.
+        shards: in order.
+
+    Raises:
+        UsageError: there is no such folder.
+        DataError: ``folder`` is no finished set.
+        IntegrityError: a file is damaged.
     """
 
     def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
@@ -106,18 +119,19 @@ class EmbeddingSet:
             verify_files(folder, entry["files"])
 
     def rows(self, start: int, stop: int) -> Float32:
-        """Rows [start, stop) as (stop − start, dim) float32, copied out of the shards they lie in.
+        """Copy rows [start, stop) into (stop − start, dim) float32.
 
-        :class:`UsageError` unless 0 <= start <= stop <= len.
+        Raises:
+            UsageError: not 0 <= start <= stop <= len.
         """
         if not 0 <= start <= stop <= len(self):
             raise UsageError(f"rows [{start}, {stop}) do not lie in the {len(self)} rows of {self.folder}")
-        taken = np.empty((stop - start, self.dim), dtype=np.float32)
+        rows = np.empty((stop - start, self.dim), dtype=np.float32)
         for shard in self.shards:
             first, last = max(start, shard.start), min(stop, shard.start + len(shard))
             if first < last:
-                taken[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
-        return taken
+                rows[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
+        return rows
 
     @property
     def embeddings(self) -> list[npt.NDArray[Any]]:
@@ -136,25 +150,25 @@ class EmbeddingSet:
 
     @cached_property
     def keys(self) -> Sequence[str]:
-        """N strings: where each row came from."""
+        """N strings: the origin of each row."""
         return ChainedStringColumn([shard.keys for shard in self.shards])
 
     @cached_property
     def errors(self) -> Mapping[int, str]:
-        """{row: why it has no embedding}."""
+        """{row: error} of the rows without an embedding."""
         return {row: text for shard in self.shards for row, text in shard.errors.items()}
 
     def _open_shard(self, entry: Manifest) -> Shard:
         folder = self.folder / entry["name"]
-        for name, described in entry["files"].items():
+        for name, description in entry["files"].items():
             path = folder / name
-            if not path.is_file() or path.stat().st_size != described["bytes"]:
-                verify_files(folder, {name: described})
+            if not path.is_file() or path.stat().st_size != description["bytes"]:
+                verify_files(folder, {name: description})  # raises, and says which of both
         return Shard(folder, entry, self.dim, self.manifest["dtype"])
 
 
 def same_contract(sets: Sequence[EmbeddingSet]) -> str:
-    """The contract that all ``sets`` share, and so does their dim; :class:`UsageError` names two that differ."""
+    """The contract id that all ``sets`` share, as they share dim; :class:`UsageError` names two that differ."""
     first = sets[0]
     for other in sets[1:]:
         require_contract(other.contract_id, first.contract_id, str(other.folder), str(first.folder))
@@ -163,11 +177,11 @@ def same_contract(sets: Sequence[EmbeddingSet]) -> str:
     return first.contract_id
 
 
-def require_contract(found: str, wanted: str, what: str, where: str) -> None:
-    """Refuse to bring vectors of two contracts together (:class:`UsageError`)."""
-    if found != wanted:
+def require_contract(actual: str, expected: str, source: str, target: str) -> None:
+    """Refuse to compare vectors of two contracts: :class:`UsageError` unless both ids are the same."""
+    if actual != expected:
         raise UsageError(
-            f"{what} was embedded by another model or preprocessing ({found}) than {where} ({wanted}); "
+            f"{source} was embedded by another model or preprocessing ({actual}) than {target} ({expected}); "
             "vectors of two models cannot be compared: embed both with one"
         )
 

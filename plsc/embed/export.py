@@ -1,7 +1,7 @@
-"""Backbones for other programs: ONNX, a torch.export program, arcface_torch's state_dict; each checked after writing.
+"""Exporting backbones: ONNX, a torch.export program, arcface_torch's state_dict; each verified after writing.
 
 Every function writes the file under a temporary name, reads it back, compares its embeddings with the backbone's on
-random images at several batch sizes, and only then gives it its name.
+random images at several batch sizes, and only then renames it.
 """
 
 import logging
@@ -20,13 +20,13 @@ from plsc.embed.onnx_engine import FORMAT as ONNX_FORMAT
 from plsc.embed.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
 from plsc.embed.program import FORMAT as PROGRAM_FORMAT
 from plsc.embed.program import open_program, save_program
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
 
 CPU = torch.device("cpu")
-CHECKED_BATCHES = (1, 2, 5)
-TOLERANCE = 1e-4
+CHECKED_BATCHES = (1, 2, 5)  # a batch that the exporter fixed by mistake shows at another size
+TOLERANCE = 1e-4  # of the largest value in the embeddings
 
 ARCFACE_TORCH_NAMES = {
     "iresnet18": "r18",
@@ -47,8 +47,8 @@ ARCFACE_TORCH_SIZE = 112
 def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """Write ``model`` as ONNX: input ``data`` (B, 3, S, S) float32 of (x - 127.5)/127.5, output ``embedding`` (B, D).
 
-    The batch is free. No node bears a name by which consumers would take the input for unnormalised pixels.
-    The metadata (``plsc.*``) hold image_size, mean, std and the contract's id.
+    The batch is free. No node has a name by which insightface would take the input for unnormalised pixels. The
+    metadata (``plsc.*``) hold image_size, mean, std and the contract id.
 
     Returns:
         ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``;
@@ -63,7 +63,7 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
     with atomic_write(Path(path)) as tmp_path:
-        tmp_path.touch()  # a place that cannot be written is told before the work
+        tmp_path.touch()  # fails now, before the work, if the folder cannot be written
         onnx.save(_onnx_model(model, engine), str(tmp_path))
         check = _checked(engine, expected, OnnxEngine(tmp_path, CPU), Path(path), tolerance)
     return _result("onnx", Path(path), engine, check)
@@ -73,7 +73,7 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
     """Write ``model`` as a program of torch.export: ``torch.export.load(FILE).module()`` runs it without plsc.
 
     It maps (B, 3, S, S) float32 of (x - 127.5)/127.5 to (B, D) for any B; its extra file ``plsc.json`` holds
-    image_size, mean, std and the contract's id. Nothing in it is pickled. Returns and raises as :func:`export_onnx`.
+    image_size, mean, std and the contract id. Nothing in it is pickled. Returns and raises as :func:`export_onnx`.
     """
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
@@ -91,12 +91,13 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
 def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
     """Write ``model`` as the bare state_dict that arcface_torch calls ``model.pt`` and loads strictly.
 
-    Returns as :func:`export_onnx`, and ``arcface_torch``: the name of the network there, or None at sizes other
-    than 112, for which arcface_torch has no network.
+    Returns:
+        As :func:`export_onnx`, and ``arcface_torch``: the name of the network there, or None at sizes other than 112,
+        for which arcface_torch has no network.
 
     Raises:
         UsageError: arcface_torch has no such backbone, or the file cannot be written.
-        DataError: the file does not give the backbone back, bit for bit.
+        DataError: the backbone read back from the file differs in any bit.
     """
     if model.name not in ARCFACE_TORCH_NAMES:
         raise UsageError(f"arcface_torch has no {model.name}; export it with --format onnx or torch")
@@ -105,8 +106,8 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
     with atomic_write(Path(path)) as tmp_path:
         torch.save({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path)
         check = _checked(engine, expected, backbone_engine(load_model(tmp_path), CPU), Path(path), 0.0)
-    there = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
-    return {**_result("insightface", Path(path), engine, check), "arcface_torch": there}
+    network = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
+    return {**_result("insightface", Path(path), engine, check), "arcface_torch": network}
 
 
 def _onnx_model(model: Backbone, engine: Engine) -> Any:
@@ -123,7 +124,7 @@ def _onnx_model(model: Backbone, engine: Engine) -> Any:
                 verbose=False,
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise UsageError(f"{model.name} has no ONNX form: {str(error).partition(chr(10))[0]}") from None
+            raise UsageError(f"{model.name} has no ONNX form: {first_line(error)}") from None
     assert program is not None
     graph: Any = program.model_proto
     for node in graph.graph.node:
@@ -153,7 +154,7 @@ def _contract(engine: Engine) -> dict[str, Any]:
 
 
 def _expected(engine: Engine, path: Path) -> list[tuple[Tensor, Tensor]]:
-    """Random images and their embeddings, a pair for each of the batch sizes that are checked."""
+    """Pairs (random images, their embeddings), one for each of the batch sizes that are checked."""
     pairs = []
     for count in CHECKED_BATCHES:
         images = _random_images(count, engine.preprocessing.image_size)
@@ -167,7 +168,7 @@ def _expected(engine: Engine, path: Path) -> list[tuple[Tensor, Tensor]]:
 def _checked(
     engine: Engine, expected: list[tuple[Tensor, Tensor]], written: Engine, path: Path, tolerance: float
 ) -> dict[str, float]:
-    """How far the written file's embeddings differ; a :class:`DataError` if it is beyond tolerance."""
+    """Largest difference of the written file's embeddings; :class:`DataError` if it is beyond the tolerance."""
     if written.contract_id != engine.contract_id or written.preprocessing != engine.preprocessing:
         raise DataError(f"{path} was not written: its preprocessing did not survive the export")
     differences = [(written.run(images) - embeddings).abs().max() for images, embeddings in expected]
@@ -202,9 +203,9 @@ def _quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with Path(os.devnull).open("w") as nowhere, warnings.catch_warnings():
+        with Path(os.devnull).open("w") as devnull, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with redirect_stdout(nowhere), redirect_stderr(nowhere):
+            with redirect_stdout(devnull), redirect_stderr(devnull):
                 yield
     finally:
         logging.disable(before)

@@ -1,4 +1,7 @@
-"""Embedding models in ONNX files, ours and other people's, run by onnxruntime."""
+"""ONNX files run by onnxruntime: the engine of embedding models, ours and other people's, and guarded sessions.
+
+A file that somebody else wrote can be wrong in many ways; each becomes a :class:`DataError` of one line.
+"""
 
 import hashlib
 import math
@@ -10,19 +13,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.embed.onnx_session import INPUT_TYPES, load_graph, open_session, run_session
 from plsc.embed.preprocessing import Preprocessing, contract_id
-from plsc.errors import DataError
+from plsc.errors import DataError, first_line
 
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
 DEFAULT_SIZE = 112
 LARGEST_BATCH = 256
 
+INPUT_TYPES: dict[str, Any] = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(uint8)": np.uint8,
+}
+
 # insightface's convention: a model with early nodes of these names normalises its input itself.
 EARLY_NODES = 8
 SUBTRACTIONS, MULTIPLICATIONS = ("Sub", "_minus"), ("Mul", "_mul")
-# The same told from the graph: the input goes through arithmetic that makes pixel values of 0 to 255 small.
+# Whatever the names: a model whose first arithmetic scales the input down by this or more expects pixels of 0 to 255.
 PIXEL_SCALE = 1 / 16
 
 
@@ -32,22 +41,22 @@ class OnnxEngine:
     The batch may be fixed or free, S too (112 where it is free), the input float32, float16, float64 or uint8.
     Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
     model begins by normalising: then they stay as they are.
+
+    Raises:
+        DataError: the file is corrupt, cannot be run, or is no embedding model.
     """
 
-    precision = "fp32"  # whatever the file has in it: nothing is cast
+    precision = "fp32"  # the name for "as the file is": nothing is cast
 
     def __init__(self, path: Path, device: torch.device) -> None:
         self._path = path
         model = load_graph(path)
         self._session = open_session(path, device)
-        given, answer = (
-            _single(path, "input", self._session.get_inputs()),
-            _single(path, "output", self._session.get_outputs()),
-        )
-        self._input, self._output = given.name, answer.name
-        self._dtype = _dtype(path, given)
+        image_input = _single(path, "input", self._session.get_inputs())
+        self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
+        self._dtype = _dtype(path, image_input)
         metadata = _metadata(model)
-        batch, size, self._channels_last = _layout(path, given.shape, metadata)
+        batch, size, self._channels_last = _layout(path, image_input.shape, metadata)
         self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
         self._batch, self._padded = (batch, True) if batch else (LARGEST_BATCH, False)
         self.embedding_dim = self._probe()
@@ -81,7 +90,7 @@ class OnnxEngine:
         return run_session(self._path, self._session, [self._output], {self._input: values})[0]
 
     def _probe(self) -> int:
-        """D, from a run on black images; a model that only claims a free batch is run image by image."""
+        """D, from a run on black images; a model whose free batch turns out to be fixed is run image by image."""
         size = self.preprocessing.image_size
         count = self._batch if self._padded else 2
         black = torch.zeros(count, 3, size, size, dtype=torch.uint8)
@@ -98,7 +107,7 @@ class OnnxEngine:
 
 
 def fingerprint(model: Any) -> str:
-    """SHA-256 over nodes and weights of an ``onnx.ModelProto``; its metadata does not count."""
+    """SHA-256 over nodes and weights of an ``onnx.ModelProto``, without its metadata."""
     digest = hashlib.sha256()
     for tensor in sorted(model.graph.initializer, key=lambda tensor: str(tensor.name)):
         digest.update(tensor.SerializeToString(deterministic=True))
@@ -116,10 +125,10 @@ def _single(path: Path, what: str, values: list[Any]) -> Any:
     return values[0]
 
 
-def _dtype(path: Path, given: Any) -> Any:
-    if given.type not in INPUT_TYPES:
-        raise DataError(f"{path} takes {given.type}; an embedding model takes float or uint8 images")
-    return INPUT_TYPES[given.type]
+def _dtype(path: Path, image_input: Any) -> Any:
+    if image_input.type not in INPUT_TYPES:
+        raise DataError(f"{path} takes {image_input.type}; an embedding model takes float or uint8 images")
+    return INPUT_TYPES[image_input.type]
 
 
 def _metadata(model: Any) -> dict[str, str]:
@@ -130,7 +139,7 @@ def _metadata(model: Any) -> dict[str, str]:
 
 
 def _layout(path: Path, shape: list[Any], metadata: dict[str, str]) -> tuple[int | None, int, bool]:
-    """The fixed batch or None, S, and whether channels come last."""
+    """The fixed batch or None, S, and True if channels come last."""
     dims = [dim if isinstance(dim, int) and dim > 0 else None for dim in shape]
     if len(dims) != 4:
         raise DataError(f"{path} takes {shape}, not a batch of images (B, 3, S, S)")
@@ -152,13 +161,13 @@ def _default_size(metadata: dict[str, str]) -> int:
 
 def _preprocessing(path: Path, model: Any, metadata: dict[str, str], size: int, dtype: Any) -> Preprocessing:
     if "mean" in metadata and "std" in metadata:
-        return Preprocessing(size, *_stated(path, metadata))
+        return Preprocessing(size, *_mean_and_std(path, metadata))
     if dtype is np.uint8 or _normalises_by_name(model) or _normalises_by_graph(model):
         return Preprocessing(size, 0.0, 1.0)
     return Preprocessing(size)
 
 
-def _stated(path: Path, metadata: dict[str, str]) -> tuple[float, float]:
+def _mean_and_std(path: Path, metadata: dict[str, str]) -> tuple[float, float]:
     try:
         mean, std = float(metadata["mean"]), float(metadata["std"])
     except ValueError:
@@ -175,7 +184,7 @@ def _normalises_by_name(model: Any) -> bool:
 
 
 def _normalises_by_graph(model: Any) -> bool:
-    """Whether the input is scaled down as pixel values are: x*a with a small, before anything else happens."""
+    """True if the graph first of all scales its input down, as pixel values are scaled: x·a with a small."""
     scale = 1.0
     for op_type, constant in _leading_arithmetic(model):
         if op_type == "Mul":
@@ -186,14 +195,15 @@ def _normalises_by_graph(model: Any) -> bool:
 
 
 def _leading_arithmetic(model: Any) -> Iterator[tuple[str, float]]:
+    """Yield (operator, constant) along the chain from the input, until it branches or does anything else."""
     constants = _constants(model)
     initial = {tensor.name for tensor in model.graph.initializer}
-    value = next((given.name for given in model.graph.input if given.name not in initial), "")
+    value = next((entry.name for entry in model.graph.input if entry.name not in initial), "")
     while True:
-        takers = [node for node in model.graph.node if value in node.input]
-        if len(takers) != 1 or takers[0].op_type not in ("Sub", "Add", "Mul", "Div", "Cast", "Transpose", "Identity"):
+        users = [node for node in model.graph.node if value in node.input]
+        if len(users) != 1 or users[0].op_type not in ("Sub", "Add", "Mul", "Div", "Cast", "Transpose", "Identity"):
             return
-        node = takers[0]
+        node = users[0]
         if len(node.input) == 2:
             other = node.input[1] if node.input[0] == value else node.input[0]
             if other not in constants:
@@ -220,7 +230,53 @@ def _constants(model: Any) -> dict[str, float]:
 
 
 def _contract_id(model: Any, metadata: dict[str, str], preprocessing: Preprocessing) -> str:
+    """The id that the export wrote, if the graph is still the one it was written for; else the file's own."""
     own = fingerprint(model)
     if metadata.get("format") == FORMAT and metadata.get("fingerprint") == own:
         return metadata["contract_id"]
     return contract_id(preprocessing, own)
+
+
+def load_graph(path: Path) -> Any:
+    """Read the file's ``onnx.ModelProto``; :class:`DataError` if it is cut, no ONNX file, or holds no graph."""
+    import onnx
+
+    try:
+        model = onnx.load(str(path))
+    except OSError:
+        raise
+    except Exception as error:  # protobuf's errors, and those of onnx's reader of external data
+        raise DataError(f"{path} is truncated, or no ONNX file: {first_line(error)}") from None
+    if not model.graph.node:
+        raise DataError(f"{path} is truncated, or no ONNX file: it holds no graph")
+    return model
+
+
+def open_session(path: Path, device: torch.device) -> Any:
+    """Open an ``onnxruntime.InferenceSession`` on ``device`` with torch's number of threads.
+
+    Raises:
+        DataError: onnxruntime cannot run the file: operators that it does not know, broken shapes.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # fatal only: errors come as exceptions
+    wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
+    providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
+    try:
+        return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
+    except Exception as error:  # onnxruntime's errors share no public base class
+        raise DataError(f"{path} cannot be run by onnxruntime: {first_line(error)}") from None
+
+
+def run_session(path: Path, session: Any, outputs: list[str], inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """Run a session; :class:`DataError` names the file and the inputs' shapes when it does not run on them."""
+    try:
+        answer: list[np.ndarray] = session.run(outputs, inputs)
+    except Exception as error:  # onnxruntime's errors share no public base class
+        shapes = " and ".join(str(value.shape) for value in inputs.values())
+        raise DataError(f"{path} does not run on {shapes}: {first_line(error)}") from None
+    return answer

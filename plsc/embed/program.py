@@ -1,8 +1,9 @@
-"""Exported programs (torch.export, .pt2): written so that nothing in them is pickled, and read only if so.
+"""Exported programs (torch.export, .pt2): written without pickles, and read only if nothing in them can run code.
 
-``torch.export.load`` by itself would unpickle what a file asks it to, evaluate its symbolic expressions, and call
-any function of torch by name. A file is therefore looked through first: its tensors have to be raw bytes, its
-expressions arithmetic, its calls ATen operators, and its names names.
+For a service team that gets its model as a file from somebody else: neither `plsc serve --model FILE` nor `plsc embed
+FILE` may execute what the file contains. ``torch.export.load`` by itself unpickles what a file asks it to, evaluates
+its symbolic expressions as Python, and calls any function of torch by name. So a file is inspected first: its tensors
+have to be raw bytes, its expressions arithmetic, its calls ATen operators, and its names identifiers.
 """
 
 import ast
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from plsc.embed.preprocessing import Preprocessing, contract_id
-from plsc.errors import DataError
+from plsc.errors import DataError, first_line
 
 CONTRACT_FILE = "plsc.json"
 FORMAT = "plsc-program-1"
@@ -31,65 +32,26 @@ _OPERATORS = re.compile(
     r"|_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pow|eq|ne|lt|le|gt|ge|getitem)"
     r"|torch\.sym_(max|min|int|float|not|ite)"
 )
-_FUNCTIONS = {
-    "Symbol",
-    "Integer",
-    "Rational",
-    "Float",
-    "Add",
-    "Mul",
-    "Pow",
-    "Max",
-    "Min",
-    "Mod",
-    "PythonMod",
-    "FloorDiv",
-    "CleanDiv",
-    "CeilDiv",
-    "Eq",
-    "Equality",
-    "Ne",
-    "Unequality",
-    "Lt",
-    "Le",
-    "Gt",
-    "Ge",
-    "StrictLessThan",
-    "LessThan",
-    "StrictGreaterThan",
-    "GreaterThan",
-    "And",
-    "Or",
-    "Not",
-    "true",
-    "false",
-}
+_FUNCTIONS = re.compile(  # sympy's, with which torch writes symbolic sizes
+    r"Symbol|Integer|Rational|Float|Add|Mul|Pow|Max|Min|Mod|PythonMod|FloorDiv|CleanDiv|CeilDiv"
+    r"|Eq|Equality|Ne|Unequality|Lt|Le|Gt|Ge|StrictLessThan|LessThan|StrictGreaterThan|GreaterThan"
+    r"|And|Or|Not|true|false"
+)
 _MEMBERS = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|models/\w+\.json"
     r"|data/(weights|constants)/\w+(\.json)?|data/sample_inputs/\w+\.pt|extra/[\w.]+"
 )
 _PLAIN = re.compile(r"[\w.+:-]*")
-# Checked by themselves, parsed as JSON, or never turned into code.
+# Keys whose values need no check as names: checked by themselves, parsed as JSON, or never turned into code.
 _INERT = ("expr_str", "in_spec", "out_spec", "metadata")
 _ARITHMETIC = (
-    ast.Expression,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.BoolOp,
-    ast.Compare,
-    ast.Constant,
-    ast.Name,
-    ast.Load,
-    ast.keyword,
-    ast.operator,
-    ast.unaryop,
-    ast.boolop,
-    ast.cmpop,
+    *(ast.Expression, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.Constant, ast.Name, ast.Load, ast.keyword),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop),
 )
 
 
 def is_program(path: Path) -> bool:
-    """Whether ``path`` is an archive of torch.export."""
+    """True if ``path`` is an archive of torch.export."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -109,14 +71,17 @@ def save_program(program: torch.export.ExportedProgram, path: Path, contract: di
 
 
 def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preprocessing, int, str]:
-    """The module on ``device``, its preprocessing, D and the contract's id.
+    """Load a program for inference.
+
+    Returns:
+        The module on ``device``, its preprocessing, D and the contract id.
 
     Raises:
-        DataError: the archive is corrupt, or holds what only a trusted file may hold.
+        DataError: the archive is corrupt, or contains what could run code.
     """
     from torch.export.passes import move_to_device_pass
 
-    content = _checked(path)
+    content = _inspected(path)
     extra = {CONTRACT_FILE: ""}
     try:
         with warnings.catch_warnings():
@@ -132,8 +97,8 @@ def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preproces
             float(contract.get("std", 127.5)),
         )
         embedding_dim = _embedding_dim(module, preprocessing, device)
-    except Exception as error:  # a reader of arbitrary bytes: whatever it stumbles over
-        raise DataError(f"{path} is no exported embedding model: {_first_line(error)}") from None
+    except Exception as error:  # torch's reader of foreign bytes raises anything
+        raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
     return module, preprocessing, embedding_dim, _contract_id(contract, _fingerprint(content), preprocessing)
 
 
@@ -161,8 +126,11 @@ def _fingerprint(file: io.BytesIO) -> str:
     return digest.hexdigest()
 
 
-def _checked(path: Path) -> io.BytesIO:
-    """The archive's members, looked through and packed anew: what torch reads is what was checked."""
+def _inspected(path: Path) -> io.BytesIO:
+    """The archive's members, inspected and packed again: torch reads the very bytes that were inspected.
+
+    Two readers of one zip file can see different members (a name that stands twice, a second directory).
+    """
     packed = io.BytesIO()
     try:
         with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w") as copy:
@@ -173,7 +141,7 @@ def _checked(path: Path) -> io.BytesIO:
                 reason = reason or next(_member_dangers(name.partition("/")[2], content), None)
                 copy.writestr(name, content)
     except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, EOFError, NotImplementedError) as error:
-        raise DataError(f"{path} is truncated or corrupt: {_first_line(error)}") from None
+        raise DataError(f"{path} is truncated or corrupt: {first_line(error)}") from None
     if reason is not None:
         raise DataError(f"{path} is refused: {reason}; export it again with `plsc export --format torch`")
     packed.seek(0)
@@ -198,7 +166,7 @@ def _payload_dangers(config: Any) -> Iterator[str]:
 
 
 def _graph_dangers(value: Any) -> Iterator[str]:
-    """Everything in the graph that could become code; torch turns names into the source of a function."""
+    """Reasons to refuse the graph: torch generates Python source from the names in it."""
     if isinstance(value, str) and not _PLAIN.fullmatch(value):
         yield f"it holds the name {value[:80]!r}"
     elif isinstance(value, list):
@@ -231,11 +199,7 @@ def _is_arithmetic(expression: str) -> bool:
 
 def _is_arithmetic_node(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        return isinstance(node.func, ast.Name) and _FUNCTIONS.fullmatch(node.func.id) is not None
     if isinstance(node, ast.Constant):
         return not isinstance(node.value, str) or re.fullmatch(r"\w+", node.value) is not None
     return isinstance(node, _ARITHMETIC)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0][:200] or type(error).__name__

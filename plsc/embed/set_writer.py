@@ -1,5 +1,4 @@
-"""Writing an embedding set: shard by shard, each published whole, so that a killed writer goes on where it
-stood."""
+"""Writing an embedding set shard by shard, each published whole, so that a killed writer can be resumed."""
 
 import fcntl
 import json
@@ -38,8 +37,15 @@ SETTING_NAMES = {
 
 @dataclass
 class ShardRows:
-    """The rows of one shard: embeddings (n, dim), ids (n,), labels (n,), n keys, and {row of the set:
-    error}."""
+    """The rows of one shard, from row ``start`` of the set on.
+
+    Attributes:
+        start: the first row.
+        embeddings: (n, dim).
+        ids, labels: (n,).
+        keys: n strings.
+        errors: {row of the set: error}.
+    """
 
     start: int
     embeddings: npt.NDArray[Any]
@@ -50,24 +56,30 @@ class ShardRows:
 
 
 class SetWriter:
-    """Writes the embedding set ``folder`` that ``settings`` describe.
+    """Writer of the embedding set ``folder``.
 
-    ``settings`` (JSON-able) must hold "contract_id", "dim", "dtype", "rows" and "shard_rows"; more are kept
-    as they are. They are written before the first shard; a folder begun with other settings is refused by the
-    name of the first that differs. ``origin`` (where model and data lie) is kept as well, and may change
-    between a run and its resumption. Several processes may write the shards of one folder: one calls
-    :meth:`begin`, all :meth:`publish`, one :meth:`finish`.
+    Several processes may write the shards of one folder: one calls :meth:`begin`, all :meth:`publish`, one
+    :meth:`finish`.
+
+    Args:
+        folder: of the set.
+        settings: JSON-able, with at least "contract_id", "dim", "dtype", "rows" and "shard_rows"; written before the
+            first shard. A folder begun with other settings is refused by the name of the first that differs.
+        origin: where model and data lie; kept too, but may change between a run and its resumption.
+
+    Raises:
+        UsageError: a dtype that is not stored.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], origin: Mapping[str, Any] | None = None) -> None:
         if settings["dtype"] not in DTYPES:
             raise UsageError(f"no dtype {settings['dtype']!r} for embeddings; it is one of {', '.join(DTYPES)}")
         self.folder, self.settings, self.origin = folder, dict(settings), dict(origin or {})
-        self._belongs_to = digest(self.settings)
+        self._settings_digest = digest(self.settings)
 
     @property
     def shard_count(self) -> int:
-        """How many shards the rows are cut into."""
+        """Number of shards that the rows are cut into."""
         rows: int = self.settings["rows"]
         return -(-rows // int(self.settings["shard_rows"]))
 
@@ -77,12 +89,13 @@ class SetWriter:
         return start, min(start + self.settings["shard_rows"], self.settings["rows"])
 
     def begin(self) -> bool:
-        """Take the folder, or take it up again; True if its set is already complete.
+        """Begin the folder, or resume it; True if its set is already complete.
 
-        Raises :class:`UsageError` if the folder cannot be written, holds something else or other settings.
+        Raises:
+            UsageError: the folder cannot be written, or holds something else or a set of other settings.
         """
         make_folder(self.folder)
-        if all(path.name.startswith(".") for path in self.folder.iterdir()):  # what an early kill leaves
+        if all(path.name.startswith(".") for path in self.folder.iterdir()):  # empty, or left by an early kill
             self._clear_leftovers()
             self._write(complete=False)
             return False
@@ -103,17 +116,17 @@ class SetWriter:
                 )
 
     def is_published(self, number: int) -> bool:
-        """Whether shard ``number`` is there, whole and of these settings. Reads and hashes it."""
+        """True if shard ``number`` is there, whole and of these settings. Reads and hashes it."""
         folder = self.folder / shard_name(number)
         try:
             manifest = read_manifest(folder, SHARD_FORMAT, VERSION)
             verify_files(folder, manifest["files"])
         except (DataError, IntegrityError):
             return False
-        return bool(manifest["set"] == self._belongs_to)
+        return bool(manifest["set"] == self._settings_digest)
 
     def publish(self, number: int, rows: ShardRows) -> None:
-        """Write a shard aside and give it its name at once."""
+        """Write a shard under a temporary name, then rename it: it appears whole or not at all."""
         tmp_path = self.folder / f".{shard_name(number)}.{os.getpid()}.tmp"
         shutil.rmtree(tmp_path, ignore_errors=True)
         tmp_path.mkdir()
@@ -128,7 +141,7 @@ class SetWriter:
             {
                 "format": SHARD_FORMAT,
                 "version": VERSION,
-                "set": self._belongs_to,
+                "set": self._settings_digest,
                 "start": rows.start,
                 "rows": len(rows.ids),
                 "errors": len(rows.errors),
@@ -168,8 +181,11 @@ class SetWriter:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Hold ``folder`` for this process; :class:`UsageError` if another is writing it. Freed even by kill
-    -9."""
+    """Lock ``folder`` for this process; :class:`UsageError` if another is writing it.
+
+    The lock is on the folder itself, not on a file in it: nothing is left behind in a finished set, and the system
+    releases it even after kill -9.
+    """
     make_folder(folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -194,11 +210,22 @@ def write_embedding_set(
     dtype: str = "float32",
     shard_rows: int = 32768,
 ) -> EmbeddingSet:
-    """Write vectors that are at hand as an embedding set.
+    """Write vectors in memory as an embedding set.
 
-    embeddings: (N, D) float; labels: (N,) into ``class_names``, default -1; keys: N strings, default the row
-    numbers; ids: (N,) unique int64, default the row numbers; errors: {row: text} for rows without an
-    embedding. Raises :class:`UsageError` if the shapes disagree or the folder holds something else.
+    Args:
+        folder: of the set.
+        embeddings: (N, D) float.
+        contract_id: of the model and preprocessing that made them.
+        labels: (N,) into ``class_names``; None: all -1.
+        class_names: by label.
+        keys: N strings; None: the row numbers.
+        ids: (N,) unique int64; None: the row numbers.
+        errors: {row: error} for rows without an embedding.
+        dtype: "float32" or "float16", of what is stored.
+        shard_rows: rows of a shard.
+
+    Raises:
+        UsageError: the shapes disagree, or the folder holds something else.
     """
     count, dim = embeddings.shape
     ids = np.arange(count, dtype=np.int64) if ids is None else ids
@@ -212,13 +239,7 @@ def write_embedding_set(
         raise UsageError("the ids are not unique")
     writer = SetWriter(
         Path(folder),
-        {
-            "contract_id": contract_id,
-            "dim": dim,
-            "dtype": dtype,
-            "rows": count,
-            "shard_rows": shard_rows,
-        },
+        {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows},
     )
     with sole_writer(writer.folder):
         writer.begin()

@@ -139,7 +139,7 @@ def _open_model(index: Index, model: str | Path | None) -> "Embedder":
 
 
 def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Queries:
-    from plsc.embed.extract import contract_of
+    from plsc.embed.embedder import contract_of
     from plsc.embed.sources import open_images
 
     flip = index.contract_id == contract_of(embedder, True)
@@ -160,7 +160,7 @@ def _embed(
 ) -> None:
     import torch
 
-    from plsc.embed.extract import embed_images
+    from plsc.embed.embedder import embed_images
 
     decoded = {}
     for position in positions:

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from plsc.embed.embedder import Embedder
-from plsc.embed.extract import contract_of, embed_images
+from plsc.embed.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError
 from plsc.gallery.store import Collection, Store
 from plsc.serve.audit import Audit

@@ -9,7 +9,7 @@ import torch
 from plsc import models
 from plsc.embed.embedder import CPU_BATCH, open_embedder
 from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.pipeline import Waits, embedded_batches
+from plsc.embed.pipeline import StallTimes, embedded_batches
 from plsc.errors import DataError
 from plsc.tools.entry import main
 
@@ -23,13 +23,13 @@ def batches(count):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_answers_come_in_order_with_their_errors(count):
-    answers = list(embedded_batches(lambda images: images * 2, batches(count), Waits()))
+    answers = list(embedded_batches(lambda images: images * 2, batches(count), StallTimes()))
     assert [float(vectors[0, 0]) for vectors, _ in answers] == [2.0 * number for number in range(count)]
     assert [errors for _, errors in answers] == [{0: f"error {number}"} for number in range(count)]
 
 
 def test_the_next_batch_is_read_while_the_model_computes():
-    """The model's first answer waits until a second batch has been read."""
+    """The model's first answer stalls until a second batch has been read."""
     second_read = threading.Event()
 
     def stream():
@@ -41,7 +41,7 @@ def test_the_next_batch_is_read_while_the_model_computes():
         assert second_read.wait(timeout=30)
         return images
 
-    assert len(list(embedded_batches(embed, stream(), Waits()))) == 2
+    assert len(list(embedded_batches(embed, stream(), StallTimes()))) == 2
 
 
 def test_time_that_reading_takes_is_told_as_such(monkeypatch):
@@ -53,9 +53,9 @@ def test_time_that_reading_takes_is_told_as_such(monkeypatch):
             clock[0] += 1.0
             yield batch
 
-    waits = Waits()
-    list(embedded_batches(lambda images: images, stream(), waits))
-    assert waits == Waits(images=4.0, model=0.0)
+    stalls = StallTimes()
+    list(embedded_batches(lambda images: images, stream(), stalls))
+    assert stalls == StallTimes(images=4.0, model=0.0)
 
 
 def test_failures_of_the_model_and_of_the_reader_come_through():
@@ -63,14 +63,14 @@ def test_failures_of_the_model_and_of_the_reader_come_through():
         raise DataError("the model does not run")
 
     with pytest.raises(DataError, match="does not run"):
-        list(embedded_batches(broken, batches(5), Waits()))
+        list(embedded_batches(broken, batches(5), StallTimes()))
 
     def killed():
         yield torch.zeros(1, 1), {}
         raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 9")
 
     with pytest.raises(DataError, match="fewer --workers"):
-        list(embedded_batches(lambda images: images, killed(), Waits()))
+        list(embedded_batches(lambda images: images, killed(), StallTimes()))
 
 
 @pytest.fixture(scope="module")
