@@ -1,8 +1,8 @@
-"""Columns on disk: ``.npy`` arrays and lists of strings, both opened by memory map and free of pickles.
+"""Columns on disk: ``.npy`` arrays and lists of strings, memory-mapped and free of pickles.
 
-A list of N strings called ``keys`` is two arrays: ``keys.npy``, uint8, all strings in UTF-8 one behind the
-other, and ``keys.offsets.npy``, int64 (N + 1,): string i is the bytes [offsets[i], offsets[i + 1]). So string
-i of 10^8 costs one seek.
+A list of N strings called ``keys`` is two arrays: ``keys.npy``, uint8, all strings in UTF-8 one behind the other, and
+``keys.offsets.npy``, int64 (N + 1,): string i is the bytes [offsets[i], offsets[i + 1]). So reading one of 10^8
+strings costs one seek.
 """
 
 from array import array
@@ -28,8 +28,9 @@ def save_array(path: Path, array: Array) -> None:
 def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
     """Memory-map a ``.npy`` file for reading.
 
-    Raises :class:`IntegrityError` if it is missing, not a ``.npy`` file, shorter than its header says, or not
-    of ``shape`` (None: any length) and ``dtype``.
+    Raises:
+        IntegrityError: it is missing, no ``.npy`` file, shorter than its header says, or not of ``shape`` (None: any
+            length) and ``dtype``.
     """
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -38,7 +39,7 @@ def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
     except (ValueError, OSError, EOFError, SyntaxError, TypeError) as error:
         raise IntegrityError(f"{path} is corrupt: {error}; use another copy") from None
     fits = len(array.shape) == len(shape) and all(
-        want is None or have == want for have, want in zip(array.shape, shape, strict=True)
+        expected is None or actual == expected for actual, expected in zip(array.shape, shape, strict=True)
     )
     if not fits or array.dtype != np.dtype(dtype):
         raise IntegrityError(
@@ -48,7 +49,7 @@ def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
 
 
 class MappedStringColumn(StringColumn):
-    """N strings in memory-mapped UTF-8; a string is decoded when it is asked for."""
+    """N strings in memory-mapped UTF-8, each decoded when it is indexed."""
 
     def __init__(self, data: Array, offsets: Array) -> None:
         self._data, self._offsets = data, offsets
@@ -63,7 +64,7 @@ class MappedStringColumn(StringColumn):
 
 
 class ChainedStringColumn(StringColumn):
-    """Several string sequences one behind the other, none of them read before it is needed."""
+    """Several string sequences one behind the other, as one."""
 
     def __init__(self, parts: Sequence[Sequence[str]]) -> None:
         self._parts = parts
@@ -79,31 +80,33 @@ class ChainedStringColumn(StringColumn):
 
 
 def string_files(name: str) -> list[str]:
-    """The two files that hold the string column ``name``."""
+    """Names of the two files that hold the string column ``name``."""
     return [f"{name}.npy", f"{name}.offsets.npy"]
 
 
 def save_strings(folder: Path, name: str, strings: Iterable[str]) -> None:
-    """Write a string column, of which 8 bytes for each string are held in memory. Names with bytes that are not
-    UTF-8 (old file systems) keep a replacement mark."""
-    data, places = string_files(name)
+    """Write a string column, holding 8 bytes for each string in memory.
+
+    File names with bytes that are not UTF-8 (old file systems) keep a replacement mark in place of these.
+    """
+    data_file, offsets_file = string_files(name)
     offsets = array("q", [0])
-    with (folder / data).open("wb") as file:
-        _write_length(file, 0)
+    with (folder / data_file).open("wb") as file:
+        _write_length(file, 0)  # overwritten below, once it is known
         for text in strings:
             offsets.append(offsets[-1] + file.write(text.encode("utf-8", errors="replace")))
         file.seek(0)
         _write_length(file, offsets[-1])
-    save_array(folder / places, np.frombuffer(offsets, dtype=np.int64))
+    save_array(folder / offsets_file, np.frombuffer(offsets, dtype=np.int64))
 
 
 def _write_length(file: BinaryIO, count: int) -> None:
-    """The header of ``count`` bytes in ``.npy``, as long as any other: numpy leaves room for the number to grow."""
+    """Write the ``.npy`` header of ``count`` bytes; all have one length, since numpy pads for the number to grow."""
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count,)})
 
 
 def open_strings(folder: Path, name: str, count: int) -> MappedStringColumn:
     """Open a string column of ``count`` strings; :class:`IntegrityError` if its files disagree."""
-    data, places = string_files(name)
-    offsets = open_array(folder / places, (count + 1,), "int64")
-    return MappedStringColumn(open_array(folder / data, (int(offsets[-1]),), "uint8"), offsets)
+    data_file, offsets_file = string_files(name)
+    offsets = open_array(folder / offsets_file, (count + 1,), "int64")
+    return MappedStringColumn(open_array(folder / data_file, (int(offsets[-1]),), "uint8"), offsets)

@@ -1,4 +1,8 @@
-"""What happens to pixels before a model sees them, and the id of a model together with it."""
+"""Preprocessing of pixels before a model sees them, and the contract id of a model together with it.
+
+Two embeddings may be compared only if the same weights saw pixels that were prepared in the same way. The contract id
+stands for both, and every embedding set, index and gallery carries it.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -27,13 +31,13 @@ class Preprocessing:
 
 
 def contract_id(preprocessing: Preprocessing, weights_digest: str) -> str:
-    """The id under which embeddings may be compared: 16 hexadecimal digits over preprocessing and weights."""
+    """Id of a model's embeddings: 16 hexadecimal digits over preprocessing and weights."""
     text = f"RGB {preprocessing.image_size} {preprocessing.mean} {preprocessing.std} {weights_digest}"
     return hashlib.sha256(text.encode()).hexdigest()[:CONTRACT_DIGITS]
 
 
 def state_digest(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 over keys, types, shapes and bytes of a state_dict, whatever file it came in and in what order."""
+    """SHA-256 over keys, types, shapes and bytes of a state_dict, independent of its order and its file."""
     digest = hashlib.sha256()
     for key in sorted(state):
         tensor = state[key].detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""Which images to embed: any data set that trains, and photos of whom nobody has said who they are."""
+"""Sources of images to embed: any data set that trains, and photos without labels."""
 
 import os
 from pathlib import Path
@@ -14,16 +14,16 @@ from plsc.errors import UsageError
 
 
 class LooseImages(EncodedDataset):
-    """Image files below ``root``, in order of path: those in a sub-folder are of the class of that name, the others -1.
+    """Image files below ``root``, in order of path; keys are the paths below ``root``.
 
-    Keys are the paths below ``root``.
+    Files in a sub-folder are of the class of that name; those directly in ``root`` have label -1.
     """
 
     def __init__(self, root: Path, names: list[str], image_size: int | None) -> None:
         folders = [name.partition("/")[0] if "/" in name else "" for name in names]
         classes = sorted({folder for folder in folders if folder})
-        places = {"": -1, **{folder: place for place, folder in enumerate(classes)}}
-        labels = np.array([places[folder] for folder in folders], dtype=np.int64)
+        label_of = {"": -1, **{folder: label for label, folder in enumerate(classes)}}
+        labels = np.array([label_of[folder] for folder in folders], dtype=np.int64)
         super().__init__(str(root), labels, classes, image_size)
         self.root, self._names = root, PackedStringColumn(names)
 
@@ -39,13 +39,17 @@ class LooseImages(EncodedDataset):
 def open_images(
     source: str | Path, image_size: int, *, landmarks: Path | None = None, detector: str | None = None
 ) -> ImageDataset:
-    """Open what :func:`plsc.data.open_dataset` opens, and also one image file, or a folder in which images lie loose.
+    """Open what :func:`plsc.data.open_dataset` opens, or one image file, or a folder with images directly in it.
 
-    Images are taken for aligned faces and resized to ``image_size``, unless ``landmarks`` (a file: see
-    :mod:`plsc.data.alignment`) or a ``detector`` (``onnx:FILE``) says where the faces are in them.
+    Args:
+        source: the images.
+        image_size: S. Images are taken for aligned faces and resized, unless one of the next two aligns them.
+        landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
+        detector: ``onnx:FILE`` (see :mod:`plsc.embed.detector`).
 
-    Raises :class:`UsageError` if there is nothing of the kind, or both are given, and as
-    :class:`plsc.data.alignment.FileLandmarks` and :func:`plsc.embed.detector.open_detector`.
+    Raises:
+        UsageError: there is no such source, or both landmarks and a detector are given. Otherwise as
+            :class:`plsc.data.alignment.FileLandmarks` and :func:`plsc.embed.detector.open_detector`.
     """
     if landmarks is None and detector is None:
         return _open(source, image_size)
@@ -56,15 +60,15 @@ def open_images(
 
 
 def open_pictures(source: str | Path) -> ImageDataset:
-    """Open what :func:`open_images` opens, every picture in the size that it has."""
+    """Open what :func:`open_images` opens, each picture in its own size."""
     return _open(source, None)
 
 
 def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None) -> Locator:
-    """What finds the faces of ``pictures``: the file of ``landmarks``, or the ``detector`` where that is None."""
+    """The locator of the faces in ``pictures``: the file of ``landmarks``, or the ``detector`` if that is None."""
     if landmarks is not None:
         return FileLandmarks(landmarks, pictures)
-    from plsc.embed.detected import DetectedLandmarks
+    from plsc.embed.detector import DetectedLandmarks
 
     return DetectedLandmarks(detector or "")
 
