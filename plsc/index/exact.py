@@ -6,7 +6,7 @@ import numpy as np
 
 from plsc.index.rows import Float32, Int64, Mask
 from plsc.index.scan import ExactScan
-from plsc.native.scan import has_scan
+from plsc.native.scan import load_scan
 
 # Rows per matrix product of faiss: with its own 1,024 the products are too small for several threads, and 65,536 is no
 # faster than this but holds a gigabyte of scores at once (faiss multiplies 4,096 queries by a block).
@@ -82,7 +82,7 @@ class ExactSearch:
 
     def _is_worth_a_copy(self, queries: int) -> bool:
         self._queries += queries
-        return self._vectors.size >= SCAN_FROM and self._queries > COPY_AFTER and has_scan()
+        return self._vectors.size >= SCAN_FROM and self._queries > COPY_AFTER and load_scan() is not None
 
 
 class UncopiedSearch:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from plsc.errors import DataError, UsageError
 from plsc.index.rows import Float32, Int64, Mask, RowSource, rank
-from plsc.native.scan import PADDED_TO, Rows, has_scan, has_tiles
-from plsc.native.scan import scan as native_scan
+from plsc.native.scan import PADDED_TO, Rows, ScanKernel, load_scan
 
 PRECISIONS = ("bf16", "fp32")
 
@@ -61,8 +60,9 @@ class ExactScan:
         self.precision = precision
         self._vectors = vectors
         self._copy = ScanCopy(vectors, precision, torch.device(device))
-        self.backend = "native" if has_scan() and self._copy.device.type == "cpu" else "torch"
-        self._scan: ScanBackend = NativeScan(self._copy) if self.backend == "native" else TorchScan(self._copy)
+        kernel = load_scan() if self._copy.device.type == "cpu" else None
+        self.backend = "torch" if kernel is None else "native"
+        self._scan: ScanBackend = TorchScan(self._copy) if kernel is None else NativeScan(self._copy, kernel)
 
     def __len__(self) -> int:
         return len(self._vectors)
@@ -120,10 +120,10 @@ class ScanBackend(Protocol):
 class NativeScan:
     """Scan by compiled kernels (plsc/native/scan_kernels.cpp), with as many threads as torch uses."""
 
-    def __init__(self, copy: "ScanCopy") -> None:
-        self._bounds = copy.bounds
+    def __init__(self, copy: "ScanCopy", kernel: ScanKernel) -> None:
+        self._kernel, self._bounds = kernel, copy.bounds
         # With matrix tiles (AMX) both factors are bfloat16, so queries are rounded too; without, rows are widened.
-        self._rounds_queries = copy.rows is not None and has_tiles()
+        self._rounds_queries = copy.rows is not None and kernel.has_tiles
         base = copy.vectors if copy.rows is None else copy.rows.view(torch.uint16).numpy()
         self._rows = Rows(np.asarray(copy.vectors), np.asarray(base), copy.source.descriptor, copy.source.offset)
 
@@ -138,7 +138,7 @@ class NativeScan:
         low = rounded.view(torch.uint16).numpy() if self._rounds_queries else None
         score_all = 4 * k >= count  # then a first pass in low precision would exclude next to nothing
         multiplications = count * len(queries) * exact.shape[1]
-        scores, rows, _ = native_scan(
+        scores, rows, _ = self._kernel(
             replace(self._rows, base=None) if score_all else self._rows,
             queries,
             None if score_all else low,

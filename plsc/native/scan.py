@@ -1,11 +1,10 @@
 """The compiled exact scan as a function of arrays: candidates in bfloat16 or float32, the ranking in float64.
 
-In bfloat16, on a processor with matrix tiles (Intel AMX), the queries are rounded too and whole panels of them are
-multiplied at once; any other processor multiplies float32 queries by rows widened in registers.
+In bfloat16, on a processor with matrix tiles (Intel AMX), the queries are rounded too and multiplied in whole panels;
+any other processor multiplies float32 queries by rows widened in registers.
 """
 
 import ctypes
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,54 +17,32 @@ from plsc.native.build import library
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
 
-PADDED_TO = 32  # numbers: what the width of bfloat16 rows is a multiple of
-_PANEL = 32  # queries: what their number is filled up to a multiple of
-_UNREADABLE = -2
+PADDED_TO = 32  # the width of bfloat16 rows is a multiple of this many numbers
+_PANEL = 32  # the kernel reads queries in panels of this many, zeros behind the last
+_UNREADABLE = -2  # the kernel's return value for a file that cannot be read
 _SOURCE = "scan_kernels"
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
+# plsc_scan's parameters, in the order of scan_kernels.cpp.
 _ARGUMENTS = (
-    _POINTER,
-    ctypes.c_int,
-    _INTEGER,
-    _POINTER,
-    ctypes.c_int,
-    _INTEGER,
-    _INTEGER,
-    _POINTER,
-    _INTEGER,
-    _POINTER,
-    _POINTER,
-    _POINTER,
-    _INTEGER,
-    _INTEGER,
-    _POINTER,
-    _INTEGER,
-    _INTEGER,
-    _POINTER,
-    _POINTER,
+    *(_POINTER, ctypes.c_int, _INTEGER),  # base, is_bf16, stride
+    *(_POINTER, ctypes.c_int, _INTEGER, _INTEGER),  # vectors, file, offset, dim
+    *(_POINTER, _INTEGER, _POINTER),  # index, count, allowed
+    *(_POINTER, _POINTER, _INTEGER),  # queries, low_queries, query_count
+    *(_INTEGER, _POINTER, _INTEGER, _INTEGER),  # k, margin, most, threads
+    *(_POINTER, _POINTER),  # scores, rows
 )
-
-
-@functools.cache
-def has_scan() -> bool:
-    """Whether there is a compiler, so that :func:`scan` runs here."""
-    return library(_SOURCE) is not None
-
-
-@functools.cache
-def has_tiles() -> bool:
-    """Whether bfloat16 products here round the queries, too."""
-    compiled = library(_SOURCE)
-    return compiled is not None and bool(compiled.plsc_has_tiles())
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What is scanned: ``vectors`` (N, D) float32, and ``base``.
+    """The rows to scan.
 
-    base: (N, stride) uint16, the bits of bfloat16 numbers with zeros behind the first D, stride a multiple of 32; or
-    ``vectors`` again; or None, to score every row in float64. descriptor, offset: the file that holds the vectors,
-    and where in it, in bytes; they are then read from there and not from memory.
+    Attributes:
+        vectors: (N, D) float32.
+        base: (N, stride) uint16, the bits of bfloat16 numbers with zeros behind the first D, stride a multiple of 32;
+            or ``vectors`` again; or None, to score every row in float64.
+        descriptor: of the file that holds the vectors, which are then read from it and not from memory; or None.
+        offset: bytes from its beginning to the first row.
     """
 
     vectors: Float32
@@ -74,75 +51,84 @@ class Rows:
     offset: int = 0
 
 
-def scan(
-    rows: Rows,
-    queries: Float32,
-    low_queries: npt.NDArray[np.uint16] | None,
-    margin: Float32,
-    k: int,
-    *,
-    index: Int64 | None,
-    allowed: npt.NDArray[np.bool_] | None,
-    most: int,
-    threads: int,
-) -> tuple[Float32, Int64, int]:
-    """The best ``k`` rows of each of ``queries`` (Q, D), by float64 products, ties by number.
+class ScanKernel:
+    """The compiled scan; :func:`load_scan` makes one.
 
-    Args:
-        low_queries: (Q, D) bits of the queries in bfloat16, to multiply in tiles; None to multiply without.
-        margin: (Q,) how far below the k-th best score in low precision a row may lie and still be looked at.
-        index: (n,) ascending, the rows to look at; None: all N.
-        allowed: (N,) the rows among them that may be found, at least k; None: all.
-        most: candidates of a query above which every row is scored in float64 instead.
-
-    Returns:
-        scores (Q, k) float32, rows (Q, k) int64, and how many rows were scored in float64.
-
-    Raises :class:`MemoryError`, and :class:`DataError` where the file cannot be read any more.
+    Attributes:
+        has_tiles: True if bfloat16 rows are multiplied in matrix tiles, which takes queries in bfloat16.
     """
+
+    def __init__(self, compiled: ctypes.CDLL) -> None:
+        self._run = compiled.plsc_scan
+        self._run.argtypes, self._run.restype = _ARGUMENTS, _INTEGER
+        self.has_tiles = bool(compiled.plsc_has_tiles())
+
+    def __call__(
+        self,
+        rows: Rows,
+        queries: Float32,
+        low_queries: npt.NDArray[np.uint16] | None,
+        margin: Float32,
+        k: int,
+        *,
+        index: Int64 | None,
+        allowed: npt.NDArray[np.bool_] | None,
+        most: int,
+        threads: int,
+    ) -> tuple[Float32, Int64, int]:
+        """Find the best ``k`` rows of each query, by float64 products, ties by number.
+
+        Args:
+            rows: what to scan.
+            queries: (Q, D).
+            low_queries: (Q, D) bits of the queries in bfloat16, to multiply in tiles; None to multiply without.
+            margin: (Q,), the distance below the k-th best score in low precision at which a row is still a candidate.
+            k: how many rows, at least one.
+            index: (n,) ascending, the rows to visit; None: all N.
+            allowed: (N,), True for those among them that may be found, at least k; None: all.
+            most: candidates of a query above which every row is scored in float64 instead.
+            threads: to use.
+
+        Returns:
+            scores (Q, k) float32, rows (Q, k) int64, and the number of rows that were scored in float64.
+
+        Raises:
+            MemoryError: the candidates do not fit into memory.
+            DataError: the file cannot be read any more.
+        """
+        dim = rows.vectors.shape[1]
+        stride = dim if rows.base is None else rows.base.shape[1]
+        # Named, so that the arrays live until the call is over: the kernel gets addresses alone.
+        padded, low = _padded(queries, stride), None if low_queries is None else _padded(low_queries, stride)
+        margin = np.ascontiguousarray(margin, dtype=np.float32)
+        scores = np.empty((len(queries), k), dtype=np.float32)
+        found = np.empty((len(queries), k), dtype=np.int64)
+        ranked = self._run(
+            *(_address(rows.base), rows.base is not None and rows.base.dtype == np.uint16, stride),
+            *(_address(rows.vectors), -1 if rows.descriptor is None else rows.descriptor, rows.offset, dim),
+            *(_address(index), len(rows.vectors) if index is None else len(index), _address(allowed)),
+            *(_address(padded), _address(low), len(queries)),
+            *(k, _address(margin), most, threads),
+            *(_address(scores), _address(found)),
+        )
+        if ranked == _UNREADABLE:
+            raise DataError("the file of the vectors cannot be read any more; has it been cut?")
+        if ranked < 0:
+            raise MemoryError("the scan's shortlists do not fit into memory")
+        return scores, found, ranked
+
+
+def load_scan() -> ScanKernel | None:
+    """The compiled scan for this processor (or for ``PLSC_CPU``, see :mod:`plsc.native.build`); None: no compiler."""
     compiled = library(_SOURCE)
-    assert compiled is not None, "ask has_scan() first"
-    dim = rows.vectors.shape[1]
-    stride = dim if rows.base is None else rows.base.shape[1]
-    wide, low = _filled_up(queries, stride), None if low_queries is None else _filled_up(low_queries, stride)
-    margin = np.ascontiguousarray(margin, dtype=np.float32)
-    scores = np.empty((len(queries), k), dtype=np.float32)
-    found = np.empty((len(queries), k), dtype=np.int64)
-    run = compiled.plsc_scan
-    run.argtypes, run.restype = _ARGUMENTS, _INTEGER
-    ranked = run(
-        _address(rows.base),
-        rows.base is not None and rows.base.dtype == np.uint16,
-        stride,
-        _address(rows.vectors),
-        -1 if rows.descriptor is None else rows.descriptor,
-        rows.offset,
-        dim,
-        _address(index),
-        len(rows.vectors) if index is None else len(index),
-        _address(allowed),
-        _address(wide),
-        _address(low),
-        len(queries),
-        k,
-        _address(margin),
-        most,
-        threads,
-        _address(scores),
-        _address(found),
-    )
-    if ranked == _UNREADABLE:
-        raise DataError("the file of the vectors cannot be read any more; has it been cut?")
-    if ranked < 0:
-        raise MemoryError("the scan's shortlists do not fit into memory")
-    return scores, found, ranked
+    return None if compiled is None else ScanKernel(compiled)
 
 
-def _filled_up(queries: npt.NDArray[Any], stride: int) -> npt.NDArray[Any]:
-    """``queries`` with zeros beside and below, for whole panels of whole rows."""
-    whole = np.zeros((-(-len(queries) // _PANEL) * _PANEL, stride), dtype=queries.dtype)
-    whole[: len(queries), : queries.shape[1]] = queries
-    return whole
+def _padded(queries: npt.NDArray[Any], stride: int) -> npt.NDArray[Any]:
+    """``queries`` with zeros to the right and below, for whole panels of whole rows."""
+    padded = np.zeros((-(-len(queries) // _PANEL) * _PANEL, stride), dtype=queries.dtype)
+    padded[: len(queries), : queries.shape[1]] = queries
+    return padded
 
 
 def _address(array: npt.NDArray[Any] | None) -> int | None:

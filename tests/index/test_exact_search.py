@@ -5,7 +5,7 @@ import pytest
 
 from plsc.index import exact
 from plsc.index.exact import ExactSearch
-from plsc.native.scan import has_scan
+from plsc.native.scan import load_scan
 
 
 def rows_of(count, dim, seed=0):
@@ -24,4 +24,4 @@ def test_answers_before_and_after_the_copy_are_the_same(monkeypatch, least):
             scores, rows = search.search(queries, k)
             np.testing.assert_array_equal(rows[:, :10], truth[:, :10])
             assert rows.shape == scores.shape == (12, min(k, 3000))
-    assert (search._scan is not None) == (has_scan() and least == 0)
+    assert (search._scan is not None) == (load_scan() is not None and least == 0)

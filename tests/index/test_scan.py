@@ -1,4 +1,7 @@
-"""The exact scan against float64 numpy: any size, filters, ties, near-ties that low precision cannot tell apart."""
+"""The exact scan against float64 numpy: any size, filters, ties, near-ties that low precision cannot tell apart.
+
+Every test runs on each path that this machine has: without a compiler, and by each part of the CPU's instructions.
+"""
 
 import re
 from pathlib import Path
@@ -6,11 +9,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plsc.errors import DataError, UsageError
 from plsc.index.scan import ExactScan, ScanCopy
+from plsc.native import build
+
+
+@pytest.fixture(autouse=True, params=["no compiler", *build.available_paths()])
+def path(request, monkeypatch):
+    if request.param == "no compiler":
+        monkeypatch.setenv("PLSC_NATIVE", "0")
+    else:
+        monkeypatch.setenv("PLSC_CPU", request.param)
+    return request.param
+
+
+def test_the_backend_is_chosen_by_what_the_machine_has(path):
+    assert ExactScan(rows_of(3, 2)).backend == ("torch" if path == "no compiler" else "native")
 
 
 def unit(rows):
@@ -39,7 +56,7 @@ def agree(found, truth):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(0, 700),
     dim=st.integers(1, 70),
