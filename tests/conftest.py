@@ -14,11 +14,24 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share
 
 from support.interpreter import Interpreter  # noqa: E402
 from support.ranks import RankPool  # noqa: E402
+from support.time_limit import time_limit  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _strict_ranks() -> Iterator[None]:
+    """A warning is an error on the ranks that commands start from this process, too."""
+    from plsc.parallel import launch
+
+    environment = launch.rank_environment
+    with pytest.MonkeyPatch.context() as patch:
+        strict = {"PYTHONWARNINGS": "error"}
+        patch.setattr(launch, "rank_environment", lambda *args: {**environment(*args), **strict})
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -37,6 +50,20 @@ def interpreter() -> Iterator[Interpreter]:
     process = Interpreter()
     yield process
     process.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Limit the time of fixtures."""
+    with time_limit():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Limit the time of each test."""
+    with time_limit():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -3,22 +3,16 @@
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
+from support.ranks import run_command
 
 from plsc.errors import UsageError
 from plsc.parallel.launch import launch
 
-RUN = [sys.executable, "-m", "plsc.tools.entry"]
-
-
-def started(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUN, *argv], capture_output=True, text=True, cwd=cwd)
-
 
 def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
-    done = started("eval", "raw-pixels", "--data", "nowhere/", "--nproc", "2", cwd=tmp_path)
+    done = run_command("eval", "raw-pixels", "--data", "nowhere/", "--nproc", "2", cwd=tmp_path)
     assert done.returncode in (1, 2)
     assert done.stderr.count("error:") == 1, done.stderr
     assert "nowhere" in done.stderr

@@ -7,13 +7,17 @@ import multiprocessing as mp
 import os
 import signal
 import socket
+import tempfile
 import time
+import warnings
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from support.ranks import HANG_SECONDS, RankError, offer_stacks, stacks_of
 
 TINY: dict[str, Any] = {
     "backbone": "tiny",
@@ -110,8 +114,9 @@ class Killable:
             port = probe.getsockname()[1]
         self.out = out
         self.ranks: list[BaseProcess] = []
-        for rank in range(world):
-            process = context.Process(target=_be_rank, args=(rank, world, port, out, changes, resume, fault))
+        self._stacks = [Path(tempfile.mkstemp(prefix=f"rank{rank}-")[1]) for rank in range(world)]
+        for rank, stacks in enumerate(self._stacks):
+            process = context.Process(target=_be_rank, args=(rank, world, port, out, changes, resume, fault, stacks))
             process.start()
             self.ranks.append(process)
 
@@ -130,19 +135,33 @@ class Killable:
 
     def wait(self) -> list[int | None]:
         """Every rank's exit code."""
+        deadline = time.monotonic() + HANG_SECONDS
         for process in self.ranks:
-            process.join(60)
+            process.join(max(deadline - time.monotonic(), 0))
+        if hanging := [rank for rank, process in enumerate(self.ranks) if process.is_alive()]:
+            stacks = [f"rank {rank}:\n{stacks_of(self.ranks[rank], self._stacks[rank])}" for rank in hanging]
+            self.kill(hanging)
+            raise RankError("\n".join(["the run does not end", *stacks]))
         return [process.exitcode for process in self.ranks]
 
 
 def _be_rank(
-    rank: int, world: int, port: int, out: Path, changes: dict[str, Any] | None, resume: str | None, fault: str
+    rank: int,
+    world: int,
+    port: int,
+    out: Path,
+    changes: dict[str, Any] | None,
+    resume: str | None,
+    fault: str,
+    stacks: Path,
 ) -> None:
     import sys
 
     import plsc
     from plsc.errors import PlscError
 
+    offer_stacks(stacks)
+    warnings.simplefilter("error")
     torch.set_num_threads(1)
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115, PTH123 (what a killed peer makes gloo say is expected)
     os.environ.update(

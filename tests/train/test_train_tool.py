@@ -1,12 +1,11 @@
 """plsc train from the outside: its arguments, its ranks, its one line for what is wrong."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.ranks import run_command
 
 from plsc.tools.entry import main
 
@@ -73,15 +72,7 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, "-m", "plsc.tools.entry", "train", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run_command("train", *words)
 
 
 def test_two_ranks_and_a_second_run_in_their_place(recipe: Path, tmp_path: Path) -> None:
