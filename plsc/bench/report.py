@@ -47,7 +47,7 @@ def head_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
         first = at_size[0]
         lines += [
             f"{first['classes']:,} classes x {first['dim']}, {first['batch_per_rank']} samples on each of "
-            f"{first['nproc']} ranks, {_count(first['threads'], 'thread')} each; per step and rank:",
+            f"{_count(first['nproc'], 'rank')}, {_count(first['threads'], 'thread')} each; per step and rank:",
             f"  {'':<{width}}  {'CPU s':>9} {'wall ms':>9} {'MiB':>9} {'roofline':>9}",
             *(_head_line(row, width) for row in at_size),
             "",
@@ -110,7 +110,7 @@ def draw_heads(rows: Sequence[Row], path: Path) -> None:
         else:
             _head_panel(time_axes, at_batch, "wall_s", 1000, "milliseconds per step")
         _head_panel(memory_axes, at_batch, "memory_mib", 1, "MiB per rank at the peak, above the libraries'")
-        _title(time_axes, f"{batch} samples a rank, {first['nproc']} ranks, D = {first['dim']}")
+        _title(time_axes, f"{batch} samples a rank, {_count(first['nproc'], 'rank')}, D = {first['dim']}")
     lines, texts = panels[0][0].get_legend_handles_labels()
     figure.legend(lines, texts, loc="outside upper left", ncols=3, frameon=False, fontsize=10)
     _save(figure, path)
