@@ -74,6 +74,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Under pytest-xdist, hand the number of deselected tests to the process that writes the summary."""
+    output: dict[str, Any] | None = getattr(items[0].config, "workeroutput", None)
+    if output is not None:
+        output["deselected"] = output.get("deselected", 0) + len(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Keep a worker's number; every worker collects, and deselects, the same tests."""
+    node.config.stash[DESELECTED] = getattr(node, "workeroutput", {}).get("deselected", 0)
+
+
+DESELECTED = pytest.StashKey[int]()
 SKIP_HINTS = {
     "needs Chromium": "the page's tests; install Chromium to run them (Debian, Ubuntu: apt-get install chromium)",
     "needs a CUDA device": "GPU tests; run them on a machine with an NVIDIA GPU",
@@ -90,7 +104,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if count:
             terminalreporter.write_line(f"{count} skipped: {hint}")
     if config.getoption("markexpr") == "not slow":
-        count = len(terminalreporter.stats.get("deselected", []))
+        count = len(terminalreporter.stats.get("deselected", [])) or config.stash.get(DESELECTED, 0)
         terminalreporter.write_line(
             f"{count} left out: slow tests (training, kills, wheels, large tables); 'make test'"
         )

@@ -47,6 +47,7 @@ def one_rank(config: Config, classes: int) -> Setup:
     return Setup(config, classes, world=1, per_node=1, head_ranks=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [

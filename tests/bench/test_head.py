@@ -60,6 +60,7 @@ def bench(*argv):
     return main(["bench", "head", "--dim", "16", "--batch", "4", *map(str, argv)])
 
 
+@pytest.mark.slow
 def test_rows_ratios_and_files(peer, tmp_path, capsys):
     assert (
         bench(
@@ -116,6 +117,7 @@ def test_rows_ratios_and_files(peer, tmp_path, capsys):
     assert "3,000 classes x 16, 4 samples on each of 2 ranks" in shown
 
 
+@pytest.mark.slow
 def test_what_fails_or_does_not_fit_is_a_row(peer, tmp_path, capsys):
     assert (
         bench(

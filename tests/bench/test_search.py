@@ -64,6 +64,7 @@ def test_every_implementation_finds_the_truth(name, data):
     assert figures["batches"]["24"]["note"].startswith("blocks of ") == (name == "faiss-tuned")
 
 
+@pytest.mark.slow
 def test_rows_ratios_and_files(tmp_path, capsys):
     assert (
         bench(
@@ -147,6 +148,7 @@ def test_an_implementation_that_fails_is_a_row_and_not_tried_again(monkeypatch):
     assert "no memory" in search_table(result["rows"], result["ratios"])
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_early_says_why(monkeypatch):
     monkeypatch.setitem(search.IMPLEMENTATIONS, "none", IMPLEMENTATIONS["numpy"])  # which the worker does not know
     (row,) = compare_searches(SearchComparison(("none",), 50, 4, [1], 1, 1, 0.01), quiet=True)["rows"]

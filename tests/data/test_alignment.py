@@ -65,6 +65,7 @@ def ramp(height, width):
     return torch.from_numpy(np.stack([x * 250 / width, y * 250 / height, np.full(x.shape, 128.0)]).round()).byte()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.floats(-np.pi, np.pi),

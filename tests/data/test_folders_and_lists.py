@@ -113,6 +113,7 @@ def test_numbers_are_mapped_in_order_without_gaps(numbers: list[int]) -> None:
     assert list(names) == [str(number) for number in classes]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=30))
 def test_names_map_back(names: list[str]) -> None:

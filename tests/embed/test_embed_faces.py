@@ -74,6 +74,7 @@ def test_a_set_is_not_gone_on_with_under_another_alignment(scene, tmp_path, caps
         assert "was begun with the data" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_align_as_one_process_does(scene, tmp_path):
     given = ["--detector", f"onnx:{scene / 'd.onnx'}", "--workers", "0"]
     assert embed(scene, tmp_path / "one", *given) == 0

@@ -72,6 +72,7 @@ def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody
     assert not [name for name in early if name.startswith(("Sub", "Mul", "_minus", "_mul"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:mobilefacenet"])
 def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = export.export_onnx(small(name, 32), tmp_path / "m.onnx")
@@ -79,6 +80,7 @@ def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.C
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: Path) -> None:
     model, path = small(), tmp_path / "m.pt2"
     export.export_torch(model, path)
@@ -98,6 +100,7 @@ def test_the_torch_program_runs_where_plsc_is_not_and_holds_no_pickle(tmp_path: 
         torch.testing.assert_close(one, model(images[:1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "size", "there"),
     [
@@ -126,6 +129,7 @@ def test_insightface_has_no_timm(tmp_path: Path) -> None:
     assert contents(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [export.export_onnx, export.export_torch])
 def test_a_file_that_is_off_is_not_left_behind(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "m").write_text("the file that was there before")

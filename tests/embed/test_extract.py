@@ -100,6 +100,7 @@ def _on_a_rank(mesh: Mesh, folder: Path, pictures: Pictures) -> dict[str, Any]:
     return run(mesh, folder, pictures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_number_of_ranks_gives_the_same_bytes(ranks: Any, tmp_path: Path, world: int) -> None:
     pictures = Pictures(100, bad=(20,))
@@ -131,6 +132,7 @@ def _killed_in_the_middle(folder: Path, after_shards: int) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_on_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     pictures = Pictures(200, (3,))
     _killed_in_the_middle(tmp_path / "killed", 2)

@@ -31,6 +31,7 @@ def test_a_model_file_is_judged_at_its_own_size(tmp_path):
     assert json.loads(out.read_text())["sets"][SET]["rank5"] is not None
 
 
+@pytest.mark.slow
 def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
     argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32", "--batch-size", "5", "--json"]
     assert main([*argv, str(tmp_path / "one.json")]) == 0

@@ -8,6 +8,8 @@ from support.store_kits import KINDS, Kit, Servers
 
 from plsc.gallery.store import Store
 
+SLOW_KINDS = {"milvus": pytest.mark.slow}  # its server on one machine takes as long as all others together
+
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
@@ -16,7 +18,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     servers.close()
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[pytest.param(kind, marks=SLOW_KINDS.get(kind, ())) for kind in KINDS])
 def kit(request: pytest.FixtureRequest, servers: Servers) -> Iterator[Kit]:
     kit = servers.kit(request.param)
     yield kit

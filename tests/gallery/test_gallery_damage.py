@@ -201,6 +201,7 @@ def test_a_damaged_name_is_not_shown_with_a_match(folder: Path, value: str) -> N
     store.close()
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_sqlite_never_change_an_answer_unnoticed(folder: Path, sound: Path, tmp_path: Path) -> None:
     path = folder / "gallery.sqlite"
     good = SqliteStore(shutil.copytree(sound, tmp_path / "good"))
@@ -379,6 +380,7 @@ store.close()
 """
 
 
+@pytest.mark.slow
 def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
     """Where nothing can be mounted this shows the same."""
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:

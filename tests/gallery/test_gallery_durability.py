@@ -10,6 +10,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--full-disk"]], ids=["plain", "full disk"])
 def test_three_kills_lose_nothing_that_was_acknowledged(more: list[str], tmp_path: Path) -> None:
     if more and subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:

@@ -19,6 +19,8 @@ from plsc.gallery.milvus_filters import expression, fits_of
 from plsc.gallery.milvus_store import MilvusStore, open_milvus
 from plsc.gallery.store import NewPerson
 
+pytestmark = pytest.mark.slow
+
 LONG = "PLSC_TEST_LONG" in os.environ  # every failure at every request, instead of one at each
 FAILURES = [
     (StorageError, True, False),

@@ -281,6 +281,7 @@ def test_a_thousand_faces_of_one_person_hide_nobody(tmp_path: Path) -> None:
 # --- whose store it is -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_process_has_a_store_and_the_other_is_told_which(tmp_path: Path) -> None:
     store = open_people(tmp_path / "store")
     with pytest.raises(ConflictError, match=f"process {os.getpid()}"):

@@ -47,6 +47,7 @@ def flip(path: Path, byte: int, bit: int = 3) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("within", [0, 5, 11, 18, 24, 24 + 9000, FRAME - 1])
 def test_a_bit_flipped_in_the_log_is_named_and_the_log_kept(
     killed: tuple[Path, list[int]], tmp_path: Path, within: int

@@ -396,6 +396,7 @@ def never_stopped(mesh: Mesh, options: dict[str, object]) -> torch.Tensor:
     return all_gather_rows(head.weight.detach(), mesh.head).clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [HIGH, LOW], ids=["f64", "bf16+int8"])
 def test_saved_by_groups_and_resumed_by_any_number_of_ranks(ranks, tmp_path, options):
     small = ranks(4, save, str(tmp_path), options, head_ranks=2)[0]

@@ -12,6 +12,7 @@ def test_on_a_gpu(check):
     check(torch.device("cuda", 0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check", list(SMALL), ids=lambda check: check.__name__)
 def test_interpreted(interpreter, check):
     interpreter(check, torch.device("cpu"), **SMALL[check])

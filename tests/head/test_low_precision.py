@@ -93,6 +93,7 @@ def test_nearest_rounding_does_not_hold_the_weight_norm_and_stochastic_rounding_
     assert decayed("nearest", **low) > 1.15 * exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("momentum", [torch.float32, torch.bfloat16, torch.int8])
 def test_low_precision_training_stays_near_float32(momentum):
     exact = train("stochastic").weight.detach()

@@ -91,6 +91,7 @@ def peaks_of_steps(batch: int) -> dict[tuple[float, int], float]:
     return peaks
 
 
+@pytest.mark.slow
 def test_a_step_needs_a_chunk_above_the_state_however_many_classes_and_samples():
     """All logits would take 64 MiB at 65,536 classes and 256 samples, the table's gradient 128 MiB."""
     peaks = in_a_process(peaks_of_steps, 256)
@@ -129,6 +130,7 @@ CLASSES = 500_000  # 122 MiB of weights, 61 of momentum
 STATE = CLASSES * (128 * 3 + 8) / MIB
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
 def test_a_resident_table_is_created_saved_and_loaded_without_a_second_copy(tmp_path):
     peaks = in_a_process(peaks_of_a_life, str(tmp_path), "device", CLASSES)
@@ -136,6 +138,7 @@ def test_a_resident_table_is_created_saved_and_loaded_without_a_second_copy(tmp_
     assert max(peaks[part] for part in ("training", "saving", "loading", "mean norm")) < 40, peaks
 
 
+@pytest.mark.slow
 def test_a_mapped_table_never_comes_into_memory(tmp_path):
     peaks = in_a_process(peaks_of_a_life, str(tmp_path), f"mmap:{tmp_path}/table", CLASSES)
     assert max(peaks.values()) < 120, peaks  # of creation: the norms of 65,536 rows at a time

@@ -278,6 +278,7 @@ def norms_found_again(dtype: torch.dtype) -> bool:
     return torch.equal(left, head.inverse_norms())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_finds_the_norms_that_its_updates_left(interpreter, dtype):
     assert interpreter(norms_found_again, dtype)

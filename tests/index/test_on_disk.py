@@ -57,6 +57,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> list[EmbeddingSet]:
     return [clustered(folder / f"s{n}", 1000, 32, n) for n in range(4)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux: its limits and its /proc")
 def test_a_build_takes_less_memory_than_the_vectors(tmp_path: Path) -> None:
     """100 MB of vectors in four sets are built into an IVF index within 32 MiB; without a limit they all are held."""
@@ -151,6 +152,7 @@ def test_amounts_that_cannot_be(sets: list[EmbeddingSet], tmp_path: Path, small:
     assert not MemoryBudget(4 * 10**9, 2 * 10**6, 512, tmp_path).holds("ivf")
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
     sets: list[EmbeddingSet], tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_check_says_what_it_measured(folder: Path, capsys: pytest.CaptureFixture
     assert "sound; 48 rows of 32" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = (
         "embed",

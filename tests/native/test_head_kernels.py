@@ -181,6 +181,7 @@ def test_rounding_depends_on_the_seed_and_the_global_row(path):
     assert not torch.equal(tables[0], tables[2])
 
 
+@pytest.mark.slow
 def test_without_a_compiler_pytorch_computes():
     """The switch, and a compiler that fails: training goes on, and a failing compiler is said once."""
     program = (
@@ -213,6 +214,7 @@ def test_the_lesser_paths_have_no_tiles(path):
     assert kernels.has_tiles() == (path == "amx")
 
 
+@pytest.mark.slow
 @compiled
 def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
     folder = tmp_path / "plsc"

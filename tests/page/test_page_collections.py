@@ -3,9 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 from support.page_actions import ADA, open_tab_by_keyboard, tab_to
 from support.page_kit import PageService, chosen, draw
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) -> None:

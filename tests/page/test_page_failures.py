@@ -11,6 +11,8 @@ from support.page_kit import PageService, chosen
 from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("content", "told"), [(b"\x89PNG\r\n\x1a\nbroken", "query"), (b"no picture at all", "JPEG, PNG or WEBP")]

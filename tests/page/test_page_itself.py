@@ -12,6 +12,8 @@ from support.page_kit import PageService, chosen, draw
 
 from plsc.gallery.filters import Filter
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_page_is_served_under_a_strict_policy(service: PageService) -> None:
     import httpx

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, HOSTILE, KURT, choose_by_keyboard, open_tab_by_keyboard, tab_to
 from support.page_kit import PageService, chosen, draw, embedding
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, service: PageService) -> None:

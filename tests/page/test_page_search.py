@@ -19,6 +19,8 @@ from support.page_actions import (
 )
 from support.page_kit import PageService, chosen, cosine, png
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: str) -> None:
     page = visit(people)

@@ -11,6 +11,7 @@ from plsc.errors import UsageError
 from plsc.parallel.launch import launch
 
 
+@pytest.mark.slow
 def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
     done = run_command("eval", "raw-pixels", "--data", "nowhere/", "--nproc", "2", cwd=tmp_path)
     assert done.returncode in (1, 2)
@@ -19,6 +20,7 @@ def test_an_error_that_every_rank_meets_is_told_once(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
     """Rank 1 kills itself; rank 0 would wait for ever."""
     code = textwrap.dedent("""

@@ -11,6 +11,8 @@ from plsc.files import read_json
 from plsc.quickstart.report import write_report
 from plsc.quickstart.steps import CONFIG, UNSEEN, QuickstartPaths, run_quickstart
 
+pytestmark = pytest.mark.slow
+
 SMALL = (
     "--data.train",
     "avatars:12x6",

@@ -16,6 +16,7 @@ def blocks(kind: str) -> str:
     return "\n".join(re.findall(rf"^```{kind}\n(.*?)^```", TEXT, flags=re.DOTALL | re.MULTILINE))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None or shutil.which("bash") is None, reason="needs curl and bash")
 def test_every_request_runs_as_written(tmp_path):
     with live_service(tmp_path, source="model.safetensors") as live:

@@ -64,6 +64,7 @@ def test_examples_of_bodies_work_as_they_stand(live):
     assert tried >= 10
 
 
+@pytest.mark.slow
 def test_no_request_breaks_it_or_gets_an_undescribed_answer(live):
     schema = schemathesis.openapi.from_url(f"{live.server.address}/openapi.json")
 

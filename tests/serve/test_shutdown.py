@@ -47,6 +47,7 @@ def start(model: Path, store: Path, *arguments: str) -> tuple["subprocess.Popen[
     return process, line
 
 
+@pytest.mark.slow
 def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
     process, line = start(model, tmp_path / "store", "--threshold", "0.5")
     address = line.split()[2].rstrip(":")

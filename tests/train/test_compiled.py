@@ -9,6 +9,8 @@ import pytest
 from support.tiny_runs import losses, run
 from torch._dynamo.utils import counters
 
+pytestmark = pytest.mark.slow
+
 Ranks = Any
 
 

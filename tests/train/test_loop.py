@@ -94,6 +94,7 @@ def test_the_resolved_configuration_loads_back_equal(tmp_path: Path, ranks: Rank
     assert written == given
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_path: Path, ranks: Ranks) -> None:
     changes = {
@@ -115,6 +116,7 @@ def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_pat
         assert many[step] == pytest.approx(loss, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_an_adamw_run_does_not_amplify_what_tells_worlds_apart(tmp_path: Path, ranks: Ranks) -> None:
     """In float32 sums, worlds' losses part by 0.3 here: rounding differs, and this kind of run amplifies it."""
     changes = {
@@ -158,6 +160,7 @@ def test_micro_batches_step_as_one_large_batch(world: int, tmp_path: Path, ranks
         assert small_losses[step] == pytest.approx(loss, rel=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_learns_like_full(precision: str, tmp_path: Path, ranks: Ranks) -> None:
     changes = {"backbone": "plain", "data.batch_size": 6, "sync_batchnorm": True}

@@ -47,6 +47,7 @@ def test_the_unkilled_learn(unkilled: dict[int, dict[int, float]]) -> None:
         assert sum(found[step] for step in range(16, 21)) < 0.8 * sum(found[step] for step in range(1, 6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "victims"), [(1, [0]), (2, [0]), (2, [1]), (2, [0, 1])])
 def test_killed_at_a_random_step(
     world: int, victims: list[int], unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks
@@ -63,6 +64,7 @@ def test_killed_at_a_random_step(
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -83,6 +85,7 @@ def test_killed_while_it_saves(fault: str, unkilled: dict[int, dict[int, float]]
     assert (tmp_path / "checkpoints/latest").read_text() == "step-00000020\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop(number: int, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 6, "checkpoint.every_steps": 0}
@@ -97,6 +100,7 @@ def test_asked_to_stop(number: int, unkilled: dict[int, dict[int, float]], tmp_p
     assert losses(tmp_path) == unkilled[2]
 
 
+@pytest.mark.slow
 def test_three_ranks_resume_bit_for_bit(unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 4}
     ranks(3, on_rank, tmp_path, {**changes, "epochs": None, "steps": 7, "optim.schedule": "constant"}, None)
