@@ -19,7 +19,7 @@ from plsc.gallery.store import SPEC_FORMS, display_name, store_folder
 from plsc.tools.entry import main
 
 if TYPE_CHECKING:
-    from plsc.serve.metrics import Metrics
+    from plsc.serve.observability import Metrics
     from plsc.serve.service import Service
     from plsc.serve.settings import Limits, Settings
 

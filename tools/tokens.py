@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plsc.serve.roles import ROLES
+from plsc.serve.tokens import ROLES
 from plsc.tools.entry import main
 
 HELP = "say who may call a service"

@@ -1,88 +1,84 @@
-"""The application: every route, its failures in one shape, and the guard around them."""
+"""The application: all routes, one exception handler, the OpenAPI description, and admission around them."""
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp
 
 from plsc.errors import PlscError
-from plsc.serve import (
-    collections_api,
-    health_api,
-    inference_api,
-    model_api,
-    page_files,
-    persons_api,
-    search_api,
-    snapshots_api,
-)
-from plsc.serve.express import Express
-from plsc.serve.failures import as_refusal, error_response
-from plsc.serve.gate import Gate
-from plsc.serve.guard import Guard
-from plsc.serve.metrics import Metrics
-from plsc.serve.openapi import describe
-from plsc.serve.routing import said
+from plsc.serve.admission import Admission
+from plsc.serve.errors import answer_error
+from plsc.serve.observability import Metrics
+from plsc.serve.routes import admin, gallery, kserve, model, page, search
+from plsc.serve.routing import required_role, requires
+from plsc.serve.service import Lifecycle
 from plsc.serve.settings import Settings
 from plsc.serve.tokens import TokenBook
 
-_APIS = (
-    collections_api,
-    persons_api,
-    search_api,
-    model_api,
-    snapshots_api,
-    inference_api,
-    health_api,
-    page_files,
-)
+# Routes are tried in this order, by admission and by the router: the most frequent one stands first.
+ROUTERS = (search.router, gallery.router, model.router, admin.router, kserve.router, page.router)
+_PARSED_BY_ENDPOINTS: tuple[type[BaseModel], ...] = (search.SearchBody, kserve.InferRequest)
+
+description = APIRouter(include_in_schema=False)
 
 
-def build_app(gate: Gate, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> Guard:
-    """The ASGI application; it refuses requests until ``gate`` is opened."""
+@description.api_route("/openapi.json", methods=["GET", "HEAD"])
+@requires(None)
+async def openapi(request: Request) -> JSONResponse:
+    """The OpenAPI description."""
+    return JSONResponse(request.app.state.description)
+
+
+def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> ASGIApp:
+    """Build the ASGI application; it refuses requests until ``lifecycle`` is opened."""
     from plsc import __version__
 
+    routes = [route for router in (*ROUTERS, description) for route in router.routes]
     app = FastAPI(
         title="plsc",
         version=__version__,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
         description="Search a gallery of persons by pictures or vectors.",
-        generate_unique_id_function=_operation_id,
-        exception_handlers={
-            HTTPException: _refused,
-            PlscError: _failed,
-            RequestValidationError: _invalid,
-            Exception: _broken,
-        },
+        openapi_url=None,
+        redirect_slashes=False,
+        routes=routes,
+        exception_handlers=dict.fromkeys((HTTPException, PlscError, RequestValidationError, Exception), answer_error),
     )
-    app.state.gate = gate
-    app.state.page = page_files.read_page()
-    for api in _APIS:
-        app.include_router(api.router)
-    described: dict[str, Any] = describe(app)
-    app.openapi = lambda: described  # type: ignore[method-assign]
-    return Guard(Express(app), gate, settings, tokens, metrics)
+    app.state.lifecycle = lifecycle
+    app.state.description = describe(app)
+    return Admission(app, routes, lifecycle, settings, tokens, metrics)
 
 
-def _operation_id(route: Any) -> str:
-    return str(route.name)
+def describe(app: FastAPI) -> dict[str, Any]:
+    """OpenAPI 3.1: with the role that each operation needs, Bearer tokens, and errors of our shape alone."""
+    description = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+    components = description.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for parsed in _PARSED_BY_ENDPOINTS:
+        schema = parsed.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas.update(schema.pop("$defs", {}))
+        schemas[parsed.__name__] = schema
+    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.include_in_schema:
+            for method in route.methods or ():
+                _complete(description["paths"][route.path][method.lower()], route)
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    return description
 
 
-async def _refused(request: Request, error: Any) -> Response:
-    return error_response(request.url.path, error.status_code, str(error.detail), error.headers)
-
-
-async def _failed(request: Request, error: Any) -> Response:
-    return await _refused(request, as_refusal(error))
-
-
-async def _invalid(request: Request, error: Any) -> Response:
-    return error_response(request.url.path, 400, said(error.errors()))
-
-
-async def _broken(request: Request, error: Any) -> Response:
-    return error_response(request.url.path, 500, "something broke in the service; its log tells what")
+def _complete(operation: dict[str, Any], route: APIRoute) -> None:
+    role = required_role(route)
+    operation["operationId"] = route.name
+    operation["x-role"] = role
+    operation["security"] = [] if role is None else [{"token": []}]
+    responses = operation["responses"]
+    content = responses.get("422", {}).get("content", {}).get("application/json", {})
+    if content.get("schema", {}).get("$ref", "").endswith("HTTPValidationError"):
+        del responses["422"]  # FastAPI's own shape: here such requests get 400 in ours

@@ -1,4 +1,4 @@
-"""What callers send, made ready for the model: pictures decoded within limits, vectors checked."""
+"""Inputs of requests made ready for the model: images decoded within limits, vectors checked."""
 
 import binascii
 from typing import Any
@@ -12,69 +12,75 @@ from plsc.data.alignment import align_face
 from plsc.data.codec import decode_image, resize_image
 from plsc.embed.detector import Detector
 from plsc.errors import DataError
-from plsc.serve.failures import Refusal
+from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
 Float32 = npt.NDArray[np.float32]
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 
 
-def image_bytes(given: Input, name: str) -> bytes:
-    """The encoded image of an input; :class:`Refusal` 422 if it is no base64."""
+def image_bytes(item: Input, name: str) -> bytes:
+    """The encoded image of an input; :class:`ApiError` 422 if it is no base64."""
     try:
-        return pybase64.b64decode(given.image or "", validate=True)
+        return pybase64.b64decode(item.image or "", validate=True)
     except (binascii.Error, ValueError):
-        raise Refusal(422, f"{name}: the image is not base64; send the bytes of the file in base64") from None
+        raise ApiError(422, f"{name}: the image is not base64; send the bytes of the file in base64") from None
 
 
 def decode(
     data: bytes, name: str, size: int, max_pixels: int, landmarks: Any, detector: Detector | None
 ) -> torch.Tensor:
-    """An encoded JPEG, PNG or WEBP as uint8 (3, size, size), as the model expects it.
+    """Decode a JPEG, PNG or WEBP file as the model expects it.
 
-    With ``landmarks`` (5, 2) it is aligned by them; else with a ``detector`` by its main face; else it is taken
-    for an aligned crop, and resized. Raises :class:`Refusal` 415 for another format, 413 for too many
-    pixels, 422 where it does not decode or shows no face.
+    Args:
+        landmarks: (5, 2) points to align by; without them ``detector`` finds the main face, and without that the
+            image is taken as an aligned crop and resized.
+
+    Returns:
+        uint8 (3, size, size).
+
+    Raises:
+        ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
     """
     check_format(data, name)
     try:
         image = decode_image(data, name, max_pixels=max_pixels)
     except DataError as error:
-        raise Refusal(413 if "allowed" in str(error) else 422, str(error)) from None
+        raise ApiError(413 if "allowed" in str(error) else 422, str(error)) from None
     try:
         if landmarks is not None:
             return align_face(image, landmarks, size, name)
         return resize_image(image, size) if detector is None else detector.aligned(image, size, name)
     except DataError as error:
-        raise Refusal(422, str(error)) from None
+        raise ApiError(422, str(error)) from None
 
 
 def check_format(data: bytes, name: str) -> None:
-    """:class:`Refusal` 415 unless the first bytes are those of a JPEG, PNG or WEBP file."""
+    """:class:`ApiError` 415 unless the first bytes are those of a JPEG, PNG or WEBP file."""
     webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
     if not (webp or data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"))):
-        raise Refusal(415, f"{name} is no JPEG, PNG or WEBP image; convert it first")
+        raise ApiError(415, f"{name} is no JPEG, PNG or WEBP image; convert it first")
 
 
-def given_vector(given: Input, name: str, dim: int) -> Float32:
-    """The vector of an input as float32 (dim,); :class:`Refusal` 422 unless it is finite and has a direction."""
-    vector = _from_base64(given.vector_b64, name) if given.vector_b64 is not None else _from_list(given.vector)
+def input_vector(item: Input, name: str, dim: int) -> Float32:
+    """The vector of an input as float32 (dim,); :class:`ApiError` 422 unless it is finite and has a direction."""
+    vector = _from_base64(item.vector_b64, name) if item.vector_b64 is not None else _from_list(item.vector)
     if len(vector) != dim:
-        raise Refusal(422, f"{name}: the vector has {len(vector)} numbers; this service's model makes {dim}")
+        raise ApiError(422, f"{name}: the vector has {len(vector)} numbers; this service's model makes {dim}")
     check_direction(vector, name)
     return vector
 
 
 def check_direction(vector: Float32, name: str) -> None:
-    """:class:`Refusal` 422 if a vector is not finite, or zero."""
+    """:class:`ApiError` 422 if a vector is not finite, or zero."""
     with np.errstate(over="ignore", invalid="ignore"):  # looked into below
         square = np.dot(vector, vector)
     if 0 < square < np.inf:
         return
     if not np.isfinite(vector).all():
-        raise Refusal(422, f"{name}: the vector holds NaN or infinity, or numbers beyond float32")
+        raise ApiError(422, f"{name}: the vector holds NaN or infinity, or numbers beyond float32")
     if not vector.any():
-        raise Refusal(422, f"{name}: the vector is zero, which has no direction")
+        raise ApiError(422, f"{name}: the vector is zero, which has no direction")
 
 
 def _from_list(numbers: list[float] | None) -> Float32:
@@ -88,5 +94,5 @@ def _from_base64(text: str, name: str) -> Float32:
     except (binascii.Error, ValueError):
         data = b"?"
     if len(data) % 4:
-        raise Refusal(422, f"{name}: vector_b64 is not float32, little-endian, in base64")
+        raise ApiError(422, f"{name}: vector_b64 is not float32, little-endian, in base64")
     return np.frombuffer(data, dtype="<f4")

@@ -1,4 +1,4 @@
-"""What the routes share: the model, the store, the device's worker and the threads for decoding and storing."""
+"""Shared state of the routes: model, store, device worker, threads for decoding and storing; and its lifecycle."""
 
 import asyncio
 import math
@@ -13,26 +13,29 @@ import numpy as np
 import torch
 
 from plsc.embed.embedder import Embedder, contract_of, embed_images
-from plsc.errors import ConflictError
+from plsc.errors import ConflictError, PlscError
 from plsc.gallery.store import Collection, Store
-from plsc.serve.audit import Audit
-from plsc.serve.device_worker import DeviceWorker, Kind
-from plsc.serve.failures import Refusal
-from plsc.serve.inputs import Float32, check_direction, decode, given_vector, image_bytes
-from plsc.serve.metrics import Metrics
+from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
+from plsc.serve.errors import ApiError
+from plsc.serve.inputs import Float32, check_direction, decode, image_bytes, input_vector
+from plsc.serve.observability import Audit, Metrics
 from plsc.serve.schemas import Input
-from plsc.serve.searching import Answer, Search, Searcher
 from plsc.serve.settings import Settings
 from plsc.serve.snapshots import Snapshots
 
 Result = TypeVar("Result")
 STORE_THREADS = 8
-_VALUES_BESIDE = 256  # landmarks, name, metadata of an input
-_REMEMBERED_SECONDS = 1.0  # what is known of a collection may be so old: other processes may share a remote store
+_REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
+_STORE_SECONDS = 2.0  # a store that takes longer to say what it holds is lost
+_VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
 
 
 class Service:
-    """A model and a gallery at work. ``detector`` finds faces in pictures without landmarks, or is None."""
+    """A model and a gallery at work; its methods run in the event loop.
+
+    Args:
+        detector: finds faces in images without landmarks; None takes such images as aligned.
+    """
 
     def __init__(
         self, embedder: Embedder, store: Store, settings: Settings, metrics: Metrics, detector: Any = None
@@ -41,8 +44,7 @@ class Service:
         self.detector = detector
         self.contract_id = contract_of(embedder, settings.flip)
         self.model_name = Path(embedder.source).stem  # callers learn no paths
-        # What a JSON body may hold: vectors as numbers, and for each the rest of what is said of it.
-        self.most_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE)
+        self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = Audit(settings.audit)
         self._decoders = ThreadPoolExecutor(settings.decode_threads, "plsc-decode")
@@ -50,7 +52,7 @@ class Service:
         self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
         searcher = Searcher(store, settings.limits.answer_bytes)
         self.worker = DeviceWorker(
-            {"embed": Kind(self._embed), "search": Kind(searcher.run, searcher.name)},
+            {"embed": Kind(self._embed_batch), "search": Kind(searcher.run, searcher.name)},
             max_batch=settings.max_batch,
             max_wait=settings.max_wait_ms / 1000,
             capacity=settings.limits.queue,
@@ -61,7 +63,7 @@ class Service:
         metrics.watch_store(store.statistics)
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
-        """``function(*args)``, which may block on the store, in a thread."""
+        """Call ``function``, which may block on the store, in a thread."""
         begun = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
@@ -70,46 +72,60 @@ class Service:
             self.metrics.stage("store", time.monotonic() - begun)
 
     async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Float32:
-        """(n, D) float32 of inputs, pictures embedded; :class:`Refusal` names the first input that is unfit."""
+        """Vectors of inputs, images embedded.
+
+        Returns:
+            (n, D) float32.
+
+        Raises:
+            ApiError: an input that cannot be used, by its name.
+        """
         dim = self.embedder.embedding_dim
         vectors = [
-            None if given.image is not None else given_vector(given, name, dim)
-            for given, name in zip(inputs, names, strict=True)
+            None if item.image is not None else input_vector(item, name, dim)
+            for item, name in zip(inputs, names, strict=True)
         ]
-        pictures = [place for place, vector in enumerate(vectors) if vector is None]
-        if pictures:
-            chosen = [(image_bytes(inputs[place], names[place]), inputs[place].landmarks) for place in pictures]
-            embedded = await self.embed(chosen, [names[place] for place in pictures], deadline)
-            for place, vector in zip(pictures, embedded, strict=True):
-                vectors[place] = vector
+        images = [index for index, vector in enumerate(vectors) if vector is None]
+        if images:
+            encoded = [(image_bytes(inputs[index], names[index]), inputs[index].landmarks) for index in images]
+            embedded = await self.embed(encoded, [names[index] for index in images], deadline)
+            for index, vector in zip(images, embedded, strict=True):
+                vectors[index] = vector
         return np.array(vectors, dtype=np.float32).reshape(len(inputs), dim)
 
-    async def embed(self, pictures: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Float32:
-        """(n, D) float32 of encoded pictures with landmarks or None; :class:`Refusal` names the first unfit."""
+    async def embed(self, images: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Float32:
+        """Embed encoded images, each with landmarks or None.
+
+        Returns:
+            (n, D) float32.
+
+        Raises:
+            ApiError: an image that cannot be used, by its name.
+        """
         loop = asyncio.get_running_loop()
         decoding = [
             loop.run_in_executor(self._decoders, self._decode, data, name, landmarks, deadline)
-            for (data, landmarks), name in zip(pictures, names, strict=True)
+            for (data, landmarks), name in zip(images, names, strict=True)
         ]
         try:
-            images = torch.stack(await asyncio.gather(*decoding))
+            pixels = torch.stack(await asyncio.gather(*decoding))
         finally:
-            for image in decoding:
-                image.cancel()
-        vectors = await self.worker.submit("embed", images, len(images), deadline)
+            for future in decoding:
+                future.cancel()  # those still queued, where one failed or the caller disconnected
+        vectors = await self.worker.submit("embed", pixels, len(pixels), deadline)
         for vector, name in zip(vectors, names, strict=True):
             check_direction(vector, name)
         return np.asarray(vectors)
 
-    async def embed_images(self, images: torch.Tensor, deadline: float) -> Float32:
-        """(n, D) float32 of uint8 (n, 3, S, S)."""
+    async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
+        """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
         return np.asarray(await self.worker.submit("embed", images, len(images), deadline))
 
-    def search(self, search: Search, deadline: float) -> Awaitable[Answer]:
-        """Each query's matches with their persons."""
+    def search(self, search: Search, deadline: float) -> Awaitable[SearchAnswer]:
+        """Matches of each query, with their persons."""
         return self.worker.submit("search", search, len(search.queries), deadline)
 
-    async def comparable(self, name: str) -> Collection:
+    async def require_collection(self, name: str) -> Collection:
         """A collection whose vectors are of this service's model; :class:`PlscError` if there is none."""
         collection: Collection = await self._remember(name, self.store.collection, name)
         if collection.contract_id != self.contract_id:
@@ -119,27 +135,29 @@ class Service:
             )
         return collection
 
-    async def figures(self, collection: str) -> Mapping[str, float]:
+    async def statistics(self, collection: str) -> Mapping[str, float]:
         """The store's statistics of a collection, at most a second old."""
         statistics = await self._remember("", self.store.statistics)
-        figures: Mapping[str, float] = statistics.get(collection, {})
-        return figures
+        found: Mapping[str, float] = statistics.get(collection, {})
+        return found
 
     def forget(self, collection: str) -> None:
-        """A collection was made or deleted: what is remembered of it is void."""
+        """Drop what is remembered of a collection, which was created or deleted."""
         self._remembered.pop(collection, None)
 
     def deadline(self, milliseconds: int | None) -> float:
-        """When to give up, by the caller's wish or the service's limit, in ``time.monotonic()``."""
+        """Deadline in ``time.monotonic()``: the caller's, or the service's limit where that is earlier."""
         limit = self.settings.limits.deadline_seconds
         return time.monotonic() + (limit if milliseconds is None else min(milliseconds / 1000, limit))
 
-    def judged(self, score: float, threshold: float | None) -> bool | None:
-        """Whether a score reaches the threshold; None without one."""
-        return None if threshold is None else score >= threshold
+    def check_inputs(self, count: int) -> None:
+        """:class:`ApiError` 413 if a request has more inputs than allowed."""
+        limit = self.settings.limits.inputs
+        if count > limit:
+            raise ApiError(413, f"{count} inputs; at most {limit} are allowed in a request")
 
     def close(self) -> None:
-        """Finish what runs, then let go of threads and store."""
+        """Finish what runs, then release threads and store."""
         self._decoders.shutdown(cancel_futures=True)
         self.worker.close()
         self._storers.shutdown()
@@ -148,31 +166,70 @@ class Service:
 
     def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         now = time.monotonic()
-        asked, asking = self._remembered.get(key, (-math.inf, None))
-        if asking is None or now - asked >= _REMEMBERED_SECONDS:
+        asked_at, asking = self._remembered.get(key, (-math.inf, None))
+        if asking is None or now - asked_at >= _REMEMBERED_SECONDS:
             asking = asyncio.ensure_future(self.in_store(function, *args))
             asking.add_done_callback(partial(self._drop_failed, key))
             if len(self._remembered) > self.settings.limits.collections:
                 self._remembered.clear()
             self._remembered[key] = now, asking
-        return asking if asking.done() else asyncio.shield(asking)  # one asks for all
+        # One question serves all who ask meanwhile: the cancellation of one must not cancel it for the others.
+        return asking if asking.done() else asyncio.shield(asking)
 
-    def _drop_failed(self, key: str, asked: "asyncio.Future[Any]") -> None:
-        failed = asked.cancelled() or asked.exception() is not None  # asyncio complains of one that nobody looks at
-        if failed and self._remembered.get(key, (0.0, None))[1] is asked:
+    def _drop_failed(self, key: str, asking: "asyncio.Future[Any]") -> None:
+        failed = asking.cancelled() or asking.exception() is not None  # asyncio logs exceptions that nobody reads
+        if failed and self._remembered.get(key, (0.0, None))[1] is asking:
             del self._remembered[key]
 
     def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> torch.Tensor:
         begun = time.monotonic()
         if begun > deadline:
-            raise Refusal(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
-        pixels = self.settings.limits.image_pixels
-        image = decode(data, name, self.embedder.image_size, pixels, landmarks, self.detector)
+            raise ApiError(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
+        max_pixels = self.settings.limits.image_pixels
+        image = decode(data, name, self.embedder.image_size, max_pixels, landmarks, self.detector)
         self.metrics.stage("decode", time.monotonic() - begun)
         return image
 
-    def _embed(self, batches: list[torch.Tensor]) -> list[Any]:
+    def _embed_batch(self, batches: list[torch.Tensor]) -> list[Any]:
         images = torch.cat(batches)
         chunks = torch.split(images, self.settings.max_batch)
         vectors = torch.cat([embed_images(self.embedder, chunk, self.settings.flip) for chunk in chunks])
         return [rows.numpy() for rows in torch.split(vectors, [len(batch) for batch in batches])]
+
+
+class Lifecycle:
+    """State of the process: ``status`` is "loading", "ready" or "stopping"."""
+
+    def __init__(self) -> None:
+        self.status = "loading"
+        self._service: Service | None = None
+
+    @property
+    def service(self) -> Service:
+        """The service; :class:`ApiError` 503 unless it is ready."""
+        if self._service is None or self.status != "ready":
+            raise ApiError(503, f"the service is {self.status}; ask again in a moment")
+        return self._service
+
+    def open(self, service: Service) -> None:
+        """Admit requests to ``service``."""
+        self._service = service
+        self.status = "ready"
+
+    async def readiness(self) -> str:
+        """ "ready", or the reason why requests are not served."""
+        try:
+            service = self.service
+        except ApiError:
+            return self.status
+        try:
+            async with asyncio.timeout(_STORE_SECONDS):
+                await service.statistics("")
+        except (PlscError, TimeoutError):
+            return "without its store"
+        return "ready"
+
+    def audit(self, token: str | None, operation: str, collection: str | None, ids: list[int], status: int) -> None:
+        """Write an audit line, once there is a service."""
+        if self._service is not None:
+            self._service.audit.write(token, operation, collection, ids, status)

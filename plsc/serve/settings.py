@@ -1,4 +1,4 @@
-"""What a service is told at its start: where it listens, what it judges by, and what it takes on."""
+"""Settings of a service: address, threshold, batching and limits."""
 
 import ipaddress
 from dataclasses import dataclass, field
@@ -10,13 +10,24 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all of them together, may ask for.
+    """What one request, and all of them together, may use.
 
-    ``body_bytes``: of one request. ``memory_bytes``: bodies of all requests in hand. ``image_pixels``: width x
-    height of an image, told by its header. ``inputs``: images and vectors of one request. ``k``: matches of one query.
-    ``matches``: queries x k of one request. ``answer_bytes``: of one answer about persons, whose metadata may be long.
-    ``queue``: rows that wait for the device. ``connections`` and
-    ``requests``: at once. Seconds: for a request's head, its body, its answer to be taken, and the whole of it.
+    Attributes:
+        body_bytes: body of one request.
+        memory_bytes: bodies of all requests in flight.
+        image_pixels: width x height of an image, read from its header.
+        inputs: images and vectors of one request.
+        k: matches of one query.
+        matches: queries x k of one request.
+        answer_bytes: one answer about persons, whose metadata may be long.
+        collections: in the store.
+        queue: rows that wait for the device.
+        connections: open at once.
+        requests: in flight at once, of callers who may do more than what is open to anyone.
+        head_seconds: until a request's head has arrived.
+        body_seconds: until its body has arrived.
+        send_seconds: until the caller has taken an answer.
+        deadline_seconds: for the whole request.
     """
 
     body_bytes: int = 32 * MIB
@@ -38,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
-    """A service's own settings; ``snapshots`` and ``audit`` are None where the store has no folder."""
+    """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -58,7 +69,7 @@ class Settings:
 
 @lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
-    """Whether a host's name or address can only mean this machine."""
+    """Whether a host name or address can only mean this machine."""
     if host.lower() == "localhost":
         return True
     try:

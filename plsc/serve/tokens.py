@@ -1,4 +1,4 @@
-"""Bearer tokens: a TOML file of names, roles and the SHA-256 of each secret, which itself is kept nowhere.
+"""Bearer tokens and roles: a TOML file of names, roles and the SHA-256 of each secret, which itself is stored nowhere.
 
 [[token]]
 name = "camera-1"
@@ -20,11 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.files import atomic_write
-from plsc.serve.roles import ROLES, Role
+
+Role = Literal["read", "write", "admin"]
+ROLES: tuple[Role, ...] = ("read", "write", "admin")  # each includes those before it
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
@@ -34,7 +36,7 @@ _REREAD_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Token:
-    """Who calls: ``name`` appears in the audit log, ``sha256`` is the secret's, in hexadecimal."""
+    """A caller: ``name`` appears in the audit log, ``sha256`` is that of the secret, in hexadecimal."""
 
     name: str
     role: Role
@@ -42,8 +44,18 @@ class Token:
     created: str
 
 
+def includes(role: Role, required: Role) -> bool:
+    """Whether ``role`` allows what needs ``required``."""
+    return ROLES.index(role) >= ROLES.index(required)
+
+
 def read_tokens(path: Path) -> list[Token]:
-    """The tokens of a file; :class:`DataError` says what is wrong in it, :class:`UsageError` that it is not there."""
+    """Read a token file.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: its content is not a token file.
+    """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -61,7 +73,7 @@ def read_tokens(path: Path) -> list[Token]:
 
 
 def add_token(path: Path, name: str, role: str) -> str:
-    """Add a token to the file, made where there is none, readable by its owner alone; returns the secret."""
+    """Add a token and return its secret; the file is created if need be, readable by its owner alone."""
     if role not in ROLES:
         raise UsageError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
     if not _NAME.fullmatch(name):
@@ -76,7 +88,7 @@ def add_token(path: Path, name: str, role: str) -> str:
 
 
 def remove_token(path: Path, name: str) -> None:
-    """Take a token out of the file; a running service notices within a second."""
+    """Remove a token; a running service follows within a second."""
     tokens = read_tokens(path)
     if all(token.name != name for token in tokens):
         raise NotFoundError(f"{path} has no token {name}; plsc tokens list shows those it has")
@@ -84,7 +96,7 @@ def remove_token(path: Path, name: str) -> None:
 
 
 class TokenBook:
-    """The tokens of a file, followed while it changes: removing a token takes effect without a restart."""
+    """The tokens of a file, reread when it changes: a removed token is refused without a restart."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -94,8 +106,8 @@ class TokenBook:
         self._checked = time.monotonic()
 
     def find(self, secret: bytes) -> Token | None:
-        """The token with this secret. Takes the same time whichever it is, and whether there is one."""
-        self._follow()
+        """The token with this secret, or None; takes the same time for every secret."""
+        self._reload_if_changed()
         digest = _digest(secret)
         found = None
         for token in self._tokens:
@@ -103,7 +115,7 @@ class TokenBook:
                 found = token
         return found
 
-    def _follow(self) -> None:
+    def _reload_if_changed(self) -> None:
         with self._lock:
             if time.monotonic() - self._checked < _REREAD_SECONDS:
                 return

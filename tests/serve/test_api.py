@@ -13,7 +13,7 @@ from support.live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_
 
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import decode_image, resize_image
-from plsc.serve.failures import Refusal
+from plsc.serve.errors import ApiError
 from plsc.serve.inputs import check_direction
 
 THRESHOLD = 0.6
@@ -340,5 +340,5 @@ def test_vectors_whose_squares_leave_float32_are_taken_in_silence(number):
 
 @pytest.mark.parametrize(("number", "told"), [(np.nan, "NaN"), (np.inf, "NaN or infinity"), (0, "zero")])
 def test_vectors_without_a_direction_are_refused(number, told):
-    with pytest.raises(Refusal, match=told):
+    with pytest.raises(ApiError, match=told):
         check_direction(np.full(512, number, dtype=np.float32), "it")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.live_service import DIM, live_service
 
-from plsc.serve.audit import Audit
+from plsc.serve.observability import Audit
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")

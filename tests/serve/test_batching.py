@@ -15,9 +15,8 @@ from support.live_service import DIM, live_service
 from plsc.errors import UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Match, PersonSummary
-from plsc.serve.device_worker import DeviceWorker, Kind
-from plsc.serve.failures import Refusal
-from plsc.serve.searching import Found, Search, Searcher
+from plsc.serve.batching import DeviceWorker, Kind, Search, Searcher, SearchMatches
+from plsc.serve.errors import ApiError
 
 
 class Log:
@@ -179,7 +178,7 @@ def test_deadlines_and_lost_callers_are_dropped_before_computing():
         await asyncio.sleep(0)
         gone.cancel()
         (refused,) = await late  # told at the deadline, though the device is still busy
-        assert isinstance(refused, Refusal)
+        assert isinstance(refused, ApiError)
         assert refused.status_code == 504
         device.go_on.set()
         assert await first == 2
@@ -198,7 +197,7 @@ def test_everyone_hears_at_their_own_deadline():
 
     async def one(seconds: float) -> float:
         begun = time.monotonic()
-        with pytest.raises(Refusal) as refused:
+        with pytest.raises(ApiError) as refused:
             await busy.submit("a", 1, 1, begun + seconds)
         assert refused.value.status_code == 504
         return time.monotonic() - begun
@@ -233,7 +232,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back():
     answers = asyncio.run(scenario())
     busy.close()
     assert answers[:2] == [2, 4]
-    assert isinstance(answers[2], Refusal)
+    assert isinstance(answers[2], ApiError)
     assert answers[2].status_code == 503
     assert answers[2].headers["Retry-After"] == "1"
     assert log.let_go == [("a", "full", 1)]
@@ -252,7 +251,7 @@ def test_what_waits_at_the_end_is_finished_and_nothing_more_taken():
         device.go_on.set()
         assert [await first, await second] == [2, 4]
         await closing
-        with pytest.raises(Refusal, match="stopping"):
+        with pytest.raises(ApiError, match="stopping"):
             await busy.submit("a", 3, 1, time.monotonic() + 20)
 
     asyncio.run(scenario())
@@ -327,7 +326,7 @@ def test_searches_alike_are_one_call_of_the_store():
         key=str,
     )
     assert [isinstance(one, UsageError) for one in found].count(True) == 2
-    answers = searcher.name([one for one in found if isinstance(one, Found)])
+    answers = searcher.name([one for one in found if isinstance(one, SearchMatches)])
     shown = [
         [[match.person for match in matches if match.person in answer.persons] for matches in answer.matches]
         for answer in answers
@@ -389,7 +388,9 @@ def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tm
         service.forget("crowd")
 
         async def together() -> list[Any]:
-            return await asyncio.gather(*(service.comparable("crowd") for _ in range(20)), return_exceptions=True)
+            return await asyncio.gather(
+                *(service.require_collection("crowd") for _ in range(20)), return_exceptions=True
+            )
 
         async def scenario() -> tuple[list[Any], list[Any]]:
             return await together(), await together()

@@ -82,12 +82,16 @@ def test_the_model_through_the_client(client):
 
 
 def test_refusals_are_errors_of_the_house(client, live):
+    def ask_with_a_wrong_token() -> None:
+        with plsc.Client(live.server.address, "wrong") as stranger:
+            stranger.info()
+
     for wrong, status, code in (
         (lambda: client.search("nowhere", vectors(1)[0]), 404, "not_found"),
         (lambda: client.compare(np.zeros(DIM), np.ones(DIM)), 422, "unprocessable"),
         (lambda: client.compare(b"no picture", np.ones(DIM)), 415, "unsupported_type"),
         (lambda: client.create_collection("../etc"), 400, "bad_request"),
-        (lambda: plsc.Client(live.server.address, "wrong").info(), 401, "unauthorized"),
+        (ask_with_a_wrong_token, 401, "unauthorized"),
     ):
         with pytest.raises(ServerError) as refused:
             wrong()

@@ -5,88 +5,14 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
-from support.live_service import DIM, Live, live_service, vectors
-
-from plsc.serve import connection
-from plsc.serve.connection import JoiningTransport
+from support.live_service import Live, live_service, vectors
 
 
-class Wire:
-    """Records what reaches the network."""
-
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        self.sent.append(data)
-
-    def writelines(self, parts: list[bytes]) -> None:
-        self.sent.append(b"".join(parts))
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-
-def joining() -> tuple[JoiningTransport, Wire]:
-    wire = Wire()
-    return JoiningTransport(wire), wire  # type: ignore[arg-type]
-
-
-def test_held_writes_go_out_as_one_and_others_at_once():
-    transport, wire = joining()
-    transport.write(b"continue")
-    transport.held = []
-    transport.write(b"head")
-    transport.write(b"body")
-    assert wire.sent == [b"continue"]
-    transport.release()
-    transport.write(b"more")
-    assert wire.sent == [b"continue", b"headbody", b"more"]
-
-
-def test_closing_sends_what_is_held():
-    transport, wire = joining()
-    transport.held = []
-    transport.write(b"head")
-    assert not transport.is_closing()
-    transport.close()
-    assert wire.sent == [b"head"]
-    assert transport.is_closing()
-
-
-def test_an_answer_is_one_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and body together: a second system call cost a tenth of a search's answer."""
-    wires: list[Counted] = []
-
-    def joining_counted(transport: Any) -> JoiningTransport:
-        wires.append(Counted(transport))
-        return JoiningTransport(wires[-1])  # type: ignore[arg-type]
-
-    monkeypatch.setattr(connection, "JoiningTransport", joining_counted)
-    with live_service(tmp_path) as live:
-        search = live.collection("staff") + "/search"
-        for path in ("/v1/info", "/", "/v1/nowhere", search):
-            wires.clear()
-            with httpx.Client(base_url=live.server.address) as client:
-                method = "POST" if path == search else "GET"
-                answer = client.request(method, path, json={"query": {"vector": [1.0] * DIM}})
-            assert answer.status_code == (404 if path == "/v1/nowhere" else 200)
-            assert [wire.writes for wire in wires] == [1], path
-
-
-@pytest.fixture(params=["httptools", "h11"])
-def live(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
-    """A service whose collection "staff" has five persons, "0" to "4", on either of uvicorn's protocols."""
-    if request.param == "h11":
-        monkeypatch.setattr(connection, "find_spec", lambda name: None)
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    """A service whose collection "staff" has five persons, "0" to "4"."""
     with live_service(tmp_path) as running:
         persons = [{"name": str(place), "faces": [{"vector": row.tolist()}]} for place, row in enumerate(vectors(5))]
         assert running.ask("POST", f"{running.collection('staff')}/persons", {"persons": persons}).status_code == 201
@@ -150,21 +76,3 @@ def test_a_connection_ends_after_the_answer_where_the_caller_says_so(live: Live)
         assert names == ["2"]
         assert head["connection"] == "close"
         assert wire.recv(1) == b""
-
-
-class Counted:
-    """Counts what goes out on the transport behind it."""
-
-    def __init__(self, transport: Any) -> None:
-        self._transport, self.writes = transport, 0
-
-    def write(self, data: bytes) -> None:
-        self.writes += 1
-        self._transport.write(data)
-
-    def writelines(self, parts: list[bytes]) -> None:
-        self.writes += 1
-        self._transport.writelines(parts)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)

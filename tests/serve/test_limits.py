@@ -9,7 +9,9 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from support.live_service import DIM, Live, image_input, live_service, picture
 
@@ -302,8 +304,8 @@ def test_compressed_bodies_are_not_taken(live):
 def test_slow_callers_are_cut_off_and_the_others_served(live):
     slow_head, slow_body, silent = live.connect(), live.connect(), live.connect()
     slow_head.sendall(b"GET /v1/info HTTP/1.1\r\nHost: 127.0")
-    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 100\r\n\r\n{"
-    slow_body.sendall(head)
+    head = b"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    slow_body.sendall(head + b"Content-Length: 100\r\n\r\n{")
     assert live.ask("GET", "/v1/info").status_code == 200
     assert answer_of(slow_head) == b""
     assert answer_of(silent) == b""
@@ -349,13 +351,14 @@ def test_too_many_connections_do_not_push_out_those_there(live):
 
 
 def test_bodies_in_hand_are_limited_together_as_they_come(live):
-    head = f"POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {7 * MIB}\r\n\r\n".encode()
+    head = "POST /v1/embeddings HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    head = f"{head}Content-Length: {7 * MIB}\r\n\r\n".encode()
     announced = [live.connect() for _ in range(4)]
     for connection in announced:
         connection.sendall(head)
     time.sleep(0.05)
-    answer = live.ask("POST", "/v1/embeddings", content=bytes(6 * MIB))
-    assert answer.status_code == 415, "what was announced alone was counted"
+    answer = live.ask("POST", "/v1/embeddings", content=bytes(6 * MIB), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400, "what was announced alone was counted"
     for connection in announced:
         connection.close()
     with live.connect() as first, live.connect() as second:
@@ -445,3 +448,17 @@ def test_broken_and_animated_pictures(live):
     whole = picture(1, 64, "JPEG")
     for data, status in ((whole[:200], 422), (whole[:2], 415), (b"", 415), (io.BytesIO(b"RIFF0000WEBP").read(), 422)):
         assert live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data)]}).status_code == status
+
+
+def test_slow_readers_of_the_metrics_keep_nobody_out(tmp_path):
+    with live_service(tmp_path, metrics_port=0) as live:
+        place = urlsplit(live.server.metrics_address)
+        dripping = [socket.create_connection((place.hostname, place.port), timeout=10) for _ in range(40)]
+        for connection in dripping:
+            connection.sendall(b"GET /metr")
+        for _ in range(3):
+            assert httpx.get(live.server.metrics_address, timeout=5).status_code == 200
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5, "the end waited for slow readers"
+    for connection in dripping:
+        connection.close()

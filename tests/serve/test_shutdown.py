@@ -88,7 +88,7 @@ def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
 
 
 def test_while_it_loads_it_says_so(tmp_path, monkeypatch):
-    import live_service as module
+    from support import live_service as module
 
     go_on, opening = threading.Event(), module.open_store
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.routing import Route
 from support.live_service import DIM, Live, live_service
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.serve import tokens
-from plsc.serve.roles import ROLES, needed_role
+from plsc.serve.routing import required_role
 from plsc.serve.server import Server
 from plsc.serve.settings import Settings
-from plsc.serve.tokens import TokenBook, add_token, read_tokens, remove_token
+from plsc.serve.tokens import ROLES, TokenBook, add_token, read_tokens, remove_token
 from plsc.tools.entry import main
 
 NEEDED = {
@@ -266,7 +267,21 @@ def test_a_taken_port_is_told(tmp_path):
         assert httpx.get(live.server.address + "/health/live").status_code == 200
 
 
-def test_nothing_unknown_is_open():
-    for path in ("/v1", "/v3", "/page/a/b", "/docs", "/health", "/health/live/x", "/v1/../", "/metrics"):
-        assert needed_role("GET", path) is not None
-    assert needed_role("POST", "/") == "write"
+def test_nothing_unknown_is_open(live, secrets):
+    for method, path in (
+        *[
+            ("GET", path)
+            for path in ("/v1", "/v3", "/page/a/b", "/docs", "/redoc", "/health", "/health/live/x", "/metrics")
+        ],
+        ("POST", "/"),
+        ("PUT", "/health/live"),
+    ):
+        assert live.ask(method, path).status_code == 401, path
+        assert live.ask(method, path, headers=bearer(secrets["admin"])).status_code in (404, 405), path
+
+
+def test_an_endpoint_without_a_role_is_no_route():
+    async def forgotten() -> None: ...
+
+    with pytest.raises(TypeError, match="declares no role"):
+        required_role(Route("/forgotten", forgotten))

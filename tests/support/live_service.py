@@ -21,7 +21,7 @@ from PIL import Image
 from plsc.embed.embedder import Embedder
 from plsc.embed.preprocessing import Preprocessing
 from plsc.gallery.store import open_store
-from plsc.serve.metrics import Metrics
+from plsc.serve.observability import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service
 from plsc.serve.settings import Settings

@@ -15,7 +15,7 @@ from torch import Tensor
 from plsc.embed.embedder import Embedder
 from plsc.embed.preprocessing import Preprocessing
 from plsc.gallery.store import NewPerson, open_store
-from plsc.serve.metrics import Metrics
+from plsc.serve.observability import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service
 from plsc.serve.settings import Settings

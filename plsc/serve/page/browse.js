@@ -1,7 +1,7 @@
 // Looking through a collection, page by page, by metadata (the service filters) and by name (this page does).
 
-import { attempt, byId, counted, day, element, walkable } from "./dom.js";
-import { personHead } from "./people.js";
+import { arrowKeyNav, byId, day, element, pluralize, runWithErrors } from "./dom.js";
+import { personHead } from "./person.js";
 import { readFilter, writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { on, state } from "./state.js";
@@ -19,7 +19,7 @@ let running = null;
 let fresh = false;    // whether what is shown is of this collection as it is now
 
 export function setUpBrowse() {
-  walkable(list, "button.name");
+  arrowKeyNav(list, "button.name");
   byId("browse-form").onsubmit = (event) => {
     event.preventDefault();
     starts = [0];
@@ -55,7 +55,7 @@ async function load() {
   if (state.collection === null) return empty("There is no collection yet; create one first.");
   list.setAttribute("aria-busy", "true");
   let found = null;
-  await attempt(error, async () => {
+  await runWithErrors(error, async () => {
     asked = { name: folded(byId("browse-name").value.trim()), filter: readFilter(byId("browse-filter").value) };
     found = await collect(starts.at(-1), signal);
   });
@@ -79,7 +79,7 @@ async function collect(after, signal) {
     if (answer.next === null) return { persons, next: null, looked };
     if (persons.length === PAGE) return { persons, next: answer.next, looked };
     after = answer.next;
-    byId("browse-summary").textContent = asked.name === "" ? "" : `looked through ${counted(looked, "person")}…`;
+    byId("browse-summary").textContent = asked.name === "" ? "" : `looked through ${pluralize(looked, "person")}…`;
   }
   return { persons, next: after, looked };
 }
@@ -110,7 +110,7 @@ function empty(why) {
 
 function summed({ persons, looked }) {
   const page = starts.length > 1 ? `Page ${starts.length}: ` : "";
-  if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${counted(looked, "person")} looked through.`;
+  if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${pluralize(looked, "person")} looked through.`;
   if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here fits.";
   const all = state.collections.find((one) => one.name === state.collection)?.persons;
   const whole = asked.filter === null && all !== undefined ? ` of ${all.toLocaleString("en")}` : "";
@@ -118,7 +118,7 @@ function summed({ persons, looked }) {
   return `${(first + 1).toLocaleString("en")} to ${(first + persons.length).toLocaleString("en")}${whole}.`;
 }
 
-const row = (person) => element("li", {}, ...personHead(person, counted(person.faces.length, "face"), `since ${day(person.created)}`));
+const row = (person) => element("li", {}, ...personHead(person, pluralize(person.faces.length, "face"), `since ${day(person.created)}`));
 
 /** Letters without case and accents. */
 const folded = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();

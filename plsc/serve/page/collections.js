@@ -1,8 +1,8 @@
 // The collections: which there are, which is chosen, a new one.
 
-import { attempt, byId, element } from "./dom.js";
+import { byId, element, runWithErrors } from "./dom.js";
 import { call } from "./service.js";
-import { may, on, state, tell } from "./state.js";
+import { emit, hasRole, on, state } from "./state.js";
 
 const KEY = "plsc-collection";
 const select = byId("collection");
@@ -16,10 +16,10 @@ export function setUpCollections() {
   byId("making-cancel").onclick = () => byId("making").close();
   byId("making-form").onsubmit = (event) => {
     event.preventDefault();
-    attempt(byId("making-error"), make, byId("making-form").querySelector("[type=submit]"));
+    runWithErrors(byId("making-error"), make, byId("making-form").querySelector("[type=submit]"));
   };
   on("collection", show);
-  on("changed", () => attempt(byId("page-error"), list));
+  on("changed", () => runWithErrors(byId("page-error"), list));
 }
 
 /** Ask which collections there are, and keep or make a choice. */
@@ -33,7 +33,7 @@ export async function loadCollections() {
 async function list() {
   state.collections = (await call("GET", "v1/collections")).collections;
   show();
-  tell("collections");
+  emit("collections");
 }
 
 async function make() {
@@ -48,12 +48,12 @@ async function make() {
 function choose(name) {
   state.collection = name;
   if (name !== null) sessionStorage.setItem(KEY, name);
-  tell("collection");
+  emit("collection");
 }
 
 function show() {
   const options = state.collections.map(({ name }) => element("option", { value: name, selected: name === state.collection }, name));
   select.replaceChildren(...(options.length ? options : [element("option", { value: "" }, state.info === null ? "–" : "none yet")]));
   select.disabled = options.length === 0;
-  byId("new-collection").hidden = !may("write");
+  byId("new-collection").hidden = !hasRole("write");
 }

@@ -1,10 +1,10 @@
 // Comparing two pictures.
 
-import { attempt, byId, element, quieten } from "./dom.js";
+import { byId, clearError, element, runWithErrors } from "./dom.js";
 import { asInputs, Pictures } from "./picture.js";
 import { call } from "./service.js";
 import { on } from "./state.js";
-import { judgement, scoreBar, thresholdSlider, written } from "./threshold.js";
+import { formatScore, judgement, scoreBar, thresholdSlider } from "./threshold.js";
 
 const error = byId("compare-error");
 let sides = [];
@@ -31,13 +31,13 @@ export function receive(files) {
 async function compare() {
   running?.abort();
   answer = null;
-  quieten(error);
+  clearError(error);
   show();
   const files = sides.flatMap((side) => side.files);
   if (files.length < 2) return;
   running = new AbortController();
   const { signal } = running;
-  await attempt(error, async () => {
+  await runWithErrors(error, async () => {
     const [a, b] = await asInputs(files);
     const found = await call("POST", "v1/compare", { body: { a, b }, signal });
     if (!signal.aborted) answer = found;
@@ -49,6 +49,6 @@ function show() {
   const verdict = byId("compare-verdict");
   if (answer === null) return verdict.replaceChildren();
   return verdict.replaceChildren(
-    element("span", { class: "number" }, written(answer.score)), scoreBar(answer.score), judgement(answer.score, answer.same_person),
+    element("span", { class: "number" }, formatScore(answer.score)), scoreBar(answer.score), judgement(answer.score, answer.same_person),
   );
 }

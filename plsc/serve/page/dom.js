@@ -17,31 +17,31 @@ export function element(tag, attributes = {}, ...children) {
 export const isolated = (text, attributes = {}) => element("bdi", attributes, text);
 
 /** An error of the page's own, in words for people: the console need not repeat it. */
-export const mistake = (message) => Object.assign(new Error(message), { shown: true });
+export const userError = (message) => Object.assign(new Error(message), { shown: true });
 
 /** Show an error's one line in `region`; an aborted request is no error. */
-export function complain(region, error) {
+export function showError(region, error) {
   if (error.name === "AbortError") return;
   region.textContent = error.message.replace(/\s+/g, " ");
   region.hidden = false;
   if (!error.shown) console.error(error);
 }
 
-export function quieten(region) {
+export function clearError(region) {
   region.hidden = true;
   region.textContent = "";
 }
 
 /** Run `action`, telling a failure in `region`; answers whether it succeeded. `button` cannot run it twice at once. */
-export async function attempt(region, action, button = null) {
+export async function runWithErrors(region, action, button = null) {
   if (button?.getAttribute("aria-disabled") === "true") return false;
-  quieten(region);
+  clearError(region);
   button?.setAttribute("aria-disabled", "true");
   try {
     await action();
     return true;
   } catch (error) {
-    complain(region, error);
+    showError(region, error);
     return false;
   } finally {
     button?.removeAttribute("aria-disabled");
@@ -49,7 +49,7 @@ export async function attempt(region, action, button = null) {
 }
 
 /** Up, Down, Home and End move the focus among the elements of `list` that fit `selector`. */
-export function walkable(list, selector) {
+export function arrowKeyNav(list, selector) {
   list.addEventListener("keydown", (event) => {
     const stops = [...list.querySelectorAll(selector)];
     const here = stops.indexOf(event.target.closest("li")?.querySelector(selector));
@@ -60,10 +60,32 @@ export function walkable(list, selector) {
   });
 }
 
-export const counted = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
+export const pluralize = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
 /** A date as people read it; what is no date stays as it is. */
 export function day(iso) {
   const date = new Date(iso);
   return Number.isNaN(date.valueOf()) ? iso : date.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" });
+}
+
+/** Ask in a dialog; `action` runs on yes and a failure is told there. Answers whether it was done. */
+export function confirmDeletion(title, text, action) {
+  const dialog = byId("confirm");
+  const error = byId("confirm-error");
+  const yes = byId("confirm-yes");
+  byId("confirm-title").textContent = title;
+  byId("confirm-text").textContent = text;
+  error.hidden = true;
+  dialog.showModal();
+  return new Promise((resolve) => {
+    let done = false;
+    yes.onclick = async () => {
+      done = await runWithErrors(error, action, yes);
+      if (done) dialog.close();
+    };
+    byId("confirm-no").onclick = () => dialog.close();
+    dialog.onclose = () => {
+      if (!dialog.open) resolve(done);   // the event comes late: the question may be open anew by then
+    };
+  });
 }

@@ -1,12 +1,11 @@
 // Enrolling a new person from pictures, a name and metadata.
 
-import { attempt, byId, counted, element, isolated, mistake } from "./dom.js";
+import { byId, element, isolated, pluralize, runWithErrors, userError } from "./dom.js";
 import { MetadataEditor } from "./metadata.js";
-import { called } from "./people.js";
-import { openPerson } from "./person.js";
+import { displayName, openPerson } from "./person.js";
 import { asInputs, Pictures } from "./picture.js";
 import { call, inCollection } from "./service.js";
-import { may, on, state, tell } from "./state.js";
+import { emit, hasRole, on, state } from "./state.js";
 
 const MOST = 32;   // pictures in one request
 let pictures = null;
@@ -17,7 +16,7 @@ export function setUpEnrol() {
   editor = new MetadataEditor(byId("enrol-metadata"), "enrol-metadata");
   byId("enrol-form").onsubmit = (event) => {
     event.preventDefault();
-    attempt(byId("enrol-error"), enrol, byId("enrol-send"));
+    runWithErrors(byId("enrol-error"), enrol, byId("enrol-send"));
   };
   on("info", showRights);
   on("collection", showRights);
@@ -27,7 +26,7 @@ export const receive = (files) => pictures.take(files);
 
 async function enrol() {
   byId("enrol-done").replaceChildren();
-  if (pictures.files.length === 0) throw mistake("Choose a picture first.");
+  if (pictures.files.length === 0) throw userError("Choose a picture first.");
   const body = { metadata: editor.read(), faces: await asInputs(pictures.files) };
   const name = byId("enrol-name").value.trim();
   if (name !== "") body.name = name;
@@ -36,13 +35,13 @@ async function enrol() {
   byId("enrol-name").value = "";
   pictures.clear();
   const open = element("button", { type: "button", class: "quiet", onclick: () => openPerson(person.id) }, "Open");
-  byId("enrol-done").append("Enrolled ", isolated(called(person)), ` as #${person.id} with ${counted(person.faces.length, "face")}. `, open);
-  tell("changed");
+  byId("enrol-done").append("Enrolled ", isolated(displayName(person)), ` as #${person.id} with ${pluralize(person.faces.length, "face")}. `, open);
+  emit("changed");
 }
 
 function showRights() {
   const why = state.collection === null ? "There is no collection yet; create one first."
-    : may("write") ? "" : "Your token may only read: enrolling needs one with the role write.";
+    : hasRole("write") ? "" : "Your token may only read: enrolling needs one with the role write.";
   byId("enrol-send").disabled = why !== "";
   byId("enrol-done").textContent = state.info === null ? "" : why;
 }

@@ -1,8 +1,8 @@
 // Whether the service is ready, and its figures.
 
-import { attempt, byId, counted, day, element, isolated } from "./dom.js";
+import { byId, day, element, isolated, pluralize, runWithErrors } from "./dom.js";
 import { readiness, token } from "./service.js";
-import { on, state, tell } from "./state.js";
+import { emit, on, state } from "./state.js";
 
 const EVERY = 10_000;   // milliseconds between looks
 const LIMITS = {
@@ -19,7 +19,7 @@ let refresh = async () => {};
 /** `reload` asks for everything again: after the service was away, and on the button. */
 export function setUpHealth(reload) {
   refresh = reload;
-  byId("service-refresh").onclick = (event) => attempt(byId("service-error"), () => refresh(true), event.target);
+  byId("service-refresh").onclick = (event) => runWithErrors(byId("service-error"), () => refresh(true), event.target);
   on("info", show);
   on("collections", show);
   on("gone", () => word("gone"));
@@ -33,7 +33,7 @@ export async function look() {
   if (document.hidden) return;
   const before = byId("health").dataset.state;
   word(await readiness());
-  if (before === "gone" && byId("health").dataset.state === "ready") tell("back");
+  if (before === "gone" && byId("health").dataset.state === "ready") emit("back");
 }
 
 function word(found) {
@@ -47,7 +47,7 @@ function show() {
   if (info === null) return clear();
   const total = (key) => collections.reduce((sum, one) => sum + one[key], 0);
   fill("service-figures", {
-    "Rows": `${counted(total("faces"), "face")} of ${counted(total("persons"), "person")}`,
+    "Rows": `${pluralize(total("faces"), "face")} of ${pluralize(total("persons"), "person")}`,
     "Model": info.model.source,
     "Embedding": `${info.model.embedding_dim} numbers from ${info.model.image_size} × ${info.model.image_size} pixels`,
     "Contract": info.model.contract_id,

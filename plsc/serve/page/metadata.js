@@ -1,6 +1,6 @@
 // Writing metadata: a row for each entry, with the kind of value told as it is typed.
 
-import { element, isolated, mistake } from "./dom.js";
+import { element, isolated, userError } from "./dom.js";
 import { kindOf, readScalar, writeScalar } from "./scalars.js";
 
 /** The editor in `host`: read() gives the object, write(object) shows one. */
@@ -23,8 +23,8 @@ export class MetadataEditor {
     for (const row of this.rows.children) {
       const [key, value] = [...row.querySelectorAll("input")].map((input) => input.value.trim());
       if (key === "" && value === "") continue;
-      if (key === "") throw mistake(`"${value}" has no field name; give it one, or remove it`);
-      if (found.has(key)) throw mistake(`the field "${key}" is there twice; remove one`);
+      if (key === "") throw userError(`"${value}" has no field name; give it one, or remove it`);
+      if (found.has(key)) throw userError(`the field "${key}" is there twice; remove one`);
       found.set(key, readScalar(value));
     }
     return Object.fromEntries(found);

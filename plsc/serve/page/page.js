@@ -3,13 +3,13 @@
 import * as browse from "./browse.js";
 import { loadCollections, setUpCollections } from "./collections.js";
 import * as compare from "./compare.js";
-import { attempt, byId, complain, mistake } from "./dom.js";
+import { byId, runWithErrors, showError, userError } from "./dom.js";
 import * as enrol from "./enrol.js";
 import { look, setUpHealth } from "./health.js";
 import * as person from "./person.js";
 import * as search from "./search.js";
 import { call, token } from "./service.js";
-import { on, state, tell } from "./state.js";
+import { emit, on, state } from "./state.js";
 
 const VIEWS = { search, compare, enrol, browse, service: {} };
 const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -67,7 +67,7 @@ function setUpToken() {
   };
   form.onsubmit = (event) => {
     event.preventDefault();
-    attempt(byId("token-error"), tryToken, form.querySelector("button"));
+    runWithErrors(byId("token-error"), tryToken, form.querySelector("button"));
   };
   byId("token-change").onclick = ask;
   byId("token-forget").onclick = () => {
@@ -79,7 +79,7 @@ function setUpToken() {
 
 async function tryToken() {
   const written = byId("token").value.trim();
-  if (!/^[\x21-\x7e]+$/.test(written)) throw mistake("A token is letters, digits and signs without spaces.");
+  if (!/^[\x21-\x7e]+$/.test(written)) throw userError("A token is letters, digits and signs without spaces.");
   const former = token.get();
   token.set(written);
   try {
@@ -97,7 +97,7 @@ async function tryToken() {
 
 async function load() {
   state.info = await call("GET", "v1/info");
-  tell("info");
+  emit("info");
   await loadCollections();
 }
 
@@ -106,12 +106,12 @@ async function start() {
     await load();
     byId("page-error").hidden = true;
   } catch (error) {
-    if (error.code !== "unauthorized") complain(byId("page-error"), error);
+    if (error.code !== "unauthorized") showError(byId("page-error"), error);
     state.info = null;
     state.collections = [];
     state.collection = null;
-    tell("info");
-    tell("collection");
+    emit("info");
+    emit("collection");
   }
 }
 

@@ -1,13 +1,11 @@
-// One person in a dialog: name and metadata to change, faces to add and delete, the whole person to delete.
+// A person: as a row of a list, and in a dialog to change name and metadata, add and delete faces, delete the person.
 
-import { confirmed } from "./confirm.js";
-import { attempt, byId, counted, day, element, quieten } from "./dom.js";
-import { MetadataEditor } from "./metadata.js";
-import { called } from "./people.js";
+import { byId, clearError, confirmDeletion, day, element, isolated, pluralize, runWithErrors } from "./dom.js";
+import { MetadataEditor, metadataLine } from "./metadata.js";
 import { asInputs, Pictures } from "./picture.js";
 import { writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
-import { may, state, tell } from "./state.js";
+import { emit, hasRole, state } from "./state.js";
 
 const dialog = byId("person");
 const error = byId("person-error");
@@ -22,7 +20,7 @@ export function setUpPerson() {
   byId("person-close").onclick = () => dialog.close();
   byId("person-form").onsubmit = (event) => {
     event.preventDefault();
-    attempt(error, save, byId("person-save"));
+    runWithErrors(error, save, byId("person-save"));
   };
   byId("person-delete").onclick = deletePerson;
 }
@@ -31,10 +29,10 @@ export function setUpPerson() {
 export async function openPerson(id) {
   place = inCollection(state.collection, "persons", id);
   const region = byId("page-error");
-  await attempt(region, async () => {
+  await runWithErrors(region, async () => {
     show(await call("GET", place));
     tellDone("");
-    quieten(error);
+    clearError(error);
     dialog.showModal();
     byId("person-title").focus();
   });
@@ -45,18 +43,18 @@ export const receive = (files) => pictures.take(files);
 
 function show(person) {
   shown = person;
-  byId("person-title").textContent = called(person);
+  byId("person-title").textContent = displayName(person);
   byId("person-facts").textContent = `#${person.id} in ${state.collection} · since ${day(person.created)}`;
   byId("person-name").value = person.name ?? "";
   editor.write(person.metadata);
   byId("person-faces").replaceChildren(...person.faces.map(faceRow));
-  byId("person-fields").disabled = !may("write");
-  for (const id of ["person-save", "person-add", "person-delete"]) byId(id).hidden = !may("write");
+  byId("person-fields").disabled = !hasRole("write");
+  for (const id of ["person-save", "person-add", "person-delete"]) byId(id).hidden = !hasRole("write");
 }
 
 function faceRow(face) {
   const remove = element("button", { type: "button", class: "quiet", "aria-label": `Delete face ${face.id}`, onclick: () => deleteFace(face.id) }, "Delete…");
-  return element("li", {}, element("span", {}, `face ${face.id}`), may("write") ? remove : null);
+  return element("li", {}, element("span", {}, `face ${face.id}`), hasRole("write") ? remove : null);
 }
 
 async function save() {
@@ -66,38 +64,57 @@ async function save() {
   if (writeJson(metadata) !== writeJson(shown.metadata)) body.metadata = metadata;
   show(await call("PATCH", place, { body }));
   tellDone("Saved.");
-  tell("changed");
+  emit("changed");
 }
 
 async function addFaces(files) {
   if (files.length === 0) return;
-  const added = await attempt(error, async () => {
+  const added = await runWithErrors(error, async () => {
     const answer = await call("POST", `${place}/faces`, { body: { faces: await asInputs(files) } });
     show(await call("GET", place));
     tellDone(`Added ${answer.faces.map((face) => `face ${face.id}`).join(", ")}.`);
-    tell("changed");
+    emit("changed");
   });
   if (added) pictures.clear();
 }
 
 async function deleteFace(face) {
-  const text = `Face ${face} of ${called(shown)} will no longer be found. There is no undo.`;
-  const done = await confirmed("Delete this face?", text, () => call("DELETE", `${place}/faces/${face}`));
+  const text = `Face ${face} of ${displayName(shown)} will no longer be found. There is no undo.`;
+  const done = await confirmDeletion("Delete this face?", text, () => call("DELETE", `${place}/faces/${face}`));
   if (!done) return;
-  await attempt(error, async () => show(await call("GET", place)));
+  await runWithErrors(error, async () => show(await call("GET", place)));
   tellDone(`Face ${face} is deleted.`);
   byId("person-title").focus();
-  tell("changed");
+  emit("changed");
 }
 
 async function deletePerson() {
-  const text = `${called(shown)} (#${shown.id}) with ${counted(shown.faces.length, "face")} will no longer be found. There is no undo.`;
-  const done = await confirmed("Delete this person?", text, () => call("DELETE", place));
+  const text = `${displayName(shown)} (#${shown.id}) with ${pluralize(shown.faces.length, "face")} will no longer be found. There is no undo.`;
+  const done = await confirmDeletion("Delete this person?", text, () => call("DELETE", place));
   if (!done) return;
   dialog.close();
-  tell("changed");
+  emit("changed");
 }
 
 function tellDone(text) {
   byId("person-done").textContent = text;
+}
+
+export const displayName = (person) => person.name || `Person ${person.id}`;
+
+/** The first letters of the first and the last word of a name; "#" for none. */
+function initials(name) {
+  const words = (name ?? "").split(/\s+/u).map((word) => /[\p{L}\p{N}]/u.exec(word)?.[0]).filter(Boolean);
+  return words.length === 0 ? "#" : [...new Set([0, words.length - 1])].map((at) => words[at]).join("").toUpperCase();
+}
+
+/** The beginning of a row: initials, and the name as a button that opens the person. */
+export function personHead(person, ...facts) {
+  const open = element("button", { type: "button", class: "name", onclick: () => openPerson(person.id) }, isolated(displayName(person)));
+  return [
+    element("span", { class: "initials", "aria-hidden": true }, initials(person.name)),
+    element("div", { class: "who" },
+      element("div", { class: "line" }, open, element("span", { class: "facts" }, [`#${person.id}`, ...facts].join(" · "))),
+      metadataLine(person.metadata)),
+  ];
 }

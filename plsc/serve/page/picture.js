@@ -1,6 +1,6 @@
 // Choosing pictures: by the file dialog, by dropping, by pasting; and seeing what was chosen.
 
-import { element, mistake } from "./dom.js";
+import { element, userError } from "./dom.js";
 
 const TYPES = "image/jpeg,image/png,image/webp";
 
@@ -95,7 +95,7 @@ export async function asInput(file) {
   const url = await new Promise((resolve, reject) => {
     const reader = new FileReader();
     reader.onload = () => resolve(reader.result);
-    reader.onerror = () => reject(mistake(`${file.name} cannot be read; choose it again`));
+    reader.onerror = () => reject(userError(`${file.name} cannot be read; choose it again`));
     reader.readAsDataURL(file);
   });
   return { image: url.slice(url.indexOf(",") + 1) };

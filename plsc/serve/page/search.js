@@ -1,12 +1,12 @@
 // Searching by a picture, and the matches.
 
-import { attempt, byId, complain, counted, element, mistake, quieten, walkable } from "./dom.js";
-import { called, personHead } from "./people.js";
+import { arrowKeyNav, byId, clearError, element, pluralize, runWithErrors, showError, userError } from "./dom.js";
+import { displayName, personHead } from "./person.js";
 import { asInput, Pictures } from "./picture.js";
 import { readFilter } from "./scalars.js";
 import { call, inCollection } from "./service.js";
-import { may, on, judged, state, tell } from "./state.js";
-import { judgement, scoreBar, thresholdSlider, written } from "./threshold.js";
+import { emit, hasRole, isMatch, on, state } from "./state.js";
+import { formatScore, judgement, scoreBar, thresholdSlider } from "./threshold.js";
 
 const error = byId("search-error");
 const summary = byId("search-summary");
@@ -17,13 +17,13 @@ let running = null;     // the AbortController of the search under way
 export function setUpSearch() {
   pictures = new Pictures(byId("search-picture"), { label: "A picture to search by", changed: search });
   thresholdSlider(byId("search-threshold"), "search");
-  walkable(byId("matches"), "button.name");
+  arrowKeyNav(byId("matches"), "button.name");
   byId("search-form").onsubmit = (event) => {
     event.preventDefault();
     if (pictures.files.length > 0) search();
-    else complain(error, mistake("Choose a picture first."));
+    else showError(error, userError("Choose a picture first."));
   };
-  byId("search-enrol").onclick = () => tell("enrol", pictures.files);
+  byId("search-enrol").onclick = () => emit("enrol", pictures.files);
   on("threshold", show);
   on("info", show);
   on("collection", search);
@@ -38,7 +38,7 @@ async function search() {
   running = new AbortController();
   const { signal } = running;
   byId("matches").setAttribute("aria-busy", "true");
-  const done = await attempt(error, async () => {
+  const done = await runWithErrors(error, async () => {
     const body = { query: await asInput(pictures.files[0]), k: Number(byId("search-k").value), ...chosenFilter() };
     const answer = await call("POST", inCollection(chosen(), "search"), { body, signal });
     matches = answer.results[0].matches;
@@ -53,12 +53,12 @@ async function search() {
 function forget() {
   matches = null;
   byId("matches").removeAttribute("aria-busy");
-  quieten(error);
+  clearError(error);
   show();
 }
 
 function chosen() {
-  if (state.collection === null) throw mistake("There is no collection yet; create one first.");
+  if (state.collection === null) throw userError("There is no collection yet; create one first.");
   return state.collection;
 }
 
@@ -68,7 +68,7 @@ function chosenFilter() {
 }
 
 function show() {
-  byId("search-enrol").hidden = matches === null || !may("write");
+  byId("search-enrol").hidden = matches === null || !hasRole("write");
   if (matches === null) {
     summary.textContent = error.hidden && pictures.files.length === 0 ? "The matches appear here." : "";
     byId("search-foot").textContent = "";
@@ -82,28 +82,28 @@ function show() {
 function summed() {
   if (matches.length === 0) return "Nobody in this collection fits.";
   const [best] = matches;
-  const same = judged(best.score, best.same_person);
+  const same = isMatch(best.score, best.same_person);
   const verdict = same === null ? "" : same ? ", the same person" : ", but someone else";
-  return `${counted(matches.length, "match", "matches")}; the best is ${called(best.person)} at ${written(best.score)}${verdict}.`;
+  return `${pluralize(matches.length, "match", "matches")}; the best is ${displayName(best.person)} at ${formatScore(best.score)}${verdict}.`;
 }
 
 function row(match) {
-  const add = element("button", { type: "button", class: "plain small", "aria-label": `Add this picture to ${called(match.person)}`, onclick: () => addFace(match.person, add) }, "Add this picture");
-  const score = element("div", { class: "score" }, element("span", { class: "number" }, written(match.score)), scoreBar(match.score), judgement(match.score, match.same_person));
-  return element("li", {}, ...personHead(match.person, `face ${match.face}`), score, may("write") ? add : null);
+  const add = element("button", { type: "button", class: "plain small", "aria-label": `Add this picture to ${displayName(match.person)}`, onclick: () => addFace(match.person, add) }, "Add this picture");
+  const score = element("div", { class: "score" }, element("span", { class: "number" }, formatScore(match.score)), scoreBar(match.score), judgement(match.score, match.same_person));
+  return element("li", {}, ...personHead(match.person, `face ${match.face}`), score, hasRole("write") ? add : null);
 }
 
 async function addFace(person, button) {
   let face = null;
-  const done = await attempt(error, async () => {
+  const done = await runWithErrors(error, async () => {
     const faces = [await asInput(pictures.files[0])];
     const answer = await call("POST", inCollection(state.collection, "persons", person.id, "faces"), { body: { faces } });
     face = answer.faces[0].id;
   }, button);
   if (!done) return;
-  tell("changed", "search");
+  emit("changed", "search");
   await search();
-  summary.textContent = `The picture is now face ${face} of ${called(person)}.`;
+  summary.textContent = `The picture is now face ${face} of ${displayName(person)}.`;
 }
 
 function told(answer) {

@@ -1,7 +1,7 @@
 // The only caller of the service. The token lives in sessionStorage: it ends with the tab.
 
 import { parseJson, writeJson } from "./scalars.js";
-import { state, tell } from "./state.js";
+import { emit, state } from "./state.js";
 
 const BASE = new URL("../", import.meta.url);   // works below a proxy's prefix too
 const KEY = "plsc-token";
@@ -70,7 +70,7 @@ async function readText(answer) {
 
 function lost(error) {
   if (error.name === "AbortError") return error;
-  tell("gone");
+  emit("gone");
   return new ServiceError("gone", `The service at ${BASE.host} does not answer; see whether it is running, then try again.`);
 }
 
@@ -82,6 +82,6 @@ function refusal(answer, text) {
     // a proxy's page, perhaps: told below
   }
   const code = said?.code ?? `http ${answer.status}`;
-  if (answer.status === 401) tell("unauthorized");
+  if (answer.status === 401) emit("unauthorized");
   return new ServiceError(code, said?.message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
 }

@@ -15,12 +15,12 @@ export function on(name, act) {
   bus.addEventListener(name, (event) => act(event.detail));
 }
 
-export function tell(name, detail = null) {
+export function emit(name, detail = null) {
   bus.dispatchEvent(new CustomEvent(name, { detail }));
 }
 
 /** Whether the caller's token allows what needs `role`. */
-export function may(role) {
+export function hasRole(role) {
   return RANKS.indexOf(state.info?.role) >= RANKS.indexOf(role);
 }
 
@@ -30,7 +30,7 @@ export function threshold() {
 }
 
 /** Whether `score` is one person's; while no threshold is tried, the service's own word `said` counts. */
-export function judged(score, said) {
+export function isMatch(score, said) {
   if (state.tried === null) return said;
   return score >= state.tried;
 }

@@ -1,11 +1,11 @@
 // The slider that tries thresholds, with the service's own marked on it; and what a score means against it.
 
 import { element } from "./dom.js";
-import { judged, on, state, tell, threshold } from "./state.js";
+import { emit, isMatch, on, state, threshold } from "./state.js";
 
 const STEP = 0.005;
 
-export const written = (score) => score.toFixed(3);
+export const formatScore = (score) => score.toFixed(3);
 
 /** A slider in `host`; all of them show and change the same threshold. */
 export function thresholdSlider(host, name) {
@@ -22,13 +22,13 @@ export function thresholdSlider(host, name) {
     const [chosen, service] = [threshold(), state.info?.threshold ?? null];
     slider.min = service !== null && service < 0 ? -1 : 0;
     slider.value = chosen ?? 0.5;
-    slider.setAttribute("aria-valuetext", chosen === null ? "none chosen" : written(chosen));
-    value.textContent = chosen === null ? "–" : written(chosen);
+    slider.setAttribute("aria-valuetext", chosen === null ? "none chosen" : formatScore(chosen));
+    value.textContent = chosen === null ? "–" : formatScore(chosen);
     own.textContent = explained(service);
     mark.hidden = service === null;
     mark.style.setProperty("--at", service === null ? 0 : share(service, Number(slider.min)));
     back.hidden = state.tried === null;
-    back.textContent = service === null ? "Judge no more" : `Back to the service's ${written(service)}`;
+    back.textContent = service === null ? "Judge no more" : `Back to the service's ${formatScore(service)}`;
   };
   on("threshold", show);
   on("info", show);
@@ -37,7 +37,7 @@ export function thresholdSlider(host, name) {
 
 /** "same person", "someone else", or that nobody can say, and the class of its mark. */
 export function judgement(score, said) {
-  const same = judged(score, said);
+  const same = isMatch(score, said);
   if (same === null) return element("span", { class: "judgement" }, "no threshold");
   return element("span", { class: `judgement ${same ? "same" : "other"}` }, same ? "same person" : "someone else");
 }
@@ -54,7 +54,7 @@ export function scoreBar(score) {
 
 function attemptThreshold(value) {
   state.tried = value;
-  tell("threshold");
+  emit("threshold");
 }
 
 function explained(service) {
@@ -62,7 +62,7 @@ function explained(service) {
   if (service === null) return "The service has no threshold of its own: move the slider to try one.";
   const rate = state.info.false_match_rate;
   const odds = rate ? `, where one in ${Math.round(1 / rate).toLocaleString("en")} strangers passes` : "";
-  return `The mark is the service's own: ${written(service)}${odds}.`;
+  return `The mark is the service's own: ${formatScore(service)}${odds}.`;
 }
 
 const share = (value, from) => Math.min(Math.max((value - from) / (1 - from), 0), 1);

@@ -1,0 +1,380 @@
+"""Micro-batching: one thread owns the device and takes all waiting work of one kind as a batch.
+
+While a batch runs, the next one collects by itself. Waiting longer pays only where more is sure to come: the callers of
+the last batch are about to ask again. With those who waited while it ran they make one large batch then, and not two
+small ones in turn, of which each would cost the device nearly as much. Requests that have arrived are waited for while
+the event loop reads them; those still to come, for at most ``max_wait``.
+"""
+
+import asyncio
+import math
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import orjson
+
+from plsc.errors import PlscError
+from plsc.gallery.filters import Filter
+from plsc.gallery.store import Match, Store
+from plsc.serve.errors import ApiError
+from plsc.serve.inputs import Float32
+
+Work = Callable[[list[Any]], Sequence[Any]]
+_MAX_COLLECT_SECONDS = 0.05  # the event loop may have ended
+_NAMED_TOGETHER = 128  # persons read at once: with the longest metadata, 32 MiB
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Work of one kind.
+
+    Attributes:
+        run: maps payloads to as many results, on the device's thread; an exception among the results fails that
+            caller alone.
+        finish: maps results to answers on another thread, while the device goes on; optional.
+    """
+
+    run: Work
+    finish: Work | None = None
+
+
+class Observer(Protocol):
+    """Metrics callbacks, called on the worker thread."""
+
+    def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
+        """A batch of ``rows`` ran for ``seconds``, after its callers had ``waited`` (seconds each)."""
+
+    def dropped(self, kind: str, why: str, count: int) -> None:
+        """``count`` callers were dropped without computing; ``why`` is "deadline", "cancelled" or "full"."""
+
+
+@dataclass
+class _Task:
+    payload: Any
+    rows: int
+    arrived: float
+    deadline: float
+    future: "asyncio.Future[Any]"
+
+
+class Deadlines:
+    """Deadlines of all waiting futures on one timer; a timer each would cost more than the queue they wait in.
+
+    Used in one event loop, by its thread.
+    """
+
+    def __init__(self) -> None:
+        self._deadlines: dict[asyncio.Future[Any], float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = math.inf  # when the timer goes off
+
+    def add(self, future: "asyncio.Future[Any]", deadline: float) -> None:
+        """Fail ``future`` with :class:`ApiError` 504 at ``deadline`` (``time.monotonic()``), unless removed before."""
+        self._deadlines[future] = deadline
+        if deadline < self._due:
+            self._set_timer(future.get_loop(), deadline)
+
+    def remove(self, future: "asyncio.Future[Any]") -> None:
+        """Forget ``future``; a timer that was set for it goes off without effect."""
+        del self._deadlines[future]
+
+    def _set_timer(self, loop: asyncio.AbstractEventLoop, due: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        self._timer = loop.call_later(max(due - time.monotonic(), 0), self._expire, loop)
+
+    def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer, self._due = None, math.inf
+        now = time.monotonic()
+        waiting = {future: deadline for future, deadline in self._deadlines.items() if not future.done()}
+        for future, deadline in waiting.items():
+            if deadline <= now:
+                message = "the deadline passed before there was a result; allow more time, or ask for less"
+                future.set_exception(ApiError(504, message))
+        later = [deadline for deadline in waiting.values() if deadline > now]
+        if later:
+            self._set_timer(loop, min(later))
+
+
+class DeviceWorker:
+    """Run work in batches on one thread.
+
+    :meth:`submit` is called in one event loop at a time.
+
+    Args:
+        max_batch: rows of a batch; a single caller with more is a batch of its own.
+        max_wait: seconds to wait for callers who may ask again.
+        capacity: rows that may wait, of each kind.
+    """
+
+    def __init__(
+        self, kinds: dict[str, Kind], *, max_batch: int, max_wait: float, capacity: int, observer: Observer
+    ) -> None:
+        self._kinds, self._max_batch, self._max_wait, self._capacity = kinds, max_batch, max_wait, capacity
+        self._observer = observer
+        self._waiting: dict[str, deque[_Task]] = {kind: deque() for kind in kinds}
+        self._rows = dict.fromkeys(kinds, 0)
+        self._expected = dict.fromkeys(kinds, 0)  # rows, should all come again who were answered or wait
+        self._changed = threading.Condition()  # guards all of the above
+        self._collecting: asyncio.AbstractEventLoop | None = None  # it is still reading what arrived together
+        self._closing = False
+        self._deadlines = Deadlines()
+        self._finisher = ThreadPoolExecutor(1, "plsc-finish")
+        self._thread = threading.Thread(target=self._work, name="plsc-device", daemon=True)
+        self._thread.start()
+
+    async def submit(self, kind: str, payload: Any, rows: int, deadline: float) -> Any:
+        """Compute the result of ``payload``; ``deadline`` is of ``time.monotonic()``.
+
+        Raises:
+            ApiError: 503 if too much waits or the service stops, 504 if the deadline passes before it is done.
+        """
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._put(kind, _Task(payload, rows, time.monotonic(), deadline, future))
+        self._deadlines.add(future, deadline)
+        try:
+            return await future
+        finally:
+            self._deadlines.remove(future)
+            future.cancel()  # after the caller's cancellation, the batch leaves it out
+
+    def waiting(self, kind: str) -> int:
+        """Rows of a kind that wait."""
+        return self._rows[kind]
+
+    def close(self) -> None:
+        """Finish what waits, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._finisher.shutdown()
+
+    def _put(self, kind: str, task: _Task) -> None:
+        with self._changed:
+            if self._closing:
+                raise ApiError(503, "the service is stopping; ask another, or later")
+            full = self._rows[kind] > 0 and self._rows[kind] + task.rows > self._capacity
+            if not full:
+                self._waiting[kind].append(task)
+                self._rows[kind] += task.rows
+                if self._rows[kind] >= self._rows_to_wake(kind):
+                    self._changed.notify()
+                else:
+                    self._wake_when_read(task.future.get_loop())
+        if full:
+            self._observer.dropped(kind, "full", 1)
+            raise ApiError(503, f"{self._capacity} rows wait for the device already; ask again in a moment")
+
+    def _rows_to_wake(self, kind: str) -> int:
+        """Rows at which the device's thread is woken at once; each wake-up takes time from the event loop."""
+        return max(min(self._expected[kind], self._max_batch), 1)
+
+    def _wake_when_read(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wake the device's thread after all that the event loop has ready now."""
+        if self._collecting is not loop:
+            self._collecting = loop
+            loop.call_soon(self._collected)
+
+    def _collected(self) -> None:
+        with self._changed:
+            self._collecting = None
+            self._changed.notify()
+
+    def _work(self) -> None:
+        while (taken := self._take()) is not None:
+            kind, batch = taken
+            batch = self._still_wanted(kind, batch)
+            if batch:
+                self._run(kind, batch)
+            else:
+                self._expected[kind] = self._rows[kind]
+
+    def _take(self) -> tuple[str, list[_Task]] | None:
+        with self._changed:
+            while not any(self._waiting.values()):
+                if self._closing:
+                    return None
+                self._changed.wait()
+            kind = min((kind for kind, tasks in self._waiting.items() if tasks), key=self._oldest)
+            self._wait_for_more(kind)
+            return kind, self._drain(kind)
+
+    def _oldest(self, kind: str) -> float:
+        return self._waiting[kind][0].arrived
+
+    def _wait_for_more(self, kind: str) -> None:
+        def enough() -> bool:
+            return self._rows[kind] >= self._rows_to_wake(kind) or self._closing
+
+        self._changed.wait_for(lambda: enough() or self._collecting is None, _MAX_COLLECT_SECONDS)
+        self._changed.wait_for(enough, self._max_wait)
+
+    def _drain(self, kind: str) -> list[_Task]:
+        tasks, rows = self._waiting[kind], 0
+        batch: list[_Task] = []
+        while tasks and (not batch or rows + tasks[0].rows <= self._max_batch):
+            batch.append(tasks.popleft())
+            rows += batch[-1].rows
+        self._rows[kind] -= rows
+        return batch
+
+    def _still_wanted(self, kind: str, batch: list[_Task]) -> list[_Task]:
+        now = time.monotonic()
+        present = [task for task in batch if not task.future.done()]
+        timely = [task for task in present if task.deadline > now]
+        if len(present) < len(batch):
+            self._observer.dropped(kind, "cancelled", len(batch) - len(present))
+        if len(timely) < len(present):
+            self._observer.dropped(kind, "deadline", len(present) - len(timely))
+        return timely
+
+    def _run(self, kind: str, batch: list[_Task]) -> None:
+        begun = time.monotonic()
+        results = _attempt(self._kinds[kind].run, [task.payload for task in batch])
+        ended = time.monotonic()
+        rows, waited = sum(task.rows for task in batch), [begun - task.arrived for task in batch]
+        self._observer.batch(kind, rows, waited, ended - begun)
+        self._expected[kind] = rows + self._rows[kind]  # before the answers: who comes again would count twice
+        finish = self._kinds[kind].finish
+        if finish is None:
+            _deliver(batch, results)
+        else:
+            self._finisher.submit(_finish, finish, batch, results)
+
+
+def _attempt(work: Work, payloads: list[Any]) -> list[Any]:
+    """Results, or the exception of each payload: one that fails must not fail those it was batched with."""
+    try:
+        return list(work(payloads))
+    except Exception as error:
+        if len(payloads) == 1:
+            return [error]
+    return [result for payload in payloads for result in _attempt(work, [payload])]
+
+
+def _finish(work: Work, batch: list[_Task], results: list[Any]) -> None:
+    good = [index for index, result in enumerate(results) if not isinstance(result, Exception)]
+    for index, answer in zip(good, _attempt(work, [results[index] for index in good]) if good else [], strict=True):
+        results[index] = answer
+    _deliver(batch, results)
+
+
+def _deliver(batch: list[_Task], results: list[Any]) -> None:
+    loop = batch[0].future.get_loop()
+    try:
+        loop.call_soon_threadsafe(_settle, batch, results)
+    except RuntimeError:  # the loop is closed: nobody waits any more
+        return
+
+
+def _settle(batch: list[_Task], results: list[Any]) -> None:
+    for task, result in zip(batch, results, strict=True):
+        if task.future.done():
+            continue
+        if isinstance(result, Exception):
+            task.future.set_exception(result)
+        else:
+            task.future.set_result(result)
+
+
+class Search(NamedTuple):
+    """The search of one request: ``queries`` (Q, D) float32 and its options."""
+
+    collection: str
+    queries: Float32
+    k: int
+    threshold: float | None
+    filter: Filter | None
+
+
+class SearchMatches(NamedTuple):
+    """Matches of each query of one request, their persons still unread."""
+
+    collection: str
+    matches: list[list[Match]]
+
+
+class SearchAnswer(NamedTuple):
+    """Matches of each query, and their persons as JSON by id; persons deleted meanwhile are not among them."""
+
+    matches: list[list[Match]]
+    persons: Mapping[int, bytes]
+
+
+class Searcher:
+    """The two halves of a search: :meth:`run` on the device's thread, :meth:`name` on another.
+
+    Args:
+        max_bytes: of the persons in one answer.
+    """
+
+    def __init__(self, store: Store, max_bytes: int) -> None:
+        self._store, self._max_bytes = store, max_bytes
+
+    def run(self, searches: Sequence[Search]) -> list[SearchMatches | Exception]:
+        """Search, with one call of the store for all searches of one collection, k, threshold and filter."""
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for index, search in enumerate(searches):
+            # By its text: filters on 1 and on true are equal to Python, and mean different things.
+            groups[search.collection, search.k, search.threshold, repr(search.filter)].append(index)
+        results: list[Any] = [None] * len(searches)
+        for indices in groups.values():
+            found = self._search_group([searches[index] for index in indices])
+            for index, result in zip(indices, found, strict=True):
+                results[index] = result
+        return results
+
+    def name(self, found: Sequence[SearchMatches]) -> list[SearchAnswer]:
+        """Add the persons of all matches, read once per collection."""
+        ids: dict[str, set[int]] = defaultdict(set)
+        for item in found:
+            for matches in item.matches:
+                ids[item.collection].update([match.person for match in matches])
+        persons = {name: self._persons(name, sorted(wanted)) for name, wanted in ids.items()}
+        return [SearchAnswer(item.matches, persons[item.collection]) for item in found]
+
+    def _persons(self, collection: str, ids: list[int]) -> dict[int, bytes]:
+        """Persons as JSON; :class:`ApiError` if they are larger than one answer may be.
+
+        The worker then names the searches of a batch one by one, so that it fails the large one alone.
+        """
+        persons: dict[int, bytes] = {}
+        size = 0
+        for start in range(0, len(ids), _NAMED_TOGETHER):
+            for person, named in self._store.person_summaries(collection, ids[start : start + _NAMED_TOGETHER]).items():
+                persons[person] = orjson.dumps(named)
+                size += len(persons[person])
+            if size > self._max_bytes:
+                raise answer_too_large(self._max_bytes)
+        return persons
+
+    def _search_group(self, searches: list[Search]) -> list[SearchMatches | Exception]:
+        try:
+            matches = self._search(searches[0], np.concatenate([search.queries for search in searches]))
+        except PlscError as error:
+            if len(searches) == 1:
+                return [error]
+            return [found for search in searches for found in self._search_group([search])]
+        found, start = [], 0
+        for search in searches:
+            stop = start + len(search.queries)
+            found.append(SearchMatches(search.collection, matches[start:stop]))
+            start = stop
+        return list(found)
+
+    def _search(self, search: Search, queries: Float32) -> list[list[Match]]:
+        threshold = {} if search.threshold is None else {"threshold": search.threshold}
+        return self._store.search(search.collection, queries, k=search.k, filter=search.filter, **threshold)
+
+
+def answer_too_large(limit: int) -> ApiError:
+    """The error for an answer of more than ``limit`` bytes."""
+    return ApiError(400, f"the answer would be larger than {limit:,} bytes; ask for fewer matches, or fewer queries")

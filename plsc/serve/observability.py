@@ -1,0 +1,225 @@
+"""Prometheus metrics on a port of their own, and the audit log of writes."""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.registry import Collector
+
+from plsc.errors import PlscError, UsageError
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_SOCKET_SECONDS = 5.0  # of one read or write of a scrape
+_MAX_SCRAPES = 16
+
+Statistics = Callable[[], dict[str, dict[str, float]]]
+
+
+class Metrics:
+    """Counters and histograms of one service, in a registry of its own; methods are thread-safe."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        options: Any = {"registry": self.registry}
+        self._requests = Counter("plsc_requests", "Requests answered", ["route", "method", "status"], **options)
+        self._total = Histogram("plsc_request_seconds", "Whole requests", ["route"], buckets=_SECONDS, **options)
+        self._stage = Histogram(
+            "plsc_stage_seconds", "Stages: decode, wait, embed, search, store", ["stage"], buckets=_SECONDS, **options
+        )
+        self._batch = Histogram("plsc_batch_rows", "Rows of a device batch", ["kind"], buckets=_BATCHES, **options)
+        self._dropped = Counter("plsc_dropped", "Let go without computing", ["kind", "why"], **options)
+        self._refused = Counter("plsc_refused", "Refused before the body was read", ["why"], **options)
+        self._labelled: dict[tuple[str, str, int], tuple[Any, Any]] = {}
+        self._stages: dict[str, Any] = {}
+
+    def request(self, route: str, method: str, status: int, seconds: float) -> None:
+        """Count an answered request; ``route`` is the path's template, never the path itself."""
+        labels = route, method, status
+        if labels not in self._labelled:  # looking children up by their labels costs more than counting
+            self._labelled[labels] = self._requests.labels(route, method, status), self._total.labels(route)
+        counter, histogram = self._labelled[labels]
+        counter.inc()
+        histogram.observe(seconds)
+
+    def stage(self, name: str, seconds: float) -> None:
+        """Record the duration of a stage of a request or batch."""
+        if name not in self._stages:
+            self._stages[name] = self._stage.labels(name)
+        self._stages[name].observe(seconds)
+
+    def refused(self, why: str) -> None:
+        """Count a request that was not admitted."""
+        self._refused.labels(why).inc()
+
+    def watch_requests(self, in_flight: Callable[[], float]) -> None:
+        """Export the number of requests in flight."""
+        Gauge("plsc_in_flight", "Requests in hand", registry=self.registry).set_function(in_flight)
+
+    def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
+        """See :class:`plsc.serve.batching.Observer`."""
+        self._batch.labels(kind).observe(rows)
+        self.stage(kind, seconds)
+        self.stage("wait", max(waited))
+
+    def dropped(self, kind: str, why: str, count: int) -> None:
+        """See :class:`plsc.serve.batching.Observer`."""
+        self._dropped.labels(kind, why).inc(count)
+
+    def watch_queue(self, kind: str, waiting: Callable[[], float]) -> None:
+        """Export how many rows of ``kind`` wait."""
+        name = f"plsc_{kind}_queue_rows"
+        Gauge(name, f"Rows that wait to {kind}", registry=self.registry).set_function(waiting)
+
+    def watch_store(self, statistics: Statistics) -> None:
+        """Export each collection's statistics (rows, delta, tombstones, recall …), read at scrape time."""
+        self.registry.register(_StoreCollector(statistics))
+
+
+class _StoreCollector(Collector):
+    def __init__(self, statistics: Statistics) -> None:
+        self._statistics = statistics
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        up = GaugeMetricFamily("plsc_store_up", "Whether the store answers")
+        try:
+            statistics = self._statistics()
+        except PlscError:
+            up.add_metric([], 0.0)
+            yield up
+            return
+        up.add_metric([], 1.0)
+        yield up
+        for name in sorted({name for values in statistics.values() for name in values}):
+            family = GaugeMetricFamily(f"plsc_collection_{name}", f"{name} of a collection", labels=["collection"])
+            for collection, values in statistics.items():
+                value = values.get(name)
+                if isinstance(value, bool | int | float) and not math.isnan(value):
+                    family.add_metric([collection], float(value))
+            yield family
+
+    def describe(self) -> list[Any]:
+        return []  # else the registry would ask the store at registration
+
+
+class MetricsServer:
+    """Serve ``/metrics`` and nothing else on its own socket, each scrape in a daemon thread."""
+
+    def __init__(self, metrics: Metrics, host: str, port: int) -> None:
+        show = make_wsgi_app(metrics.registry)
+
+        def app(environ: Any, start_response: Any) -> Any:
+            if environ["PATH_INFO"] != "/metrics" or environ["REQUEST_METHOD"] != "GET":
+                start_response("404 Not Found", [("Content-Type", "text/plain")])
+                return [b"only /metrics is here\n"]
+            return show(environ, start_response)
+
+        server_class = _Server6 if ":" in host else _Server
+        self._server = make_server(host, port, app, server_class, handler_class=_Handler)
+        self.port = int(self._server.server_port)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="plsc-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving; scrapes in progress are not waited for."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Server(ThreadingWSGIServer):
+    """At most ``_MAX_SCRAPES`` connections: one more closes the oldest, so that slow readers keep nobody out."""
+
+    block_on_close = False
+
+    def __init__(self, *args: Any, **keywords: Any) -> None:
+        self._open: list[socket.socket] = []
+        super().__init__(*args, **keywords)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread."""
+        self._open = [*(known for known in self._open if known.fileno() >= 0), request]
+        if len(self._open) > _MAX_SCRAPES:
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                self._open.pop(0).shutdown(socket.SHUT_RDWR)  # its thread's read or write ends, and closes it
+        super().process_request(request, client_address)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Drop the traceback of a scrape that timed out or was cut off."""
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _SOCKET_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not logged."""
+
+
+class Audit:
+    """Append a line of JSON per write: time, token, operation, ids and status; never a vector or a name.
+
+    Args:
+        path: the log, created readable by its owner alone; None writes to standard error.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._descriptor = sys.stderr.fileno() if path is None else _open_log(path)
+        self._owned = path is not None
+        self._is_torn = False  # the file ends in a part of a line
+
+    def write(self, token: str | None, operation: str, collection: str | None, ids: Sequence[int], status: int) -> None:
+        """Append one line by one write, which O_APPEND keeps whole.
+
+        The operation is done already: where the file takes no more (a full disk), standard error gets the line.
+        """
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "token": token,
+            "operation": operation,
+            "collection": collection,
+            "ids": list(ids),
+            "status": status,
+        }
+        line = json.dumps(entry)
+        try:
+            self._append(f"{line}\n".encode())
+        except OSError as error:
+            message = f"plsc serve: the audit log takes no lines ({error.strerror}); free its disk. It lacks: {line}"
+            print(message, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._owned:
+            os.close(self._descriptor)
+
+    def _append(self, line: bytes) -> None:
+        if self._is_torn:
+            line = b"\n" + line
+        written = os.write(self._descriptor, line)
+        self._is_torn = written < len(line)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _open_log(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot write the audit log {path}: {error.strerror}; name another file") from None

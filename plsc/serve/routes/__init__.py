@@ -1,0 +1,1 @@
+"""Routes by resource; each file holds its endpoints and their schemas."""

@@ -1,0 +1,82 @@
+"""/health for those who start, watch and stop the service, and /v1/snapshots."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel
+from starlette.responses import JSONResponse, Response
+
+from plsc.serve.errors import RETRY_SECONDS, error_responses
+from plsc.serve.routing import JsonRoute, Served, requires
+
+router = APIRouter(route_class=JsonRoute)
+
+
+class SnapshotView(BaseModel):
+    """A consistent copy of the store."""
+
+    id: str
+    created: str
+    bytes: int
+
+
+class SnapshotsView(BaseModel):
+    """All snapshots, oldest first."""
+
+    snapshots: list[SnapshotView]
+
+
+class HealthView(BaseModel):
+    """``status`` is "live", "ready", or the reason why the service is not ready."""
+
+    status: str
+
+
+@router.get("/health/live", tags=["health"], response_model=HealthView)
+@requires(None)
+async def live() -> HealthView:
+    """The process runs and answers."""
+    return HealthView(status="live")
+
+
+@router.get("/health/ready", tags=["health"], response_model=HealthView, responses={503: {"model": HealthView}})
+@requires(None)
+async def ready(request: Request) -> JSONResponse:
+    """Requests are served: the model is loaded and the store answers."""
+    status = await request.app.state.lifecycle.readiness()
+    if status == "ready":
+        return JSONResponse({"status": status})
+    return JSONResponse({"status": status}, 503, {"Retry-After": str(RETRY_SECONDS)})
+
+
+@router.get("/v1/snapshots", tags=["snapshots"], responses=error_responses())
+@requires("admin")
+async def list_snapshots(service: Served) -> SnapshotsView:
+    """All snapshots, oldest first."""
+    found = await service.in_store(service.snapshots.list)
+    return SnapshotsView(snapshots=[SnapshotView(**asdict(snapshot)) for snapshot in found])
+
+
+@router.post("/v1/snapshots", status_code=201, tags=["snapshots"], responses=error_responses())
+@requires("admin")
+async def take_snapshot(service: Served) -> SnapshotView:
+    """Take a snapshot of the whole store."""
+    return SnapshotView(**asdict(await service.in_store(service.snapshots.take)))
+
+
+@router.delete(
+    "/v1/snapshots/{snapshot}",
+    status_code=204,
+    tags=["snapshots"],
+    responses=error_responses(404),
+    response_class=Response,
+)
+@requires("admin")
+async def delete_snapshot(
+    snapshot: Annotated[str, Path(description="A snapshot's id", examples=["20261121T080000000000Z"])],
+    service: Served,
+) -> Response:
+    """Delete a snapshot."""
+    await service.in_store(service.snapshots.delete, snapshot)
+    return Response(status_code=204)

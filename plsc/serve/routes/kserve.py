@@ -1,0 +1,363 @@
+"""/v2, the Open Inference Protocol (version 2) of KServe and Triton: the model itself, asked with tensors.
+
+Tensors are in the JSON, or raw bytes behind it (binary tensor data).
+"""
+
+import functools
+import itertools
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import torch
+from fastapi import APIRouter, Header, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import to_json
+from starlette.responses import JSONResponse, Response
+
+from plsc.serve.errors import ApiError, error_responses, first_error
+from plsc.serve.inputs import Float32
+from plsc.serve.routing import Served, read_json, requires
+from plsc.serve.service import Service
+
+INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
+LENGTH_HEADER = "Inference-Header-Content-Length"
+MAX_NUMBERS = 2**21  # values in the JSON: a Python object each until it is a byte. Raw tensors are bound by the body
+_NOT_PIXELS = f"{INPUT} holds more than whole numbers from 0 to 255 in rows of one length"
+
+
+class TensorParameters(BaseModel):
+    """Parameters of a tensor, as far as they are known here."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    binary_data_size: Annotated[int, Field(ge=0)] | None = None
+    binary_data: bool | None = None
+
+
+class RequestParameters(BaseModel):
+    """Parameters of a request."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    binary_data_output: bool | None = None
+
+
+class InputTensor(BaseModel):
+    """``images``: UINT8 [n, 3, S, S], RGB; the data as numbers, flat or nested, or raw behind the JSON."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    shape: list[int] = Field(max_length=8, fail_fast=True)
+    datatype: str
+    parameters: TensorParameters = Field(default_factory=TensorParameters)
+    data: list[Any] | None = None
+
+
+class RequestedOutput(BaseModel):
+    """``embeddings``, as numbers or raw."""
+
+    model_config = ConfigDict(strict=True)
+
+    name: str
+    parameters: TensorParameters = Field(default_factory=TensorParameters)
+
+
+class InferRequest(BaseModel):
+    """A request of the protocol."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: str | None = None
+    parameters: RequestParameters = Field(default_factory=RequestParameters)
+    inputs: list[InputTensor] = Field(fail_fast=True)
+    outputs: list[RequestedOutput] | None = Field(None, fail_fast=True)
+
+
+class OutputTensor(BaseModel):
+    """``embeddings``: FP32 [n, D]."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: list[float] | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class InferResponse(BaseModel):
+    """An answer of the protocol."""
+
+    model_name: str
+    model_version: str
+    id: str | None = None
+    outputs: list[OutputTensor]
+
+
+class InferenceError(BaseModel):
+    """The protocol's errors."""
+
+    error: str
+
+
+class ServerLive(BaseModel):
+    """The server is alive."""
+
+    live: bool
+
+
+class ServerReady(BaseModel):
+    """The server is ready."""
+
+    ready: bool
+
+
+class ModelReady(BaseModel):
+    """The model is ready."""
+
+    name: str
+    ready: bool
+
+
+class ServerMetadata(BaseModel):
+    """The server, and the protocol's extensions that it speaks."""
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(BaseModel):
+    """A tensor; -1 is any length."""
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(BaseModel):
+    """The model's inputs and outputs."""
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+_responses = functools.partial(error_responses, model=InferenceError)
+JsonLength = Annotated[str | None, Header(description="Bytes of JSON before raw tensors")]
+router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+_BODY = {
+    "required": True,
+    "content": {
+        "application/json": {"schema": {"$ref": "#/components/schemas/InferRequest"}},
+        "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+    },
+}
+
+
+@router.get("", responses={400: {"model": InferenceError}, 403: {"model": InferenceError}})
+@requires(None)
+async def server_metadata() -> ServerMetadata:
+    """The server, and the protocol's extensions that it speaks."""
+    from plsc import __version__
+
+    return ServerMetadata(name="plsc", version=__version__, extensions=["binary_tensor_data"])
+
+
+@router.get("/health/live", response_model=ServerLive)
+@requires(None)
+async def server_live() -> ServerLive:
+    """The process runs and answers."""
+    return ServerLive(live=True)
+
+
+@router.get("/health/ready", response_model=ServerReady, responses={503: {"model": ServerReady}})
+@requires(None)
+async def server_ready(request: Request) -> JSONResponse:
+    """The model can be asked."""
+    is_ready = await request.app.state.lifecycle.readiness() == "ready"
+    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+
+
+@router.get("/models/{model}", responses=_responses(404))
+@requires("read")
+async def model_metadata(model: str, service: Served) -> ModelMetadata:
+    """The model's input and output."""
+    _check_model(service, model)
+    size, dim = service.embedder.image_size, service.embedder.embedding_dim
+    return ModelMetadata(
+        name=model,
+        versions=[VERSION],
+        platform="plsc",
+        inputs=[TensorMetadata(name=INPUT, datatype="UINT8", shape=[-1, 3, size, size])],
+        outputs=[TensorMetadata(name=OUTPUT, datatype="FP32", shape=[-1, dim])],
+    )
+
+
+@router.get("/models/{model}/ready", responses=_responses(404))
+@requires("read")
+async def model_ready(model: str, service: Served) -> ModelReady:
+    """The model is loaded."""
+    _check_model(service, model)
+    return ModelReady(name=model, ready=True)
+
+
+@router.get("/models/{model}/versions/{version}", responses=_responses(404))
+@requires("read")
+async def version_metadata(model: str, version: str, service: Served) -> ModelMetadata:
+    """The same, for callers that name the version."""
+    _check_model(service, model, version)
+    return await model_metadata(model, service)
+
+
+@router.get("/models/{model}/versions/{version}/ready", responses=_responses(404))
+@requires("read")
+async def version_ready(model: str, version: str, service: Served) -> ModelReady:
+    """The same, for callers that name the version."""
+    _check_model(service, model, version)
+    return await model_ready(model, service)
+
+
+@router.post(
+    "/models/{model}/infer",
+    response_model=InferResponse,
+    responses=_responses(404, 413, 415, 504),
+    openapi_extra={"requestBody": _BODY},
+)
+@requires("read")
+async def infer(
+    model: str,
+    service: Served,
+    request: Request,
+    inference_header_content_length: JsonLength = None,
+) -> Response:
+    """Embed images that are sized and aligned already: UINT8 [n, 3, S, S] to FP32 [n, D]."""
+    _check_model(service, model)
+    body, size, max_images = await request.body(), service.embedder.image_size, service.settings.limits.inputs
+    inference = read_inference(body, inference_header_content_length, size, max_images)
+    vectors = await service.embed_pixels(inference.images, service.deadline(None))
+    content, headers = write_inference(vectors, model, inference)
+    return Response(content, headers=headers)
+
+
+@router.post(
+    "/models/{model}/versions/{version}/infer",
+    response_model=InferResponse,
+    responses=_responses(404, 413, 415, 504),
+    openapi_extra={"requestBody": _BODY},
+)
+@requires("read")
+async def version_infer(
+    model: str, version: str, service: Served, request: Request, inference_header_content_length: JsonLength = None
+) -> Response:
+    """The same, for callers that name the version."""
+    _check_model(service, model, version)
+    return await infer(model, service, request, inference_header_content_length)
+
+
+def _check_model(service: Service, model: str, version: str = VERSION) -> None:
+    if version != VERSION:
+        raise ApiError(404, f"there is no version {ascii(version)[:80]} of a model; this service has {VERSION}")
+    if model != service.model_name:
+        raise ApiError(404, f"there is no model {ascii(model)[:80]}; this service has {service.model_name}")
+
+
+@dataclass(frozen=True)
+class Inference:
+    """A request understood: ``images`` uint8 (n, 3, S, S), and how the answer is requested."""
+
+    images: torch.Tensor
+    id: str | None
+    binary: bool
+
+
+def read_inference(body: bytes, header: str | None, size: int, max_images: int) -> Inference:
+    """The request in ``body``, whose JSON is ``header`` bytes long, or all of it where that is None.
+
+    Raises :class:`ApiError` 400 naming what does not fit UINT8 [1 to ``max_images``, 3, size, size].
+    """
+    length = _length(header, len(body))
+    try:
+        request = InferRequest.model_validate(read_json(body[:length], MAX_NUMBERS))
+    except ValidationError as error:
+        raise ApiError(400, first_error(error.errors())) from None
+    if len(request.inputs) != 1 or request.inputs[0].name != INPUT:
+        raise ApiError(400, f"the model has one input, {INPUT}; send that alone")
+    requested = request.outputs or []
+    if any(output.name != OUTPUT for output in requested) or len(requested) > 1:
+        raise ApiError(400, f"the model has one output, {OUTPUT}; ask for that alone")
+    images = _images(request.inputs[0], body[length:], size, max_images)
+    return Inference(images, request.id, _is_binary(request, requested))
+
+
+def write_inference(vectors: Float32, model: str, request: Inference) -> tuple[bytes, dict[str, str]]:
+    """The answer's body and headers: (n, D) float32 as numbers, or raw little-endian bytes behind the JSON."""
+    output: dict[str, Any] = {"name": OUTPUT, "datatype": "FP32", "shape": list(vectors.shape)}
+    raw = vectors.astype("<f4").tobytes() if request.binary else b""
+    if request.binary:
+        output["parameters"] = {"binary_data_size": len(raw)}
+    else:
+        output["data"] = vectors.ravel().tolist()
+    answer: dict[str, Any] = {"model_name": model, "model_version": VERSION, "outputs": [output]}
+    if request.id is not None:
+        answer["id"] = request.id
+    head = to_json(answer)
+    if not request.binary:
+        return head, {"Content-Type": "application/json"}
+    return head + raw, {"Content-Type": "application/octet-stream", LENGTH_HEADER: str(len(head))}
+
+
+def _length(header: str | None, size: int) -> int:
+    if header is None:
+        return size
+    if not header.isascii() or not header.isdigit() or len(header) > 12 or int(header) > size:
+        raise ApiError(400, f"{LENGTH_HEADER} is not a number of bytes within the body")
+    return int(header)
+
+
+def _is_binary(request: InferRequest, requested: list[RequestedOutput]) -> bool:
+    if requested and requested[0].parameters.binary_data is not None:
+        return requested[0].parameters.binary_data
+    return bool(request.parameters.binary_data_output)
+
+
+def _images(tensor: InputTensor, raw: bytes, size: int, max_images: int) -> torch.Tensor:
+    if tensor.datatype != "UINT8":
+        raise ApiError(400, f"{INPUT} is {tensor.datatype[:32]}; the model takes UINT8")
+    shape = tensor.shape
+    if len(shape) != 4 or shape[1:] != [3, size, size] or not 1 <= shape[0] <= max_images:
+        raise ApiError(400, f"{INPUT} has the shape {shape}; the model takes [1 to {max_images}, 3, {size}, {size}]")
+    data = _from_numbers(tensor, raw) if tensor.parameters.binary_data_size is None else _from_bytes(tensor, raw)
+    if len(data) != shape[0] * 3 * size * size:
+        raise ApiError(400, f"{INPUT} has {len(data)} values, not the {shape[0] * 3 * size * size} of its shape")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)
+
+
+def _from_bytes(tensor: InputTensor, raw: bytes) -> bytes:
+    if tensor.data is not None or tensor.parameters.binary_data_size != len(raw):
+        raise ApiError(400, f"{INPUT} announces {tensor.parameters.binary_data_size} raw bytes alone; {len(raw)} came")
+    return raw
+
+
+def _from_numbers(tensor: InputTensor, raw: bytes) -> bytes:
+    if tensor.data is None or raw:
+        raise ApiError(400, f"{INPUT} has neither data nor a binary_data_size that tells of raw bytes")
+    rows = _innermost(tensor.data)
+    # Every type is looked at before anything is converted: numpy would make a few long strings gigabytes wide.
+    if len({len(row) for row in rows}) > 1 or any(set(map(type, row)) - {int} for row in rows):
+        raise ApiError(400, _NOT_PIXELS)
+    try:
+        return b"".join(map(bytes, rows))
+    except ValueError:
+        raise ApiError(400, _NOT_PIXELS) from None
+
+
+def _innermost(rows: list[Any]) -> list[list[Any]]:
+    """The lists at the bottom of nested lists of one depth."""
+    nested = [rows]
+    while nested and nested[0] and isinstance(nested[0][0], list):
+        nested = list(itertools.chain.from_iterable(nested))
+        if not all(isinstance(row, list) for row in nested):
+            raise ApiError(400, _NOT_PIXELS)
+    return nested

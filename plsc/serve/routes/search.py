@@ -1,0 +1,216 @@
+"""/v1/collections/{collection}/search, the service's hottest path: lean from the body's bytes to the answer's."""
+
+import math
+import re
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, ValidationError, model_validator
+from starlette.responses import Response
+
+from plsc.serve.batching import Search, SearchAnswer, answer_too_large
+from plsc.serve.errors import ApiError, error_responses, first_error
+from plsc.serve.inputs import IMAGE_TYPES
+from plsc.serve.routes.gallery import read_filter
+from plsc.serve.routing import (
+    COLLECTION,
+    DirectRoute,
+    content_type,
+    get_service,
+    query_parameters,
+    read_json,
+    require_json,
+    requires,
+)
+from plsc.serve.schemas import FILTER, IMAGE, Body, FilterBody, Input, Scalar, Score, examples, parse_filter
+from plsc.serve.service import Service
+
+_IS_NAME = re.compile(COLLECTION).search
+_MATCH_BYTES = 96  # of a match besides its person
+_MAX_DEADLINE_MS = 3_600_000
+_SEARCHES = {"queries": [{"image": IMAGE}, {"image": IMAGE}], "k": 5, "threshold": 0.4, "filter": FILTER}
+
+router = APIRouter(tags=["search"], route_class=DirectRoute)
+Form = TypeVar("Form", bound=BaseModel)
+
+
+class SearchBody(Body):
+    """One ``query`` or several ``queries``."""
+
+    query: Input | None = None
+    queries: list[Input] | None = Field(None, fail_fast=True, min_length=1)
+    k: int = Field(10, ge=1, description="Matches of each query; GET /v1/info tells the most")
+    threshold: Score | None = Field(None, description="Only matches with at least this score")
+    filter: FilterBody | None = None
+    deadline_ms: int | None = Field(
+        None, ge=1, le=_MAX_DEADLINE_MS, description="Give up (504) rather than answer later"
+    )
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "SearchBody":
+        if (self.query is None) == (self.queries is None):
+            raise ValueError("a search has either query or queries")
+        return self
+
+
+class SearchQuery(BaseModel):
+    """Options of a search whose body is an image; JSON has them in the body."""
+
+    k: int = Field(10, ge=1)
+    threshold: Score | None = None
+    filter: str | None = Field(None, description="A filter as JSON text")
+    deadline_ms: int | None = Field(None, ge=1, le=_MAX_DEADLINE_MS)
+
+
+class MatchedPerson(BaseModel):
+    """A person as shown with a match."""
+
+    id: int
+    name: str | None
+    metadata: dict[str, Scalar]
+
+
+class MatchView(BaseModel):
+    """``score`` is the cosine with the person's best face, ``same_person`` whether it reaches the threshold."""
+
+    person: MatchedPerson
+    face: int
+    score: float
+    same_person: bool | None
+
+
+class MatchesView(BaseModel):
+    """The matches of one query, best first."""
+
+    matches: list[MatchView]
+
+
+class SearchView(BaseModel):
+    """One entry in ``results`` for each query."""
+
+    results: list[MatchesView]
+    threshold: float | None
+    approximate: bool
+    recall: float | None
+
+
+_COLLECTION_PARAMETER = {
+    "name": "collection",
+    "in": "path",
+    "required": True,
+    "schema": {"type": "string", "pattern": COLLECTION},
+    "example": "staff",
+}
+_BODY = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {"$ref": "#/components/schemas/SearchBody"},
+            "examples": examples(
+                one_query={"query": {"image": IMAGE}, "k": 5}, several_with_a_threshold_and_a_filter=_SEARCHES
+            ),
+        },
+        **{kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES},
+    },
+}
+
+
+@router.post(
+    "/v1/collections/{collection}/search",
+    responses=error_responses(404, 409, 413, 415, 422, 504),
+    response_model=SearchView,
+    openapi_extra={"parameters": [_COLLECTION_PARAMETER, *query_parameters(SearchQuery)], "requestBody": _BODY},
+)
+@requires("read")
+async def search(request: Request) -> Response:
+    """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
+    service, collection = get_service(request.scope), request.path_params["collection"]
+    if not _IS_NAME(collection):
+        raise ApiError(400, f"{ascii(collection)[:80]} is no collection's name")
+    await service.require_collection(collection)
+    read = _read_image if content_type(request.scope) in IMAGE_TYPES else _read_inputs
+    search, deadline = await read(request, service, collection)
+    answer = await service.search(search, deadline)
+    statistics = await service.statistics(collection)
+    threshold = service.settings.threshold if search.threshold is None else search.threshold
+    _check_size(answer, service.settings.limits.answer_bytes)
+    return Response(_to_json(answer, threshold, statistics), media_type="application/json")
+
+
+async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, float]:
+    """The search for an image that is the body itself, and its deadline."""
+    form = _parse(SearchQuery, dict(request.query_params))
+    deadline, filter = service.deadline(form.deadline_ms), read_filter(form.filter)
+    _check_k(service, form.k, 1)
+    vectors = await service.embed([(await request.body(), None)], ["the body"], deadline)
+    return Search(collection, vectors, form.k, form.threshold, filter), deadline
+
+
+async def _read_inputs(request: Request, service: Service, collection: str) -> tuple[Search, float]:
+    """The search for inputs in a JSON body, and its deadline."""
+    require_json(content_type(request.scope))
+    form = _parse(SearchBody, read_json(await request.body(), service.max_json_values))
+    deadline, filter = service.deadline(form.deadline_ms), parse_filter(form.filter)
+    inputs = [form.query] if form.query is not None else form.queries or []
+    service.check_inputs(len(inputs))
+    _check_k(service, form.k, len(inputs))
+    names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
+    vectors = await service.vectors(inputs, names, deadline)
+    return Search(collection, vectors, form.k, form.threshold, filter), deadline
+
+
+def _parse(form: type[Form], value: Any) -> Form:
+    try:
+        return form.model_validate(value)
+    except ValidationError as error:
+        raise ApiError(400, first_error(error.errors())) from None
+
+
+def _check_k(service: Service, k: int, queries: int) -> None:
+    limits = service.settings.limits
+    if k > limits.k:
+        raise ApiError(400, f"k is {k}; at most {limits.k} matches are given")
+    if k * queries > limits.matches:
+        raise ApiError(400, f"{queries} queries with k {k} ask for more than {limits.matches:,} matches; ask in parts")
+
+
+def _check_size(answer: SearchAnswer, limit: int) -> None:
+    """:class:`ApiError` if the answer would be too large: one person's metadata may be in it for every query."""
+    persons = answer.persons
+    size = sum(len(persons.get(match.person, b"")) + _MATCH_BYTES for matches in answer.matches for match in matches)
+    if size > limit:
+        raise answer_too_large(limit)
+
+
+def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any) -> bytes:
+    """A :class:`SearchView` as JSON, past pydantic: its models would cost as much as the search."""
+    recall = float(statistics.get("recall", math.nan))
+    results = [
+        {
+            "matches": [
+                {
+                    "person": orjson.Fragment(person),
+                    "face": match.face,
+                    "score": match.score,
+                    "same_person": is_match(match.score, threshold),
+                }
+                for match in matches
+                if (person := answer.persons.get(match.person)) is not None
+            ]
+        }
+        for matches in answer.matches
+    ]
+    return orjson.dumps(
+        {
+            "results": results,
+            "threshold": threshold,
+            "approximate": bool(statistics.get("approximate", False)),
+            "recall": recall if math.isfinite(recall) else None,
+        }
+    )
+
+
+def is_match(score: float, threshold: float | None) -> bool | None:
+    """Whether a score reaches the threshold; None without one."""
+    return None if threshold is None else score >= threshold
