@@ -1,11 +1,10 @@
-"""Backbones by name, and their files."""
+"""Backbones by name, and their files; backbone.py says how to add one."""
 
 if __name__ != "plsc.models":
     raise ImportError("this folder is the package plsc.models: import plsc.models")
 
-from plsc.models import iresnet, mobilefacenet, resnet8, vit  # noqa: F401  (each registers its names)
-from plsc.models.backbone import Backbone
-from plsc.models.registry import create, names, register
+from plsc.models import iresnet, mobilefacenet, resnet8, vit, wrappers  # noqa: F401  (each registers its names)
+from plsc.models.backbone import Backbone, create, names, register
 from plsc.models.weights import load_model, load_weights, save_model
 
 __all__ = ["Backbone", "create", "load_model", "load_weights", "names", "register", "save_model"]

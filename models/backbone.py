@@ -1,30 +1,56 @@
-"""What every backbone is: a module from normalised images to embeddings, which knows how it was built."""
+"""The base class of backbones, helpers for their layers, and the registry by which :func:`create` finds them.
 
-from collections.abc import Callable, Iterator
+To add a backbone, write one file, models/NAME.py, with a subclass of :class:`Backbone` and for each variant a function
+``NAME(embedding_dim, image_size, *, option=default) -> Backbone`` under ``@register``; then add NAME to the line of
+imports in models/__init__.py. ``@register_inference`` in the same file is optional: it recognises the family in a bare
+state_dict (.pt), which has no name in it. Configurations, ``plsc plan``, export and the tests of all backbones take the
+new name from the registry.
+"""
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from plsc.errors import UsageError
+from plsc.errors import DataError, UsageError
 
 SIZE_STEP = 16  # every convolutional family halves the image four times
-SMALLEST_SIZE = 32
+MIN_SIZE = 32
 # Backbones take (x - PIXEL_MEAN) / PIXEL_STD of pixel values 0 to 255, which is arcface_torch's (x/255 - 0.5)/0.5.
 PIXEL_MEAN = PIXEL_STD = 127.5
+
+# arcface_torch's names, which answer a wrong name with the right one.
+_ARCFACE_TORCH_NAMES = {
+    "r18": "iresnet18",
+    "r34": "iresnet34",
+    "r50": "iresnet50",
+    "r100": "iresnet100",
+    "r200": "iresnet200",
+    "mbf": "mobilefacenet",
+    "mbf_large": "mobilefacenet_large",
+    "vit_t": "vit_tiny",
+    "vit_s": "vit_small",
+    "vit_b": "vit_base",
+    "vit_l": "vit_large",
+}
 
 
 class Backbone(nn.Module):
     """Maps (B, 3, S, S) float32 images, (x - 127.5)/127.5, to (B, D) embeddings that are not normalised.
 
     Attributes:
-        name: the name that :func:`plsc.models.create` knows it by.
+        name: the name that :func:`create` knows it by.
         embedding_dim: D.
         image_size: S, in pixels.
-        options: the further keywords that it was created with, as JSON can hold them.
+        options: the further keywords that it was created with; JSON can hold them.
     """
 
     def __init__(self, name: str, embedding_dim: int, image_size: int) -> None:
@@ -35,38 +61,204 @@ class Backbone(nn.Module):
         self.options: dict[str, Any] = {}
 
 
+class Architecture(NamedTuple):
+    """The arguments of :func:`create`."""
+
+    name: str
+    embedding_dim: int
+    image_size: int
+    options: dict[str, Any]
+
+    def build(self) -> Backbone:
+        """Create a backbone of this architecture."""
+        return create(self.name, embedding_dim=self.embedding_dim, image_size=self.image_size, **self.options)
+
+
+Builder = Callable[..., Backbone]
+Inference = Callable[[Mapping[str, Tensor]], Architecture]
+_builders: dict[str, Builder] = {}
+_prefixes: dict[str, Callable[[str], Builder]] = {}
+_inferences: list[tuple[tuple[str, ...], Inference]] = []
+
+
+def register(builder: Builder) -> Builder:
+    """Register ``builder(embedding_dim, image_size, **options)`` under its own name."""
+    _builders[builder.__name__] = builder
+    return builder
+
+
+def register_prefix(prefix: str) -> Callable[[Callable[[str], Builder]], Callable[[str], Builder]]:
+    """Register a function that returns the builder of ``prefix`` + NAME, given NAME."""
+
+    def decorate(resolve: Callable[[str], Builder]) -> Callable[[str], Builder]:
+        _prefixes[prefix] = resolve
+        return resolve
+
+    return decorate
+
+
+def register_inference(*keys: str) -> Callable[[Inference], Inference]:
+    """Register a function that infers the architecture of state_dicts that hold all of ``keys``.
+
+    The function raises KeyError, IndexError or ValueError for an incomplete state_dict, and StopIteration for a depth
+    or width that no registered name has.
+    """
+
+    def decorate(inference: Inference) -> Inference:
+        _inferences.append((keys, inference))
+        return inference
+
+    return decorate
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that :func:`create` takes, besides ``timm:NAME``."""
+    return tuple(_builders)
+
+
+def create(name: str, *, embedding_dim: int = 512, image_size: int = 112, **options: Any) -> Backbone:
+    """Create a backbone with fresh weights, (B, 3, S, S) float32 -> (B, D) float32.
+
+    Args:
+        name: one of :func:`names`, or ``timm:NAME`` for any model of timm; or ``turned:`` and such a name, for
+            :class:`plsc.models.wrappers.RotationTTA` of it.
+        embedding_dim: D.
+        image_size: S in pixels, a multiple of 16 from 32 up.
+        options: options of the family: ``dropout`` (iresnet); ``drop_path``, ``mask_ratio`` and ``patch_size`` (vit);
+            ``gradient_checkpointing`` (iresnet, vit, timm); timm's own keywords (timm).
+
+    Raises:
+        UsageError: the name is unknown (the message has the nearest known one), or a number or option does not fit.
+    """
+    check_geometry(embedding_dim, image_size)
+    builder = _builder(name)
+    _check_options(name, builder, options)
+    model = builder(embedding_dim, image_size, **options)
+    model.options = dict(options)
+    return model
+
+
+def infer(state: Mapping[str, Tensor], source: str) -> Architecture:
+    """Infer the architecture of a state_dict (arcface_torch's key names) from its keys and shapes.
+
+    Raises:
+        DataError: it is incomplete or of no known architecture; the message names ``source``.
+    """
+    for keys, inference in _inferences:
+        if all(key in state for key in keys):
+            try:
+                return inference(state)
+            except (KeyError, IndexError, ValueError) as error:
+                raise DataError(f"{source} is no complete state_dict: it lacks or misshapes {error}") from None
+            except StopIteration:
+                raise DataError(f"{source} holds a backbone of a depth or width that is not known here") from None
+    first = ", ".join(list(state)[:3])
+    raise DataError(
+        f"{source} holds none of the known architectures (its keys begin {first}); "
+        "name the architecture, or give a state_dict of iresnet, mobilefacenet or vit"
+    )
+
+
+def count_blocks(state: Mapping[str, Tensor], pattern: str) -> int:
+    """Return one more than the largest number that ``pattern``'s group matches in the keys; 0 without a match."""
+    numbers = [int(match[1]) for key in state if (match := re.match(pattern, key))]
+    return max(numbers, default=-1) + 1
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """Return ``"; did you mean X?"`` for the nearest of ``known``, or an empty string."""
+    matches = difflib.get_close_matches(wrong.lower(), list(known), n=1, cutoff=0.4)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+def _builder(name: str) -> Builder:
+    if name in _builders:
+        return _builders[name]
+    for prefix, resolve in _prefixes.items():
+        if name.startswith(prefix):
+            return resolve(name.removeprefix(prefix))
+    synonym = _ARCFACE_TORCH_NAMES.get(name)
+    hint = f"; did you mean {synonym!r}?" if synonym else did_you_mean(name, _builders)
+    raise UsageError(f"no backbone is called {name!r}{hint} (known: {', '.join(_builders)}, timm:NAME)")
+
+
+def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None:
+    parameters = inspect.signature(builder).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    for option in options:
+        if option not in known:
+            takes = ", ".join(known) or "none"
+            raise UsageError(f"{name} has no option {option!r}{did_you_mean(option, known)} (it takes: {takes})")
+
+
 def check_geometry(embedding_dim: int, image_size: int) -> None:
-    """Raise :class:`UsageError` unless both numbers can make a backbone."""
+    """Raise :class:`UsageError` unless both numbers are possible for a backbone."""
     if not isinstance(embedding_dim, int) or isinstance(embedding_dim, bool) or embedding_dim < 1:
         raise UsageError(f"embedding_dim is {embedding_dim!r}; it has to be a whole number of 1 or more")
     whole = isinstance(image_size, int) and not isinstance(image_size, bool)
-    if not whole or image_size < SMALLEST_SIZE or image_size % SIZE_STEP:
+    if not whole or image_size < MIN_SIZE or image_size % SIZE_STEP:
         near = "112"
         if whole:
-            near = str(max(SMALLEST_SIZE, round(image_size / SIZE_STEP) * SIZE_STEP))
+            near = str(max(MIN_SIZE, round(image_size / SIZE_STEP) * SIZE_STEP))
         raise UsageError(
-            f"image_size is {image_size!r}; it has to be a multiple of {SIZE_STEP} from {SMALLEST_SIZE} up: try {near}"
+            f"image_size is {image_size!r}; it has to be a multiple of {SIZE_STEP} from {MIN_SIZE} up: try {near}"
         )
 
 
-def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``module(x)`` in ``dtype`` (that of its weights), also inside an autocast region.
+class PReLU(nn.PReLU):
+    """``nn.PReLU`` with a fast backward pass on CPUs: same parameters, same results.
 
-    The last layers decide the embedding's direction, so they are spared the rounding of bf16.
+    PyTorch's CPU kernel for the gradient is not vectorised: with it, a bf16 training step of MobileFaceNet takes 1.6
+    times as long on CPUs (benchmarks/cpu_layers.py). This serves those who train small models without a GPU.
     """
-    # No conversion to the same type: an exported program would keep it, and with it a check of the type.
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W): max(x, 0) + weight · min(x, 0), with a weight per channel."""
+        trains = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if trains and x.device.type == "cpu" and x.dim() == 4:
+            return cast(Tensor, _ChannelPReLU.apply(x, self.weight))
+        return super().forward(x)
+
+
+class _ChannelPReLU(torch.autograd.Function):
+    """PReLU whose backward pass is a few vectorised passes over the map."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.prelu(x, weight.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        positive = torch.ops.aten.threshold_backward(grad, x, 0)  # the gradient where x > 0
+        negative = grad - positive
+        # Summed in the weight's fp32: bf16 loses the small terms of a sum over a whole map.
+        grad_weight = (negative * x).sum((0, 2, 3), dtype=weight.dtype).sum_to_size(weight.shape)
+        slope = weight.to(x.dtype).view(1, -1, 1, 1)
+        return torch.addcmul(positive, negative, slope), grad_weight
+
+
+def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Run ``module(x)`` in ``dtype`` (that of its weights), also inside an autocast region.
+
+    The last layers determine the embedding's direction, so they are not rounded to bf16.
+    """
+    # Not x.to(dtype) always: an exported program would keep a conversion to the same type, and with it a type check.
     x = x if x.dtype == dtype else x.to(dtype)
-    kind = x.device.type  # the meta device knows no autocast
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    device_type = x.device.type  # the meta device has no autocast
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
         return module(x)
-    with torch.autocast(kind, enabled=False):
+    with torch.autocast(device_type, enabled=False):
         return module(x)
 
 
-def recomputed(block: nn.Module, x: Tensor) -> Tensor:
-    """``block(x)`` without keeping its activations: the backward pass computes them again.
+def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
+    """Run ``block(x)`` under activation checkpointing: the backward pass recomputes its activations.
 
-    The second run leaves the running statistics of batch normalisation alone: each batch counts once.
+    The recomputation leaves the running statistics of batch normalisation unchanged, so that each batch counts once.
     """
     contexts = partial(_recompute_contexts, block)
     result: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
@@ -82,12 +274,13 @@ def _recompute_contexts(
 @contextmanager
 def _frozen_statistics(block: nn.Module) -> Iterator[None]:
     norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    before = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:  # momentum 0 keeps the statistics, and the same tensors are saved for backward
+    saved = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    # Momentum 0 instead of evaluation mode: checkpoint requires that the same tensors are saved for backward.
+    for norm in norms:
         norm.momentum = 0.0
         norm.num_batches_tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
     try:
         yield
     finally:
-        for norm, (momentum, counter) in zip(norms, before, strict=True):
+        for norm, (momentum, counter) in zip(norms, saved, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, counter

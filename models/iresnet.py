@@ -1,18 +1,27 @@
 """IResNet 18/34/50/100/200, the residual network of ArcFace (Deng et al., CVPR 2019, section 3.1).
 
-Against torchvision's ResNet: the stem keeps the resolution, a block normalises before its first convolution
-and has no activation after its sum, and the last map is flattened into a linear layer, not averaged.
-Modules carry the names that arcface_torch gives them, so its published state_dicts load as they are.
+Differences from torchvision's ResNet: the stem keeps the resolution, a block normalises before its first convolution
+and has no activation after its sum, and the last map is flattened into a linear layer, not averaged. Modules have
+arcface_torch's names, so that its published state_dicts load unchanged.
 """
 
+import math
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from plsc.models.backbone import Backbone, in_full_precision, recomputed
-from plsc.models.cpu_gradients import PReLU
-from plsc.models.registry import register
+from plsc.models.backbone import (
+    Architecture,
+    Backbone,
+    PReLU,
+    checkpointed,
+    count_blocks,
+    in_full_precision,
+    register,
+    register_inference,
+)
 
 BLOCKS = {
     "iresnet18": (2, 2, 2, 2),
@@ -42,7 +51,7 @@ class IBasicBlock(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Sum of the residual branch and the (perhaps downsampled) input."""
+        """Add the residual branch to the (perhaps downsampled) input."""
         shortcut = x if self.downsample is None else self.downsample(x)
         y = self.conv1(self.bn1(x))
         y = self.conv2(self.prelu(self.bn2(y)))
@@ -80,7 +89,7 @@ class IResNet(Backbone):
         x = self.prelu(self.bn1(self.conv1(x)))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             for block in stage:
-                x = recomputed(block, x) if self.gradient_checkpointing and self.training else block(x)
+                x = checkpointed(block, x) if self.gradient_checkpointing and self.training else block(x)
         x = self.dropout(torch.flatten(self.bn2(x), 1))
         return in_full_precision(self._embed, x, self.fc.weight.dtype)
 
@@ -91,6 +100,14 @@ class IResNet(Backbone):
 def _stage(channels_in: int, channels: int, blocks: int) -> nn.Sequential:
     first = IBasicBlock(channels_in, channels, stride=2)
     return nn.Sequential(first, *(IBasicBlock(channels, channels, stride=1) for _ in range(1, blocks)))
+
+
+@register_inference("layer1.0.prelu.weight")
+def _infer(state: Mapping[str, Tensor]) -> Architecture:
+    blocks = tuple(count_blocks(state, rf"layer{stage}\.(\d+)\.") for stage in (1, 2, 3, 4))
+    name = next(name for name, known in BLOCKS.items() if known == blocks)
+    embedding_dim, flat = state["fc.weight"].shape
+    return Architecture(name, embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
 
 
 @register

@@ -1,20 +1,28 @@
-"""MobileFaceNet (Chen et al., 2018) in arcface_torch's widths, and its large variant.
+"""MobileFaceNet (Chen et al., CCBR 2018) in arcface_torch's widths, and its large variant.
 
-Inverted residuals with PReLU; the last map is weighed position by position (global depthwise convolution)
-rather than averaged. Modules carry arcface_torch's names, so its published state_dicts load as they are.
+Inverted residuals with PReLU; a global depthwise convolution weighs the positions of the last map, which is not
+averaged. Modules have arcface_torch's names, so that its published state_dicts load unchanged.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
-from plsc.models.backbone import Backbone, in_full_precision
-from plsc.models.cpu_gradients import FewPerGroup, Pointwise, PReLU, StridedDepthwise
-from plsc.models.registry import register
+from plsc.models.backbone import (
+    Architecture,
+    Backbone,
+    PReLU,
+    count_blocks,
+    in_full_precision,
+    register,
+    register_inference,
+)
 
 
 class Shape(NamedTuple):
-    """Blocks at 1/2, 1/4, 1/8 and 1/16 of the input's size, and the factor on the widths 64 and 128."""
+    """Number of blocks at 1/2, 1/4, 1/8 and 1/16 of the input's size, and the factor on the widths 64 and 128."""
 
     blocks: tuple[int, int, int, int]
     scale: int
@@ -22,18 +30,33 @@ class Shape(NamedTuple):
 
 SHAPES = {"mobilefacenet": Shape((1, 4, 6, 2), 2), "mobilefacenet_large": Shape((2, 8, 12, 4), 4)}
 LAST_CHANNELS = 512
-PROJECTION_GAIN = 8.0  # length of the rows of the last linear layer at the start
+PROJECTION_GAIN = 8.0  # initial norm of the rows of the last linear layer
+
+
+class StridedDepthwise(nn.Conv2d):
+    """A depthwise convolution that computes in fp32 on CPUs, also under autocast: same parameters.
+
+    PyTorch's bf16 gradient of a strided depthwise convolution takes a slow path on CPUs. With it, a bf16 training step
+    takes 1.7 times as long (benchmarks/cpu_layers.py).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H', W')."""
+        if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+            return super().forward(x)
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.to(self.weight.dtype))
 
 
 class Layers(nn.Module):
-    """A sequence under the attribute ``layers``, which is part of the published key names."""
+    """A sequence in the attribute ``layers``, which is part of the published key names."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layers one after the other."""
+        """Apply the layers in order."""
         return cast(Tensor, self.layers(x))
 
 
@@ -55,7 +78,7 @@ class InvertedResidual(Layers):
 
 
 class MobileFaceNet(Backbone):
-    """Inverted residuals as ``SHAPES[name]`` says, 1x1 to 512 channels, the global depthwise convolution."""
+    """Inverted residuals by ``SHAPES[name]``, 1x1 convolution to 512 channels, global depthwise convolution."""
 
     def __init__(self, name: str, embedding_dim: int, image_size: int) -> None:
         super().__init__(name, embedding_dim, image_size)
@@ -89,10 +112,10 @@ class MobileFaceNet(Backbone):
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        # Batch normalisation follows, so this matrix's scale decides only how fast it turns. A long orthogonal one
-        # stays near a projection that keeps all of the features; a short one soon keeps just what tells the training
-        # classes apart, and unseen classes need the rest (Omniglot, six epochs: rank-1 0.747 at D = 512, where
-        # Kaiming's weights had 0.722 at D = 256).
+        # Batch normalisation follows, so this matrix's scale determines only its effective learning rate. An orthogonal
+        # one of large norm stays close to a projection that preserves all features; a small one soon preserves only
+        # what separates the training classes, and unseen classes need the rest (Omniglot, six epochs: rank-1 0.747 at
+        # D = 512, where Kaiming initialisation had 0.722 at D = 256).
         projection = cast(nn.Linear, self.features.layers[2])
         nn.init.orthogonal_(projection.weight, gain=PROJECTION_GAIN)
 
@@ -109,17 +132,9 @@ class MobileFaceNet(Backbone):
 def _linear_convolution(
     channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
 ) -> Layers:
-    kind = _quickest(channels_in // groups, kernel, stride)
+    kind = StridedDepthwise if groups == channels_in and stride > 1 else nn.Conv2d
     convolution = kind(channels_in, channels, kernel, stride=stride, padding=padding, groups=groups, bias=False)
     return Layers(convolution, nn.BatchNorm2d(channels))
-
-
-def _quickest(channels_per_group: int, kernel: int, stride: int) -> type[nn.Conv2d]:
-    if kernel == 1:
-        return Pointwise
-    if channels_per_group == 1:
-        return StridedDepthwise if stride > 1 else nn.Conv2d
-    return FewPerGroup
 
 
 def _convolution(
@@ -132,6 +147,15 @@ def _convolution(
 def _residuals(channels: int, hidden: int, count: int) -> Layers:
     blocks = [InvertedResidual(channels, channels, hidden, stride=1, residual=True) for _ in range(count)]
     return Layers(*blocks)
+
+
+@register_inference("conv_sep.layers.0.weight")
+def _infer(state: Mapping[str, Tensor]) -> Architecture:
+    scale = state["layers.0.layers.0.weight"].shape[0] // 64
+    blocks = count_blocks(state, r"layers\.3\.layers\.(\d+)\.")
+    name = next(name for name, shape in SHAPES.items() if shape.scale == scale and shape.blocks[1] == blocks)
+    embedding_dim = state["features.layers.2.weight"].shape[0]
+    return Architecture(name, embedding_dim, 16 * state["features.layers.0.layers.0.weight"].shape[-1], {})
 
 
 @register

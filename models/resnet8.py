@@ -1,18 +1,18 @@
-"""ResNet-8: eight layers for small images, made to learn in minutes on a CPU.
+"""ResNet-8: eight layers for small images, trained in minutes on a CPU.
 
-Three basic blocks (He et al., 2015), each of which halves the map, after a strided stem; the shortcut averages
-before its 1x1 convolution (He et al., 2018, "ResNet-D"). The last map keeps its
-positions: it is flattened, not averaged.
+A strided stem, then three basic blocks (He et al., 2016), each of which halves the map; the shortcut averages before
+its 1x1 convolution ("ResNet-D", He et al., 2019). The last map is flattened, not averaged, which keeps its positions.
 """
 
+import math
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from plsc.models.backbone import Backbone, in_full_precision
-from plsc.models.registry import register
+from plsc.models.backbone import Architecture, Backbone, in_full_precision, register, register_inference
 
 WIDTHS = (32, 64, 128, 256)
 
@@ -28,12 +28,12 @@ class StridedBlock(nn.Module):
         self.shortcut = nn.Sequential(nn.AvgPool2d(2), *_convolution(channels_in, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Residual and shortcut, added and rectified."""
+        """Add the residual and the shortcut, then ReLU."""
         return torch.relu(self.residual(x) + self.shortcut(x))
 
 
 class ResNet8(Backbone):
-    """Stem, three blocks, then one linear layer over all positions and a BatchNorm."""
+    """Stem, three blocks, one linear layer over all positions, batch normalisation."""
 
     def __init__(self, embedding_dim: int, image_size: int) -> None:
         super().__init__("resnet8", embedding_dim, image_size)
@@ -57,6 +57,12 @@ class ResNet8(Backbone):
 def _convolution(channels_in: int, channels: int, kernel: int, *, stride: int = 1) -> tuple[nn.Module, nn.Module]:
     convolution = nn.Conv2d(channels_in, channels, kernel, stride=stride, padding=kernel // 2, bias=False)
     return convolution, nn.BatchNorm2d(channels)
+
+
+@register_inference("blocks.0.residual.0.weight")
+def _infer(state: Mapping[str, Tensor]) -> Architecture:
+    embedding_dim, flat = state["embed.1.weight"].shape
+    return Architecture("resnet8", embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
 
 
 @register

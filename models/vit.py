@@ -1,11 +1,13 @@
 """Vision transformers for faces (Dosovitskiy et al., ICLR 2021) in arcface_torch's shapes.
 
-Against the original: no class token; every patch's output goes into one linear layer, as a face is aligned
-and its positions mean something; ReLU6 in the MLP. In training, patches may be left out (``mask_ratio``:
-He et al., CVPR 2022), and whole branches too (``drop_path``). Modules carry arcface_torch's names, so its
-published state_dicts load as they are.
+Differences from the original: no class token; the outputs of all patches go into one linear layer, because faces are
+aligned and positions have a meaning; ReLU6 in the MLP. Training may drop patches (``mask_ratio``: He et al., CVPR 2022)
+and whole branches (``drop_path``: Huang et al., ECCV 2016). Modules have arcface_torch's names, so that its published
+state_dicts load unchanged.
 """
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -13,8 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.models.backbone import Backbone, in_full_precision, recomputed
-from plsc.models.registry import register
+from plsc.models.backbone import (
+    Architecture,
+    Backbone,
+    checkpointed,
+    count_blocks,
+    in_full_precision,
+    register,
+    register_inference,
+)
 
 
 class Shape(NamedTuple):
@@ -32,8 +41,8 @@ SHAPES = {
 }
 HEADS = 8
 MLP_RATIO = 4
-PUBLISHED_SIZE, PUBLISHED_PATCH = 112, 9  # 12 x 12 patches; the last 4 rows and columns go unseen
-PATCH = 8  # at every other size: divides all of them
+PUBLISHED_SIZE, PUBLISHED_PATCH = 112, 9  # 12 x 12 patches; the last 4 rows and columns are ignored
+PATCH = 8  # at every other size; divides all of them
 
 
 class PatchEmbed(nn.Module):
@@ -44,7 +53,7 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, dim, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens in row order."""
+        """Return tokens in row order."""
         return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2)
 
 
@@ -57,7 +66,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Softmax of the scaled products, times the values."""
+        """Apply scaled dot-product attention."""
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v)
         return cast(Tensor, self.proj(y.transpose(1, 2).flatten(2)))
@@ -77,7 +86,12 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a layer norm and added to its input; ``drop_path``: left out."""
+    """Attention and MLP, each after a layer norm and added to its input.
+
+    Args:
+        dim: width of a token.
+        drop_path: probability of dropping a branch of a sample in training (stochastic depth).
+    """
 
     def __init__(self, dim: int, drop_path: float) -> None:
         super().__init__()
@@ -89,10 +103,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, dim) -> (B, N, dim)."""
-        x = x + self._dropped(self.attn(self.norm1(x)))
-        return x + self._dropped(self.mlp(self.norm2(x)))
+        x = x + self._drop_path(self.attn(self.norm1(x)))
+        return x + self._drop_path(self.mlp(self.norm2(x)))
 
-    def _dropped(self, branch: Tensor) -> Tensor:
+    def _drop_path(self, branch: Tensor) -> Tensor:
         if not self.training or self.drop_path == 0.0:
             return branch
         keep = 1.0 - self.drop_path
@@ -124,7 +138,7 @@ class VisionTransformer(Backbone):
         self.mask_ratio = mask_ratio
         self.gradient_checkpointing = gradient_checkpointing
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, dim))
-        # What stands in for a patch that was left out; without gradient where none ever is.
+        # Replaces a dropped patch; without gradient if none is ever dropped, so that DDP does not wait for it.
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim), requires_grad=mask_ratio > 0.0)
         self.patch_embed = PatchEmbed(patch, dim)
         self.blocks = nn.ModuleList(Block(dim, drop_path * i / (depth - 1)) for i in range(depth))
@@ -154,7 +168,7 @@ class VisionTransformer(Backbone):
             kept = order[:, : int(order.shape[1] * (1.0 - self.mask_ratio))]
             x = _rows(x, kept)
         for block in self.blocks:
-            x = recomputed(block, x) if self.gradient_checkpointing and self.training else block(x)
+            x = checkpointed(block, x) if self.gradient_checkpointing and self.training else block(x)
         x = in_full_precision(self.norm, x, self.norm.weight.dtype)
         if order is not None:
             x = self._with_mask_tokens(x, order)
@@ -164,14 +178,14 @@ class VisionTransformer(Backbone):
         return torch.rand(x.shape[:2], device=x.device).argsort(dim=1)
 
     def _with_mask_tokens(self, kept: Tensor, order: Tensor) -> Tensor:
-        """Put the kept tokens back to their places and the mask token everywhere else."""
+        """Put the kept tokens back at their positions and the mask token everywhere else."""
         missing = order.shape[1] - kept.shape[1]
         shuffled = torch.cat([kept, self.mask_token.expand(len(kept), missing, -1)], dim=1)
         return _rows(shuffled, order.argsort(dim=1))
 
 
 def default_patch(image_size: int) -> int:
-    """The patch size taken at ``image_size`` unless another is asked for."""
+    """Return the default patch size at ``image_size``."""
     return PUBLISHED_PATCH if image_size == PUBLISHED_SIZE else PATCH
 
 
@@ -182,6 +196,18 @@ def _rows(x: Tensor, order: Tensor) -> Tensor:
 def _check_rate(name: str, rate: float) -> None:
     if not 0.0 <= rate < 1.0:
         raise UsageError(f"{name} is {rate}; it has to be at least 0 and less than 1")
+
+
+@register_inference("patch_embed.proj.weight", "feature.0.weight")
+def _infer(state: Mapping[str, Tensor]) -> Architecture:
+    dim, _, patch, _ = state["patch_embed.proj.weight"].shape
+    shape = Shape(dim, count_blocks(state, r"blocks\.(\d+)\."))
+    name = next(name for name, known in SHAPES.items() if known == shape)
+    side = math.isqrt(state["pos_embed"].shape[1])
+    # The sizes whose whole patches number side x side; only multiples of 16 are valid sizes.
+    image_size = next(size for size in range(side * patch, (side + 1) * patch) if size % 16 == 0)
+    options = {} if patch == default_patch(image_size) else {"patch_size": patch}
+    return Architecture(name, state["feature.2.weight"].shape[0], image_size, options)
 
 
 @register

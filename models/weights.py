@@ -1,4 +1,4 @@
-"""Backbones in files: ours (safetensors with what is needed to rebuild them) and bare state_dicts (.pt)."""
+"""Model files: safetensors with the metadata to rebuild the backbone, and bare state_dicts (.pt)."""
 
 import json
 import pickle
@@ -13,26 +13,24 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write
-from plsc.models.architecture import Architecture, infer
-from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD, Backbone
-from plsc.models.registry import TIMM_PREFIX, TURNED_PREFIX
-from plsc.models.turned import UPRIGHT_KEYS, TurnedViews
+from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD, Architecture, Backbone, infer
+from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA
 
 FORMAT = "plsc-backbone-1"
 
-# Around a state_dict: what data parallel wrappers and torch.compile put before its keys …
+# Prefixes that data parallel wrappers and torch.compile put before a state_dict's keys …
 _PREFIXES = ("module.", "_orig_mod.")
-# … and under which key training scripts store it beside other things.
+# … and keys under which training scripts store it in a checkpoint.
 _WRAPPERS = ("state_dict_backbone", "state_dict", "backbone", "model")
 
-# timm's options that fetch or open other files: a model file has no say in that.
+# timm's options that fetch or open other files: a model file must not set them.
 _FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
     """Write a backbone (perhaps wrapped by data parallel or torch.compile) to ``path``, a .safetensors file.
 
-    The metadata holds what :func:`load_model` needs: name, embedding_dim, image_size, options, preprocessing.
+    The metadata hold what :func:`load_model` needs: name, embedding_dim, image_size, options, preprocessing.
     """
     from safetensors.torch import save
 
@@ -53,32 +51,32 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
 
 def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone:
-    """Read a backbone, in evaluation mode, on the CPU.
+    """Load a backbone, in evaluation mode, on the CPU.
 
     Args:
         path: a .safetensors file of :func:`save_model`, or a state_dict of arcface_torch (.pt, .pth, .bin or
             .safetensors), whose architecture is inferred from its keys and shapes.
-        architecture: the name to use where nothing can be inferred (``timm:NAME``), or to insist on.
+        architecture: the name to use if it cannot be inferred (``timm:NAME``), or that the file must have.
 
     Raises:
         UsageError: there is no such file.
-        DataError: it is no such file, it is corrupt, or its weights are not those of the architecture.
+        DataError: it is no model file, it is corrupt, or its weights do not fit the architecture.
     """
     path = Path(path)
     state, metadata = read_state(path)
-    described = _described(metadata, path) or _inferred(state, architecture, path)
-    if architecture is not None and described.name != architecture:
-        raise DataError(f"{path} holds {described.name}, not {architecture}; leave the architecture out")
-    model = _built(described, path)
+    found = _from_metadata(metadata, path) or _from_state(state, architecture, path)
+    if architecture is not None and found.name != architecture:
+        raise DataError(f"{path} holds {found.name}, not {architecture}; leave the architecture out")
+    model = _build(found, path)
     _assign(model, state, path)
     return model.eval()
 
 
 def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copy the weights in ``path`` into ``model``, strictly; for fine-tuning with any number of classes.
+    """Copy the weights in ``path`` into ``model``, strictly; for fine-tuning on other classes.
 
-    The class head is no part of a backbone, so weights trained on other classes fit as they are. Weights of a
-    :class:`plsc.models.turned.TurnedViews` fit the backbone that it turns pictures for.
+    The class head is not part of a backbone, so the number of classes does not matter. Weights of a
+    :class:`plsc.models.wrappers.RotationTTA` fit the backbone inside it.
 
     Raises:
         UsageError: there is no such file.
@@ -87,17 +85,17 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
     path = Path(path)
     state, _ = read_state(path)
     backbone = unwrapped(model)
-    if not isinstance(backbone, TurnedViews):
-        state = _without_prefixes(state, (UPRIGHT_KEYS,))
+    if not isinstance(backbone, RotationTTA):
+        state = _without_prefixes(state, (ROTATION_KEYS,))
     _assign(backbone, state, path)
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors by key, without wrappers' prefixes, and the metadata (empty but in .safetensors)."""
+    """Read the tensors by key, without wrappers' prefixes, and the metadata (of .safetensors only)."""
     if not path.is_file():
         raise UsageError(f"{path} does not exist; name a model file (.safetensors, .pt)")
     if path.suffix == ".onnx":
-        raise UsageError(f"{path} is an ONNX model, good for embedding alone; name a .safetensors or .pt file")
+        raise UsageError(f"{path} is an ONNX model, which can only embed; name a .safetensors or .pt file")
     state, metadata = _read_safetensors(path) if path.suffix == ".safetensors" else (_read_torch(path), {})
     if not state:
         raise DataError(f"{path} holds no tensors")
@@ -105,7 +103,7 @@ def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def unwrapped(model: nn.Module) -> Backbone:
-    """The backbone inside data parallel and torch.compile wrappers."""
+    """Return the backbone inside data parallel and torch.compile wrappers."""
     inner: Any = model
     while not isinstance(inner, Backbone):
         inner = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
@@ -129,7 +127,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about pickles that are refused below
+            warnings.simplefilter("ignore")  # it warns of pickles that are refused below
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise DataError(
@@ -138,7 +136,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
         ) from None
     except OSError:
         raise
-    except Exception as error:  # the reader of a foreign format meets arbitrary bytes
+    except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
     return _tensors(loaded, path)
@@ -172,7 +170,7 @@ def _without_prefixes(state: dict[str, Tensor], prefixes: Iterable[str] = _PREFI
     return state
 
 
-def _described(metadata: dict[str, str], path: Path) -> Architecture | None:
+def _from_metadata(metadata: dict[str, str], path: Path) -> Architecture | None:
     if "format" not in metadata or "name" not in metadata:
         return None
     if metadata["format"] != FORMAT:
@@ -188,7 +186,7 @@ def _described(metadata: dict[str, str], path: Path) -> Architecture | None:
         raise DataError(f"{path} has incomplete metadata: {error}; save it again") from None
 
 
-def _inferred(state: dict[str, Tensor], architecture: str | None, path: Path) -> Architecture:
+def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) -> Architecture:
     if architecture is None or not architecture.startswith(TIMM_PREFIX):
         return infer(state, str(path))
     if "fc.weight" not in state:
@@ -196,11 +194,13 @@ def _inferred(state: dict[str, Tensor], architecture: str | None, path: Path) ->
     return Architecture(architecture, state["fc.weight"].shape[0], 112, {})
 
 
-def _built(architecture: Architecture, path: Path) -> Backbone:
+def _build(architecture: Architecture, path: Path) -> Backbone:
     try:
-        if architecture.name.removeprefix(TURNED_PREFIX).startswith(TIMM_PREFIX):  # has buffers that need values
+        if architecture.name.removeprefix(ROTATION_PREFIX).startswith(
+            TIMM_PREFIX
+        ):  # its buffers have values that no state_dict holds
             return architecture.build()
-        with torch.device("meta"):  # no memory, and no initialisation that would be overwritten at once
+        with torch.device("meta"):  # without memory, and without an initialisation that the weights overwrite
             return architecture.build()
     except (UsageError, RuntimeError, TypeError) as error:
         raise DataError(f"{path} describes a model that cannot be built: {error}") from None
@@ -219,12 +219,12 @@ def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
         ],
         path,
     )
-    as_built = {key: tensor.to(own[key].dtype) for key, tensor in state.items()}
-    model.load_state_dict(as_built, strict=True, assign=any(tensor.is_meta for tensor in own.values()))
+    as_build = {key: tensor.to(own[key].dtype) for key, tensor in state.items()}
+    model.load_state_dict(as_build, strict=True, assign=any(tensor.is_meta for tensor in own.values()))
 
 
-def _refuse(what: str, keys: Iterable[str], path: Path) -> None:
+def _refuse(problem: str, keys: Iterable[str], path: Path) -> None:
     keys = list(keys)
     if keys:
         more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        raise DataError(f"{path} does not fit the model: it {what} {', '.join(keys[:3])}{more}")
+        raise DataError(f"{path} does not fit the model: it {problem} {', '.join(keys[:3])}{more}")

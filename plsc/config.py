@@ -37,8 +37,10 @@ class DataConfig:
         "stronger set",
         choices=("none", "flip", "affine", "standard"),
     )
-    turned_classes: bool = key(
-        False, "every class also turned by 90, 180 and 270 degrees, as classes of their own: epochs four times as long"
+    rotation_classes: bool = key(
+        False,
+        "every class also rotated by 90, 180 and 270 degrees, as classes of their own: epochs four times as long",
+        renamed_from="turned_classes",
     )
     workers: int = key(2, "decoding processes per rank; 0 decodes in the training process", least=0)
     max_bad_records: int = key(1000, "unreadable pictures to skip before the run gives up", least=0)
@@ -172,10 +174,11 @@ class Config:
         least=0,
         below=1,
     )
-    turned_views: bool = key(
+    rotation_tta: bool = key(
         False,
         "evaluate and export the backbone on four positions of each picture, its embeddings side by side (four "
-        "times as long); goes with data.turned_classes",
+        "times as long); goes with data.rotation_classes",
+        renamed_from="turned_views",
     )
     max_skipped_steps: int = key(20, "steps in a row that a non-finite loss may cost before the run gives up", least=1)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
@@ -210,7 +213,7 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
             values = {name: value for name, value in values.items() if name not in pair}
     for name, value in given.items():
         entry = strict_toml.known(name, KEYS, "the command line")
-        values[name] = entry.parsed(value) if isinstance(value, str) else value
+        values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
 
 

@@ -11,6 +11,7 @@ import math
 import tomllib
 import types
 import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,11 @@ def key(
     least: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    renamed_from: str = "",
 ) -> Any:
-    """A field of a schema: its default, its meaning, and the values that it takes."""
+    """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one."""
     limits = {"above": above, "at least": least, "at most": most, "below": below}
-    metadata = {"doc": doc, "choices": tuple(choices), "limits": limits}
+    metadata = {"doc": doc, "choices": tuple(choices), "limits": limits, "renamed_from": renamed_from}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -45,6 +47,7 @@ class Key:
     doc: str
     choices: tuple[str, ...]
     limits: Mapping[str, float | None]
+    renamed_from: str
 
     @property
     def kind(self) -> type:
@@ -159,15 +162,25 @@ def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> dic
             flat.update({f"{name}.{inner}": item for inner, item in value.items()})
         else:
             raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
-    for name in flat:
-        known(name, keys, where)
-    return flat
+    values: dict[str, Any] = {}
+    for name, value in flat.items():
+        entry = known(name, keys, where)
+        if entry.name in values:
+            raise UsageError(f"{where}: {entry.name} is given twice, once by its former name; keep one")
+        values[entry.name] = value
+    return values
 
 
 def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
-    """The key ``name``; :class:`UsageError` with the nearest right one where there is none."""
+    """Return the key ``name``, or the one formerly so called; :class:`UsageError` with the nearest if there is none."""
     if name in keys:
         return keys[name]
+    section, dot, last = name.rpartition(".")
+    for entry in keys.values():
+        if entry.renamed_from == last and entry.name.startswith(section + dot) and entry.name.count(".") == len(dot):
+            message = f"{where}: {name} is now called {entry.name}; the old name goes with the next release"
+            warnings.warn(message, FutureWarning, stacklevel=2)
+            return entry
     near = nearest(name, keys)
     mend = f"did you mean {near}?" if near else "plsc train --keys lists every key"
     raise UsageError(f"{where}: there is no key {name}; {mend}")
@@ -213,6 +226,7 @@ def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key]) -> dict[s
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         entry = known(name, keys, "the command line")
+        name = entry.name
         if not equals:
             if not words or words[0].startswith("--"):
                 raise UsageError(f"--{name} needs a value: {entry.expected}")

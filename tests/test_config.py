@@ -245,3 +245,21 @@ def test_any_number_survives_the_file(number: float) -> None:
 def test_no_command_line_breaks_the_parser(words: list[str]) -> None:
     with contextlib.suppress(UsageError):
         config.load(None, config.parse_arguments(words))
+
+
+@pytest.mark.parametrize(
+    ("former", "name"), [("data.turned_classes", "data.rotation_classes"), ("turned_views", "rotation_tta")]
+)
+def test_a_renamed_key_is_read_by_its_former_name_with_a_warning(tmp_path: Path, former: str, name: str) -> None:
+    section, _, last = former.rpartition(".")
+    path = write(tmp_path, (f"[{section}]\n" if section else "") + f"{last} = true\n")
+    with pytest.warns(FutureWarning, match=f"{former} is now called {name}"):
+        assert config.get(config.load(path), name) is True
+    with pytest.warns(FutureWarning, match=f"{former} is now called {name}"):
+        overrides = config.parse_arguments([f"--{former}", "true"])
+    assert overrides == {name: "true"}
+    assert config.get(config.load(None, overrides), name) is True
+    assert last not in config.to_toml(config.load(None, overrides))
+    both = write(tmp_path, (f"[{section}]\n" if section else "") + f"{last} = true\n{name.rpartition('.')[2]} = true\n")
+    with pytest.warns(FutureWarning), pytest.raises(UsageError, match=f"{name} is given twice"):
+        config.load(both)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from plsc.config import Config
 from plsc.data.transforms import normalize
-from plsc.evaluation.evaluator import evaluate
-from plsc.evaluation.sets import open_set, set_names
+from plsc.evaluation.evaluator import evaluate, open_set, set_names
 from plsc.files import atomic_write
 from plsc.models import save_model
 from plsc.train.agreement import on_every_rank

@@ -20,8 +20,8 @@ from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import MARGINS as MARGIN_TYPES
 from plsc.losses.margins import Margin
 from plsc.models import create, load_weights
-from plsc.models.turned import TurnedViews
 from plsc.models.weights import unwrapped
+from plsc.models.wrappers import RotationTTA
 from plsc.optim.grad_scaler import GradScaler
 from plsc.optim.head_adamw import HeadAdamW
 from plsc.optim.head_optimizer import HeadOptimizer
@@ -62,9 +62,9 @@ class Parts:
 
     @property
     def judged(self) -> nn.Module:
-        """What is evaluated and exported: the moving average where there is one, perhaps in turned views."""
+        """What is evaluated and exported: the moving average where there is one, perhaps under rotation TTA."""
         model = self.average.model if self.average is not None else self.backbone
-        return TurnedViews(unwrapped(model)) if self.config.turned_views else model
+        return RotationTTA(unwrapped(model)) if self.config.rotation_tta else model
 
     def autocast(self) -> torch.autocast:
         """The arithmetic of the backbone's passes."""
@@ -75,7 +75,7 @@ class Parts:
 def open_training_data(data: DataConfig) -> ImageDataset:
     """The pictures that [data] names; raises as :func:`plsc.data.open_dataset` does."""
     dataset = open_dataset(data.train, image_size=data.image_size, max_bad_records=data.max_bad_records)
-    return RotatedDataset(dataset) if data.turned_classes else dataset
+    return RotatedDataset(dataset) if data.rotation_classes else dataset
 
 
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:

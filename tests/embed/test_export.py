@@ -118,7 +118,7 @@ def test_insightface_gets_a_bare_state_dict(name: str, size: int, there: str | N
     assert (result["arcface_torch"], result["max_abs_error"]) == (there, 0.0)
 
 
-def test_insightface_has_no_turned_views(tmp_path: Path) -> None:
+def test_insightface_has_no_rotation_tta(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="arcface_torch has no turned:mobilefacenet"):
         export.export_insightface(small("turned:mobilefacenet"), tmp_path / "m.pt")
 

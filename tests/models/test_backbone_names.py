@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import plsc.models
 from plsc.errors import UsageError
-from plsc.models import registry
+from plsc.models import backbone
 
 
 def test_names_are_the_families_in_order_of_size() -> None:
@@ -91,7 +91,7 @@ def test_every_multiple_of_16_from_32_up_works(name: str, sixteens: int, dim: in
 
 
 def test_a_registered_function_is_created_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_builders", dict(registry._builders))
+    monkeypatch.setattr(backbone, "_builders", dict(backbone._builders))
 
     @plsc.models.register
     def my_backbone(embedding_dim: int, image_size: int) -> plsc.models.Backbone:
@@ -108,7 +108,7 @@ def test_timm_gets_the_image_size_where_it_takes_one_and_what_it_cannot_build_is
         plsc.models.create("timm:test_vit", image_size=64, no_such_option=3)
 
 
-def test_turned_views_are_four_rows_side_by_side() -> None:
+def test_rotation_tta_concatenates_four_embeddings() -> None:
     torch.manual_seed(0)
     model = plsc.models.create("turned:mobilefacenet", image_size=48, embedding_dim=32).eval()
     plain = plsc.models.create("mobilefacenet", image_size=48, embedding_dim=8).eval()

@@ -63,7 +63,7 @@ def test_a_wrapped_model_is_saved_without_its_wrapper(tmp_path: Path) -> None:
 def test_the_architecture_of_a_bare_state_dict_is_inferred(name: str, dim: int, size: int) -> None:
     with torch.device("meta"):
         state = plsc.models.create(name, embedding_dim=dim, image_size=size).state_dict()
-    from plsc.models.architecture import infer
+    from plsc.models.backbone import infer
 
     assert infer(state, "x.pt")[:3] == (name, dim, size)
 

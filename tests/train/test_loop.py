@@ -324,8 +324,8 @@ def test_fine_tuning_with_another_number_of_classes(tmp_path: Path, ranks: Ranks
     assert len(json.loads((tmp_path / "second/classes.json").read_text())["classes"]) == 8
 
 
-def turned_views(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, Any], float]:
-    """A run with turned views; what it says of itself, what its model is found to do, and a run from its weights."""
+def rotation_tta(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, Any], float]:
+    """A run with rotation TTA; what it says of itself, what its model is found to do, and a run from its weights."""
     from safetensors.torch import load_file
 
     from plsc.embed.embedder import open_embedder
@@ -333,8 +333,8 @@ def turned_views(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, A
     from plsc.models import load_model
 
     first, second, tested = out / "first", out / "second", "avatars:9x4@5000"
-    changes = {"data.turned_classes": True, "epochs": 1, "checkpoint.every_steps": 0}
-    run(mesh, first, {**changes, "turned_views": True, "eval.sets": [tested]})
+    changes = {"data.rotation_classes": True, "epochs": 1, "checkpoint.every_steps": 0}
+    run(mesh, first, {**changes, "rotation_tta": True, "eval.sets": [tested]})
     said = [line for line in read_metrics(first) if "eval" in line][-1]["eval"][tested]
     embedder = open_embedder(first, device=mesh.device)
     found = evaluate(embedder, [tested], image_size=32, mesh=mesh, quiet=True)[tested]
@@ -349,8 +349,8 @@ def turned_views(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, A
     return load_model(given).name, said, found, moved
 
 
-def test_turned_views_are_judged_shipped_and_can_be_trained_on(tmp_path: Path, ranks: Ranks) -> None:
-    name, said, found, moved = ranks(1, turned_views, tmp_path)[0]
+def test_rotation_tta_is_judged_shipped_and_can_be_trained_on(tmp_path: Path, ranks: Ranks) -> None:
+    name, said, found, moved = ranks(1, rotation_tta, tmp_path)[0]
     assert name == "turned:tiny"
     for figure in ("accuracy", "auc", "rank1"):
         assert said[figure] == pytest.approx(found[figure], abs=1e-6)

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from plsc.models import create
-from plsc.models.cpu_gradients import FewPerGroup, Pointwise, PReLU, StridedDepthwise
+from plsc.models.backbone import PReLU
+from plsc.models.mobilefacenet import StridedDepthwise
 
 
 def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -62,47 +63,6 @@ def test_strided_depthwise_is_that_of_torch_and_float32_under_autocast() -> None
     with torch.autocast("cpu", torch.bfloat16):
         for a, b in zip(gradients(ours, x), expected, strict=True):
             torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize(
-    ("channels", "outputs", "groups"), [(12, 24, 6), (128, 128, 64), (6, 6, 1), (40, 40, 2), (10, 5, 5)]
-)
-def test_convolution_of_few_channels_a_group_is_that_of_torch(
-    channels: int, outputs: int, groups: int, memory_format: torch.memory_format
-) -> None:
-    ours = FewPerGroup(channels, outputs, 3, stride=2, padding=1, groups=groups).double()
-    torchs = nn.Conv2d(channels, outputs, 3, stride=2, padding=1, groups=groups).double()
-    assert_same_as_torchs(ours, torchs, torch.randn(2, channels, 5, 6).contiguous(memory_format=memory_format))
-
-
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("bias", [True, False])
-def test_pointwise_convolution_is_that_of_torch(bias: bool, memory_format: torch.memory_format) -> None:
-    ours, torchs = Pointwise(6, 4, 1, bias=bias).double(), nn.Conv2d(6, 4, 1, bias=bias).double()
-    y = assert_same_as_torchs(ours, torchs, torch.randn(2, 6, 5, 3).contiguous(memory_format=memory_format))
-    assert y.is_contiguous(memory_format=memory_format)
-
-
-@pytest.mark.parametrize("layer", [Pointwise(6, 4, 1), FewPerGroup(12, 24, 3, padding=1, groups=6)])
-def test_gradients_lie_in_memory_as_their_weights_do(layer: nn.Conv2d) -> None:
-    """Else DistributedDataParallel copies them, and warns."""
-    layer = layer.to(memory_format=torch.channels_last)
-    strides: list[tuple[int, ...]] = []
-    layer.weight.register_hook(lambda grad: strides.append(grad.stride()))
-    layer(torch.randn(2, layer.in_channels, 5, 3).contiguous(memory_format=torch.channels_last)).sum().backward()
-    assert strides == [layer.weight.stride()]
-
-
-def assert_same_as_torchs(ours: nn.Conv2d, torchs: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
-    """Output and gradients agree, in float64, while training; and the output outside it. Returns the output."""
-    x = x.double()
-    torchs.load_state_dict(ours.state_dict())
-    ours_all, torchs_all = gradients(ours, x), gradients(torchs, x)
-    for a, b in zip(ours_all, torchs_all, strict=True):
-        torch.testing.assert_close(a, b)
-    torch.testing.assert_close(ours.eval()(x), torchs.eval()(x))
-    return ours_all[0]
 
 
 @pytest.mark.parametrize("name", ["mobilefacenet", "iresnet18"])

@@ -1,0 +1,119 @@
+"""Backbones around other networks: any model of timm (``timm:NAME``), and rotation test-time augmentation."""
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from plsc.errors import UsageError
+from plsc.models.backbone import (
+    Backbone,
+    Builder,
+    create,
+    did_you_mean,
+    in_full_precision,
+    register_prefix,
+)
+
+TIMM_PREFIX = "timm:"
+# The prefix of the name and that of the keys are in model files, so they keep these words.
+ROTATION_PREFIX, ROTATION_KEYS = "turned:", "upright."
+ROTATIONS = 4
+
+
+class TimmBackbone(Backbone):
+    """A model of timm without its classifier (``trunk``), then a linear layer and batch normalisation."""
+
+    def __init__(
+        self,
+        name: str,
+        embedding_dim: int,
+        image_size: int,
+        gradient_checkpointing: bool,
+        options: dict[str, Any],
+    ) -> None:
+        super().__init__(name, embedding_dim, image_size)
+        self.trunk = _create_trunk(name, image_size, options)
+        if gradient_checkpointing:
+            self.trunk.set_grad_checkpointing(True)
+        self.fc = nn.Linear(int(self.trunk.head_hidden_size), embedding_dim, bias=False)
+        self.features = nn.BatchNorm1d(embedding_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
+        return in_full_precision(self._embed, self.trunk(x), self.fc.weight.dtype)
+
+    def _embed(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.features(self.fc(x)))
+
+
+@register_prefix(TIMM_PREFIX)
+def timm_builder(name: str) -> Builder:
+    """Return the builder of timm's ``name``; :class:`UsageError` with the nearest name if timm has none."""
+    import timm
+
+    if not timm.is_model(name):
+        hint = did_you_mean(name, timm.list_models())
+        raise UsageError(f"timm has no model {name!r}{hint}; timm.list_models() lists them all")
+    return partial(_build_timm, f"{TIMM_PREFIX}{name}")
+
+
+def _build_timm(
+    name: str, embedding_dim: int, image_size: int, *, gradient_checkpointing: bool = False, **options: Any
+) -> Backbone:
+    return TimmBackbone(name, embedding_dim, image_size, gradient_checkpointing, options)
+
+
+def _create_trunk(name: str, image_size: int, options: dict[str, Any]) -> Any:
+    import timm
+
+    create_model = partial(timm.create_model, name.removeprefix(TIMM_PREFIX), num_classes=0)
+    try:
+        try:
+            return create_model(img_size=image_size, **options)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+            return create_model(**options)  # a fully convolutional model, which takes any size
+    except (TypeError, ValueError, AssertionError, RuntimeError) as error:
+        raise UsageError(f"timm cannot build {name} for {image_size}x{image_size} images: {error}") from None
+
+
+class RotationTTA(Backbone):
+    """Rotation test-time augmentation: embeddings of an image rotated by 0, 90, 180 and 270 degrees, concatenated.
+
+    Training with ``data.rotation_classes`` separates the four rotations of a class, so each view judges the class by
+    other features, and the cosine of two concatenated embeddings averages the four. It costs four forward passes, and
+    embeddings of four times the length.
+
+    Args:
+        upright: the backbone, (B, 3, S, S) -> (B, D).
+    """
+
+    def __init__(self, upright: Backbone) -> None:
+        super().__init__(ROTATION_PREFIX + upright.name, ROTATIONS * upright.embedding_dim, upright.image_size)
+        self.upright = upright
+        self.options = upright.options
+        self.training = upright.training
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, 3, S, S) -> (B, 4 D)."""
+        transposed = x.transpose(2, 3)
+        views = (x, transposed.flip(2), x.flip(2, 3), transposed.flip(3))  # torch.rot90, in operations that ONNX has
+        return torch.cat([self.upright(view) for view in views], dim=1)
+
+
+@register_prefix(ROTATION_PREFIX)
+def rotation_builder(name: str) -> Builder:
+    """Return the builder of rotation TTA over the backbone ``name``."""
+    return partial(_build_rotation, name)
+
+
+def _build_rotation(name: str, embedding_dim: int, image_size: int, **options: Any) -> Backbone:
+    if embedding_dim % ROTATIONS:
+        raise UsageError(
+            f"embedding_dim is {embedding_dim}; {ROTATION_PREFIX}{name} concatenates {ROTATIONS} embeddings, "
+            f"so it has to be a multiple of {ROTATIONS}"
+        )
+    return RotationTTA(create(name, embedding_dim=embedding_dim // ROTATIONS, image_size=image_size, **options))
