@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset
 
 from plsc.data.codec import Encoding, image_pixels, suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
+from plsc.data.loader import map_in_workers
 from plsc.data.recordio import record_writer
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, atomic_write, make_folder
@@ -65,13 +66,7 @@ class _Images:
     ) -> None:
         self.dataset, self._limit, self._progress = dataset, max_bad_records, progress
         self._order = np.argsort(dataset.labels, kind="stable")
-        self._encoded = DataLoader(
-            _Encoder(dataset, encoding),
-            batch_size=None,
-            sampler=_FixedOrder(self._order),
-            num_workers=workers,
-            collate_fn=_identity_collate,
-        )
+        self._encoded = map_in_workers(_Encoder(dataset, encoding), _FixedOrder(self._order), workers)
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 
@@ -114,8 +109,8 @@ class _Encoder(Dataset[tuple[bytes | None, str]]):
         return data, ""
 
 
-class _FixedOrder(Sampler[int]):
-    """Indices in a given order."""
+class _FixedOrder:
+    """Indices in a given order, as Python integers one at a time: a list of 10^8 takes gigabytes."""
 
     def __init__(self, order: NDArray[np.int64]) -> None:
         self._order = order
@@ -125,10 +120,6 @@ class _FixedOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return map(int, self._order)
-
-
-def _identity_collate(item: Any) -> Any:
-    return item
 
 
 def _to_records(images: _Images, out: Path) -> int:

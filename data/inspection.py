@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from plsc.data.codec import decode_image
 from plsc.data.dataset import EncodedDataset, ImageDataset
+from plsc.data.loader import map_in_workers
 from plsc.errors import DataError
 from plsc.files import atomic_write
 from plsc.progress import Progress
@@ -95,13 +96,7 @@ def _digest(dataset: ImageDataset, index: int) -> bytes:
 
 def _inspect(dataset: ImageDataset, workers: int) -> Iterator[_ChunkReport]:
     chunks = [range(start, min(start + _CHUNK, len(dataset))) for start in range(0, len(dataset), _CHUNK)]
-    yield from DataLoader(
-        _Inspector(dataset), batch_size=None, sampler=chunks, num_workers=workers, collate_fn=_identity_collate
-    )
-
-
-def _identity_collate(report: Any) -> Any:
-    return report
+    yield from map_in_workers(_Inspector(dataset), chunks, workers)
 
 
 def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDArray[np.int64]) -> dict[str, Any]:

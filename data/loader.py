@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
 
 AUTO_CACHE_BYTES = 2**30
+T = TypeVar("T", covariant=True)
 _NEIGHBOURS = 100
 _log = logging.getLogger("plsc.data")
 
@@ -76,7 +77,7 @@ class TrainLoader:
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
         reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None)
         self._requests = _Requests()
-        self._batches = _open_batches(reader, self._requests, workers)
+        self._batches = map_in_workers(reader, self._requests, workers, persistent=True)
 
     @property
     def epoch(self) -> int:
@@ -284,21 +285,40 @@ class BatchReader(Dataset[ImageBatch]):
         return good, failures
 
 
-def _open_batches(reader: BatchReader, requests: _Requests, workers: int) -> DataLoader[ImageBatch]:
-    """Open the DataLoader; its processes persist between epochs."""
+class SizedIterable(Protocol):
+    """Requests that can be counted and iterated again."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def map_in_workers(
+    reader: Dataset[T], requests: SizedIterable, workers: int, *, persistent: bool = False
+) -> DataLoader[T]:
+    """Iterate ``reader[request]`` over ``requests`` in order, read ahead by loader processes.
+
+    Training, conversion and inspection read images through it. An exception in ``reader`` ends its process, so readers
+    return errors of single images as values.
+
+    Args:
+        reader: maps a request to a result; it is sent to the processes, so it must pickle.
+        requests: iterated anew for each pass.
+        workers: number of processes; 0 reads in this one.
+        persistent: keep the processes from one pass to the next.
+    """
     return DataLoader(
         reader,
         batch_size=None,
         sampler=requests,
         num_workers=workers,
         collate_fn=_identity_collate,
-        persistent_workers=workers > 0,
-        generator=torch.Generator(),  # its own: torch's global one would advance by an epoch's base seed
+        persistent_workers=persistent and workers > 0,
+        generator=torch.Generator(),  # its own: torch's global one would advance by a base seed in each pass
     )
 
 
-def _identity_collate(batch: Any) -> Any:
-    return batch
+def _identity_collate(result: Any) -> Any:
+    return result
 
 
 class ImageCache:

@@ -1,4 +1,4 @@
-"""Look after sets of labelled images.
+"""Convert, check, align and describe sets of labelled images.
 
 SOURCE is a folder per identity, a list file with a line path<TAB>label per image, an MXNet .rec (or the folder
 that holds train.rec), or avatars:IDSxIMAGES[@FIRST], the built-in drawings.
@@ -67,14 +67,14 @@ def _configure_pairs(parser: argparse.ArgumentParser) -> None:
 
 def _configure_align(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a new or empty folder")
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--landmarks",
         type=Path,
         metavar="FILE",
         help='lines path,x1,y1,…,x5,y5 in pixels (or with tabs, or {"path", "landmarks"} as JSON): docs/faces.md',
     )
-    where.add_argument("--detector", metavar="onnx:FILE", help="an SCRFD model that finds each picture's largest face")
+    source.add_argument("--detector", metavar="onnx:FILE", help="an SCRFD model that finds each picture's largest face")
     parser.add_argument("--size", type=int, default=112, metavar="S", help="side of the crops in pixels (112)")
     parser.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that cut (0: this one)")
@@ -197,9 +197,9 @@ def _size(args: argparse.Namespace) -> int | None:
     return None
 
 
-def _at_least(value: int, least: int, name: str) -> None:
-    if value < least:
-        raise UsageError(f"{name} is {value}; it must be at least {least}")
+def _at_least(value: int, minimum: int, name: str) -> None:
+    if value < minimum:
+        raise UsageError(f"{name} is {value}; it must be at least {minimum}")
 
 
 _RUN = {"convert": _convert, "check": _check, "stats": _stats, "pairs": _pairs, "align": _align}

@@ -1,4 +1,4 @@
-"""Judge a model on people (or things) that it was not trained on.
+"""Evaluate a model on people (or things) that it was not trained on.
 
 MODEL is a run directory of `plsc train`, a .safetensors, a bare state_dict (.pt), an .onnx file with one
 input and one output, or raw-pixels: a baseline that compares the pixels themselves.
@@ -37,7 +37,7 @@ from plsc.errors import UsageError
 if TYPE_CHECKING:
     from plsc.evaluation.roc import Roc
 
-HELP = "judge a model: verification, identification, IJB"
+HELP = "evaluate a model: verification, identification, IJB"
 RAW_PIXELS = "raw-pixels"
 FLIP = {"auto": None, "yes": True, "no": False}
 
@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from plsc.evaluation.plots import check_target
+    from plsc.evaluation.report import check_target
 
     if not (args.pairs or args.data or args.ijb):
-        raise UsageError("nothing to judge on: give --pairs X.bin, --data DIR or --ijb DIR")
+        raise UsageError("nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR")
     for path in args.pairs:
         if Path(path).suffix != ".bin":
             raise UsageError(f"--pairs {path}: a verification set is a .bin file; use --data for labelled images")
@@ -85,15 +85,15 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{option.replace('_', '-')} {value}: it must be at least 1")
     if args.seed < 0:
         raise UsageError(f"--seed {args.seed}: it must not be negative")
-    for picture in (args.plot, args.histogram):
-        if picture is not None:
-            check_target(picture)
+    for figure in (args.plot, args.histogram):
+        if figure is not None:
+            check_target(figure)
     if args.calibration is not None:
         _check_calibration(args)
 
 
 def _check_calibration(args: argparse.Namespace) -> None:
-    """Refuse, before the work, what no calibration could come of."""
+    """Refuse, before the work, options that cannot give a calibration."""
     if args.model == RAW_PIXELS:
         raise UsageError("--calibration: raw-pixels has no embeddings to search by; calibrate a model")
     if not (args.data or args.pairs):
@@ -105,7 +105,7 @@ def _check_calibration(args: argparse.Namespace) -> None:
 
 
 def _argv(args: argparse.Namespace) -> list[str]:
-    """The command line of one rank."""
+    """Return the command line of one rank."""
     argv = ["eval", args.model]
     for name in ("pairs", "data"):
         argv += [f"--{name}", *getattr(args, name)] if getattr(args, name) else []
@@ -128,7 +128,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
 
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.evaluation import evaluate, ijb
-    from plsc.evaluation.table import results_table
+    from plsc.evaluation.report import results_table
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import init, shutdown
 
@@ -174,7 +174,7 @@ def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", ima
 
 
 def _embedder(args: argparse.Namespace, device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
-    """The callable to judge and the side of the images that it takes."""
+    """Return the embedder to evaluate and the side of the images that it takes."""
     if args.model == RAW_PIXELS:
         from plsc.evaluation import raw_pixels
 
@@ -186,7 +186,7 @@ def _embedder(args: argparse.Namespace, device: torch.device) -> tuple[Callable[
 
 
 def _draw(args: argparse.Namespace, sets: dict[str, dict[str, Any]]) -> None:
-    from plsc.evaluation.plots import roc_figure, score_figure
+    from plsc.evaluation.report import roc_figure, score_figure
 
     for target, draw in ((args.plot, roc_figure), (args.histogram, score_figure)):
         if target is not None:

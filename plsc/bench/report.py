@@ -8,7 +8,7 @@ from plsc.bench import head_baselines as heads
 from plsc.bench import search as searches
 from plsc.bench.head_baselines import ROOFLINE
 from plsc.bench.serve import BARE, BARE_AT_BATCH, BATCHED, LABELS, UNBATCHED
-from plsc.evaluation.plots import COLOURS
+from plsc.evaluation.report import COLOURS
 from plsc.files import atomic_write
 
 Row = Mapping[str, Any]

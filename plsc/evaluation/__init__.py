@@ -1,6 +1,6 @@
-"""Judging embeddings: verification of pairs, identification in a gallery, IJB templates, their pictures."""
+"""Evaluation of embeddings: verification of pairs, identification in a gallery, IJB templates, reports."""
 
-from plsc.evaluation.baselines import raw_pixels
+from plsc.evaluation.embedding import raw_pixels
 from plsc.evaluation.evaluator import evaluate
 from plsc.evaluation.gallery import identification
 from plsc.evaluation.pairs import verification

@@ -1,15 +1,15 @@
-"""Which cosine threshold holds a false-match rate: measured on labelled images, kept in a file for the service.
+"""Calibration: the cosine threshold of each false-match rate, measured on labelled images, in a file for the service.
 
-The file is JSON, sealed by its own hash::
+The file is JSON with a digest of its own content::
 
     {"format": "plsc calibration", "version": 1, "contract_id", "model", "sets": [names], "images",
      "impostor_pairs", "genuine_pairs",
      "points": [{"fmr", "threshold", "tmr", "impostors"}, …], "seal"}
 
-``fmr`` is the false-match rate that a point promises, ``impostors`` the different pairs that score at least
+``fmr`` is the false-match rate that a point guarantees, ``impostors`` the number of different pairs that score at least
 ``threshold`` (at most ``fmr`` times all of them), ``tmr`` the true-match rate: the share of same pairs that do. The
-rates fall from 0.1 by 1, 5, 2 in each decade, as far as ten impostors stand behind each. Pairs of images share people,
-so that ten pairs are fewer than ten independent cases: take more people before trusting the last point.
+rates fall from 0.1 by 1, 5, 2 in each decade, as long as ten impostors support each. Pairs share people, so ten pairs
+are fewer than ten independent cases: use more people before relying on the last point.
 """
 
 import json
@@ -27,16 +27,20 @@ from plsc.files import digest, read_json, write_json
 FORMAT = "plsc calibration"
 VERSION = 1
 MINIMUM_IMPOSTORS = 10
-# Written as they are said: 5e-05 is a float nearest to the decimal, 5 * 10.0**-5 need not be.
+# Parsed from text: float("5e-05") is nearest to the decimal, 5 * 10.0**-5 need not be.
 RATES = (0.1, *(float(f"{digit}e-{power}") for power in range(2, 10) for digit in (5, 2, 1)))
-_ROUNDING = 1 + 1e-12  # rates are given in decimal; see plsc.evaluation.roc.tar_at_far
+_ROUNDING = 1 + 1e-12  # rates are decimal; see plsc.evaluation.roc.tar_at_far
 
 
 @dataclass(frozen=True)
 class OperatingPoint:
-    """At ``threshold`` (a cosine; matches score at least that) ``impostors`` different pairs match.
+    """A threshold (a cosine; matches score at least that) and its rates.
 
-    ``fmr``: the false-match rate that holds there; ``tmr``: the share of same pairs that match.
+    Attributes:
+        fmr: the false-match rate that it guarantees.
+        threshold: the cosine.
+        tmr: the share of same pairs that match.
+        impostors: the number of different pairs that match.
     """
 
     fmr: float
@@ -47,7 +51,7 @@ class OperatingPoint:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Operating points of one model, ``points`` from the highest rate down; see the module for the other fields."""
+    """Operating points of one model, from the highest rate down; the module describes the fields."""
 
     contract_id: str
     model: str
@@ -58,9 +62,10 @@ class Calibration:
     points: tuple[OperatingPoint, ...]
 
     def point_at(self, fmr: float) -> OperatingPoint:
-        """The loosest measured point whose rate is at most ``fmr``: between two points, the stricter.
+        """Return the loosest measured point whose rate is at most ``fmr``: between two points, the stricter.
 
-        Raises :class:`UsageError` when ``fmr`` lies outside (0, 1), or below the smallest rate that the pairs support.
+        Raises:
+            UsageError: ``fmr`` is outside (0, 1), or below the smallest rate that the pairs support.
         """
         if not 0 < fmr < 1:
             raise UsageError(f"a false-match rate lies between 0 and 1, not at {fmr:g}")
@@ -70,19 +75,25 @@ class Calibration:
         smallest = self.points[-1].fmr
         raise UsageError(
             f"a false-match rate of {fmr:g} is beyond the evidence: {self.impostor_pairs:,} different pairs support "
-            f"{smallest:g} at the least; ask for that, or calibrate on more people"
+            f"{smallest:g} at the least; use that, or calibrate on more people"
         )
 
     def threshold_at(self, fmr: float) -> float:
-        """The cosine at and above which at most ``fmr`` of the different pairs match; raises as :meth:`point_at`."""
+        """Return the cosine from which at most ``fmr`` of the different pairs match; raises as :meth:`point_at`."""
         return self.point_at(fmr).threshold
 
 
 def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: int) -> Calibration:
-    """The operating points of all pairs of the sets named in ``rocs`` together.
+    """Compute the operating points of all pairs of several sets together.
 
-    ``images``: how many images the pairs are made of. Raises :class:`DataError` when the pairs do not even support a
-    rate of 0.1, or there is no same pair.
+    Args:
+        rocs: each set's exact ROC by its name.
+        contract_id: of the embeddings.
+        model: the model's name.
+        images: number of images that form the pairs.
+
+    Raises:
+        DataError: the pairs do not even support a rate of 0.1, or there is no same pair.
     """
     roc = merge_rocs(list(rocs.values()))
     if not roc.genuine_pairs:
@@ -97,29 +108,30 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
 
 
 def _operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
-    """The lowest score at which at most ``fmr`` of the different pairs match; None without enough of them."""
+    """Return the lowest score at which at most ``fmr`` of the different pairs match; None without enough of them."""
     allowed = int(fmr * roc.impostor_pairs * _ROUNDING)
     if allowed < MINIMUM_IMPOSTORS:
         return None
     reached = int(np.searchsorted(roc.impostors, allowed, side="right"))
     if not reached:  # more impostors than allowed tie at the very top: no score keeps them out
         return None
-    place = reached - 1
-    tmr = float(roc.genuine[place] / roc.genuine_pairs)
-    return OperatingPoint(fmr, float(roc.thresholds[place]), tmr, int(roc.impostors[place]))
+    index = reached - 1
+    tmr = float(roc.genuine[index] / roc.genuine_pairs)
+    return OperatingPoint(fmr, float(roc.thresholds[index]), tmr, int(roc.impostors[index]))
 
 
 def write_calibration(path: Path, calibration: Calibration) -> None:
-    """Write ``calibration`` with its seal, atomically; :class:`UsageError` if that cannot be."""
+    """Write ``calibration`` with its digest, atomically; :class:`UsageError` if ``path`` cannot be written."""
     content = {"format": FORMAT, "version": VERSION, **json.loads(json.dumps(asdict(calibration)))}
     write_json(path, {**content, "seal": digest(content)})
 
 
 def read_calibration(path: str | Path) -> Calibration:
-    """Read what :func:`write_calibration` wrote.
+    """Read a file of :func:`write_calibration`.
 
-    Raises :class:`DataError` if there is no such file, or it is something else or of another version, and
-    :class:`IntegrityError` if it was changed after it was sealed.
+    Raises:
+        DataError: there is no such file, or it is no calibration, or of another version.
+        IntegrityError: its content does not match its digest.
     """
     content = read_json(Path(path))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -137,7 +149,7 @@ def read_calibration(path: str | Path) -> Calibration:
 
 
 def _parsed(path: str | Path, content: dict[str, Any]) -> Calibration:
-    """The fields in their types; a file that was sealed with others is refused."""
+    """Check the types of the fields, which a matching digest does not guarantee."""
     try:
         return Calibration(
             contract_id=_as(str, content["contract_id"]),

@@ -1,17 +1,18 @@
-"""Embedding a set's images on many ranks: the same rows, whatever the number of ranks."""
+"""Embedding of a set's images on many ranks, with rows that do not depend on the number of ranks."""
 
 import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn.functional import adaptive_avg_pool2d
 
 from plsc.errors import DataError
-from plsc.evaluation.sets import ImageSource
 from plsc.parallel.collectives import all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
 from plsc.progress import Progress
@@ -19,9 +20,21 @@ from plsc.progress import Progress
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
+class ImageSource(Protocol):
+    """Images in a fixed order, all of one square size."""
+
+    def __len__(self) -> int: ...
+
+    def image(self, index: int) -> torch.Tensor:
+        """Return image ``index`` as uint8 (3, S, S); a :class:`DataError` names an unreadable one."""
+
+    def key(self, index: int) -> str:
+        """Return the readable id of image ``index``."""
+
+
 @dataclass(frozen=True)
 class EmbeddedImages:
-    """``rows`` float32 (N, D), not normalised; where ``readable`` (N,) is False the row means nothing."""
+    """Embeddings ``rows`` float32 (N, D), not normalised; rows where ``readable`` (N,) is False are meaningless."""
 
     rows: NDArray[np.float32]
     readable: NDArray[np.bool_]
@@ -38,13 +51,23 @@ def embed_images(
     flip: bool = True,
     quiet: bool = False,
 ) -> EmbeddedImages:
-    """The embedding of every image, with ``flip`` plus that of its mirror image; the same rows on every rank.
+    """Embed every image; every rank gets all rows.
 
-    Batches are cut alike for any number of ranks and each rank embeds whole ones, so that the result does not
-    depend on the number of ranks. An unreadable image is reported by name.
+    Batches are the same for any number of ranks and each rank embeds whole ones, so the result does not depend on the
+    number of ranks. Unreadable images are reported by name.
 
-    Raises :class:`DataError` when more than 1% of the images (and more than ten) cannot be read, or when an
-    embedding is not finite.
+    Args:
+        embed: maps images uint8 (B, 3, S, S) on the CPU to embeddings (B, D) on any device.
+        images: the images to embed.
+        name: the set's name, in messages.
+        image_size: S, in pixels.
+        mesh: the ranks that share the work; all must call.
+        batch_size: images per call of ``embed``.
+        flip: add the embedding of each image's mirror image.
+        quiet: print no progress.
+
+    Raises:
+        DataError: more than 1% of the images (and more than ten) cannot be read, or an embedding is not finite.
     """
     total = -(-len(images) // batch_size)
     batches = range(mesh.rank * total // mesh.world_size, (mesh.rank + 1) * total // mesh.world_size)
@@ -55,18 +78,18 @@ def embed_images(
         with torch.no_grad():
             rows_here = embed(batch).float()
             parts.append((rows_here + embed(batch.flip(-1)).float() if flip else rows_here).to(mesh.device))
-        # What this rank has done stands for the others: their shares differ by one batch at most.
+        # This rank's progress is taken for that of all: their shares differ by one batch at most.
         progress.advance(min(len(batch) * mesh.world_size, len(images) - progress.count))
     rows = all_gather_rows(_concatenated(parts, mesh), mesh).cpu().numpy()
     progress.advance(len(images) - progress.count)
     progress.finish()
-    readable = _report(all_gather_object(unreadable, mesh), name, len(images), mesh)
+    readable = _check_unreadable(all_gather_object(unreadable, mesh), name, len(images), mesh)
     _check_finite(rows, readable, images, name)
     return EmbeddedImages(rows, readable)
 
 
 def _concatenated(parts: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
-    """This rank's rows; (0, D) on a rank that had no batch, which learns D from the others."""
+    """Concatenate this rank's rows; (0, D) on a rank without a batch, which gets D from the others."""
     widths = all_gather_object(parts[0].shape[1] if parts else 0, mesh)
     return torch.cat(parts) if parts else torch.empty(0, max(widths), device=mesh.device)
 
@@ -74,7 +97,7 @@ def _concatenated(parts: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
 def _batches(
     images: ImageSource, batches: range, batch_size: int, image_size: int, unreadable: list[tuple[int, str]]
 ) -> Iterator[torch.Tensor]:
-    """Batches uint8 (b, 3, S, S), decoded by threads one batch ahead; an unreadable image becomes black."""
+    """Yield batches uint8 (b, 3, S, S), decoded by threads one batch ahead; an unreadable image becomes black."""
 
     def load(index: int) -> torch.Tensor:
         try:
@@ -85,23 +108,23 @@ def _batches(
 
     threads = max(min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 1)
     with ThreadPoolExecutor(threads) as pool:
-        ahead = None
+        prefetched = None
         for batch in batches:
             indices = range(batch * batch_size, min((batch + 1) * batch_size, len(images)))
             loading = [pool.submit(load, index) for index in indices]
-            if ahead is not None:
-                yield torch.stack([image.result() for image in ahead])
-            ahead = loading
-        if ahead is not None:
-            yield torch.stack([image.result() for image in ahead])
+            if prefetched is not None:
+                yield torch.stack([image.result() for image in prefetched])
+            prefetched = loading
+        if prefetched is not None:
+            yield torch.stack([image.result() for image in prefetched])
 
 
-def _report(found: list[list[tuple[int, str]]], name: str, total: int, mesh: Mesh) -> NDArray[np.bool_]:
-    """Name the unreadable images, or give up when they are many; returns the mask of the readable ones."""
-    unreadable = sorted(item for part in found for item in part)
+def _check_unreadable(gathered: list[list[tuple[int, str]]], name: str, total: int, mesh: Mesh) -> NDArray[np.bool_]:
+    """Warn of unreadable images by name, or raise if there are many; return the mask of the readable ones."""
+    unreadable = sorted(item for part in gathered for item in part)
     if len(unreadable) > max(10, total // 100) or len(unreadable) == total:
         raise DataError(
-            f"{name}: {len(unreadable)} of {total} images cannot be read, the first: {unreadable[0][1]}; mend the set"
+            f"{name}: {len(unreadable)} of {total} images cannot be read, the first: {unreadable[0][1]}; repair the set"
         )
     if mesh.is_main:
         for _, message in unreadable:
@@ -118,3 +141,12 @@ def _check_finite(rows: NDArray[np.float32], readable: NDArray[np.bool_], images
             f"{name}: {bad.size} embeddings are not finite, the first that of {images.key(int(bad[0]))}; "
             "the model has diverged, or its precision overflows"
         )
+
+
+def raw_pixels(images: torch.Tensor) -> torch.Tensor:
+    """Embed by pixels, without training: average to 32x32 and subtract the image's mean.
+
+    A baseline that a trained embedder has to beat. ``images`` uint8 (B, 3, H, W); returns float32 (B, 3072).
+    """
+    small = adaptive_avg_pool2d(images.float(), 32).flatten(1)
+    return small - small.mean(dim=1, keepdim=True)

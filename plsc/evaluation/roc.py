@@ -1,4 +1,4 @@
-"""Receiver operating characteristic, exact: one point per distinct score, so that ties are never split."""
+"""Exact receiver operating characteristic: one point per distinct score, so that ties are never split."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ FARS: Mapping[str, float] = {f"1e-{power}": 10.0**-power for power in range(1, 7
 
 @dataclass(frozen=True)
 class Roc:
-    """How many pairs are accepted at each distinct score, from the highest score down.
+    """Numbers of pairs accepted at each distinct score, from the highest score down.
 
     ``thresholds`` float64 (K,) descending; ``genuine`` and ``impostors`` int64 (K,): the same and the
     different pairs whose score is at least the threshold. The last point accepts every pair.
@@ -33,7 +33,7 @@ class Roc:
 
 
 def roc_from_scores(scores: NDArray[np.floating], is_same: NDArray[np.bool_]) -> Roc:
-    """The ROC of ``scores`` (N,), where higher means more alike, against the truth ``is_same`` (N,)."""
+    """Compute the ROC of ``scores`` (N,), higher for more similar pairs, against the truth ``is_same`` (N,)."""
     order = np.argsort(scores)[::-1]
     ordered = scores[order]
     last_of_tie = np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True)) if ordered.size else order
@@ -42,24 +42,24 @@ def roc_from_scores(scores: NDArray[np.floating], is_same: NDArray[np.bool_]) ->
 
 
 def roc_from_counts(scores: NDArray[np.float64], same: NDArray[np.int64], different: NDArray[np.int64]) -> Roc:
-    """The ROC of a histogram: ``same[k]`` and ``different[k]`` pairs have ``scores[k]`` (K,), ascending."""
+    """Compute the ROC of a histogram: ``same[k]`` and ``different[k]`` pairs have ``scores[k]`` (K,), ascending."""
     filled = np.flatnonzero((same > 0) | (different > 0))[::-1]
     return Roc(scores[filled], np.cumsum(same[filled]), np.cumsum(different[filled]))
 
 
 def merge_rocs(rocs: Sequence[Roc]) -> Roc:
-    """The ROC of the pairs of all ``rocs`` together; equal scores of different sets become one point."""
+    """Compute the ROC of the pairs of all ``rocs`` together; equal scores of different sets become one point."""
     if not rocs:
         return Roc(np.empty(0), np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
-    scores, places = np.unique(np.concatenate([roc.thresholds for roc in rocs]), return_inverse=True)
+    scores, index = np.unique(np.concatenate([roc.thresholds for roc in rocs]), return_inverse=True)
     same, different = np.zeros(len(scores), dtype=np.int64), np.zeros(len(scores), dtype=np.int64)
-    np.add.at(same, places, np.concatenate([np.diff(roc.genuine, prepend=0) for roc in rocs]))
-    np.add.at(different, places, np.concatenate([np.diff(roc.impostors, prepend=0) for roc in rocs]))
+    np.add.at(same, index, np.concatenate([np.diff(roc.genuine, prepend=0) for roc in rocs]))
+    np.add.at(different, index, np.concatenate([np.diff(roc.impostors, prepend=0) for roc in rocs]))
     return roc_from_counts(scores, same, different)
 
 
 def area_under_curve(roc: Roc) -> float | None:
-    """The chance that a same pair outscores a different one, ties counting half; None without both kinds."""
+    """Return the probability that a same pair outscores a different one, ties half; None without both kinds."""
     if not roc.genuine_pairs or not roc.impostor_pairs:
         return None
     genuine = np.append(0.0, roc.genuine / roc.genuine_pairs)
@@ -68,11 +68,11 @@ def area_under_curve(roc: Roc) -> float | None:
 
 
 def tar_at_far(roc: Roc, far: float) -> float | None:
-    """The largest share of same pairs accepted while at most ``far`` of the different pairs are.
+    """Return the largest share of same pairs accepted while at most ``far`` of the different pairs are.
 
-    None where the set cannot say: fewer than ``1 / far`` different pairs, or no same pair.
+    None with fewer than ``1 / far`` different pairs, or no same pair.
     """
-    # The share is given in decimal: 1e-3 of 3,000 pairs must allow 3 of them, whatever binary makes of 1e-3.
+    # Rates are decimal: 1e-3 of 3,000 pairs must allow 3 of them, although 1e-3 is not exact in binary.
     allowed = int(far * roc.impostor_pairs * (1 + 1e-12))
     if allowed < 1 or not roc.genuine_pairs:
         return None
@@ -81,7 +81,7 @@ def tar_at_far(roc: Roc, far: float) -> float | None:
 
 
 def equal_error_rate(roc: Roc) -> float | None:
-    """Where false accepts and rejects are equally frequent, linear between points; None if one kind lacks."""
+    """Return the rate at which false accepts equal false rejects, linear between points; None without both kinds."""
     if not roc.genuine_pairs or not roc.impostor_pairs:
         return None
     accepts = np.append(0.0, roc.impostors / roc.impostor_pairs)
@@ -94,7 +94,7 @@ def equal_error_rate(roc: Roc) -> float | None:
 
 
 def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | None:
-    """``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``1 / impostor pairs`` to 1."""
+    """Sample ``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``1 / impostor pairs`` to 1."""
     if not roc.genuine_pairs or not roc.impostor_pairs:
         return None
     lowest = max(np.log10(1.0 / roc.impostor_pairs), -6.0)

@@ -1,28 +1,73 @@
-"""IJB-B and IJB-C 1:1 verification: faces are pooled into templates, and pairs of templates are judged."""
+"""IJB-B and IJB-C 1:1 verification: faces are pooled into templates, and pairs of templates are compared.
 
+The release is a folder with ``meta/`` (lists of faces, templates and pairs) and ``loose_crop/`` (cropped images).
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from plsc.errors import DataError
+from plsc.data.alignment import align_face
+from plsc.data.codec import read_image
+from plsc.errors import DataError, UsageError
 from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
-from plsc.evaluation.evaluator import drawn_curves, on_main
-from plsc.evaluation.ijb_folder import (
-    IjbFaces,
-    TemplatePairs,
-    find_prefix,
-    read_faces,
-    read_template_pairs,
-)
+from plsc.evaluation.evaluator import on_main, plot_data
 from plsc.evaluation.pairs import roc_summary, unit_rows
 from plsc.evaluation.roc import roc_from_scores
 from plsc.parallel.mesh import Mesh
 
+_FACES, _TEMPLATES, _PAIRS = "_name_5pts_score.txt", "_face_tid_mid.txt", "_template_pair_label.txt"
 _UNDEFINED = ("accuracy", "accuracy_std", "threshold", "tar@far_folds", "rank1", "rank5", "open_set")
 _TEMPLATES_AT_A_TIME = 512
 _PAIRS_AT_A_TIME = 4096  # two chunks of 512 float32 fit a processor's cache
+
+
+@dataclass(frozen=True)
+class IjbFaces:
+    """Aligned faces of a release, in the order of ``PREFIX_name_5pts_score.txt``: an image source.
+
+    Attributes:
+        folder: the release.
+        image_size: side of the aligned faces in pixels.
+        names: file names in ``folder``/loose_crop.
+        landmarks: float64 (N, 5, 2) in pixels.
+        scores: the detector's, float64 (N,).
+        templates: the template of each face, int64 (N,).
+        medias: the photo or video of each face, int64 (N,).
+    """
+
+    folder: Path
+    image_size: int
+    names: list[str]
+    landmarks: NDArray[np.float64]
+    scores: NDArray[np.float64]
+    templates: NDArray[np.int64]
+    medias: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def image(self, index: int) -> torch.Tensor:
+        """Return face ``index``, aligned, as uint8 (3, image_size, image_size)."""
+        image = read_image(self.folder / "loose_crop" / self.names[index])
+        return align_face(image, self.landmarks[index], self.image_size, self.names[index])
+
+    def key(self, index: int) -> str:
+        """Return the image's file name."""
+        return self.names[index]
+
+
+@dataclass(frozen=True)
+class TemplatePairs:
+    """Pairs of templates to compare: ids ``first``, ``second`` int32 (P,), and the truth ``is_same`` (P,)."""
+
+    first: NDArray[np.int32]
+    second: NDArray[np.int32]
+    is_same: NDArray[np.bool_]
 
 
 def ijb(
@@ -35,23 +80,34 @@ def ijb(
     curves: bool = False,
     quiet: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Judge ``embed`` by the 1:1 protocol of the IJB-B or IJB-C ``folder``; see :func:`evaluate`'s arguments.
+    """Evaluate ``embed`` by the 1:1 protocol of IJB-B or IJB-C.
 
-    Each face's embedding and its mirror image's are added and multiplied by the detector's score; the faces
-    of a medium are averaged, the media of a template summed, and the sum L2-normalised. Pairs score by their
-    cosine.
+    The embeddings of each face and its mirror image are added and multiplied by the detector's score; the faces of a
+    medium are averaged, the media of a template summed, and the sum L2-normalised. Pairs score by their cosine.
 
-    Returns ``{"ijbb" or "ijbc": {…}}`` with :func:`evaluate`'s keys and "templates"; the accuracy and the
-    ranks are None, for this protocol does not define them.
+    Args:
+        embed: maps images uint8 (B, 3, image_size, image_size) on the CPU to embeddings (B, D) on any device.
+        folder: the folder IJBB or IJBC.
+        image_size: side of the aligned faces in pixels.
+        mesh: the ranks that share the work; all must call.
+        batch_size: images per call of ``embed``.
+        curves: add ``roc`` and ``scores``, for plotting.
+        quiet: print no progress.
 
-    Raises UsageError or DataError when a list is missing or malformed, or too many images cannot be read.
+    Returns:
+        ``{"ijbb" or "ijbc": {…}}`` with :func:`plsc.evaluation.evaluate`'s keys and "templates"; accuracy and ranks are
+        None, because this protocol does not define them.
+
+    Raises:
+        UsageError: the folder is no such release.
+        DataError: a list is missing or malformed, or too many images cannot be read.
     """
     prefix = find_prefix(folder)
     faces = read_faces(folder, prefix, image_size)
-    comparisons: list[TemplatePairs] = []  # read on the first rank before the long work: faults show early
+    comparisons: list[TemplatePairs] = []  # read before the long work, so that errors show early; on the first rank
     on_main(lambda: comparisons.append(_checked_pairs(faces, prefix)), mesh)
     embedded = embed_images(embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet)
-    return {prefix: on_main(lambda: _judge(faces, embedded, comparisons[0], curves), mesh)}
+    return {prefix: on_main(lambda: _score(faces, embedded, comparisons[0], curves), mesh)}
 
 
 def pool_templates(
@@ -60,10 +116,16 @@ def pool_templates(
     templates: NDArray[np.int64],
     medias: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Template ids (T,), ascending, and their unit vectors (T, D), from embeddings ``rows`` (N, D) of faces.
+    """Pool faces into templates.
 
-    ``scores`` (N,) weigh the faces; ``templates`` and ``medias`` (N,) say where each belongs. Not normalised
-    before the sum: the norm of a face's embedding tells how clear the face is.
+    Args:
+        rows: embeddings (N, D) of faces, not normalised: the norm measures the quality of the face.
+        scores: weights (N,) of the faces.
+        templates: template id (N,) of each face.
+        medias: photo or video id (N,) of each face.
+
+    Returns:
+        Template ids (T,), ascending, and their unit vectors (T, D).
     """
     order = np.lexsort((medias, templates))
     ordered, media = templates[order], medias[order]
@@ -84,7 +146,7 @@ def pool_templates(
 def pair_cosines(
     vectors: NDArray[np.float32], first: NDArray[np.int64], second: NDArray[np.int64]
 ) -> NDArray[np.float32]:
-    """Cosines (P,) between rows ``first`` and ``second`` (P,) of the unit ``vectors`` (T, D)."""
+    """Return cosines (P,) between rows ``first`` and ``second`` (P,) of the unit ``vectors`` (T, D)."""
     cosines = np.empty(len(first), dtype=np.float32)
     for start in range(0, len(first), _PAIRS_AT_A_TIME):
         part = slice(start, start + _PAIRS_AT_A_TIME)
@@ -93,23 +155,87 @@ def pair_cosines(
 
 
 def _checked_pairs(faces: IjbFaces, prefix: str) -> TemplatePairs:
-    """The pairs of the release, once it is sure that every template in them has a face."""
+    """Read the pairs of the release and check that every template in them has a face."""
     pairs = read_template_pairs(faces.folder, prefix)
     for side in (pairs.first, pairs.second):
-        strange = side[~np.isin(side, faces.templates)]
-        if strange.size:
-            raise DataError(f"{prefix}: a pair names template {strange[0]}, without a face; mend the lists")
+        unknown = side[~np.isin(side, faces.templates)]
+        if unknown.size:
+            raise DataError(f"{prefix}: a pair names template {unknown[0]}, which has no face; correct the lists")
     return pairs
 
 
-def _judge(faces: IjbFaces, embedded: EmbeddedImages, pairs: TemplatePairs, curves: bool) -> dict[str, Any]:
+def _score(faces: IjbFaces, embedded: EmbeddedImages, pairs: TemplatePairs, curves: bool) -> dict[str, Any]:
     kept = embedded.readable
     names, vectors = pool_templates(embedded.rows[kept], faces.scores[kept], faces.templates[kept], faces.medias[kept])
     # An unreadable face may be its template's only one: the pairs of that template are left out.
-    whole = np.isin(pairs.first, names) & np.isin(pairs.second, names)
-    first, second = (np.searchsorted(names, side[whole]) for side in (pairs.first, pairs.second))
+    complete = np.isin(pairs.first, names) & np.isin(pairs.second, names)
+    first, second = (np.searchsorted(names, side[complete]) for side in (pairs.first, pairs.second))
     cosines = pair_cosines(vectors.astype(np.float32), first, second)
-    roc = roc_from_scores(cosines, pairs.is_same[whole])
+    roc = roc_from_scores(cosines, pairs.is_same[complete])
     counts = {"images": len(faces), "identities": None, "templates": len(names)}
     counts["unreadable"] = int(np.sum(~kept))
-    return dict.fromkeys(_UNDEFINED) | roc_summary(roc) | counts | (drawn_curves(roc) if curves else {})
+    return dict.fromkeys(_UNDEFINED) | roc_summary(roc) | counts | (plot_data(roc) if curves else {})
+
+
+def find_prefix(folder: Path) -> str:
+    """Return ``ijbb`` or ``ijbc``, whichever ``folder``/meta holds; :class:`UsageError` unless exactly one."""
+    prefixes = sorted(path.name.removesuffix(_TEMPLATES) for path in (folder / "meta").glob(f"*{_TEMPLATES}"))
+    if len(prefixes) != 1:
+        raise UsageError(
+            f"{folder / 'meta'} holds {len(prefixes) or 'no'} lists *{_TEMPLATES}; "
+            "--ijb takes the folder IJBB or IJBC, with meta/ and loose_crop/ in it"
+        )
+    return prefixes[0]
+
+
+def read_faces(folder: Path, prefix: str, image_size: int) -> IjbFaces:
+    """Read the lists of faces and templates; :class:`DataError` names the file and the line that is wrong."""
+    names, values = _read_rows(folder / "meta" / f"{prefix}{_FACES}", 11)
+    members, ids = _read_rows(folder / "meta" / f"{prefix}{_TEMPLATES}", 2)
+    if members != names:
+        ids = ids[_matching_rows(names, members, folder / "meta" / f"{prefix}{_TEMPLATES}")]
+    templates, medias = ids.astype(np.int64).T
+    return IjbFaces(folder, image_size, names, values[:, :10].reshape(-1, 5, 2), values[:, 10], templates, medias)
+
+
+def read_template_pairs(folder: Path, prefix: str) -> TemplatePairs:
+    """Read ``tid tid label`` lines (15 million of them in IJB-C)."""
+    path = folder / "meta" / f"{prefix}{_PAIRS}"
+    if not path.is_file() or not path.stat().st_size:
+        raise DataError(f"{path} is missing or empty; copy it from the release")
+    try:
+        table = np.loadtxt(path, dtype=np.int32, ndmin=2, comments=None)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; each line is: template template label") from None
+    if table.shape[1] != 3 or not np.isin(table[:, 2], (0, 1)).all():
+        raise DataError(f"{path} has other lines than: template template label, with label 0 or 1")
+    return TemplatePairs(table[:, 0], table[:, 1], table[:, 2] == 1)
+
+
+def _read_rows(path: Path, columns: int) -> tuple[list[str], NDArray[np.float64]]:
+    """Read lines of a name and ``columns`` numbers, separated by blanks."""
+    names: list[str] = []
+    values: list[list[float]] = []
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                name, *rest = line.split() or [""]
+                values.append([float(field) for field in rest])
+                names.append(name)
+                if len(rest) != columns:
+                    raise DataError(f"{path} line {number} has {len(rest)} numbers, not {columns}")
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing; copy it from the release") from None
+    except ValueError as error:
+        raise DataError(f"{path} line {len(names) + 1}: {error}") from None
+    if not names:
+        raise DataError(f"{path} is empty; copy it from the release")
+    return names, np.array(values)
+
+
+def _matching_rows(names: list[str], members: list[str], path: Path) -> list[int]:
+    rows = {name: row for row, name in enumerate(members)}
+    missing = next((name for name in names if name not in rows), None)
+    if missing is not None:
+        raise DataError(f"{path} lacks {missing}, which the list of faces has; copy both from one release")
+    return [rows[name] for name in names]

@@ -14,7 +14,7 @@ import numpy as np
 from plsc import __version__
 from plsc.data.codec import encode_image
 from plsc.data.dataset import ImageDataset, open_dataset
-from plsc.evaluation.plots import COLOURS, canvas, roc_figure, score_figure
+from plsc.evaluation.report import COLOURS, canvas, roc_figure, score_figure
 from plsc.files import atomic_write
 from plsc.index import Index
 from plsc.progress import duration

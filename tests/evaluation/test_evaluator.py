@@ -11,7 +11,7 @@ from PIL import Image
 from plsc.data import write_pairs
 from plsc.errors import DataError, UsageError
 from plsc.evaluation import evaluate, identification, raw_pixels, verification
-from plsc.evaluation.sets import set_names
+from plsc.evaluation.evaluator import set_names
 from plsc.parallel import Mesh
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from plsc.errors import UsageError
-from plsc.evaluation.evaluator import drawn_curves
+from plsc.evaluation.evaluator import plot_data
 from plsc.evaluation.pairs import roc_summary
-from plsc.evaluation.plots import roc_figure, score_figure
+from plsc.evaluation.report import percent, results_table, roc_figure, score_figure
 from plsc.evaluation.roc import roc_from_scores
-from plsc.evaluation.table import percent, results_table
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +29,7 @@ def results():
             "images": 8000,
             "identities": None,
             **roc_summary(roc),
-            **drawn_curves(roc),
+            **plot_data(roc),
         }
     return found
 

@@ -1,37 +1,96 @@
-"""Pictures of :func:`plsc.evaluation.evaluate`'s results with ``curves=True``: ROC, histograms of scores."""
+"""Reports of :func:`plsc.evaluation.evaluate`: a table for the terminal, ROC curves, histograms of scores."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from plsc.errors import UsageError
+from plsc.evaluation.roc import FARS
 from plsc.files import atomic_write
 
+
+def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format :func:`plsc.evaluation.evaluate`'s ``results`` as a table: a column per set, a dash for None."""
+    rows = [["", *results]]
+    rows += [[label, *(cell(result) for result in results.values())] for label, cell in _measures().items()]
+    return "\n".join(_aligned(rows))
+
+
+def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
+    """Return the rows of the table, by label: functions that format a set's value. Shares are in percent."""
+    rates = {f"TAR at FAR {far}, %": lambda result, far=far: percent(result["tar@far"][far]) for far in FARS}
+    return {
+        "images": lambda result: _count(result["images"]),
+        "identities": lambda result: _count(result["identities"]),
+        "accuracy, %": _accuracy,
+        "area under ROC, %": lambda result: percent(result["auc"]),
+        "equal error rate, %": lambda result: percent(result["eer"]),
+        **rates,
+        "from impostor pairs": lambda result: _count(result["impostor_pairs"]),
+        "rank-1, %": lambda result: percent(result["rank1"]),
+        "rank-5, %": lambda result: percent(result["rank5"]),
+    }
+
+
+def _accuracy(result: Mapping[str, Any]) -> str:
+    if result["accuracy"] is None:
+        return percent(None)
+    return f"{percent(result['accuracy'])} ± {100 * result['accuracy_std']:.2f}"
+
+
+def percent(value: float | None) -> str:
+    """Format ``0.98765`` as ``98.77``, None as a dash. Only 1 becomes ``100.00``, and only 0 ``0.00``."""
+    if value is None:
+        return "–"
+    text = f"{100 * value:.2f}"
+    if text == "100.00" and value < 1:
+        return "99.99"
+    return "<0.01" if text == "0.00" and value > 0 else text
+
+
+def _count(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    aligned = [
+        [cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs)]
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    return ["  ".join(cells).rstrip() for cells in aligned]
+
+
 FORMATS = (".png", ".svg", ".pdf")
-# Told apart by most colour-blind readers (after Okabe and Ito).
+# Distinguishable with most kinds of colour blindness (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#444444")
 _GRID, _INK = "#d9d9d9", "#333333"
 
 
 def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg") -> None:
-    """Draw a ROC curve per set: TAR over FAR, the latter logarithmic. Sets without a curve are left out.
+    """Draw a ROC curve per set: TAR over logarithmic FAR. Sets without a curve are left out.
 
-    ``target``: a .png, .svg or .pdf path, or an open binary file that is written as ``form``.
-    Raises :class:`UsageError` for another suffix, or when no set has a curve.
+    Args:
+        results: of :func:`plsc.evaluation.evaluate` with ``curves=True``.
+        target: a .png, .svg or .pdf path, or an open binary file.
+        form: the format of an open file.
+
+    Raises:
+        UsageError: another suffix, or no set has a curve.
     """
     drawn = {name: result for name, result in results.items() if result.get("roc")}
     if not drawn:
         raise UsageError("no set has both same and different pairs: there is no ROC curve to draw")
     figure, axes = canvas(1)
-    for place, (name, result) in enumerate(drawn.items()):
+    for number, (name, result) in enumerate(drawn.items()):
         curve = result["roc"]
         axes[0].plot(
             curve["far"],
             curve["tar"],
-            color=COLOURS[place % len(COLOURS)],
+            color=COLOURS[number % len(COLOURS)],
             linewidth=2,
             clip_on=False,
-            linestyle=("-", "--", ":")[place // len(COLOURS) % 3],
+            linestyle=("-", "--", ":")[number // len(COLOURS) % 3],
             label=f"{name}   AUC {result['auc']:.4f}",
         )
     axes[0].set_xscale("log")
@@ -47,9 +106,15 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
 def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes], form: str = "svg") -> None:
     """Draw each set's histogram of cosines, same pairs against different ones, on a common axis.
 
-    ``target``, ``form``: as for :func:`roc_figure`.
+    Each kind is scaled to its own number of pairs.
 
-    Each kind is scaled to its own number of pairs. Raises :class:`UsageError` when no set has scores.
+    Args:
+        results: of :func:`plsc.evaluation.evaluate` with ``curves=True``.
+        target: a .png, .svg or .pdf path, or an open binary file.
+        form: the format of an open file.
+
+    Raises:
+        UsageError: another suffix, or no set has scores.
     """
     drawn = {name: result for name, result in results.items() if result.get("scores")}
     if not drawn:
@@ -59,14 +124,14 @@ def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[byt
         _draw_scores(axis, result)
         above_legend = 24 if len(name) > 22 else 6  # in points; a short name stands beside the legend
         axis.set_title(name, loc="left", fontsize=11, color=_INK, pad=above_legend)
-    ranges = [_shown_range(result["scores"]) for result in drawn.values()]
+    ranges = [_visible_range(result["scores"]) for result in drawn.values()]
     axes[-1].set_xlim(min(low for low, _ in ranges), max(high for _, high in ranges))
     axes[-1].set_xlabel("cosine of the two embeddings")
     _save(figure, target, form)
 
 
 def check_target(path: Path) -> None:
-    """Raise :class:`UsageError` when no picture can be written to ``path``: its suffix, or no such folder."""
+    """Raise :class:`UsageError` if no figure can be written to ``path``: by its suffix, or without its folder."""
     if path.suffix.lower() not in FORMATS:
         raise UsageError(f"cannot draw into {path}: its name must end in {', '.join(FORMATS)}")
     if not path.parent.is_dir():
@@ -74,7 +139,7 @@ def check_target(path: Path) -> None:
 
 
 def _draw_scores(axis: Any, result: Mapping[str, Any]) -> None:
-    scores = _smoothed(result["scores"])
+    scores = _merge_bins(result["scores"])
     for kind, colour in (("different", COLOURS[1]), ("same", COLOURS[0])):
         total = sum(scores[kind])
         if not total:
@@ -90,8 +155,8 @@ def _draw_scores(axis: Any, result: Mapping[str, Any]) -> None:
     axis.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=3, frameon=False, fontsize=9)
 
 
-def _smoothed(scores: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Neighbouring bins joined until each kind has some 30 pairs in a bin: fewer are only noise."""
+def _merge_bins(scores: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Merge neighbouring bins until each kind has some 30 pairs in a bin: fewer are only noise."""
     filled = [[count for count in scores[kind] if count] for kind in ("same", "different")]
     rough = any(counts and sum(counts) < 30 * len(counts) for counts in filled)
     if not rough or len(scores["same"]) % 2 or len(scores["same"]) <= 25:
@@ -100,11 +165,11 @@ def _smoothed(scores: Mapping[str, Any]) -> Mapping[str, Any]:
         kind: [a + b for a, b in zip(scores[kind][::2], scores[kind][1::2], strict=True)]
         for kind in ("same", "different")
     }
-    return _smoothed({"edges": scores["edges"][::2], **joined})
+    return _merge_bins({"edges": scores["edges"][::2], **joined})
 
 
-def _shown_range(scores: Mapping[str, Any]) -> tuple[float, float]:
-    """The cosines between which all but stray pairs lie, with a margin."""
+def _visible_range(scores: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the range of cosines that holds all but stray pairs, with a margin."""
     limits = {kind: 0.0002 * sum(scores[kind]) for kind in ("same", "different")}
     counts = zip(scores["edges"], scores["same"], scores["different"], strict=False)
     shown = [edge for edge, same, other in counts if same > limits["same"] or other > limits["different"]]
@@ -112,7 +177,7 @@ def _shown_range(scores: Mapping[str, Any]) -> tuple[float, float]:
 
 
 def canvas(rows: int) -> tuple[Any, list[Any]]:
-    """A figure without a window, and its axes from top to bottom."""
+    """Create a figure without a window; return it and its axes from top to bottom."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.0, 4.4 if rows == 1 else 2.7 * rows), layout="constrained")
@@ -129,7 +194,7 @@ def canvas(rows: int) -> tuple[Any, list[Any]]:
 
 
 def _floor(values: list[float]) -> float:
-    """The lower end of an axis of rates that ends at 1: a tenth below the lowest of them."""
+    """Return the lower end of an axis of rates that ends at 1: a tenth below the lowest of them."""
     return max(int(min(values) * 10) / 10 - 0.1, 0.0)
 
 
