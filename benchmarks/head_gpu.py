@@ -29,13 +29,11 @@ from results_file import RESULTS, add_row
 from torch import Tensor
 
 from plsc.bench.harness import environment
-from plsc.head import triton_update
-from plsc.losses import triton_softmax
-from plsc.losses.class_rows import ClassRows
-from plsc.losses.product import product
-from plsc.losses.softmax import Batch, first_pass, second_pass
-from plsc.losses.triton_softmax import Block
-from plsc.losses.triton_support import is_interpreted
+from plsc.head.backends import HeadBackend, triton_backend
+from plsc.head.backends.products import product
+from plsc.head.backends.torch_backend import Batch
+from plsc.head.backends.triton_backend import Block, is_interpreted
+from plsc.head.class_table import ClassRows
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -187,11 +185,11 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
     x, y = checks.some_batch(clock.device, classes, dim, batch)
     features = torch.nn.functional.normalize(x).bfloat16()
     given = Batch(features, y, torch.zeros(batch, device=clock.device), head.margin, {})
-    time_steps(clock, sizes, table, partial(training_step, head, optimizer, x, y))
+    time_steps(clock, sizes, table, optimizer, partial(training_step, head, optimizer, x, y))
     time_pulls(clock, sizes, table)
     time_updates(clock, sizes, table, head, optimizer)
     for chunk in sizes.chunks:
-        for part, work in passes_over(head.rows(None), given, chunk).items():
+        for part, work in passes_over(head.backend, head.table.rows(None), given, chunk).items():
             if clock.left() < 20:
                 print(f"no time left for {part} at {chunk} classes a chunk")
                 continue
@@ -200,10 +198,10 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
                 table.add(part, name, (classes, batch), dim, spent, products=2)
 
 
-def time_steps(clock: Clock, sizes: Sizes, table: Table, step: Callable[[], float]) -> None:
+def time_steps(clock: Clock, sizes: Sizes, table: Table, optimizer: Any, step: Callable[[], float]) -> None:
     """Whole steps without kernels, and with each kind of them as the head chooses its blocks."""
-    ways: dict[str, Way] = {"torch elementwise": checks.plain_path}
-    ways |= {name: partial(triton_softmax.forced, name) for name in ("logits", "product")}
+    ways: dict[str, Way] = {"torch elementwise": partial(checks.plain_path, optimizer)}
+    ways |= {name: partial(triton_backend.force_kernel, name) for name in ("logits", "product")}
     works = {f"exact, by {name}": inside(way, step) for name, way in ways.items()}
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("step", name, sizes.variants, sizes.dim, spent, products=4)
@@ -218,25 +216,25 @@ def training_step(head: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
     return float(loss.detach())
 
 
-def passes_over(rows: ClassRows, batch: Batch, chunk: int) -> dict[str, Callable[[], object]]:
+def passes_over(backend: HeadBackend, rows: ClassRows, batch: Batch, chunk: int) -> dict[str, Callable[[], object]]:
     """Both passes, as the head runs them."""
     log_z = torch.full(batch.position.shape, 20.0, device=batch.position.device)
     ones = torch.ones_like(log_z)
 
     def second() -> None:
-        for _ in second_pass(rows, batch, log_z, ones, -ones, chunk):
+        for _ in backend.second_pass(rows, batch, log_z, ones, -ones, chunk):
             pass
 
-    return {"pass 1": lambda: first_pass(rows, batch, chunk, with_pull=True), "pass 2": second}
+    return {"pass 1": lambda: backend.first_pass(rows, batch, chunk, with_grad=True), "pass 2": second}
 
 
 def ways_of_a_pass() -> dict[str, Way]:
     """What lies between two products: by torch, by a kernel behind the first, or in a kernel with it."""
     ways: dict[str, Way] = {"torch elementwise": checks.plain_path}
     for block in LOGITS_BLOCKS:
-        ways[f"kernel behind product {_named(block)}"] = partial(triton_softmax.forced, "logits", block)
+        ways[f"kernel behind product {_named(block)}"] = partial(triton_backend.force_kernel, "logits", block)
     for block in PRODUCT_BLOCKS:
-        ways[f"exp in product {_named(block)}"] = partial(triton_softmax.forced, "product", block)
+        ways[f"exp in product {_named(block)}"] = partial(triton_backend.force_kernel, "product", block)
     return ways
 
 
@@ -277,15 +275,15 @@ def split_product(e: Tensor, w: Tensor, parts: int) -> Tensor:
 def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer: Any) -> None:
     """The rows' update from the gradient by unit rows."""
     n = sizes.chunks[-2]
-    chunk = next(head.rows(None).chunks(n))
+    chunk = next(head.table.rows(None).chunks(n))
     gradient = torch.randn(n, sizes.dim, device=clock.device)
-    ways: dict[str, Way] = {"torch": checks.plain_path}
+    ways: dict[str, Way] = {"torch": partial(checks.plain_path, optimizer)}
     for elements in (512, 1024, 2048, 4096):
-        ways[f"kernel, {elements} elements a program"] = partial(patch.object, triton_update, "_ELEMENTS", elements)
+        ways[f"kernel, {elements} elements a program"] = partial(patch.object, triton_backend, "_ELEMENTS", elements)
     works = {name: inside(way, lambda: optimizer._update_chunk(chunk, gradient, 1.0)) for name, way in ways.items()}
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("update", name, (n, sizes.variants[1]), sizes.dim, spent, products=0)
-    head.norms_are_current()
+    head.table.norms_are_current()
 
 
 def time_whole_steps(clock: Clock, sizes: Sizes, table: Table) -> None:
@@ -312,7 +310,7 @@ def time_whole_step(clock: Clock, classes: int, batch: int, dim: int, table: Tab
     peak, losses = Peak(clock.device), []
     spent = in_turn(clock, {"step": lambda: losses.append(training_step(head, optimizer, x, y))}, ROUNDS).get("step")
     if spent:
-        variant = f"exact, bf16 + int8, chunk {head.chunk_size(batch)}"
+        variant = f"exact, bf16 + int8, chunk {head._softmax.chunk_size(batch)}"
         table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
         state = STATE_BYTES * classes / 2**30
         print(f"  state {state:.2f} GiB; loss {losses[0]:.4f} to {losses[-1]:.4f}; mean norm {head.mean_norm():.3f}")

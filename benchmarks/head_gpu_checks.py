@@ -4,7 +4,7 @@ They also run where TRITON_INTERPRET=1, on the CPU, at smaller sizes.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 import plsc
-from plsc.head import triton_update
+from plsc.head.backends import triton_backend
+from plsc.head.backends.torch_backend import TorchBackend
+from plsc.head.backends.triton_backend import TritonBackend
+from plsc.head.class_table import ClassRows
 from plsc.head.low_precision import RowState
-from plsc.losses import triton_softmax
-from plsc.losses.class_rows import ClassRows
+from plsc.head.update_rules import SgdRule, Update
 from plsc.parallel import Mesh
 
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
@@ -23,12 +25,13 @@ FAR_ROWS, FAR_DIM = (1 << 22) + 1024, 512  # 2³¹ elements, and some more
 
 
 @contextmanager
-def plain_path() -> Iterator[None]:
-    """Within, no Triton kernel runs."""
-    with (
-        patch.object(triton_softmax, "supports", lambda *_: False),
-        patch.object(triton_update, "supports", lambda *_: False),
-    ):
+def plain_path(optimizer: plsc.HeadSGD | None = None) -> Iterator[None]:
+    """Run no Triton kernel within: neither in passes, nor in the update of ``optimizer``."""
+    with ExitStack() as patches:
+        for name in ("first_pass", "second_pass"):
+            patches.enter_context(patch.object(TritonBackend, name, getattr(TorchBackend, name)))
+        if optimizer is not None:
+            patches.enter_context(patch.object(optimizer, "_updater", optimizer.head.backend.update))
         yield
 
 
@@ -67,9 +70,9 @@ def passes_agree(device: torch.device, classes: int = 5000, dim: int = 512, batc
         rows = ClassRows(weight, weight.float().norm(dim=1).reciprocal())
         position = torch.randint(-1, classes, (batch,), generator=generator, device=device)
         log_z, pull = torch.full((batch,), 9.0, device=device), torch.full((batch,), -0.5, device=device)
-        with triton_softmax.forced(method):  # type: ignore[arg-type]
-            got = triton_softmax.first_pass(rows, x, position, 64.0, 2048, with_pull=True)
-            pieces = triton_softmax.second_pass(rows, x, position, 64.0, log_z, log_z, pull, 2048)
+        with triton_backend.force_kernel(method):  # type: ignore[arg-type]
+            got = triton_backend.first_pass(rows, x, position, 64.0, 2048, with_grad=True)
+            pieces = triton_backend.second_pass(rows, x, position, 64.0, log_z, log_z, pull, 2048)
             gradient = torch.cat([piece for _, piece in pieces])
         unit = weight.double() / weight.double().norm(dim=1, keepdim=True)
         target = torch.arange(classes, device=device)[:, None] == position
@@ -106,17 +109,13 @@ def updates_agree(device: torch.device, rows: int = 3000, dim: int = 512) -> str
 
 def _two_steps(device: torch.device, rows: int, dim: int, plain: bool, **kinds: Any) -> list[Tensor]:
     """Weights, norms and state after two updates of every row by made-up gradients."""
-    head, optimizer = some_head(device, rows, dim, **kinds)
-    (chunk,) = head.rows(None).chunks(rows)
+    head, optimizer = some_head(device, rows, dim, backend="torch" if plain else None, **kinds)
+    (chunk,) = head.table.rows(None).chunks(rows)
     generator = torch.Generator(device).manual_seed(2)
     for _ in range(2):
         gradient = torch.randn(rows, dim, generator=generator, device=device)
-        if plain:
-            with plain_path(), patch("plsc.native.kernels.fits_update", lambda *_: False):
-                optimizer._update_chunk(chunk, gradient, 0.5)
-        else:
-            optimizer._update_chunk(chunk, gradient, 0.5)
-        head.norms_are_current()
+        optimizer._update_chunk(chunk, gradient, 0.5)
+        head.table.norms_are_current()
         chunk.__dict__.pop("weight", None), chunk.__dict__.pop("inverse_norm", None)
         optimizer.steps += 1
     return [head.weight.detach(), head.inverse_norms(), *_state(optimizer)]
@@ -130,14 +129,13 @@ def steps_agree(device: torch.device, classes: int = 20_000, dim: int = 512, bat
     """Three steps of the whole head with kernels and without."""
     runs = []
     for plain in (False, True):
-        head, optimizer = some_head(device, classes, dim)
+        head, optimizer = some_head(device, classes, dim, backend="torch" if plain else None)
         x, y = some_batch(device, classes, dim, batch)
-        with plain_path() if plain else nullcontext():
-            for _ in range(3):
-                mine = x.clone().requires_grad_()
-                loss = head(mine, y)
-                loss.backward()
-                optimizer.step()
+        for _ in range(3):
+            mine = x.clone().requires_grad_()
+            loss = head(mine, y)
+            loss.backward()
+            optimizer.step()
         runs.append((loss.detach(), mine.grad, head.weight.detach()))
     errors = [relative_error(mine, theirs) for mine, theirs in zip(*runs, strict=True)]
     assert max(errors) < 1e-2, errors
@@ -210,30 +208,17 @@ def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 51
     """Nothing in the loops over chunks waits for the device."""
     head, _ = some_head(device, classes, dim)
     x, y = some_batch(device, classes, dim, 128)
-    rows, features = head.rows(None), torch.nn.functional.normalize(x).bfloat16()
+    rows, features = head.table.rows(None), torch.nn.functional.normalize(x).bfloat16()
     log_z, scale, pull = (torch.full((128,), value, device=device) for value in (9.0, 1.0, -1.0))
     state = RowState(classes, dim, torch.int8, device)
+    rule = SgdRule(lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False)
+    update = Update(rule, 1.0, "stochastic", seed=0, step=1, first_row=0)
     for mode in ("default", "error"):  # kernels are compiled before
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            triton_softmax.first_pass(rows, features, y, 64.0, 4096, with_pull=True)
-            for chunk, gradient in triton_softmax.second_pass(rows, features, y, 64.0, log_z, scale, pull, 4096):
-                triton_update.update_rows(
-                    chunk.table.weight,
-                    chunk.table.inverse_norm,
-                    chunk.index,
-                    gradient,
-                    state,
-                    factor=1.0,
-                    lr=0.1,
-                    momentum=0.9,
-                    weight_decay=0.0,
-                    nesterov=False,
-                    rounding="stochastic",
-                    key=1,
-                    numbers=chunk.local_rows,
-                    first_number=0,
-                )
+            triton_backend.first_pass(rows, features, y, 64.0, 4096, with_grad=True)
+            for chunk, gradient in triton_backend.second_pass(rows, features, y, 64.0, log_z, scale, pull, 4096):
+                triton_backend.update_rows(chunk, gradient, {"momentum": state}, update)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return "no wait"

@@ -21,7 +21,7 @@ from plsc.bench.harness import PeakMemory, limit_allocations
 from plsc.bench.head_baselines import IMPLEMENTATIONS, ROOFLINE, BenchConfig, Step
 from plsc.errors import PlscError
 from plsc.files import read_json, write_json
-from plsc.head.partition import class_range
+from plsc.head.class_table import class_range
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh, init, shutdown
 

@@ -1,7 +1,7 @@
-"""The global batch: every rank's embeddings and labels on every rank, once all have found each other's input right.
+"""The global batch: checked on all ranks together, gathered, and its samples' cosines with their own classes.
 
-Where the table is replicated over groups of ranks, a rank holds its own group's part of it, and of the rest no more
-than a few numbers per sample.
+Where the table is replicated over groups of ranks, a rank holds its own group's part of the batch, and of the rest no
+more than a few numbers per sample.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
-from plsc.parallel.collectives import all_gather_equal, all_gather_rows
+from plsc.head.class_table import SMALLEST_NORM, ClassRows
+from plsc.parallel.collectives import all_gather_equal, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
-SMALLEST_NORM = 1e-12
 _FITTING, _EMBEDDINGS, _LABELS = range(3)
 _PROBLEMS = {
     _EMBEDDINGS: "embeddings must be (b, {dim}) and floating point",
@@ -23,11 +23,11 @@ _PROBLEMS = {
 
 @dataclass(frozen=True)
 class GlobalBatch:
-    """What a rank holds of the global batch of ``total`` samples B, whose order is that of the ranks.
+    """A rank's part of the global batch of ``total`` samples B, which are in the order of the ranks.
 
     Its head group's samples b: unit ``features`` (b, D) in the table's dtype, ``labels`` (b,) int64, ``norms`` (b,)
-    where the margin asks. ``sizes`` are the batch sizes of that group's ranks, ``group_sizes`` those of all groups,
-    of which this one is number ``group``.
+    where the margin uses them. ``sizes`` are the batch sizes of that group's ranks, ``group_sizes`` those of all
+    groups, of which this one is number ``group``.
     """
 
     features: Tensor
@@ -47,14 +47,14 @@ class GlobalBatch:
         """The largest group's number of samples: equal on all ranks."""
         return max(self.group_sizes)
 
-    def everyones(self, values: Tensor, mesh: Mesh) -> Tensor:
-        """The whole batch's (B, …), of which this group computed (b, …). Moves B of them between the replicas."""
+    def gather_replicas(self, values: Tensor, mesh: Mesh) -> Tensor:
+        """All groups' values (B, …), of which this one computed (b, …). Moves B of them between the replicas."""
         return all_gather_rows(values, mesh.replicas, self.group_sizes)
 
-    def ours(self, values: Tensor) -> Tensor:
+    def local_group(self, values: Tensor) -> Tensor:
         """This group's (b, …) of the whole batch's (B, …)."""
-        ours: Tensor = values.split(self.group_sizes)[self.group]
-        return ours
+        local: Tensor = values.split(self.group_sizes)[self.group]
+        return local
 
 
 def gather_batch(
@@ -74,16 +74,16 @@ def gather_batch(
     sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh)
     head = mesh.head
     groups = [sizes[start : start + head.world_size] for start in range(0, mesh.world_size, head.world_size)]
-    ours = groups[mesh.replicas.rank]
-    wide = torch.promote_types(dtype, torch.float32)
-    norm = torch.linalg.vector_norm(embeddings.to(wide), dim=1).clamp(min=SMALLEST_NORM)
-    unit = (embeddings.to(wide) / norm[:, None]).to(dtype)
+    group = groups[mesh.replicas.rank]
+    x = embeddings.to(torch.promote_types(dtype, torch.float32))
+    norm = torch.linalg.vector_norm(x, dim=1).clamp(min=SMALLEST_NORM)
+    unit = (x / norm[:, None]).to(dtype)
     return GlobalBatch(
-        all_gather_rows(unit, head, ours),
-        all_gather_rows(labels.to(mesh.device, torch.int64), head, ours),
-        all_gather_rows(norm, head, ours) if with_norms else None,
-        ours,
-        [sum(group) for group in groups],
+        all_gather_rows(unit, head, group),
+        all_gather_rows(labels.to(mesh.device, torch.int64), head, group),
+        all_gather_rows(norm, head, group) if with_norms else None,
+        group,
+        [sum(sizes) for sizes in groups],
         mesh.replicas.rank,
     )
 
@@ -94,8 +94,52 @@ def gather_labels(labels: Tensor, *, num_classes: int, mesh: Mesh) -> Tensor:
     return all_gather_rows(labels.to(mesh.device, torch.int64), mesh, sizes)
 
 
+@dataclass(frozen=True)
+class LocalTargetRows:
+    """The rows of the samples' own classes, of which this shard has the classes; the nearest of several centres.
+
+    ``samples`` (n,) are the samples' positions; ``weight`` (n, D) and ``inverse_norm`` (n,) their rows.
+    """
+
+    samples: Tensor
+    weight: Tensor
+    inverse_norm: Tensor
+
+    def add_gradient(self, grad_embeddings: Tensor, target_grad: Tensor) -> None:
+        """Add ``target_grad``·ρ_y·W_y to ``grad_embeddings`` (B, D); the former is by the samples' own cosines (B,)."""
+        dtype = grad_embeddings.dtype
+        strength = target_grad[self.samples].to(dtype) * self.inverse_norm.to(dtype)
+        grad_embeddings.index_add_(0, self.samples, self.weight.to(dtype) * strength[:, None])
+
+
+def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Mesh) -> tuple[Tensor, LocalTargetRows]:
+    """Cosines (b,) of the group's samples with their own classes, from all shards in float64, and the local rows.
+
+    Double precision costs nothing for one row per sample, and keeps margins exact where the cosine is near ±1.
+
+    Args:
+        rows: the shard's rows in this batch.
+        features: (b, D) unit embeddings of the group.
+        position: (b,) index of each target among the selected classes, −1 where another shard owns it.
+        mesh: whose head group sums the cosines.
+    """
+    owned = torch.where(position >= 0)[0]
+    classes = position[owned] if rows.selected is None else rows.selected[position[owned]]
+    picked = rows.picked(rows.rows_of(classes))
+    weight = picked.weight.double().view(len(owned), rows.centers, features.shape[1])
+    x = features[owned].double()
+    norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
+    best, winner = each.max(dim=1) if rows.centers > 1 else (each[:, 0], torch.zeros_like(classes))
+    cos = features.new_zeros(len(position), dtype=torch.float64)
+    cos[owned] = best
+    nearest = torch.arange(len(owned), device=winner.device) * rows.centers + winner
+    local = LocalTargetRows(owned, picked.weight[nearest], picked.inverse_norm[nearest])
+    return all_reduce_sum(cos, mesh.head), local
+
+
 def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int, mesh: Mesh) -> list[int]:
-    """Every rank's batch size. One small exchange tells every rank of any rank's bad input, so that all raise."""
+    """Every rank's batch size. One small exchange shows every rank any rank's bad input, so that all raise."""
     problem = _problem(embeddings, labels, dim)
     facts = [0, 0, 0, problem]
     if not problem and labels.numel():
@@ -107,8 +151,8 @@ def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int
         if low < 0 or high >= num_classes:
             wrong = low if low < 0 else high
             raise LabelError(
-                f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes; "
-                "mend the labels, or make the head with as many classes as they need"
+                f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes: "
+                "correct the labels, or make the head with as many classes as they need"
             )
     sizes = [size for size, *_ in everyone]
     if sum(sizes) == 0:

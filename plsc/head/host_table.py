@@ -1,4 +1,4 @@
-"""A class table in host memory as the passes see it: rows fetched to the compute device, in part or chunk by chunk."""
+"""A class table in host memory, whose rows are fetched to the device that computes, at once or chunk by chunk."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,99 +7,203 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.head.host_memory import Column, HostMemory
-from plsc.head.norms import renew_norms
+from plsc.head.class_table import (
+    Chunk,
+    ClassRows,
+    ClassTable,
+    OptimizerState,
+    ResidentTable,
+    class_range,
+    normal_rows,
+    renew_norms,
+)
+from plsc.head.host_memory import Column, HostMemory, mapped_file
+from plsc.head.low_precision import Rounding, RowState, check_state_dtype, scale_name
+from plsc.head.row_shard import RowShard
 from plsc.head.staging import Stage, Staging
-from plsc.losses.class_rows import Chunk, ClassRows
+from plsc.parallel.mesh import Mesh
 
 
-class HostTable:
-    """One rank's rows in host memory, their 1/norms, and the way to and from the device that computes.
+def create_table(
+    placement: str,
+    mesh: Mesh,
+    *,
+    num_classes: int,
+    dim: int,
+    dtype: torch.dtype,
+    centers: int,
+    seed: int,
+    requires_grad: bool,
+) -> ClassTable:
+    """Make this rank's rows with their first values, on the device or in host memory as ``placement`` says.
+
+    Raises:
+        UsageError, DataError: as :class:`HostMemory` does.
+    """
+    device = mesh.device
+    first, stop = class_range(num_classes, mesh.head.rank, mesh.head.world_size)
+    shape = ((stop - first) * centers, dim)
+    first_row, total_rows = first * centers, num_classes * centers
+    if not is_staged(placement, device):
+        return ResidentTable(
+            shape,
+            dtype,
+            device,
+            first_row=first_row,
+            total_rows=total_rows,
+            centers=centers,
+            seed=seed,
+            requires_grad=requires_grad,
+        )
+    memory = HostMemory(mapped_file(placement), mesh.rank, mesh.world_size, pinned=device.type == "cuda")
+    table = HostTable(memory, shape, dtype, device, first_row=first_row, total_rows=total_rows, centers=centers)
+    # Values come from the device's generator, as those of a resident table do: placement must not change a run.
+    for rows, values in normal_rows(shape, first_row, seed, device):
+        table.weight.write(rows, values.to(dtype).cpu())
+    return table
+
+
+def is_staged(placement: str, device: torch.device) -> bool:
+    """Return whether rows are copied to compute with them: a CPU reads its own memory in place, but not a file."""
+    if placement == "device" or device.type == "meta":
+        return False
+    return device.type != "cpu" or mapped_file(placement) is not None
+
+
+class HostTable(ClassTable):
+    """Rows in host memory, their 1/norms, and their way to and from the device that computes.
+
+    The rows begin as zeros; :func:`create_table` fills them.
 
     Args:
-        memory: where it is kept.
-        rows, dim: its shape.
+        memory: gives out the memory, ordinary or mapped.
+        shape: (rows, D).
         dtype: of the weights.
-        centers: rows per class.
-        device: where the passes compute.
-
-    Attributes:
-        state: the optimizer's columns by name, fetched along with the weights.
+        device: that computes.
+        first_row, total_rows, centers: as :class:`ClassTable`'s.
     """
 
     def __init__(
-        self, memory: HostMemory, rows: int, dim: int, dtype: torch.dtype, centers: int, device: torch.device
+        self,
+        memory: HostMemory,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        first_row: int,
+        total_rows: int,
+        centers: int,
     ) -> None:
-        self.memory, self.centers, self.device = memory, centers, device
-        self.weight = memory.table("weight", rows, dim, dtype)
-        self.inverse_norm = memory.numbers(rows, torch.promote_types(dtype, torch.float32))
-        self.state: Mapping[str, Column] = {}
+        self.memory, self.device = memory, device
+        self.weight = memory.table("weight", *shape, dtype)
+        # .data has a version counter of its own: updates write to the column, so that the parameter's version counts
+        # writes from outside alone
+        super().__init__(self.weight.values.data, first_row, total_rows, centers, requires_grad=False)
+        self.inverse_norm = memory.numbers(shape[0], torch.promote_types(dtype, torch.float32))
         self.staging = Staging(device)
-        self._announced: deque[_Announced] = deque()
-
-    def renew_norms(self, rows: slice) -> None:
-        """Recompute 1/‖W‖ of consecutive rows from their stored values, on the device."""
-        stage = self.staging.ready(self.staging.fetch(rows, [self.weight, self.inverse_norm]))
-        renew_norms(self._held(stage), slice(0, stage.count))
-        self.inverse_norm.write(rows, stage.columns[self.inverse_norm].cpu())
-
-    def visited(self, classes: Tensor | None, *, learning: bool = False) -> ClassRows:
-        """The rows of local ``classes`` (sorted, n), fetched now; of all (None), fetched as the pass comes to them.
-
-        Where an update may follow (``learning``), the optimizer's state comes along.
-        """
-        if classes is None:
-            return StreamedRows(self.weight.values, self.inverse_norm.values, self.centers, host=self)
-        return self._fetched(self.staging.fetch(self._rows_of(classes), self._columns(learning)), classes)
-
-    def visited_again(
-        self, classes: Tensor | None, former: list[ClassRows], update: Mapping[str, Column] | None
-    ) -> ClassRows:
-        """The rows for a second pass after first ones over ``former``; written back where ``update`` is given.
-
-        ``update`` holds the columns of the optimizer whose step it is.
-        """
-        if classes is None:
-            weight, norms = self.weight.values, self.inverse_norm.values
-            return StreamedRows(weight, norms, self.centers, host=self, update=update)
-        stages = [rows.stage for rows in former if isinstance(rows, FetchedRows)]
-        stage = stages[0] if len(stages) == 1 else self.staging.combine(self._rows_of(classes), stages)
-        if update is not None:
-            self.staging.complete(stage, update.values())
-        return self._held(stage, classes, update=update)
-
-    def announce(self, key: int, labels: Tensor, classes: Tensor) -> None:
-        """Begin to fetch the ``classes`` that the step ``key`` with these labels (B,) of all ranks will visit."""
-        stage = self.staging.fetch(self._rows_of(classes), self._columns(learning=True))
-        self._announced.append(_Announced(key, labels, classes, stage))
+        self._state_columns: Mapping[str, Column] = {}  # of the newest optimizer, fetched along with the rows
+        self._prefetched: deque[_Prefetched] = deque()
 
     @property
-    def announced(self) -> int:
-        """How many steps were announced and have not begun."""
-        return len(self._announced)
+    def version(self) -> int:
+        """A number that changes with every update and with every write from outside."""
+        return super().version + self.staging.updates
 
-    def take_announced(self, key: int, labels: Tensor) -> "FetchedRows | None":
-        """What was announced for this step; None, and all announcements are forgotten, where it was another step."""
-        if not self._announced:
+    def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
+        """The rows of local classes ``selected``, fetched now; all of them (None) are fetched as the pass goes on.
+
+        Where an update may follow (``training``), the optimizer's state comes along.
+        """
+        self.notice_writes()
+        if selected is None:
+            return StreamedRows(self.weight.values, self.inverse_norm.values, self.centers, host=self)
+        return self._fetched(self.staging.fetch(self._rows_of(selected), self._columns(training)), selected)
+
+    def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
+        """The rows for pass 2; written back behind it where ``update`` is given."""
+        columns = update.columns if isinstance(update, HostState) else None
+        if selected is None:
+            weight, norms = self.weight.values, self.inverse_norm.values
+            return StreamedRows(weight, norms, self.centers, host=self, update=columns)
+        stages = [rows.stage for rows in before if isinstance(rows, FetchedRows)]
+        stage = stages[0] if len(stages) == 1 else self.staging.combine(self._rows_of(selected), stages)
+        if columns is not None:
+            self.staging.complete(stage, columns.values())
+        return self._held(stage, selected, update=columns)
+
+    def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> "HostState":
+        """Tables of zeros in host memory, which are fetched and written back with their rows."""
+        tables: dict[str, RowState] = {}
+        columns: dict[str, Column] = {}
+        rows, dim = self.parameter.shape
+        for name, dtype in dtypes.items():
+            check_state_dtype(dtype)
+            columns[name] = values = self.memory.table(name, rows, dim, dtype)
+            scale = None
+            if dtype == torch.int8:
+                columns[scale_name(name)] = self.memory.numbers(rows, torch.float32)
+                scale = columns[scale_name(name)].values
+            tables[name] = RowState.over(values.values, scale, rounding)
+        self._state_columns = columns
+        return HostState(self, tables, columns)
+
+    @property
+    def prefetches(self) -> bool:
+        """Always true."""
+        return True
+
+    def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
+        """Begin to fetch ``classes``, which the training batch ``key`` with these labels (B,) of all ranks selects."""
+        stage = self.staging.fetch(self._rows_of(classes), self._columns(training=True))
+        self._prefetched.append(_Prefetched(key, labels, classes, stage))
+
+    @property
+    def num_prefetched(self) -> int:
+        """Batches that were prefetched and have not begun."""
+        return len(self._prefetched)
+
+    def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
+        """Take what was fetched for this batch; None if that was another, and then forget all that was fetched."""
+        if not self._prefetched:
             return None
-        first = self._announced.popleft()
+        first = self._prefetched.popleft()
         if first.key != key or not torch.equal(first.labels, labels):
-            self._announced.clear()
+            self._prefetched.clear()
             return None
-        return self._fetched(first.stage, first.classes)
+        return first.classes, self._fetched(first.stage, first.classes)
 
-    def settle(self, *, forget: bool = False) -> None:
-        """Wait for all updates to land; ``forget`` what was fetched ahead where someone else may write to the table."""
-        if forget:
-            self._announced.clear()
+    def settle(self) -> None:
+        """Wait until every update has landed."""
         self.staging.settle()
+
+    def row_shard(self, local: Tensor, column: Column | None = None) -> RowShard:
+        """A tensor with a row per row of the table for a checkpoint, which may be about to overwrite it."""
+        self._prefetched.clear()
+        self.settle()
+        return RowShard(local, self.first_row, self.total_rows, column.release if column is not None else None)
+
+    def weight_shard(self) -> RowShard:
+        """The rows themselves, for a checkpoint."""
+        return self.row_shard(self.parameter.detach(), self.weight)
+
+    def _stored_inverse_norm(self) -> Tensor:
+        return self.inverse_norm.values
+
+    def _discard_norms(self) -> None:
+        self._prefetched.clear()
+        self.settle()
+
+    def _renew_norms(self, rows: slice) -> None:
+        stage = self.fetched_now(rows)
+        renew_norms(self._held(stage), slice(0, stage.count))
+        self.inverse_norm.write(rows, stage.columns[self.inverse_norm].cpu())
 
     def fetched_now(self, rows: slice | Tensor, columns: Iterable[Column] = ()) -> Stage:
         """Rows with weights, norms and further columns, up to date."""
         return self.staging.ready(self.staging.fetch(rows, [self.weight, self.inverse_norm, *columns]))
 
-    def _columns(self, learning: bool) -> list[Column]:
-        return [self.weight, self.inverse_norm, *(self.state.values() if learning else ())]
+    def _columns(self, training: bool) -> list[Column]:
+        return [self.weight, self.inverse_norm, *(self._state_columns.values() if training else ())]
 
     def _rows_of(self, classes: Tensor) -> Tensor:
         return ClassRows(self.weight.values, self.inverse_norm.values, self.centers).rows_of(classes)
@@ -114,8 +218,33 @@ class HostTable:
         return FetchedRows(weight, norms, self.centers, stage=stage, classes=classes, host=self, update=update)
 
 
+class HostState(OptimizerState):
+    """An optimizer's tables in host memory: ``columns`` by name, int8 scales among them."""
+
+    def __init__(self, table: HostTable, tables: Mapping[str, RowState], columns: Mapping[str, Column]) -> None:
+        super().__init__(table, tables)
+        self._host, self.columns = table, columns
+
+    def of(self, chunk: Chunk) -> dict[str, RowState]:
+        """The fetched copies that ``chunk.index`` selects rows of: they came with the chunk's rows."""
+        rows = chunk.table
+        assert isinstance(rows, FetchedRows)
+        copies = rows.stage.columns
+        return {
+            name: RowState.over(
+                copies[self.columns[name]],
+                copies[self.columns[scale_name(name)]] if table.scale is not None else None,
+                table.rounding,
+            )
+            for name, table in self.tables.items()
+        }
+
+    def _row_shard(self, name: str, tensor: Tensor) -> RowShard:
+        return self._host.row_shard(tensor, self.columns[name])
+
+
 @dataclass(frozen=True)
-class _Announced:
+class _Prefetched:
     key: int
     labels: Tensor
     classes: Tensor
@@ -135,15 +264,15 @@ class FetchedRows(ClassRows):
     update: Mapping[str, Column] | None = None
 
     def positions(self, local_labels: Tensor) -> Tensor:
-        """Where each label (B,) stands among the visited classes, −1 where it does not."""
+        """Index of each label (B,) among the fetched classes, −1 where it is not one of them."""
         assert self.classes is not None
         if self.classes.numel() == 0:
             return torch.full_like(local_labels, -1)
-        place = torch.searchsorted(self.classes, local_labels).clamp(max=self.classes.numel() - 1)
-        return torch.where(self.classes[place] == local_labels, place, -1)
+        index = torch.searchsorted(self.classes, local_labels).clamp(max=self.classes.numel() - 1)
+        return torch.where(self.classes[index] == local_labels, index, -1)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        """The visited classes in order, ``size`` at a time."""
+        """The fetched classes in order, ``size`` at a time."""
         yield from super().chunks(size)
         if self.update is not None:
             self.host.staging.write_back(self.stage)
@@ -155,15 +284,10 @@ class FetchedRows(ClassRows):
             return rows[index]
         return ClassRows.local_rows(self, index) + int(rows.start)
 
-    def state(self, name: str) -> Tensor:
-        """The updating optimizer's column ``name`` for these rows, (n,) or (n, D)."""
-        assert self.update is not None
-        return self.stage.columns[self.update[name]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedRows(ClassRows):
-    """The whole table, which passes by in chunks: the next one is fetched while one is computed with.
+    """The whole table in chunks, each fetched while the one before it is computed with.
 
     ``weight`` and ``inverse_norm`` are the host's. With ``update``, each chunk is written back behind the next.
     """

@@ -1,7 +1,10 @@
-"""Storing rows in fewer bits without a bias: stochastic rounding to bfloat16, and int8 with a scale per row.
+"""Rows in fewer bits without a bias: stochastic rounding to bfloat16, int8 with a scale per row, and their random bits.
 
 Nearest rounding of bfloat16 weights loses every update smaller than half a unit in the last place, and with them the
-pull that keeps norms in check. Stochastic rounding is right on average (Gupta et al., ICML 2015).
+decay that keeps norms in check. Stochastic rounding is right on average (Gupta et al., ICML 2015).
+
+The random bits are counter-based, a pure function of (seed, step, global row, column): results then depend neither on
+how the table is sharded nor on how passes are cut into chunks, and every backend can make the same bits by itself.
 """
 
 from dataclasses import dataclass
@@ -11,20 +14,22 @@ import torch
 from torch import Tensor
 
 from plsc.errors import UsageError
-from plsc.head.random_bits import random_bits
 
 Rounding = Literal["stochastic", "nearest"]
+_GOLDEN = 0x9E3779B9
+_MULTIPLY_1 = 0x7FEB352D  # "lowbias32", Chris Wellons' search for 32-bit mixers of low bias
+_MULTIPLY_2 = 0x846CA68B
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8)
 
 
 @dataclass(frozen=True)
-class Dice:
+class RoundingBits:
     """The random bits of one update of some rows: the low half for weights, the high half for their state."""
 
     bits: Tensor
 
     @classmethod
-    def throw(cls, seed: int, step: int, rows: Tensor, columns: int) -> "Dice":
+    def draw(cls, seed: int, step: int, rows: Tensor, columns: int) -> "RoundingBits":
         """Bits for global ``rows`` (n,) at this seed and step."""
         return cls(random_bits(seed, step, rows, columns))
 
@@ -62,7 +67,7 @@ class RowState:
     Args:
         rows, columns: the shape.
         dtype: how it is stored; int8 adds 4 bytes of scale per row.
-        device: where.
+        device: its device.
         rounding: "nearest" exists to show what it breaks.
     """
 
@@ -81,7 +86,7 @@ class RowState:
 
     @classmethod
     def over(cls, values: Tensor, scale: Tensor | None, rounding: Rounding) -> "RowState":
-        """A table over memory that someone else holds: ``values`` (rows, D), and ``scale`` (rows,) where int8."""
+        """A table in existing memory: ``values`` (rows, D), and ``scale`` (rows,) where int8."""
         state = cls.__new__(cls)
         state.values, state.scale, state.rounding = values, scale, rounding
         return state
@@ -91,13 +96,14 @@ class RowState:
         values = self.values[index].to(dtype, copy=True)
         return values if self.scale is None else values.mul_(self.scale[index][:, None])
 
-    def write(self, index: slice | Tensor, values: Tensor, dice: Dice | None) -> None:
-        """Store rows. ``dice`` may be None for float32 and float64."""
+    def write(self, index: slice | Tensor, values: Tensor, bits: RoundingBits | None) -> None:
+        """Store rows. ``bits`` may be None for float32 and float64."""
         if self.scale is not None:
-            assert dice is not None
-            self.values[index], self.scale[index] = quantize_rows(values, _or_half(dice.high, self.rounding))
+            assert bits is not None
+            stored, scale = quantize_rows(values, _or_half(bits.high, self.rounding))
+            self.values[index], self.scale[index] = stored, scale.to(self.scale.dtype)
         else:
-            store(self.values, index, values, dice.high if dice is not None else None, self.rounding)
+            store(self.values, index, values, bits.high if bits is not None else None, self.rounding)
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors that hold it, by name."""
@@ -105,14 +111,14 @@ class RowState:
 
 
 def scale_name(name: str) -> str:
-    """What the scales of the int8 table ``name`` are called."""
+    """The name of the scales of the int8 table ``name``."""
     return f"{name}_scale"
 
 
 def check_state_dtype(dtype: torch.dtype) -> None:
     """UsageError for a dtype that optimizer state cannot have."""
     if dtype not in STATE_DTYPES:
-        raise UsageError(f"state cannot be kept as {dtype}; take float32, bfloat16 or int8")
+        raise UsageError(f"optimizer state cannot be {dtype}: give float32, bfloat16 or int8")
 
 
 def store(
@@ -131,3 +137,55 @@ def store(
 
 def _or_half(bits: Tensor, rounding: Rounding) -> Tensor:
     return bits if rounding == "stochastic" else torch.full_like(bits, 32767)
+
+
+def random_bits(seed: int, step: int, rows: Tensor, columns: int) -> Tensor:
+    """Return 32 random bits for every element of some rows of a table.
+
+    Args:
+        seed: of the run.
+        step: of the optimizer; other steps give independent bits.
+        rows: (n,) int64 global row numbers.
+        columns: the table's width D.
+
+    Returns:
+        (n, D) int32.
+    """
+    low = (rows & 0xFFFFFFFF) ^ rounding_key(seed, step)
+    high = (rows >> 32) * _GOLDEN
+    row_key = _mix(_as_int32((low + high) & 0xFFFFFFFF))
+    column = torch.arange(columns, device=rows.device, dtype=torch.int64) * _GOLDEN & 0xFFFFFFFF
+    return _mix(row_key[:, None] ^ _as_int32(column)[None])
+
+
+def rounding_key(seed: int, step: int) -> int:
+    """32 bits that key this seed and step."""
+    return _mix_int(seed & 0xFFFFFFFF) ^ _mix_int((step + _GOLDEN) & 0xFFFFFFFF)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """Scramble int32 numbers one to one. ``x`` is overwritten."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MULTIPLY_1
+    x ^= (x >> 15) & 0x1FFFF
+    x *= as_int32(_MULTIPLY_2)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def _mix_int(x: int) -> int:
+    x ^= x >> 16
+    x = x * _MULTIPLY_1 & 0xFFFFFFFF
+    x ^= x >> 15
+    x = x * _MULTIPLY_2 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def as_int32(x: int) -> int:
+    """The int32 that has the bits of ``x``, a number in [0, 2³²)."""
+    return x - (1 << 32) if x >= 1 << 31 else x
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """int64 numbers in [0, 2³²) as the int32 of the same bits."""
+    return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)

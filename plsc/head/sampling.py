@@ -1,9 +1,51 @@
 """Partial FC's choice of classes: all positives of the global batch, and random negatives (An et al., CVPR 2022)."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 _DENSE = 0.25  # above this share of the classes, a permutation is quicker than drawing again and again
+
+
+def keyed_generator(device: torch.device, seed: int, salt: int, batch: int) -> torch.Generator:
+    """A generator for one purpose (``salt``) in training batch number ``batch``: a resumed run draws the same."""
+    key = (seed * 1_000_003 + batch) * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03
+    return torch.Generator(device).manual_seed(key % 2**63)
+
+
+@dataclass(frozen=True)
+class ClassSampler:
+    """Draws the classes of one shard for each training batch.
+
+    Args:
+        first, stop: the shard's classes are [first, stop).
+        rate: the share of them wanted; 1 takes all, 0 positives only.
+        seed: of the run.
+        device: of the result.
+    """
+
+    first: int
+    stop: int
+    rate: float
+    seed: int
+    device: torch.device
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether every class takes part in every batch."""
+        return self.rate >= 1
+
+    def draw(self, labels: Tensor, batch: int) -> Tensor:
+        """The local classes for training batch number ``batch``, given the ``labels`` (B,) of all ranks.
+
+        The same on every replica of the shard, and for a batch that is prefetched and the same one when it is trained.
+        """
+        local = labels - self.first
+        owned = local[(local >= 0) & (local < self.stop - self.first)]
+        # shards must not draw alike, so that the shard's first class is part of the key; 0 is the margins'
+        generator = keyed_generator(self.device, self.seed, self.first + 1, batch)
+        return sample_classes(self.stop - self.first, owned, self.rate, generator)
 
 
 def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: torch.Generator) -> Tensor:
@@ -13,7 +55,7 @@ def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: 
         num_classes: of the shard.
         positives: local classes that must be in it, any order, repeats allowed, (p,) int64.
         rate: the share of the shard's classes wanted; 0 takes positives only. Positives beyond it all stay.
-        generator: on the device where the result is wanted.
+        generator: on the device of the result.
 
     Returns:
         Sorted int64 classes without repeats, max(round(rate·num_classes), distinct positives) of them. The negatives
@@ -45,5 +87,5 @@ def _draw(num_classes: int, excluded: Tensor, count: int, generator: torch.Gener
 def _contains(sorted_values: Tensor, queries: Tensor) -> Tensor:
     if sorted_values.numel() == 0:
         return torch.zeros_like(queries, dtype=torch.bool)
-    place = torch.searchsorted(sorted_values, queries).clamp(max=sorted_values.numel() - 1)
-    return sorted_values[place] == queries
+    index = torch.searchsorted(sorted_values, queries).clamp(max=sorted_values.numel() - 1)
+    return sorted_values[index] == queries

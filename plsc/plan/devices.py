@@ -149,7 +149,7 @@ def measure_device() -> Device:
 def _product_speed(side: int, precision: str, device: "object") -> float:
     import torch
 
-    from plsc.losses.product import product
+    from plsc.head.backends.products import product
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     a = torch.full((side, side), 0.01, dtype=dtype, device=device)  # type: ignore[call-overload]

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from plsc.config import Config
-from plsc.head.chunk_size import default_chunk_size
-from plsc.head.norms import WIDENED_ROWS
+from plsc.head.class_table import WIDENED_ROWS, default_chunk_size
 from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile

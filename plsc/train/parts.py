@@ -22,10 +22,8 @@ from plsc.losses.margins import Margin
 from plsc.models import create, load_weights
 from plsc.models.weights import unwrapped
 from plsc.models.wrappers import RotationTTA
-from plsc.optim.grad_scaler import GradScaler
-from plsc.optim.head_adamw import HeadAdamW
-from plsc.optim.head_optimizer import HeadOptimizer
-from plsc.optim.head_sgd import HeadSGD
+from plsc.optim.gradients import GradScaler
+from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
 from plsc.parallel.wide_gradients import sum_gradients_in_float64
 from plsc.train.agreement import on_every_rank

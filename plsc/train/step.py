@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import normalize
-from plsc.optim.clipping import clip_grad_norm_, total_norm
+from plsc.optim.gradients import clip_grad_norm_, total_norm
 from plsc.parallel.collectives import all_reduce_max
 from plsc.train.parts import Parts
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import plsc
-from plsc.head.low_precision import Dice, quantize_rows, round_to_bfloat16
-from plsc.head.random_bits import random_bits
+from plsc.head.low_precision import RoundingBits, quantize_rows, random_bits, round_to_bfloat16
 
 
 def bits(seed: int = 1, step: int = 1, rows: int = 256, columns: int = 256) -> torch.Tensor:
@@ -38,7 +37,10 @@ def test_bits_are_even_and_independent():
 def test_rounding_is_unbiased_and_moves_by_one_unit_at_most():
     values = torch.randn(64, 64)
     rounded = torch.stack(
-        [round_to_bfloat16(values, Dice.throw(0, step, torch.arange(64), 64).low).double() for step in range(2000)]
+        [
+            round_to_bfloat16(values, RoundingBits.draw(0, step, torch.arange(64), 64).low).double()
+            for step in range(2000)
+        ]
     )
     unit = values.abs().double() / 128  # of bfloat16 at this magnitude, at most
     assert ((rounded - values.double()).abs() <= unit).all()
@@ -53,7 +55,7 @@ def test_int8_rows_are_unbiased():
     values[5] = 0
     total = torch.zeros(32, 128, dtype=torch.float64)
     for step in range(1000):
-        stored, scale = quantize_rows(values, Dice.throw(0, step, torch.arange(32), 128).high)
+        stored, scale = quantize_rows(values, RoundingBits.draw(0, step, torch.arange(32), 128).high)
         total += stored.double() * scale[:, None]
     unit = (values.abs().amax(1, keepdim=True) / 127).double().clamp(min=1e-30)
     assert ((total / 1000 - values.double()) / unit).abs().max() < 6 * 0.5 / 1000**0.5

@@ -19,9 +19,8 @@ import torch.distributed.checkpoint as dcp
 
 import plsc
 from plsc.head import row_shard
+from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.host_memory import HostMemory
-from plsc.head.norms import renew_norms
-from plsc.losses.class_rows import ClassRows
 
 MIB = 2**20
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
@@ -151,14 +150,14 @@ FAR = torch.tensor([0, 1, 4_194_303, 4_194_304, 4_194_305, 4_199_999])
 
 def test_rows_beyond_element_2_to_31_are_updated_and_their_neighbours_are_not():
     """The table is 4.3 GB of memory that the system gives out only where it is written to."""
-    with mock.patch("plsc.head.sharded_head.fill_normal", side_effect=lambda weight, *_: None):
+    with mock.patch("plsc.head.class_table.fill_normal", side_effect=lambda weight, *_: None):
         head, optimizer = make(ROWS, 512, rate=0.0)
     values = torch.randn(len(FAR), 512).bfloat16()
     with torch.no_grad():
         head.weight[FAR] = values
-    head._inverse_norm = torch.zeros(ROWS)
-    renew_norms(ClassRows(head.weight.detach(), head._inverse_norm), FAR)
-    head.norms_are_current()
+    head.table._inverse_norm = torch.zeros(ROWS)
+    renew_norms(ClassRows(head.weight.detach(), head.table._inverse_norm), FAR)
+    head.table.norms_are_current()
     small, small_optimizer = make(len(FAR), 512, rate=0.0)
     with torch.no_grad():
         small.weight.copy_(values)

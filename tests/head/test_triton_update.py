@@ -9,11 +9,11 @@ import torch
 from reference import Oracle, relative_error
 
 import plsc
-from plsc.head.low_precision import Dice, RowState, store
-from plsc.head.random_bits import key_of
-from plsc.head.triton_update import supports, update_rows
-from plsc.losses.class_rows import Chunk, ClassRows
-from plsc.losses.softmax import through_norm
+from plsc.head.backends.torch_backend import backward_through_normalize
+from plsc.head.backends.triton_backend import update_rows
+from plsc.head.class_table import Chunk, ClassRows
+from plsc.head.low_precision import RoundingBits, RowState, store
+from plsc.head.update_rules import SgdRule, Update
 
 ROWS, SEED, STEP = 50, 3, 2
 FIRST = 2**33 + 17  # beyond 32 bits
@@ -28,7 +28,7 @@ def table(dim: int, dtype: torch.dtype, state_dtype: torch.dtype | None) -> tupl
     if state_dtype is not None:
         state = RowState(ROWS, dim, state_dtype, weight.device)
         values = torch.randn(ROWS, dim, generator=generator) / 10
-        state.write(slice(0, ROWS), values, Dice.throw(0, 0, torch.arange(ROWS), dim))
+        state.write(slice(0, ROWS), values, RoundingBits.draw(0, 0, torch.arange(ROWS), dim))
     return weight, weight.float().norm(dim=1).reciprocal(), state
 
 
@@ -39,28 +39,16 @@ def by_kernel(
     *,
     nesterov: bool,
     rounding: str,
-    key: int = key_of(SEED, STEP),
+    seed: int = SEED,
+    step: int = STEP,
     first: int = FIRST,
 ) -> tuple:
     weight, inverse_norm, state = copy.deepcopy(given)  # tensors cross to another process as shared memory
-    assert supports(weight, state)
     version = weight._version
-    update_rows(
-        weight,
-        inverse_norm,
-        index,
-        gradient,
-        state,
-        factor=0.5,
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=1e-2,
-        nesterov=nesterov,
-        rounding=rounding,
-        key=key,
-        numbers=torch.arange(ROWS)[index],
-        first_number=first,
-    )
+    rule = SgdRule(lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=nesterov)
+    chunk = Chunk(0, len(gradient), index, ClassRows(weight, inverse_norm))
+    states = {"momentum": state} if state is not None else {}
+    update_rows(chunk, gradient, states, Update(rule, 0.5, rounding, seed, step, first))
     assert weight._version > version
     return weight, inverse_norm, state
 
@@ -81,15 +69,15 @@ def by_plain_path(
     if state is not None:
         state.rounding = rounding
     chunk = Chunk(0, len(gradient), index, ClassRows(weight, inverse_norm))
-    g = through_norm(gradient.clone(), chunk) * 0.5
-    dice = Dice.throw(seed, step, torch.arange(ROWS)[index] + first, weight.shape[1])
+    g = backward_through_normalize(gradient.clone(), chunk) * 0.5
+    bits = RoundingBits.draw(seed, step, torch.arange(ROWS)[index] + first, weight.shape[1])
     w = weight[index].float()
     move = g + 1e-2 * w
     if state is not None:
         buffer = state.read(index, torch.float32) * 0.9 + move
-        state.write(index, buffer, dice)
+        state.write(index, buffer, bits)
         move = move + 0.9 * buffer if nesterov else buffer
-    store(weight, index, w - 0.1 * move, dice.low, rounding)
+    store(weight, index, w - 0.1 * move, bits.low, rounding)
     inverse_norm[index] = weight[index].float().norm(dim=1).reciprocal()
     return weight, inverse_norm, state
 
@@ -138,10 +126,9 @@ def test_any_width(interpreter, dim):
 def test_bits_are_those_of_random_bits(interpreter, first, seed, step):
     """Half of all roundings would differ, were the bits others."""
     given, index, gradient = table(16, torch.bfloat16, torch.int8), INDEX["range"], torch.randn(33, 16)
-    options = {"nesterov": False, "rounding": "stochastic", "key": key_of(seed, step), "first": first}
+    options = {"nesterov": False, "rounding": "stochastic", "seed": seed, "step": step, "first": first}
     got = interpreter(by_kernel, given, index, gradient, **options)
-    del options["key"]
-    expected = by_plain_path(copy.deepcopy(given), index, gradient, **options, seed=seed, step=step)
+    expected = by_plain_path(copy.deepcopy(given), index, gradient, **options)
     assert torch.equal(got[0], expected[0])
     assert torch.equal(got[2].values, expected[2].values)
 
@@ -156,22 +143,10 @@ def far_update(row: int, dim: int) -> tuple:
     weight[around], inverse_norm[around], state.values[around], state.scale[around] = 1.0, dim**-0.5, 0, 0.0
     before = weight[around].clone()
     index = torch.tensor([row - 1, row])
-    update_rows(
-        weight,
-        inverse_norm,
-        index,
-        torch.randn(2, dim, generator=torch.Generator().manual_seed(0)),
-        state,
-        factor=1.0,
-        lr=0.1,
-        momentum=0.9,
-        weight_decay=0.0,
-        nesterov=False,
-        rounding="stochastic",
-        key=1,
-        numbers=index,
-        first_number=0,
-    )
+    gradient = torch.randn(2, dim, generator=torch.Generator().manual_seed(0))
+    rule = SgdRule(lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False)
+    chunk = Chunk(0, 2, index, ClassRows(weight, inverse_norm))
+    update_rows(chunk, gradient, {"momentum": state}, Update(rule, 1.0, "stochastic", 0, 1, 0))
     return before, weight[around].clone(), state.values[around].clone(), inverse_norm[around].clone()
 
 
@@ -245,14 +220,12 @@ def test_low_precision_steps_agree_with_those_without_kernels(interpreter, sampl
 
 def path_taken(**options: object) -> list[str]:
     """Which kernels a step of such a head calls."""
-    from plsc.head import triton_update
-    from plsc.losses import triton_softmax
+    from plsc.head.backends import triton_backend
 
-    parts = {"first_pass": triton_softmax, "second_pass": triton_softmax, "update_rows": triton_update}
     with ExitStack() as patches:
         watched = {
-            name: patches.enter_context(patch.object(module, name, wraps=getattr(module, name)))
-            for name, module in parts.items()
+            name: patches.enter_context(patch.object(triton_backend, name, wraps=getattr(triton_backend, name)))
+            for name in ("first_pass", "second_pass", "update_rows")
         }
         steps(torch.float32, torch.float32, 1, **options)
     return [name for name, function in watched.items() if function.called]

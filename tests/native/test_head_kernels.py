@@ -10,8 +10,8 @@ from reference import Oracle, relative_error
 
 import plsc
 from plsc.errors import UsageError
-from plsc.losses.softmax import through_norm
-from plsc.native import build, kernels
+from plsc.head.backends.torch_backend import backward_through_normalize
+from plsc.native import build, head_kernels
 
 compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
@@ -78,7 +78,9 @@ def test_loss_and_gradients_are_the_oracles_within_bf16(path, batch, dim, classe
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-4)  # bf16 of unit embeddings is exact here but for ‖x‖
     assert relative_error(own.grad, wide.grad) < 1e-2
-    by_rows = torch.cat([through_norm(g, chunk).clone() for chunk, g in head.gradient_chunks(head.pending)])
+    by_rows = torch.cat(
+        [backward_through_normalize(g, chunk).clone() for chunk, g in head.gradient_chunks(head.pending)]
+    )
     assert relative_error(by_rows, weight.grad) < 1e-2
 
 
@@ -120,10 +122,10 @@ def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(path, weight_dtype,
         )
         for step in range(3):
             optimizer.steps = step
-            chunks = list(head.rows(None).chunks(1000))
+            chunks = list(head.table.rows(None).chunks(1000))
             gradient = torch.randn(300, 40, generator=torch.Generator().manual_seed(step))
             optimizer._update_chunk(chunks[0], gradient, 0.5)
-        tables = [head.weight.detach().float(), head.rows(None).inverse_norm]
+        tables = [head.weight.detach().float(), head.table.rows(None).inverse_norm]
         return tables + [table.read(slice(None), torch.float32) for table in optimizer.tables.values()]
 
     own = updated()
@@ -211,7 +213,7 @@ def test_a_path_that_does_not_exist_or_that_the_processor_lacks_is_a_usage_error
 
 
 def test_the_lesser_paths_have_no_tiles(path):
-    assert kernels.has_tiles() == (path == "amx")
+    assert head_kernels.has_tiles() == (path == "amx")
 
 
 @pytest.mark.slow

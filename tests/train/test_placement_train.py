@@ -22,13 +22,13 @@ ONE = Mesh(0, 1, 0, torch.device("cpu"))
 def on_rank(mesh: Mesh, out: Path, changes: dict[str, Any]) -> tuple[dict[str, Any], int, int]:
     """The run's result, and how many of how many fetched steps had been announced."""
     taken = []
-    original = HostTable.take_announced
+    original = HostTable.take_prefetched
 
     def counting(table: HostTable, key: int, labels: torch.Tensor) -> Any:
         taken.append(original(table, key, labels))
         return taken[-1]
 
-    with mock.patch.object(HostTable, "take_announced", counting):
+    with mock.patch.object(HostTable, "take_prefetched", counting):
         result = run(mesh, out, changes)
     return result, sum(rows is not None for rows in taken), len(taken)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.losses.class_rows import Chunk
+from plsc.head.class_table import Chunk
 
 _COPIED_CLASSES = 2048  # of pass 2 at a time, where their rows are copied to float32
 _GATHERED_ROWS = 512  # of scattered rows, copied at a time
@@ -40,7 +40,7 @@ class ChunkProducts:
         self._buffers: dict[str, Tensor] = {}
 
     def factor(self, name: str, values: Tensor) -> Tensor:
-        """``values`` as :meth:`multiply` takes them; they stay what they are until the next factor of this name."""
+        """``values`` as :meth:`multiply` takes them, valid until the next factor of this name."""
         return self._buffer(name, values.shape).copy_(values) if self._copies_factors else values
 
     def chunk_size(self, classes: int) -> int:
@@ -62,7 +62,7 @@ class ChunkProducts:
         return values.copy_(rounded) if self._copies_factors else rounded
 
     def multiply(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """``a @ b`` of factors, float32 or float64; it stays what it is until the next product of this name."""
+        """``a @ b`` of factors, float32 or float64, valid until the next product of this name."""
         if not self._copies_factors:
             return product(a, b)
         with _bfloat16_units():

@@ -4,9 +4,9 @@ import pytest
 import torch
 from reference import relative_error
 
-from plsc.losses import triton_softmax
-from plsc.losses.class_rows import ClassRows
-from plsc.losses.triton_support import runs_on
+import plsc
+from plsc.head.backends import HeadShape, choose_backend, triton_backend
+from plsc.head.class_table import ClassRows
 
 S = 30.0
 KINDS = [(torch.float32, "logits"), (torch.bfloat16, "logits"), (torch.bfloat16, "product")]
@@ -26,7 +26,7 @@ def problem(classes: int, batch: int, dim: int, dtype: torch.dtype, some: bool =
     samples = {
         "log_z": torch.full((batch,), 3.0) + torch.rand(batch, generator=generator),
         "scale": torch.rand(batch, generator=generator),
-        "target_pull": -torch.rand(batch, generator=generator),
+        "target_grad": -torch.rand(batch, generator=generator),
     }
     return {"rows": rows, "features": x, "position": rows.positions(labels), **samples}
 
@@ -34,11 +34,10 @@ def problem(classes: int, batch: int, dim: int, dtype: torch.dtype, some: bool =
 def by_kernels(given: dict, method: str, chunk: int) -> tuple[torch.Tensor, ...]:
     """Sums, pull and gradient."""
     rows, x, position = given["rows"], given["features"], given["position"]
-    assert triton_softmax.supports(rows, x)
-    samples = (given["log_z"], given["scale"], given["target_pull"])
-    with triton_softmax.forced(method):
-        total, pull = triton_softmax.first_pass(rows, x, position, S, chunk, with_pull=True)
-        pieces = list(triton_softmax.second_pass(rows, x, position, S, *samples, chunk))
+    samples = (given["log_z"], given["scale"], given["target_grad"])
+    with triton_backend.force_kernel(method):
+        total, pull = triton_backend.first_pass(rows, x, position, S, chunk, with_grad=True)
+        pieces = list(triton_backend.second_pass(rows, x, position, S, *samples, chunk))
     assert [piece.start for piece, _ in pieces] == list(range(0, rows.num_classes, chunk))
     return total, pull, torch.cat([gradient for _, gradient in pieces])
 
@@ -52,7 +51,7 @@ def by_formula(given: dict) -> tuple[torch.Tensor, ...]:
     is_target = torch.arange(len(w))[:, None] == position[None]
     z = S * unit @ x.T
     e = z.exp().masked_fill(is_target, 0)
-    p = torch.where(is_target, given["target_pull"].double(), (z - given["log_z"]).exp() * given["scale"])
+    p = torch.where(is_target, given["target_grad"].double(), (z - given["log_z"]).exp() * given["scale"])
     return e.sum(0), e.T @ unit, p @ x
 
 
@@ -92,15 +91,15 @@ def test_features_may_lie_in_memory_in_any_order(interpreter, dtype, method):
         assert torch.equal(got, expected)
 
 
-def refused(rows: ClassRows, features: torch.Tensor) -> bool:
-    return not triton_softmax.supports(rows, features)
+def choice(dtype: torch.dtype, **options: object) -> str:
+    shape = HeadShape(torch.device("cpu"), dtype, 8, options.get("centers", 1), options.get("margin", plsc.ArcFace()))
+    return choose_backend(shape).describe()
 
 
-def test_other_cases_are_left_to_the_plain_path(interpreter):
-    given = problem(10, 4, 8, torch.float32)
-    rows, x = given["rows"], given["features"]
-    assert not interpreter(refused, rows, x)
-    assert interpreter(refused, ClassRows(rows.weight.double(), rows.inverse_norm.double()), x.double())
-    assert interpreter(refused, rows, x.bfloat16())
-    assert interpreter(refused, rows, x[:0])
-    assert not runs_on(torch.device("cpu"))  # in this process, where nothing is interpreted
+def test_other_cases_are_left_to_pytorch(interpreter):
+    assert interpreter(choice, torch.float32) == "triton backend: on cpu"
+    assert interpreter(choice, torch.float64) == "torch backend: no kernels for torch.float64"
+    assert interpreter(choice, torch.bfloat16, centers=2) == (
+        "triton backend: on cpu; passes by torch: several centres to a class"
+    )
+    assert not triton_backend.runs_on(torch.device("cpu"))  # in this process, where nothing is interpreted

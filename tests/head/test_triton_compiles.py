@@ -25,12 +25,16 @@ UPDATE = {"dim": 500, "BLOCK_N": 4, "BLOCK_D": 512, "NESTEROV": True, "STOCHASTI
 @pytest.mark.parametrize(
     ("module", "name", "constants"),
     [
-        ("plsc.losses.softmax_kernels", "exponentials_of_logits", TILE),
-        ("plsc.losses.softmax_kernels", "exponentials_of_product", PRODUCT),
-        ("plsc.losses.softmax_kernels", "probabilities_of_product", PRODUCT),
-        ("plsc.losses.softmax_kernels", "put_targets", {"BLOCK_B": 64}),
-        ("plsc.head.update_kernels", "sgd_rows", UPDATE),
-        ("plsc.head.update_kernels", "sgd_rows", {**UPDATE, "index": None, "buffer": None, "buffer_scale": None}),
+        ("plsc.head.backends.triton_kernels", "exponentials_of_logits", TILE),
+        ("plsc.head.backends.triton_kernels", "exponentials_of_product", PRODUCT),
+        ("plsc.head.backends.triton_kernels", "probabilities_of_product", PRODUCT),
+        ("plsc.head.backends.triton_kernels", "scatter_targets", {"BLOCK_B": 64}),
+        ("plsc.head.backends.triton_kernels", "sgd_rows", UPDATE),
+        (
+            "plsc.head.backends.triton_kernels",
+            "sgd_rows",
+            {**UPDATE, "index": None, "buffer": None, "buffer_scale": None},
+        ),
     ],
 )
 def test_kernels_compile(tmp_path, monkeypatch, capability, module, name, constants):

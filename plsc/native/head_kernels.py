@@ -26,27 +26,29 @@ def whole_blocks(classes: int) -> int:
     return -(-classes // BLOCK) * BLOCK
 
 
+def is_compiled() -> bool:
+    """Return whether :func:`sgd` can run here."""
+    return library() is not None
+
+
 def has_tiles() -> bool:
-    """Whether the passes can run here."""
+    """Return whether the processor has matrix tiles, so that the passes can run here."""
     compiled = library()
     return compiled is not None and bool(compiled.plsc_has_tiles())
 
 
-def fits_tiles(weight: Tensor) -> bool:
-    """Whether the passes take this table (rows, D): bfloat16 on a CPU that has tiles, D a multiple of 32."""
-    on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
-    return on_cpu and weight.shape[1] % _TILE == 0 and weight.is_contiguous() and has_tiles()
-
-
-def fits_update(weight: Tensor, state: Tensor | None) -> bool:
-    """Whether :func:`sgd` takes this table and momentum: not float64, on a CPU with a compiler."""
-    kinds = weight.dtype in (torch.float32, torch.bfloat16) and (state is None or state.dtype in _KINDS)
-    return kinds and weight.device.type == "cpu" and weight.is_contiguous() and library() is not None
+def why_no_passes(dtype: torch.dtype, dim: int) -> str | None:
+    """The reason why the passes cannot take tables of this dtype and width; None if they can."""
+    if dtype != torch.bfloat16:
+        return f"a {dtype} table"
+    if dim % _TILE:
+        return f"D is no multiple of {_TILE}"
+    return None if has_tiles() else "no matrix tiles (AMX)"
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows (n, D) that a call visits: those at ``index`` (int64), or all from ``first`` on where it is None."""
+    """The rows (n, D) that a call takes: those at ``index`` (int64), or ``count`` of them from ``first`` on."""
 
     weight: Tensor
     inverse_norm: Tensor
@@ -63,7 +65,7 @@ class Table:
         return cls(weight, inverse_norm, index.contiguous(), 0, index.numel())
 
     def part(self, start: int, stop: int) -> tuple[int | None, int, int]:
-        """The arguments (index, first, count) of the rows at places [start, stop)."""
+        """The arguments (index, first, count) of the rows at positions [start, stop)."""
         if self.index is None:
             return None, self.first + start, stop - start
         return self.index.data_ptr() + 8 * start, 0, stop - start
@@ -74,7 +76,7 @@ class PackedBatch:
 
     Args:
         features: (B, D) bfloat16.
-        position: (B,) int64, the target's place among the visited classes, −1 for none.
+        position: (B,) int64, the target's index among the selected classes, −1 for none.
     """
 
     def __init__(self, features: Tensor, position: Tensor) -> None:
@@ -92,16 +94,16 @@ class PackedBatch:
 
 
 class FirstPass:
-    """Σ exp(s·cos) over the classes visited but each sample's target, and Σ exp(s·cos)·ρ·W where ``with_pull``."""
+    """Σ exp(s·cos) over the classes visited but each sample's target, and Σ exp(s·cos)·ρ·W where ``with_grad``."""
 
-    def __init__(self, batch: PackedBatch, s: float, with_pull: bool) -> None:
+    def __init__(self, batch: PackedBatch, s: float, with_grad: bool) -> None:
         self._batch, self._s = batch, s
         threads = max(torch.get_num_threads(), 1)
         self._totals = torch.zeros(threads, batch.padded, dtype=torch.float64)
-        self._pulls = torch.zeros(threads, batch.padded, batch.dim) if with_pull else None
+        self._grads = torch.zeros(threads, batch.padded, batch.dim) if with_grad else None
 
-    def add(self, table: Table, place: int) -> None:
-        """Visit rows whose first is at ``place`` among the classes that the batch's positions count."""
+    def add(self, table: Table, position: int) -> None:
+        """Add rows whose first is at ``position`` among the classes that the batch's positions count."""
         batch = self._batch
 
         def work(thread: int, start: int, stop: int) -> None:
@@ -117,9 +119,9 @@ class FirstPass:
                 _i64(batch.padded),
                 _i64(batch.dim),
                 ctypes.c_float(self._s),
-                batch.position - (place + start),
+                batch.position - (position + start),
                 self._totals[thread],
-                None if self._pulls is None else self._pulls[thread],
+                None if self._grads is None else self._grads[thread],
             )
 
         _in_threads(work, table.count)
@@ -127,27 +129,27 @@ class FirstPass:
     def result(self) -> tuple[Tensor, Tensor | None]:
         """The sums (B,) in float64, and (B, D) in float32 or None."""
         count = self._batch.batch
-        return self._totals.sum(0)[:count], None if self._pulls is None else self._pulls.sum(0)[:count]
+        return self._totals.sum(0)[:count], None if self._grads is None else self._grads.sum(0)[:count]
 
 
 def gradient(
     table: Table,
     batch: PackedBatch,
     s: float,
-    place: int,
+    position: int,
     log_z: Tensor,
     scale: Tensor,
-    target_pull: Tensor,
+    target_grad: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """Σ_b P·x of the visited rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_pull for targets.
+    """Σ_b P·x of the visited rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_grad for targets.
 
     Args:
         table: the rows.
         batch: the samples.
         s: the logits' scale.
-        place: of the first of these rows among the classes that the batch's positions count.
-        log_z, scale, target_pull: (padded B,) float32, see :meth:`PackedBatch.pad`.
+        position: of the first of these rows among the classes that the batch's positions count.
+        log_z, scale, target_grad: (padded B,) float32, see :meth:`PackedBatch.pad`.
         out: scratch, float32, with room for the rows filled up to a multiple of :data:`BLOCK`. The result is a part.
     """
 
@@ -165,10 +167,10 @@ def gradient(
             _i64(batch.padded),
             _i64(batch.dim),
             ctypes.c_float(s),
-            batch.position - (place + start),
+            batch.position - (position + start),
             log_z,
             scale,
-            target_pull,
+            target_grad,
             out[start:],
         )
 
@@ -199,7 +201,7 @@ def sgd(
         factor: multiplies it.
         lr, momentum, weight_decay, nesterov: as torch.optim.SGD's.
         state: the momentum (rows, D) in float32, bfloat16 or int8 (with ``state_scale`` (rows,)), or None.
-        key: of the random bits, see :func:`plsc.head.random_bits.key_of`.
+        key: of the random bits, see :func:`plsc.head.low_precision.rounding_key`.
         numbers: (count,) int64, the rows' numbers in the whole table less ``first_number``; they key the bits.
     """
 

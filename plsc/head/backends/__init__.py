@@ -1,0 +1,136 @@
+"""The implementations of the head's passes and updates, one of which is chosen when a head is made."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from plsc.errors import UsageError
+from plsc.head.backends.cpu_backend import CpuBackend
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater, is_bounded
+from plsc.head.backends.triton_backend import TritonBackend, runs_on
+from plsc.head.class_table import Chunk, ClassRows
+from plsc.head.low_precision import Rounding, RowState
+from plsc.head.update_rules import Update, UpdateRule
+from plsc.losses.margins import Margin
+from plsc.native import head_kernels
+
+BACKENDS = ("torch", "cpu", "triton")
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class HeadBackend(Protocol):
+    """The heavy arithmetic of a head: see :class:`TorchBackend`, whose methods have the same arguments."""
+
+    name: str
+    reason: str
+
+    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
+        """Sum the exponentials of every class but the target, and the rows that they weigh."""
+
+    def second_pass(
+        self,
+        rows: ClassRows,
+        batch: Batch,
+        log_z: Tensor,
+        scale: Tensor,
+        target_grad: Tensor,
+        chunk_size: int,
+        member: Tensor | None = None,
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Give each chunk of rows with the gradient by its unit rows."""
+
+    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
+        """Choose, once for an optimizer, how its rows are updated."""
+
+    def update(self, chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
+        """Update a chunk's rows, their state and norms, by any rule."""
+
+    def describe(self) -> str:
+        """The choice and its reason in one line."""
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What the choice of a backend depends on.
+
+    Attributes:
+        device: that computes.
+        dtype: of the weights.
+        dim: D.
+        centers: per class.
+        margin: of the softmax.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    centers: int
+    margin: Margin
+
+    @property
+    def unusual_logits(self) -> str | None:
+        """Why the kernels cannot take the passes: their logits are s·cos but for the targets', in float32."""
+        if self.centers > 1:
+            return "several centres to a class"
+        if self.margin.changes_negatives:
+            return f"{type(self.margin).__name__} changes the negatives"
+        return None if is_bounded(self.margin) else "logits that need a running maximum"
+
+
+def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBackend:
+    """Choose the backend of a head, for its whole life.
+
+    Args:
+        shape: of the head.
+        requested: "torch", "cpu" or "triton"; else the environment's ``PLSC_HEAD_BACKEND``; else the fastest.
+
+    Raises:
+        UsageError: the requested one does not exist, or cannot run such a head here; or ``PLSC_CPU`` is wrong.
+    """
+    requested = requested or os.environ.get("PLSC_HEAD_BACKEND") or None
+    if requested not in (None, *BACKENDS):
+        raise UsageError(f"head backend {requested!r} does not exist: give {', '.join(BACKENDS)}")
+    if requested == "torch":
+        return TorchBackend("requested")
+    on_triton, on_cpu = _why_not_triton(shape), _why_not_cpu(shape)
+    if requested != "cpu" and on_triton is None:
+        return _triton(shape)
+    if requested != "triton" and on_cpu is None:
+        return _cpu(shape)
+    missing = on_cpu if requested == "cpu" or (requested is None and shape.device.type == "cpu") else on_triton
+    assert missing is not None
+    if requested is not None:
+        raise UsageError(f"head backend {requested!r} cannot run here, {missing}: unset it for one that can")
+    return TorchBackend(missing)
+
+
+def _why_not_triton(shape: HeadShape) -> str | None:
+    if shape.dtype not in _KERNEL_DTYPES:
+        return f"no kernels for {shape.dtype}"
+    return None if runs_on(shape.device) else f"Triton does not run on {shape.device}"
+
+
+def _why_not_cpu(shape: HeadShape) -> str | None:
+    if shape.device.type != "cpu":
+        return f"the head computes on {shape.device}"
+    if shape.dtype not in _KERNEL_DTYPES:
+        return f"no kernels for {shape.dtype}"
+    if os.environ.get("PLSC_NATIVE") == "0":
+        return "PLSC_NATIVE=0"
+    return None if head_kernels.is_compiled() else "no compiler"
+
+
+def _triton(shape: HeadShape) -> TritonBackend:
+    unusual = shape.unusual_logits
+    reason = f"on {shape.device}" + ("" if unusual is None else f"; passes by torch: {unusual}")
+    return TritonBackend(reason, dim=shape.dim, with_passes=unusual is None)
+
+
+def _cpu(shape: HeadShape) -> CpuBackend:
+    missing = shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
+    reason = "compiled passes and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
+    return CpuBackend(reason, with_passes=missing is None)

@@ -1,0 +1,92 @@
+"""The head's passes and SGD by compiled kernels on a CPU (see :mod:`plsc.native.head_kernels`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater
+from plsc.head.class_table import Chunk, ClassRows
+from plsc.head.low_precision import Rounding, RowState, rounding_key
+from plsc.head.update_rules import SgdRule, Update, UpdateRule
+from plsc.native import head_kernels as kernels
+
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+class CpuBackend(TorchBackend):
+    """Compiled kernels for SGD on float32 and bfloat16 tables, and with matrix tiles for bfloat16 passes.
+
+    Args:
+        reason: why this backend was chosen, for logs.
+        with_passes: take the passes too: bfloat16, D a multiple of 32, matrix tiles, and logits that are s·cos.
+    """
+
+    name = "cpu"
+
+    def __init__(self, reason: str, *, with_passes: bool) -> None:
+        super().__init__(reason)
+        self._with_passes = with_passes
+
+    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
+        """See :meth:`TorchBackend.first_pass`. Chunks are whole blocks of the kernels."""
+        if not self._with_passes:
+            return super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
+        sums = kernels.FirstPass(kernels.PackedBatch(batch.features, batch.position), batch.margin.s, with_grad)
+        for chunk in rows.chunks(kernels.whole_blocks(chunk_size)):
+            sums.add(_kernel_rows(chunk), chunk.start)
+        maximum = batch.features.new_zeros(len(batch.position), dtype=torch.float32)
+        return PartialSoftmax(maximum, *sums.result())
+
+    def second_pass(
+        self,
+        rows: ClassRows,
+        batch: Batch,
+        log_z: Tensor,
+        scale: Tensor,
+        target_grad: Tensor,
+        chunk_size: int,
+        member: Tensor | None = None,
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
+        if not self._with_passes or member is not None:
+            yield from super().second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member)
+            return
+        packed = kernels.PackedBatch(batch.features, batch.position)
+        log_z, scale, target_grad = (packed.pad(values.float()) for values in (log_z, scale, target_grad))
+        # a core's cache keeps this many gradients until the update takes them
+        size = kernels.whole_blocks(min(chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
+        scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
+        for chunk in rows.chunks(size):
+            table, s = _kernel_rows(chunk), batch.margin.s
+            yield chunk, kernels.gradient(table, packed, s, chunk.start, log_z, scale, target_grad, scratch)
+
+    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
+        """See :meth:`TorchBackend.updater`."""
+        # nearest rounding is there to show what it breaks, and has no kernel
+        if rule is SgdRule and rounding == "stochastic" and all(dtype in _STATE_DTYPES for dtype in state_dtypes):
+            return _sgd
+        return super().updater(rule, state_dtypes, rounding)
+
+
+def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
+    rule, buffer = update.rule, state.get("momentum")
+    assert isinstance(rule, SgdRule)
+    kernels.sgd(
+        _kernel_rows(chunk),
+        unit_gradient,
+        factor=update.factor,
+        lr=rule.lr,
+        momentum=rule.momentum,
+        weight_decay=rule.weight_decay,
+        nesterov=rule.nesterov,
+        state=buffer.values if buffer is not None else None,
+        state_scale=buffer.scale if buffer is not None else None,
+        key=rounding_key(update.seed, update.step),
+        numbers=chunk.local_rows,
+        first_number=update.first_row,
+    )
+
+
+def _kernel_rows(chunk: Chunk) -> kernels.Table:
+    return kernels.Table.visiting(chunk.table.weight, chunk.table.inverse_norm, chunk.index)

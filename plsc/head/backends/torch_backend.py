@@ -1,0 +1,235 @@
+"""The head's passes and updates in plain PyTorch: the reference for the other backends, and where they have no kernel.
+
+No (B, C_local) matrix ever exists. Pass 1 gives what the loss and the embeddings' gradient need: each sample's sum of
+exponentials over this shard and the rows weighted by them. Once log Z is known over all shards, pass 2 recomputes each
+chunk's probabilities and gives the rows' gradient, chunk by chunk, and the update takes it while it is in cache.
+Logits are class-major, (classes, B).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plsc.head.backends.products import ChunkProducts
+from plsc.head.class_table import Chunk, ClassRows, renew_norms
+from plsc.head.low_precision import Rounding, RoundingBits, RowState, store
+from plsc.head.update_rules import Update, UpdateRule
+from plsc.losses.margins import Margin
+
+_SAFE_LOGIT = 78.0  # exp(78)·50 million classes is still a float32: up to it, no maximum has to be taken off
+_LOWEST = -1e30
+_CPU_ROWS = 256  # updated at a time on a CPU: an update makes several float32 copies of its rows
+
+
+@dataclass(frozen=True)
+class Logits:
+    """A chunk's logits z (classes, B); dz/dcos divided by s, where it is not 1; the winning sub-centre, if K > 1."""
+
+    z: Tensor
+    slope: Tensor | None
+    winner: Tensor | None
+
+
+@dataclass(frozen=True)
+class PartialSoftmax:
+    """The result of pass 1 over one shard, targets left out.
+
+    ``total`` (B,) float64 is Σ exp(z − maximum), ``grad_embeddings`` (B, D) is Σ exp(z − maximum)·(dz/dcos)/s·ρ·W:
+    divided by Z and multiplied by s/B, it is the gradient by the unit embeddings but for the targets' share.
+    """
+
+    maximum: Tensor
+    total: Tensor
+    grad_embeddings: Tensor | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The input of both passes: unit embeddings (B, D) of the global batch, and the index of each one's target here.
+
+    ``position`` (B,) is the target's index among the selected classes, −1 where another shard owns it; ``phi`` (B,) is
+    the target's φ, for margins that compare negatives with it; ``state`` are the margin's statistics.
+    """
+
+    features: Tensor
+    position: Tensor
+    phi: Tensor
+    margin: Margin
+    state: Mapping[str, Tensor]
+
+    def logits(self, chunk: Chunk, centers: int, weight: Tensor, features: Tensor, products: ChunkProducts) -> Logits:
+        """z = s·f(cos) of a chunk's classes against every sample; ``weight`` and ``features`` are factors."""
+        cos = products.multiply("logits", weight, features.t()).mul_(chunk.inverse_norm[:, None])
+        winner = None
+        if centers > 1:
+            cos, winner = cos.view(-1, centers, cos.shape[1]).max(dim=1)
+        if not self.margin.changes_negatives:
+            return Logits(cos.mul_(self.margin.s), None, winner)
+        changed, slope = self.margin.negatives(cos, self.phi, self.state)
+        return Logits(changed.mul_(self.margin.s), slope, winner)
+
+    def scatter_targets(self, chunk: Chunk, matrix: Tensor, values: Tensor | float) -> None:
+        """Replace the targets' entries of ``matrix`` (classes, B).
+
+        They are replaced, never corrected by a difference: near p = 1, exp(z) and its target's share would cancel.
+        """
+        inside = (self.position >= chunk.start) & (self.position < chunk.stop)
+        index = torch.where(inside, self.position - chunk.start, 0)[None]
+        matrix.scatter_(0, index, torch.where(inside, values, matrix.gather(0, index)))
+
+
+def is_bounded(margin: Margin) -> bool:
+    """Return whether exp() of every logit is a finite float32, so that no maximum has to be taken off."""
+    return margin.largest_logit <= _SAFE_LOGIT
+
+
+Updater = Callable[[Chunk, Tensor, Mapping[str, RowState], Update], None]
+
+
+class TorchBackend:
+    """Passes and updates for every dtype, margin, number of centres and device.
+
+    Other backends derive from it, and fall back to its methods where they have no kernel.
+
+    Args:
+        reason: why this backend was chosen, for logs.
+    """
+
+    name = "torch"
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def describe(self) -> str:
+        """The choice and its reason in one line."""
+        return f"{self.name} backend: {self.reason}"
+
+    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
+        """Sum the exponentials of every class but the target.
+
+        Args:
+            rows: the shard, or the selected classes of it.
+            batch: the samples.
+            chunk_size: classes per chunk, at most about; sums are grouped by it.
+            with_grad: also sum the rows, for the embeddings' gradient.
+        """
+        features = batch.features
+        sum_dtype = torch.promote_types(features.dtype, torch.float32)
+        bounded = is_bounded(batch.margin)
+        maximum = features.new_full((features.shape[0],), 0.0 if bounded else _LOWEST, dtype=sum_dtype)
+        total = torch.zeros_like(maximum, dtype=torch.float64)
+        grad = torch.zeros_like(features, dtype=sum_dtype) if with_grad else None
+        products = ChunkProducts(features.dtype, features.device)
+        features = products.factor("features", features)
+        for chunk in rows.chunks(chunk_size):
+            weight = products.rows(chunk)
+            logits = batch.logits(chunk, rows.centers, weight, features, products)
+            batch.scatter_targets(chunk, logits.z, -torch.inf)
+            if not bounded:  # the online maximum (Milakov & Gimelshein, 2018): earlier sums shrink as it rises
+                higher = torch.maximum(maximum, logits.z.amax(0))
+                shrink = (maximum - higher).exp_()
+                total *= shrink
+                if grad is not None:
+                    grad *= shrink[:, None]
+                maximum = higher
+                logits.z.sub_(maximum)
+            exponentials = logits.z.exp_()
+            total += exponentials.sum(0, dtype=sum_dtype)
+            if grad is not None:
+                weighted = _on_rows(exponentials, logits, rows.centers).mul_(chunk.inverse_norm[:, None])
+                grad += products.multiply("grad", products.rounded_factor(weighted).t(), weight)
+        return PartialSoftmax(maximum, total, grad)
+
+    def second_pass(
+        self,
+        rows: ClassRows,
+        batch: Batch,
+        log_z: Tensor,
+        scale: Tensor,
+        target_grad: Tensor,
+        chunk_size: int,
+        member: Tensor | None = None,
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Give each chunk with the gradient (n·K, D) by its unit rows; see :func:`backward_through_normalize`.
+
+        It is float32 (float64 for float64 tables), and may be overwritten when the next is asked for.
+
+        Args:
+            rows: the shard, as pass 1 saw it.
+            batch: the samples; several micro-batches may be concatenated.
+            log_z: (B,) log of each sample's normaliser over all shards.
+            scale: (B,) derivative of the loss by a non-target's cosine, divided by its probability: s/B for a mean.
+            target_grad: (B,) derivative of the loss by the target's cosine.
+            chunk_size: classes per chunk, at most about; bits do not depend on it.
+            member: (selected classes, B) bool, whether the class took part in the sample's softmax; None: all did.
+        """
+        dtype = torch.promote_types(batch.features.dtype, torch.float32)
+        log_z, scale, target_grad = log_z.to(dtype), scale.to(dtype), target_grad.to(dtype)
+        products = ChunkProducts(batch.features.dtype, batch.features.device)
+        features = products.factor("features", batch.features)
+        for chunk in rows.chunks(products.chunk_size(chunk_size)):
+            weight = products.rows(chunk)
+            logits = batch.logits(chunk, rows.centers, weight, features, products)
+            probabilities = logits.z.sub_(log_z).exp_().mul_(scale)
+            if logits.slope is not None:
+                probabilities.mul_(logits.slope)
+            if member is not None:
+                probabilities.mul_(member[chunk.start : chunk.stop])
+            batch.scatter_targets(chunk, probabilities, target_grad)
+            weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), rows.centers)
+            yield chunk, products.multiply("gradient", products.rounded_factor(weighted), features)
+
+    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
+        """Choose, once for an optimizer, how its rows are updated: :meth:`update`, or a kernel with its arguments.
+
+        Args:
+            rule: the optimizer's.
+            state_dtypes: of its tables.
+            rounding: of low-precision weights and state.
+        """
+        return self.update
+
+    def update(self, chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
+        """Update a chunk's rows, their state and 1/norms.
+
+        Args:
+            chunk: of pass 2.
+            unit_gradient: (n·K, D) by its unit rows. May be overwritten.
+            state: the optimizer's tables by name, which ``chunk.index`` selects rows of.
+            update: the rule and what all chunks of a step have in common.
+        """
+        # rows are independent of each other: bits do not depend on how many are updated at a time
+        for part, rows in chunk.parts(_CPU_ROWS if unit_gradient.device.type == "cpu" else len(unit_gradient)):
+            self._update_rows(rows, unit_gradient[part], state, update)
+
+    def _update_rows(self, rows: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
+        gradient = backward_through_normalize(unit_gradient, rows).mul_(update.factor)
+        tables = [rows.table.weight, *(table.values for table in state.values())]
+        bits = None
+        if any(table.dtype in (torch.bfloat16, torch.int8) for table in tables):
+            numbers = rows.local_rows + update.first_row
+            bits = RoundingBits.draw(update.seed, update.step, numbers, gradient.shape[1])
+        weight = rows.weight.to(gradient.dtype, copy=True)
+        update.rule.apply(weight, gradient, state, rows.index, bits)
+        store(rows.table.weight, rows.index, weight, bits.low if bits is not None else None, update.rounding)
+        renew_norms(rows.table, rows.index)
+
+
+def _on_rows(matrix: Tensor, logits: Logits, centers: int) -> Tensor:
+    """(classes, B) times the slope, laid out on the table's rows (classes·K, B): only the winning centre gets it."""
+    if logits.slope is not None:
+        matrix = matrix * logits.slope
+    if logits.winner is None:
+        return matrix
+    spread = matrix.new_zeros((matrix.shape[0], centers, matrix.shape[1]))
+    return spread.scatter_(1, logits.winner[:, None], matrix[:, None]).flatten(0, 1)
+
+
+def backward_through_normalize(gradient: Tensor, chunk: Chunk) -> Tensor:
+    """Turn the gradient by unit rows into the gradient by the rows, in place: ρ(g − Ŵ⟨g, Ŵ⟩)."""
+    inverse = chunk.inverse_norm[:, None]
+    unit = chunk.weight.to(gradient.dtype) * inverse
+    along = (gradient * unit).sum(1, keepdim=True)
+    return gradient.addcmul_(unit, along, value=-1).mul_(inverse)

@@ -1,0 +1,370 @@
+"""The class table of a rank: its rows and their 1/norms, which of them a pass visits, and where they come from.
+
+:class:`ClassRows` is what a pass sees, cut into :class:`Chunk`. :class:`ClassTable` is the storage behind it:
+:class:`ResidentTable` here, on the device that computes, or :class:`plsc.head.host_table.HostTable`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from plsc.head.low_precision import Rounding, RowState
+from plsc.head.row_shard import RowShard
+
+SMALLEST_NORM = 1e-12  # of rows and embeddings; smaller ones are taken as this long, so that zero has a direction
+WIDENED_ROWS = 4096  # whose norms are taken at a time, in float64
+_NORM_ROWS = 65536  # whose norms are renewed at a time: never a second copy of the table
+_SEEDED_ROWS = 1024  # that share one generator of first values
+
+_CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block: in cache
+_GPU_CHUNK_BYTES = 512 << 20  # of all that a chunk needs: 64k classes at B = D = 512, where launches cost nothing
+_GPU_CHUNK_STEP = 1024  # whole blocks of every kernel, so that sums over classes are grouped alike in every chunk
+
+
+def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
+    """Default classes per chunk for ``batch`` samples: what keeps a chunk's scratch within the device's budget."""
+    if device_type == "cuda":
+        logits, gradients = 6 * batch, 8 * dim  # float32 and bfloat16; float32, this chunk's and the last one's
+        fitting = _GPU_CHUNK_BYTES // ((logits + gradients) * centers)
+        return max(fitting // _GPU_CHUNK_STEP, 1) * _GPU_CHUNK_STEP
+    return max(_CPU_CHUNK_BYTES // (4 * max(batch, dim // 2) * centers), 256)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Some consecutive classes of those that a pass visits: positions [start, stop), and their rows of the table.
+
+    ``index`` selects the rows in ``table``. The rows themselves are read on first use, since kernels that take the
+    table and the index need no copy of them.
+    """
+
+    start: int
+    stop: int
+    index: slice | Tensor
+    table: "ClassRows"
+
+    def parts(self, rows: int) -> "Iterator[tuple[slice, Chunk]]":
+        """The chunk cut into pieces of at most ``rows`` rows of one class each, and where they are in the chunk."""
+        if isinstance(self.index, Tensor):
+            first, count = 0, len(self.index)
+        else:
+            first, stop, _ = self.index.indices(self.table.weight.shape[0])
+            count = stop - first
+        for start in range(0, count, max(rows, 1)):
+            part = slice(start, min(start + rows, count))
+            index = self.index[part] if isinstance(self.index, Tensor) else slice(first + part.start, first + part.stop)
+            yield part, Chunk(self.start + part.start, self.start + part.stop, index, self.table)
+
+    @cached_property
+    def weight(self) -> Tensor:
+        """The chunk's rows (n·K, D): a view of consecutive rows, a copy of scattered ones."""
+        return self.table.weight[self.index]
+
+    @cached_property
+    def inverse_norm(self) -> Tensor:
+        """Their 1/norms (n·K,)."""
+        return self.table.inverse_norm[self.index]
+
+    @property
+    def local_rows(self) -> Tensor:
+        """The rows' numbers (n·K,) in this rank's shard, which differ from ``index`` where ``table`` is a copy."""
+        return self.table.local_rows(self.index)
+
+
+@dataclass(frozen=True)
+class ClassRows:
+    """A rank's class table: ``weight`` (C_local·K, D) with 1/norms (C_local·K,), K sub-centres to a class.
+
+    ``selected`` are the local classes that take part, sorted (int64), or None for all of them.
+    """
+
+    weight: Tensor
+    inverse_norm: Tensor
+    centers: int = 1
+    selected: Tensor | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes that a pass visits."""
+        return self.weight.shape[0] // self.centers if self.selected is None else self.selected.numel()
+
+    def positions(self, local_labels: Tensor) -> Tensor:
+        """Index of each label (B,) among the selected classes, −1 where it is not one of them, or of another shard."""
+        count = self.weight.shape[0] // self.centers
+        owned = (local_labels >= 0) & (local_labels < count)
+        if self.selected is None:
+            return torch.where(owned, local_labels, -1)
+        if self.selected.numel() == 0:
+            return torch.full_like(local_labels, -1)
+        index = torch.searchsorted(self.selected, local_labels).clamp(max=self.selected.numel() - 1)
+        return torch.where(owned & (self.selected[index] == local_labels), index, -1)
+
+    def chunks(self, size: int) -> Iterator[Chunk]:
+        """The selected classes in order, ``size`` at a time."""
+        for start in range(0, self.num_classes, size):
+            stop = min(start + size, self.num_classes)
+            yield Chunk(start, stop, self.row_index(start, stop), self)
+
+    def row_index(self, start: int, stop: int) -> slice | Tensor:
+        """The table rows of the classes at positions [start, stop)."""
+        if self.selected is None:
+            return slice(start * self.centers, stop * self.centers)
+        return self.rows_of(self.selected[start:stop])
+
+    def picked(self, index: Tensor) -> "ClassRows":
+        """Rows ``index`` (n,) alone, in that order."""
+        return ClassRows(self.weight[index], self.inverse_norm[index], self.centers)
+
+    def local_rows(self, index: slice | Tensor) -> Tensor:
+        """The numbers that rows ``index`` of ``weight`` have in this rank's shard."""
+        if isinstance(index, Tensor):
+            return index
+        start, stop, _ = index.indices(self.weight.shape[0])
+        return torch.arange(start, stop, device=self.weight.device)
+
+    def rows_of(self, classes: Tensor) -> Tensor:
+        """The table rows (n·K,) of local classes (n,)."""
+        if self.centers == 1:
+            return classes
+        return (classes[:, None] * self.centers + torch.arange(self.centers, device=classes.device)).flatten()
+
+
+def renew_norms(table: ClassRows, index: slice | Tensor) -> None:
+    """Recompute 1/‖W‖ of rows ``index`` of ``table`` from their stored values.
+
+    Sums are taken in float64 and then rounded, as the updates' kernels do. The float32 norm is then the same in
+    whatever order they are summed, and a resumed run goes on as one that never stopped.
+    """
+    rows = table.weight[index]
+    norms = torch.empty(len(rows), dtype=torch.float64, device=rows.device)  # whole: small results in between
+    for part, out in zip(rows.split(WIDENED_ROWS), norms.split(WIDENED_ROWS), strict=True):  # would split the heap
+        torch.linalg.vector_norm(part, dim=1, dtype=torch.float64, out=out)
+    table.inverse_norm[index] = norms.to(table.inverse_norm.dtype).clamp_(min=SMALLEST_NORM).reciprocal_()
+
+
+def class_range(num_classes: int, rank: int, world_size: int) -> tuple[int, int]:
+    """(first, last + 1) of a rank's classes: contiguous, the first C mod W ranks own one more. May be empty."""
+    share, rest = divmod(num_classes, world_size)
+    first = rank * share + min(rank, rest)
+    return first, first + share + (rank < rest)
+
+
+def fill_normal(weight: Tensor, first_row: int, seed: int, std: float = 0.01) -> None:
+    """Fill rows [first_row, …) of the global table with N(0, std²), in place, a block at a time.
+
+    A row's values depend on the seed and its global number alone, so that every number of ranks starts from the same
+    table, and no two ranks from the same rows.
+    """
+    for rows, values in normal_rows(weight.shape, first_row, seed, weight.device, std):
+        weight[rows] = values.to(weight.dtype)
+
+
+def normal_rows(
+    shape: tuple[int, ...], first_row: int, seed: int, device: torch.device, std: float = 0.01
+) -> Iterator[tuple[slice, Tensor]]:
+    """:func:`fill_normal`'s values for a table (n, D) = ``shape``, in float32 on ``device``, some rows at a time."""
+    stop = first_row + shape[0]
+    for block in range(first_row // _SEEDED_ROWS, -(-stop // _SEEDED_ROWS)):
+        generator = torch.Generator(device).manual_seed(
+            (seed * 0x9E3779B97F4A7C15 + block * 0xD1B54A32D192ED03) % 2**63
+        )
+        low = block * _SEEDED_ROWS
+        values = torch.randn(_SEEDED_ROWS, shape[1], generator=generator, device=device) * std
+        start, end = max(low, first_row), min(low + _SEEDED_ROWS, stop)
+        yield slice(start - first_row, end - first_row), values[start - low : end - low]
+
+
+class OptimizerState:
+    """An optimizer's tables beside the rows of a :class:`ResidentTable`, each (rows, D), by name."""
+
+    def __init__(self, table: "ClassTable", tables: Mapping[str, RowState]) -> None:
+        self.tables = dict(tables)
+        self._table = table
+
+    def of(self, chunk: Chunk) -> dict[str, RowState]:
+        """The tables that ``chunk.index`` selects rows of."""
+        return self.tables
+
+    def row_shards(self) -> dict[str, RowShard]:
+        """Everything that a checkpoint stores, by name."""
+        return {
+            name: self._row_shard(name, tensor)
+            for key, state in self.tables.items()
+            for name, tensor in state.tensors(key).items()
+        }
+
+    def _row_shard(self, name: str, tensor: Tensor) -> RowShard:
+        return self._table.row_shard(tensor)
+
+
+class ClassTable(ABC):
+    """Storage of a rank's rows (rows, D) and of what an optimizer keeps beside them.
+
+    Args:
+        weight: the rows. Writing into them through :attr:`parameter` counts as a write from outside.
+        first_row: the first row's number in the global table.
+        total_rows: of the global table.
+        centers: rows per class.
+        requires_grad: of the parameter.
+
+    Attributes:
+        parameter: the rows as the module's parameter. Of a host table, updates may still be on their way to it.
+    """
+
+    def __init__(self, weight: Tensor, first_row: int, total_rows: int, centers: int, requires_grad: bool) -> None:
+        self.parameter = nn.Parameter(weight, requires_grad=requires_grad)
+        self.first_row, self.total_rows, self.centers = first_row, total_rows, centers
+        self._norm_version = -1
+
+    @property
+    def version(self) -> int:
+        """A number that changes with every update and with every write from outside."""
+        return self.parameter._version
+
+    def inverse_norms(self) -> Tensor:
+        """1/‖W‖ (rows,) in float32 (float64 for float64 tables), renewed if the rows were written to."""
+        self.settle()
+        self.notice_writes()
+        return self._stored_inverse_norm()
+
+    @torch.no_grad()
+    def notice_writes(self) -> None:
+        """Renew all norms, and forget what was fetched ahead, if the rows were written to from outside."""
+        if self._norm_version == self.parameter._version:
+            return
+        self._discard_norms()
+        for start in range(0, self.parameter.shape[0], _NORM_ROWS):
+            self._renew_norms(slice(start, min(start + _NORM_ROWS, self.parameter.shape[0])))
+        self.norms_are_current()
+
+    def norms_are_current(self) -> None:
+        """Record that every row written so far has its norm renewed: called behind an update."""
+        self._norm_version = self.parameter._version
+
+    @abstractmethod
+    def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
+        """The rows of local classes ``selected`` (sorted; None: all) for pass 1. ``training``: an update may follow."""
+
+    @abstractmethod
+    def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
+        """The rows for pass 2, after passes 1 over ``before``. ``update``: the state that is updated with them."""
+
+    @abstractmethod
+    def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
+        """Tables of zeros for an optimizer, stored as and where the rows are."""
+
+    def row_shard(self, local: Tensor) -> RowShard:
+        """A tensor with a row per row of the table, as its part of the global one, for a checkpoint."""
+        return RowShard(local, self.first_row, self.total_rows)
+
+    def weight_shard(self) -> RowShard:
+        """The rows themselves, for a checkpoint."""
+        return self.row_shard(self.parameter.detach())
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait until every update has landed in :attr:`parameter`."""
+
+    @property
+    @abstractmethod
+    def prefetches(self) -> bool:
+        """Whether :meth:`prefetch` does anything."""
+
+    @abstractmethod
+    def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
+        """Begin to fetch the rows of ``classes`` for the training batch ``key``, with ``labels`` (B,) of all ranks."""
+
+    @property
+    @abstractmethod
+    def num_prefetched(self) -> int:
+        """Batches that were prefetched and have not begun."""
+
+    @abstractmethod
+    def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
+        """Take the classes and rows that were fetched for this batch; None if that was another, or none was."""
+
+    @abstractmethod
+    def _stored_inverse_norm(self) -> Tensor: ...
+
+    @abstractmethod
+    def _discard_norms(self) -> None: ...
+
+    @abstractmethod
+    def _renew_norms(self, rows: slice) -> None: ...
+
+
+class ResidentTable(ClassTable):
+    """Rows in the memory of the device that computes, or in host memory that it reads in place.
+
+    Rows begin as N(0, 0.01²), from the seed and their global numbers; arguments are :class:`ClassTable`'s.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        first_row: int,
+        total_rows: int,
+        centers: int,
+        seed: int,
+        requires_grad: bool,
+    ) -> None:
+        weight = torch.empty(shape, dtype=dtype, device=device)
+        if device.type != "meta":
+            fill_normal(weight, first_row, seed)
+        super().__init__(weight, first_row, total_rows, centers, requires_grad)
+        self._inverse_norm = torch.empty(0)
+
+    def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
+        """The table itself: no row is copied."""
+        self.notice_writes()
+        return ClassRows(self.parameter.detach(), self._inverse_norm, self.centers, selected)
+
+    def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
+        """The same as in pass 1."""
+        return self.rows(selected)
+
+    def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
+        """Tables of zeros on the same device."""
+        (rows, columns), device = self.parameter.shape, self.parameter.device
+        tables = {name: RowState(rows, columns, dtype, device, rounding) for name, dtype in dtypes.items()}
+        return OptimizerState(self, tables)
+
+    # Rows are always here and up to date: there is nothing to fetch, and nothing to wait for.
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    @property
+    def prefetches(self) -> bool:
+        """False."""
+        return False
+
+    def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
+        """Do nothing."""
+
+    @property
+    def num_prefetched(self) -> int:
+        """None ever."""
+        return 0
+
+    def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
+        """None ever."""
+        return None
+
+    def _stored_inverse_norm(self) -> Tensor:
+        return self._inverse_norm
+
+    def _discard_norms(self) -> None:
+        weight = self.parameter
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        self._inverse_norm = torch.empty(weight.shape[0], dtype=dtype, device=weight.device)
+
+    def _renew_norms(self, rows: slice) -> None:
+        renew_norms(ClassRows(self.parameter.detach(), self._inverse_norm), rows)

@@ -1,0 +1,324 @@
+"""A training step's way through the class head: gather, margin, pass 1, loss and gradients; pass 2 for the update.
+
+The notation is DESIGN's: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from plsc.head.backends import HeadBackend
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, backward_through_normalize, is_bounded
+from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows, ClassTable, OptimizerState, default_chunk_size
+from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
+from plsc.head.sampling import ClassSampler, keyed_generator
+from plsc.losses.margins import Margin, State, TargetLogit
+from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
+from plsc.parallel.mesh import Mesh
+
+
+@dataclass
+class PendingBackward:
+    """What one forward leaves for the update: pass 2 needs the batch, log Z and the loss's derivative.
+
+    The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
+    ``scale`` and ``target_grad`` (b,) are derivatives by cosines, see :meth:`TorchBackend.second_pass`.
+    ``grad_loss`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
+    table's when the batch was seen, and ``rows`` what pass 1 saw of it.
+    """
+
+    batch: Batch
+    labels: Tensor
+    selected: Tensor | None
+    log_z: Tensor
+    scale: Tensor
+    target_grad: Tensor
+    version: int
+    largest_group: int
+    rows: ClassRows
+    grad_loss: Tensor | None = None
+
+
+class ShardedSoftmax:
+    """The loss of a class table that is sharded over a head group's ranks and replicated over the groups.
+
+    Args:
+        mesh: the ranks.
+        margin: of the softmax.
+        table: this rank's rows.
+        backend: computes the passes.
+        sampler: of the classes that take part.
+        num_classes: of all ranks.
+        chunk_classes: classes per chunk; None: chosen from the batch and the device.
+
+    Attributes:
+        margin_state: the margin's running statistics, equal on all ranks.
+        forwards: training batches seen; keys sampling and random margins.
+        pending: batches that went through backward() and wait for the update.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        margin: Margin,
+        table: ClassTable,
+        backend: HeadBackend,
+        sampler: ClassSampler,
+        num_classes: int,
+        chunk_classes: int | None,
+    ) -> None:
+        self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
+        self.num_classes, self.chunk_classes = num_classes, chunk_classes
+        self.dim = table.parameter.shape[1]
+        self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
+        self.forwards = 0
+        self.pending: list[PendingBackward] = []
+
+    def chunk_size(self, batch: int) -> int:
+        """Classes per chunk for this many samples."""
+        if self.chunk_classes is not None:
+            return self.chunk_classes
+        return default_chunk_size(batch, self.dim, self.table.centers, self.mesh.device.type)
+
+    # Forward, in the order in which it happens.
+
+    def forward(
+        self, embeddings: Tensor, labels: Tensor, *, differentiate: bool, training: bool
+    ) -> tuple[Tensor, Tensor | None, PendingBackward]:
+        """Compute the mean loss over the global batch.
+
+        Args:
+            embeddings, labels: this rank's (b, D) and (b,).
+            differentiate: compute gradients too.
+            training: count this batch, and move the margin's statistics, if it is differentiated.
+
+        Returns:
+            The loss; this rank's embedding gradient (b, D) if ``differentiate``; what the update needs.
+        """
+        training = training and differentiate
+        gathered = gather_batch(
+            embeddings,
+            labels,
+            dim=self.dim,
+            num_classes=self.num_classes,
+            dtype=self.table.parameter.dtype,
+            with_norms=self.margin.uses_norm,
+            mesh=self.mesh,
+        )
+        selected, rows = self._select_rows(gathered, training)
+        position = rows.positions(gathered.labels - self.sampler.first)
+        cos, local_targets = target_cosines(rows, gathered.features, position, self.mesh)
+        target = self._apply_margin(cos, gathered, training)
+        batch = Batch(gathered.features, position, target.phi, self.margin, self.margin_state)
+        partial = self.backend.first_pass(rows, batch, self.chunk_size(len(position)), with_grad=differentiate)
+        losses, log_z, probability, grad = self._normalize(partial, target)
+        loss = self._mean(losses, gathered.total).to(partial.maximum.dtype)
+        scale = self.margin.s / gathered.total
+        target_grad = (probability - 1) * target.slope * scale
+        pending = PendingBackward(
+            batch,
+            gathered.labels,
+            selected,
+            log_z,
+            torch.full_like(log_z, scale),
+            target_grad,
+            self.table.version,
+            gathered.largest,
+            rows,
+        )
+        if training:
+            self.forwards += 1
+        if grad is None:
+            return loss, None, pending
+        local_targets.add_gradient(grad.mul_(scale), target_grad)
+        unit_gradient = reduce_scatter_rows(grad, gathered.sizes, self.mesh.head)
+        gradient = self._embedding_gradient(embeddings, unit_gradient, target, probability, gathered)
+        return loss, gradient, pending
+
+    def prefetch(self, labels: Tensor) -> None:
+        """Begin to fetch the rows of a coming training batch with this rank's ``labels`` (b,)."""
+        if not self.table.prefetches or self.sampler.takes_all:
+            return
+        all_labels = gather_labels(labels, num_classes=self.num_classes, mesh=self.mesh)
+        self.table.notice_writes()
+        key = self.forwards + self.table.num_prefetched
+        self.table.prefetch(key, all_labels, self.sampler.draw(all_labels, key))
+
+    def _select_rows(self, gathered: GlobalBatch, training: bool) -> tuple[Tensor | None, ClassRows]:
+        """This step's local classes (None: all), the same on all replicas, and their rows."""
+        if self.sampler.takes_all:
+            return None, self.table.rows(None)
+        labels = gathered.gather_replicas(gathered.labels, self.mesh)
+        if training and self.table.prefetches:
+            self.table.notice_writes()
+            prefetched = self.table.take_prefetched(self.forwards, labels)
+            if prefetched is not None:
+                return prefetched
+        selected = self.sampler.draw(labels, self.forwards)
+        return selected, self.table.rows(selected, training=training)
+
+    def _apply_margin(self, cos: Tensor, gathered: GlobalBatch, training: bool) -> TargetLogit:
+        """The margin at the group's targets. Statistics, and margins drawn at random, are those of the whole batch."""
+        cos = gathered.gather_replicas(cos, self.mesh)
+        norms = gathered.gather_replicas(gathered.norms, self.mesh) if gathered.norms is not None else None
+        if training:
+            self.margin_state = self.margin.updated_state(self.margin_state, cos, norms)
+        generator = keyed_generator(torch.device("cpu"), self.sampler.seed, 0, self.forwards)
+        targets = self.margin.target(cos, norms, self.margin_state, generator)
+        optional = targets.norm_slope, targets.penalty, targets.penalty_slope
+        return TargetLogit(
+            gathered.local_group(targets.phi),
+            gathered.local_group(targets.slope),
+            *[None if values is None else gathered.local_group(values) for values in optional],
+        )
+
+    def _normalize(self, partial: PartialSoftmax, target: TargetLogit) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Reduce the shards' sums: losses, log Z and the target's p, all (b,) float64; and this shard's rows / Z.
+
+        The targets' own exponentials, which pass 1 left out, are added here: exactly once, in float64.
+        """
+        logit = target.phi * self.margin.s
+        local = partial.maximum.double()
+        maximum = local if is_bounded(self.margin) else all_reduce_max(torch.maximum(local, logit), self.mesh.head)
+        total = all_reduce_sum(partial.total * (local - maximum).exp(), self.mesh.head) + (logit - maximum).exp()
+        log_z = maximum + total.log()
+        losses = log_z - logit
+        if target.penalty is not None:
+            losses = losses + target.penalty
+        grad = partial.grad_embeddings
+        if grad is not None:
+            grad.mul_(((local - maximum).exp() / total).to(grad.dtype)[:, None])
+        return losses, log_z, (logit - log_z).exp(), grad
+
+    def _mean(self, losses: Tensor, total: int) -> Tensor:
+        """The mean over the whole batch of ``total``. Sums are gathered and added here: the same bits on every rank."""
+        return all_gather_equal(losses.sum(), self.mesh.replicas).sum() / total
+
+    def _embedding_gradient(
+        self,
+        embeddings: Tensor,
+        unit_gradient: Tensor,
+        target: TargetLogit,
+        probability: Tensor,
+        gathered: GlobalBatch,
+    ) -> Tensor:
+        """Turn the gradient by this rank's unit embeddings into the gradient by the embeddings: through ‖x‖."""
+        x = embeddings.to(unit_gradient.dtype)
+        norm = torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=SMALLEST_NORM)
+        unit = x / norm
+        gradient = (unit_gradient - unit * (unit_gradient * unit).sum(1, keepdim=True)) / norm
+        by_norm = torch.zeros_like(probability)
+        if target.norm_slope is not None:
+            by_norm += (probability - 1) * target.norm_slope * self.margin.s
+        if target.penalty_slope is not None:
+            by_norm += target.penalty_slope
+        if self.margin.uses_norm:
+            local = torch.split(by_norm, gathered.sizes)[self.mesh.head.rank] / gathered.total
+            gradient = gradient + unit * local.to(gradient.dtype)[:, None]
+        return cast(Tensor, gradient)
+
+    # Pass 2.
+
+    def gradient_chunks(
+        self, pending: list[PendingBackward], update: OptimizerState | None = None
+    ) -> Iterator[tuple[Chunk, Tensor]]:
+        """Run pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows.
+
+        It runs over the concatenation of ``pending``, so that table traffic is paid once, however many they are.
+        Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Every rank calls.
+        Where the caller updates each chunk as it comes, ``update`` is its state.
+        """
+        selected, member = _union(pending)
+        rows = self.table.rows_again(selected, [p.rows for p in pending], update)
+        batch = Batch(
+            torch.cat([p.batch.features for p in pending]),
+            rows.positions(torch.cat([p.labels for p in pending]) - self.sampler.first),
+            torch.cat([p.batch.phi for p in pending]),
+            self.margin,
+            _states(pending),
+        )
+        log_z = torch.cat([p.log_z for p in pending])
+        scale = torch.cat([p.scale * _grad_loss(p) for p in pending])
+        target_grad = torch.cat([p.target_grad * _grad_loss(p) for p in pending])
+        size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
+        with torch.autocast(self.mesh.device.type, enabled=False):
+            for chunk, gradient in self.backend.second_pass(rows, batch, log_z, scale, target_grad, size, member):
+                yield chunk, all_reduce_sum(gradient, self.mesh.replicas)
+
+    def dense_gradient(self, pending: PendingBackward) -> Tensor:
+        """The gradient by the whole table (rows, D), for ``update="autograd"``."""
+        dense = torch.zeros_like(self.table.parameter)
+        for chunk, gradient in self.gradient_chunks([pending]):
+            dense[chunk.index] = backward_through_normalize(gradient, chunk).to(dense.dtype)
+        return dense
+
+
+def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:
+    """The classes that any batch selected (None: all), and which of them each sample's softmax held (None: all)."""
+    sets = [p.selected for p in pending if p.selected is not None]
+    if not sets:
+        return None, None
+    if len(sets) == 1:
+        return sets[0], None
+    union = torch.cat(sets).unique()
+    held = [torch.isin(union, selected) for selected in sets]
+    columns = [column[:, None].expand(-1, len(p.log_z)) for column, p in zip(held, pending, strict=True)]
+    return union, torch.cat(columns, dim=1)
+
+
+def _states(pending: list[PendingBackward]) -> dict[str, Tensor]:
+    """The margin's statistics as each sample (B,) met them: they move from one micro-batch to the next."""
+    return {
+        name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending]) for name in pending[0].batch.state
+    }
+
+
+def _grad_loss(pending: PendingBackward) -> Tensor:
+    assert pending.grad_loss is not None
+    return pending.grad_loss.double()
+
+
+class HeadLoss(torch.autograd.Function):
+    """The head in autograd's graph: the loss forward; backward the embeddings' gradient, and a pending update.
+
+    ``anchor`` requires a gradient, so that backward() comes here even where the embeddings need none. ``weight`` is the
+    table where it is to get a dense gradient, else None.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        embeddings: Tensor,
+        anchor: Tensor,
+        weight: Tensor | None,
+        labels: Tensor,
+        softmax: ShardedSoftmax,
+        differentiate: bool,
+        training: bool,
+    ) -> Tensor:
+        with torch.autocast(softmax.mesh.device.type, enabled=False):
+            loss, gradient, pending = softmax.forward(
+                embeddings.detach(), labels, differentiate=differentiate, training=training
+            )
+        ctx.softmax, ctx.pending, ctx.training, ctx.dense = softmax, pending, training, weight is not None
+        ctx.save_for_backward(*([gradient] if gradient is not None else []))
+        ctx.dtype = embeddings.dtype
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        softmax: ShardedSoftmax = ctx.softmax
+        pending: PendingBackward = ctx.pending
+        pending.grad_loss = grad.detach().clone()
+        by_weight = None
+        if ctx.dense:
+            by_weight = softmax.dense_gradient(pending)
+        elif ctx.training:
+            softmax.pending.append(pending)
+        # data parallelism averages over the ranks, but this is a sum's part: the number of ranks makes up for it
+        by_embeddings = (gradient * (grad * softmax.mesh.world_size)).to(ctx.dtype)
+        return by_embeddings, None, by_weight, None, None, None, None

@@ -1,0 +1,119 @@
+"""The arithmetic of the head's optimizers on some rows, and what it needs beside their gradient.
+
+Backends compute a rule with :meth:`UpdateRule.apply`, or with a kernel of their own for the rule's type.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plsc.head.low_precision import Rounding, RoundingBits, RowState
+
+
+class UpdateRule(ABC):
+    """One step of an optimizer, as a function of rows, gradient and state."""
+
+    @abstractmethod
+    def apply(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, RowState],
+        index: slice | Tensor,
+        bits: RoundingBits | None,
+    ) -> None:
+        """Update rows and their state in place.
+
+        Args:
+            weight: (n, D) copies of the rows, float32 or float64, changed in place.
+            gradient: (n, D) of the same dtype. May be overwritten.
+            state: the tables by name, whose rows ``index`` are changed.
+            index: the rows' numbers in the tables.
+            bits: for the rounding of low-precision state; None where there is none.
+        """
+
+
+@dataclass(frozen=True)
+class Update:
+    """One step over all chunks.
+
+    Attributes:
+        rule: the arithmetic.
+        factor: multiplies every gradient.
+        rounding: of low-precision weights and state.
+        seed, step: key the random bits, along with the rows' global numbers.
+        first_row: the shard's first row in the global table.
+    """
+
+    rule: UpdateRule
+    factor: float
+    rounding: Rounding
+    seed: int
+    step: int
+    first_row: int
+
+
+@dataclass(frozen=True)
+class SgdRule(UpdateRule):
+    """torch.optim.SGD: m = μm + g + λW, W −= lr·m. The state is "momentum", or none where ``momentum`` is 0."""
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+
+    def apply(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, RowState],
+        index: slice | Tensor,
+        bits: RoundingBits | None,
+    ) -> None:
+        """See :meth:`UpdateRule.apply`."""
+        step = gradient.add_(weight, alpha=self.weight_decay) if self.weight_decay else gradient
+        if "momentum" in state:
+            buffer = state["momentum"].read(index, torch.promote_types(gradient.dtype, torch.float32))
+            buffer.mul_(self.momentum).add_(step)
+            state["momentum"].write(index, buffer, bits)
+            # the step takes the momentum before its rounding: what rounding adds is noise of mean zero
+            step = step.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
+        weight.add_(step, alpha=-self.lr)
+
+
+@dataclass(frozen=True)
+class AdamWRule(UpdateRule):
+    """torch.optim.AdamW (Loshchilov & Hutter, ICLR 2019). The state is "first_moment" and "second_moment".
+
+    ``step`` counts from 1, for the correction of the moments' bias.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    def apply(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        state: Mapping[str, RowState],
+        index: slice | Tensor,
+        bits: RoundingBits | None,
+    ) -> None:
+        """See :meth:`UpdateRule.apply`."""
+        dtype = gradient.dtype
+        first = state["first_moment"].read(index, dtype).lerp_(gradient, 1 - self.beta1)
+        second = state["second_moment"].read(index, dtype).mul_(self.beta2)
+        second.addcmul_(gradient, gradient, value=1 - self.beta2)
+        state["first_moment"].write(index, first, bits)
+        state["second_moment"].write(index, second, bits)
+        weight.mul_(1 - self.lr * self.weight_decay)
+        size = self.lr / (1 - self.beta1**self.step)
+        root = (second / (1 - self.beta2**self.step)).sqrt_().add_(self.eps)
+        weight.addcdiv_(first, root, value=-size)

@@ -1,0 +1,87 @@
+"""What happens to gradients between backward() and step(): clipping by the whole norm, and float16 loss scaling.
+
+Both treat the replicated backbone and the sharded table as one, on every rank alike.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from plsc.optim.head_optimizers import HeadOptimizer
+from plsc.parallel.collectives import all_reduce_max
+from plsc.parallel.mesh import Mesh
+
+
+def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
+    """Scale gradients so that their common norm is at most ``max_norm``.
+
+    Args:
+        parameters: of the backbone, after data parallelism has averaged their gradients: equal on every rank.
+        max_norm: the bound.
+        head: where given, the table's gradient counts (summed over its shards, once) and is scaled too. That costs
+            one more second pass. arcface_torch clips the backbone alone.
+
+    Returns:
+        The norm before clipping, a scalar equal on every rank.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = total_norm(gradients)
+    if head is not None:
+        norm = torch.hypot(norm.double(), head.gradient_norm().to(norm.device))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    if head is not None:
+        head.scale_gradients(factor.double())
+    return norm
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together. On CPUs in float64, as a float32 sum depends on the number of threads."""
+    if any(gradient.device.type != "cpu" for gradient in gradients):
+        return nn.utils.get_total_norm(gradients)
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+    return torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum().sqrt()
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's GradScaler with one verdict for all ranks: an overflow on any, in backbone or table, skips both.
+
+    torch's own looks at each rank's and each optimizer's gradients by themselves, so that replicas and shards can
+    take different steps. Per step: :meth:`unscale_all`, clip if you clip, :meth:`step_both`, ``update()``.
+    """
+
+    def __init__(
+        self, mesh: Mesh, enabled: bool = True, init_scale: float = 2.0**16, growth_interval: int = 2000
+    ) -> None:
+        super().__init__(mesh.device.type, init_scale=init_scale, growth_interval=growth_interval, enabled=enabled)
+        self.mesh = mesh
+
+    def unscale_all(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> None:
+        """Unscale both optimizers' gradients, and reduce over all ranks whether one overflowed."""
+        if not self.is_enabled():
+            return
+        self.unscale_(backbone)
+        head.scale_gradients(1.0 / self.get_scale())
+        found = self._per_optimizer_states[id(backbone)]["found_inf_per_device"]
+        overflow = torch.tensor(float(not head.gradients_are_finite()), device=self.mesh.device)
+        for tensor in found.values():
+            overflow = torch.maximum(overflow, tensor.to(overflow.device))
+        all_reduce_max(overflow, self.mesh)
+        for tensor in found.values():
+            tensor.copy_(overflow)
+        self.overflowed = bool(overflow)
+
+    def step_both(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> bool:
+        """Step both optimizers, or neither; return whether they did. Call :meth:`unscale_all` first."""
+        if not self.is_enabled():
+            backbone.step()
+            head.step()
+            return not head.skipped
+        self.step(backbone)
+        if self.overflowed:
+            head.zero_grad()
+        else:
+            head.step()
+        return not self.overflowed

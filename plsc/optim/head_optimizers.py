@@ -1,0 +1,254 @@
+"""The optimizers of the class table: step() runs pass 2 and updates each chunk's rows as soon as their gradient exists.
+
+The arithmetic of a chunk is in :mod:`plsc.head.update_rules` and in the head's backend.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+from plsc.errors import PlscError, UsageError
+from plsc.head.backends.torch_backend import backward_through_normalize
+from plsc.head.class_table import Chunk
+from plsc.head.low_precision import Rounding, RowState
+from plsc.head.row_shard import RowShard
+from plsc.head.sharded_head import ShardedHead
+from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
+from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
+
+
+class HeadOptimizer(torch.optim.Optimizer):
+    """A torch Optimizer over one :class:`ShardedHead`'s table; learning-rate schedulers work on it.
+
+    ``step()`` consumes the batches whose loss went through backward() since the last step. Where the loss or its
+    derivative is not finite, it leaves weights, state and norms as they are, bit for bit, on every rank.
+
+    Attributes:
+        steps: updates made.
+        skipped: whether the last step() left everything as it was.
+
+    Args:
+        head: the table, made with ``update="fused"``.
+        defaults: hyper-parameters.
+        rounding: how low-precision weights and state are stored.
+        state_dtypes: of the tables that the rule keeps beside the weights, by name.
+
+    Subclasses set ``rule_type``, and make the rule of a step from the parameter group.
+    """
+
+    rule_type: ClassVar[type[UpdateRule]]
+
+    # torch.amp.GradScaler then hands scale and found_inf over instead of looking for gradients in the parameters
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        head: ShardedHead,
+        defaults: dict[str, Any],
+        rounding: Rounding,
+        state_dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        if head.update != "fused":
+            raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
+        for name in ("lr", "weight_decay"):
+            if not defaults[name] >= 0:
+                raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
+        super().__init__([head.table.parameter], defaults)
+        self.head, self.rounding = head, rounding
+        self.steps = 0
+        self.skipped = False
+        self._state = head.table.new_state(state_dtypes, rounding)
+        self._updater = head.backend.updater(self.rule_type, list(state_dtypes.values()), rounding)
+
+    @property
+    def tables(self) -> dict[str, RowState]:
+        """The state beside the weights, by name."""
+        return self._state.tables
+
+    @abstractmethod
+    def _rule(self) -> UpdateRule:
+        """The rule of this step, by the parameter group's present values."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Run pass 2 over the batches seen since the last step, and update every row that took part.
+
+        Raises:
+            PlscError: ``head.weight`` was written to between a batch's forward and this step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self.head.pending:
+            return loss
+        self._check_version()
+        self.skipped = not self._finite()
+        if not self.skipped:
+            self.steps += 1
+            scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler sets it for the length of this call
+            self._update_rows(1.0 if scale is None else 1.0 / float(scale))
+        self.head.pending.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the batches seen since the last step."""
+        self.head.pending.clear()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> Tensor:
+        """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2."""
+        total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
+        if self.head.pending:
+            for chunk, gradient in self.head.gradient_chunks(self.head.pending):
+                total += backward_through_normalize(gradient, chunk).double().square().sum()
+        return all_reduce_sum(total, self.head.mesh.head).sqrt()
+
+    def scale_gradients(self, factor: Tensor | float) -> None:
+        """Multiply the gradient that step() will apply."""
+        for pending in self.head.pending:
+            assert pending.grad_loss is not None
+            pending.grad_loss *= factor
+
+    def gradients_are_finite(self) -> bool:
+        """Return whether step() would go through, the same on every rank. Every rank calls."""
+        return self._finite()
+
+    def sharded_state(self) -> dict[str, RowShard]:
+        """State tables for torch.distributed.checkpoint, loadable at any number of ranks."""
+        return self._state.row_shards()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyper-parameters and the number of steps; the tables are in :meth:`sharded_state`."""
+        return {
+            "steps": self.steps,
+            "param_groups": [
+                {name: value for name, value in group.items() if name != "params"} for group in self.param_groups
+            ],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.steps = int(state_dict["steps"])
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update(saved)
+
+    def _update_rows(self, factor: float) -> None:
+        for chunk, gradient in self.head.gradient_chunks(self.head.pending, self._state):
+            self._update_chunk(chunk, gradient, factor)
+        self.head.table.norms_are_current()
+
+    def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
+        """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
+        head = self.head
+        update = Update(self._rule(), factor, self.rounding, head.seed, self.steps, head.table.first_row)
+        self._updater(chunk, unit_gradient, self._state.of(chunk), update)
+
+    def _check_version(self) -> None:
+        if any(pending.version != self.head.table.version for pending in self.head.pending):
+            raise PlscError(
+                "head.weight was written to between a loss and its step(); write after step() or zero_grad()"
+            )
+
+    def _finite(self) -> bool:
+        """The verdict of all ranks, as head groups see other samples. Moves 8 bytes, and waits for the device."""
+        facts = [
+            torch.stack([p.log_z.sum(), p.target_grad.sum(), cast(Tensor, p.grad_loss).double()])
+            for p in self.head.pending
+        ]
+        bad = torch.tensor(float(getattr(self, "found_inf", 0.0)), device=self.head.mesh.device)
+        if facts:
+            bad += ~torch.isfinite(torch.stack(facts)).all()
+        return not all_reduce_max(bad, self.head.mesh).item()
+
+
+class HeadSGD(HeadOptimizer):
+    """torch.optim.SGD's arithmetic (m = μm + g + λW; W −= lr·m) on a :class:`plsc.ShardedHead`.
+
+    Only rows that took part in the step are read or written: with sampling, the others keep weight and momentum.
+
+    Args:
+        head: its table, and its ``momentum_dtype``.
+        lr: learning rate.
+        momentum: μ; 0 keeps no state, as does ``momentum_dtype=None``.
+        weight_decay: λ, coupled as in torch.optim.SGD.
+        nesterov: look ahead by one step of momentum.
+        rounding: how low-precision weights and state are stored; "nearest" exists to show what it breaks.
+
+    Raises:
+        UsageError: a value out of range, or momentum without a ``momentum_dtype``.
+    """
+
+    rule_type = SgdRule
+
+    def __init__(
+        self,
+        head: ShardedHead,
+        lr: float = 0.1,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        rounding: Rounding = "stochastic",
+    ) -> None:
+        if not 0 <= momentum < 1:
+            raise UsageError(f"momentum lies in [0, 1), not {momentum}")
+        if momentum and head.momentum_dtype is None:
+            raise UsageError("the head keeps no momentum (momentum_dtype=None); pass momentum=0")
+        if nesterov and not momentum:
+            raise UsageError("nesterov needs momentum")
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
+        state = {"momentum": head.momentum_dtype} if momentum and head.momentum_dtype is not None else {}
+        super().__init__(head, defaults, rounding, state)
+
+    def _rule(self) -> SgdRule:
+        group = self.param_groups[0]
+        return SgdRule(float(group["lr"]), group["momentum"], group["weight_decay"], group["nesterov"])
+
+
+class HeadAdamW(HeadOptimizer):
+    """torch.optim.AdamW's arithmetic (Loshchilov & Hutter, ICLR 2019) on a :class:`plsc.ShardedHead`.
+
+    Only rows that took part in the step are read or written. The first moment is kept in the head's
+    ``momentum_dtype``. The second spans too many orders of magnitude for int8: it is bfloat16 where the first is
+    bfloat16 or int8.
+
+    Args:
+        head: its table, and its ``momentum_dtype``, which may not be None.
+        lr: learning rate.
+        betas: decay of the first and the second moment.
+        eps: added to the second moment's root.
+        weight_decay: decoupled; W shrinks by lr·weight_decay.
+        rounding: how low-precision weights and state are stored; "nearest" exists to show what it breaks.
+
+    Raises:
+        UsageError: a value out of range, or a head without a ``momentum_dtype``.
+    """
+
+    rule_type = AdamWRule
+
+    def __init__(
+        self,
+        head: ShardedHead,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        rounding: Rounding = "stochastic",
+    ) -> None:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(f"betas lie in [0, 1), not {betas}")
+        if head.momentum_dtype is None:
+            raise UsageError("AdamW keeps moments; give the head a momentum_dtype")
+        low = head.momentum_dtype in (torch.bfloat16, torch.int8)
+        state = {"first_moment": head.momentum_dtype, "second_moment": torch.bfloat16 if low else head.momentum_dtype}
+        defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(head, defaults, rounding, state)
+
+    def _rule(self) -> AdamWRule:
+        group = self.param_groups[0]
+        beta1, beta2 = group["betas"]
+        return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.steps)
