@@ -1,4 +1,4 @@
-"""A client of ``plsc serve``: every operation as a method, typed, with failures as exceptions.
+"""Client of ``plsc serve``: every operation as a typed method; failures are exceptions.
 
     with plsc.Client("http://127.0.0.1:8080", token=None) as client:
         client.create_collection("staff")
@@ -6,8 +6,8 @@
         for match in client.search("staff", Path("unknown.jpg"), k=5):
             print(match.person.name, match.score)
 
-An input is a :class:`pathlib.Path` of a JPEG, PNG or WEBP file, its bytes, a vector (D numbers), or :class:`Picture`
-to send landmarks along.
+An input is the :class:`pathlib.Path` of a JPEG, PNG or WEBP file, its bytes, a vector (D numbers), or a
+:class:`Picture`, which has landmarks.
 """
 
 import base64
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from plsc.errors import DataError, PlscError
 
-LONGEST_WAIT = 10.0  # seconds that a busy server can make the client wait between two tries
+LONGEST_WAIT = 10.0  # seconds between two tries, whatever a busy server asks for
 _PAGE = 1000
 
 Scalar = str | int | float | bool
@@ -33,7 +33,7 @@ Filter = Mapping[str, Any]
 
 
 class ServerError(PlscError):
-    """The server refused or failed. ``status`` is HTTP's, 0 where there was no answer; ``code`` the server's word."""
+    """An error response of the server, or none: ``status`` is HTTP's, 0 without an answer; ``code`` as in the docs."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class ServerError(PlscError):
 
 @dataclass(frozen=True)
 class Picture:
-    """An image with ``landmarks``: five points (x, y) in its pixels, by which the server aligns the face."""
+    """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face."""
 
     image: Path | bytes
     landmarks: Sequence[Sequence[float]] | None = None
@@ -65,7 +65,7 @@ class Collection:
 
 @dataclass(frozen=True)
 class NewPerson:
-    """Someone to enrol."""
+    """A person to enrol."""
 
     name: str | None = None
     metadata: Mapping[str, Scalar] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class NewPerson:
 
 @dataclass(frozen=True)
 class Person:
-    """Someone enrolled; ``faces`` are ids. A match's person comes without faces and time."""
+    """An enrolled person; ``faces`` are ids. The person of a match comes without ``faces`` and ``created``."""
 
     id: int
     name: str | None
@@ -112,11 +112,14 @@ class Snapshot:
 
 
 class Client:
-    """Speaks to the server at ``url``, with the secret of ``token`` where it asks for one.
+    """Client of one server; thread-safe. Every method raises :class:`ServerError`.
 
-    ``timeout`` in seconds for one try. A server that is busy or restarting (503, or no connection) is asked again up
-    to ``retries`` times, as late as it wishes; a write whose answer was lost is not repeated. Everything raises
-    :class:`ServerError`. One client may be used from several threads.
+    Args:
+        url: address of the server.
+        token: secret of a token, where the server needs one.
+        timeout: seconds for one try.
+        retries: further tries where the server is busy or restarting (503, or no connection), after the time that it
+            asks for. A write whose answer was lost is not repeated.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, retries: int = 4) -> None:
@@ -145,7 +148,7 @@ class Client:
 
     def info(self) -> dict[str, Any]:
         """The server's model, threshold and limits, and this caller's role."""
-        return dict(self._ask("GET", "/v1/info"))
+        return dict(self._request("GET", "/v1/info"))
 
     def ready(self) -> bool:
         """Whether the server answers that it is ready; does not raise."""
@@ -158,23 +161,23 @@ class Client:
 
     def collections(self) -> list[Collection]:
         """All collections by name."""
-        return [Collection(**one) for one in self._ask("GET", "/v1/collections")["collections"]]
+        return [Collection(**item) for item in self._request("GET", "/v1/collections")["collections"]]
 
     def collection(self, name: str) -> Collection:
         """One collection."""
-        return Collection(**self._ask("GET", _path(name)))
+        return Collection(**self._request("GET", _path(name)))
 
     def create_collection(self, name: str) -> Collection:
         """Make a collection for the server's model."""
-        return Collection(**self._ask("POST", "/v1/collections", {"name": name}))
+        return Collection(**self._request("POST", "/v1/collections", {"name": name}))
 
     def delete_collection(self, name: str) -> None:
         """Delete a collection with everybody in it."""
-        self._ask("DELETE", _path(name))
+        self._request("DELETE", _path(name))
 
     def compact(self, collection: str) -> dict[str, float]:
-        """Bring changes into the searched files, so that deleted embeddings are in none; returns its statistics."""
-        return dict(self._ask("POST", f"{_path(collection)}/compact")["statistics"])
+        """Rewrite the searched files without deleted embeddings; returns the collection's statistics."""
+        return dict(self._request("POST", f"{_path(collection)}/compact")["statistics"])
 
     def add_person(
         self,
@@ -184,27 +187,27 @@ class Client:
         metadata: Mapping[str, Scalar] | None = None,
         faces: Sequence[Input] = (),
     ) -> Person:
-        """Enrol someone."""
+        """Enrol a person."""
         person = _new_person(NewPerson(name, metadata or {}, faces))
-        return _person(self._ask("POST", f"{_path(collection)}/persons", person))
+        return _person(self._request("POST", f"{_path(collection)}/persons", person))
 
     def add_persons(self, collection: str, persons: Sequence[NewPerson]) -> list[Person]:
         """Enrol all of them, or none."""
         body = {"persons": [_new_person(person) for person in persons]}
-        return [_person(one) for one in self._ask("POST", f"{_path(collection)}/persons", body)["persons"]]
+        return [_person(item) for item in self._request("POST", f"{_path(collection)}/persons", body)["persons"]]
 
     def person(self, collection: str, person: int) -> Person:
         """One person."""
-        return _person(self._ask("GET", _path(collection, person)))
+        return _person(self._request("GET", _path(collection, person)))
 
     def persons(self, collection: str, *, filter: Filter | None = None) -> Iterator[Person]:
-        """Everybody, or those whose metadata fit, by ascending id; asked for in pages while one iterates."""
+        """Iterate over all persons, or those that match ``filter``, by ascending id; reads page by page."""
         after: int | None = 0
         while after is not None:
             query: dict[str, Any] = {"after": after, "limit": _PAGE}
             if filter is not None:
                 query["filter"] = json.dumps(filter)
-            page = self._ask("GET", f"{_path(collection)}/persons", query=query)
+            page = self._request("GET", f"{_path(collection)}/persons", query=query)
             yield from map(_person, page["persons"])
             after = page["next"]
 
@@ -217,22 +220,22 @@ class Client:
         metadata: Mapping[str, Scalar] | None = None,
     ) -> Person:
         """Change the name, or replace the metadata; None leaves it."""
-        given = {"name": name, "metadata": None if metadata is None else dict(metadata)}
-        body = {key: value for key, value in given.items() if value is not None}
-        return _person(self._ask("PATCH", _path(collection, person), body))
+        fields = {"name": name, "metadata": None if metadata is None else dict(metadata)}
+        body = {key: value for key, value in fields.items() if value is not None}
+        return _person(self._request("PATCH", _path(collection, person), body))
 
     def delete_person(self, collection: str, person: int) -> None:
-        """Forget someone with all faces."""
-        self._ask("DELETE", _path(collection, person))
+        """Delete a person with all faces."""
+        self._request("DELETE", _path(collection, person))
 
     def add_faces(self, collection: str, person: int, faces: Sequence[Input]) -> list[int]:
-        """Add faces to someone; returns their ids."""
+        """Add faces to a person; returns their ids."""
         body = {"faces": [_input(face) for face in faces]}
-        return [face["id"] for face in self._ask("POST", f"{_path(collection, person)}/faces", body)["faces"]]
+        return [face["id"] for face in self._request("POST", f"{_path(collection, person)}/faces", body)["faces"]]
 
     def delete_face(self, collection: str, person: int, face: int) -> None:
-        """Forget one face."""
-        self._ask("DELETE", f"{_path(collection, person)}/faces/{int(face)}")
+        """Delete one face."""
+        self._request("DELETE", f"{_path(collection, person)}/faces/{int(face)}")
 
     def search(
         self,
@@ -244,7 +247,7 @@ class Client:
         filter: Filter | None = None,
         deadline_ms: int | None = None,
     ) -> list[Match]:
-        """Who is most like ``query``, best first; with ``threshold`` only those with at least this score."""
+        """Persons most like ``query``, best first; with ``threshold`` only matches with at least this score."""
         found = self.search_many(collection, [query], k=k, threshold=threshold, filter=filter, deadline_ms=deadline_ms)
         return found[0]
 
@@ -259,35 +262,37 @@ class Client:
         deadline_ms: int | None = None,
     ) -> list[list[Match]]:
         """The matches of each of ``queries``, in one request."""
-        given: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
-        body = {key: value for key, value in given.items() if value is not None}
+        options: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
+        body = {key: value for key, value in options.items() if value is not None}
         body["queries"] = [_input(query) for query in queries]
-        results = self._ask("POST", f"{_path(collection)}/search", body, repeatable=True)["results"]
+        results = self._request("POST", f"{_path(collection)}/search", body, repeatable=True)["results"]
         return [[_match(match) for match in result["matches"]] for result in results]
 
     def compare(self, a: Input, b: Input) -> Comparison:
-        """How alike two inputs are."""
+        """Cosine of two inputs, and whether it reaches the server's threshold."""
         body = {"a": _input(a), "b": _input(b)}
-        return Comparison(**self._ask("POST", "/v1/compare", body, repeatable=True))
+        return Comparison(**self._request("POST", "/v1/compare", body, repeatable=True))
 
     def embeddings(self, inputs: Sequence[Input]) -> npt.NDArray[np.float32]:
         """(n, D) float32 of pictures, as the model gives them: not normalised."""
-        body = {"inputs": [_input(one) for one in inputs]}
-        return np.asarray(self._ask("POST", "/v1/embeddings", body, repeatable=True)["embeddings"], dtype=np.float32)
+        body = {"inputs": [_input(item) for item in inputs]}
+        return np.asarray(
+            self._request("POST", "/v1/embeddings", body, repeatable=True)["embeddings"], dtype=np.float32
+        )
 
     def take_snapshot(self) -> Snapshot:
         """Copy the whole store on the server's disk."""
-        return Snapshot(**self._ask("POST", "/v1/snapshots"))
+        return Snapshot(**self._request("POST", "/v1/snapshots"))
 
     def snapshots(self) -> list[Snapshot]:
         """All snapshots, oldest first."""
-        return [Snapshot(**one) for one in self._ask("GET", "/v1/snapshots")["snapshots"]]
+        return [Snapshot(**item) for item in self._request("GET", "/v1/snapshots")["snapshots"]]
 
     def delete_snapshot(self, snapshot: str) -> None:
         """Delete a snapshot."""
-        self._ask("DELETE", f"/v1/snapshots/{_quoted(snapshot)}")
+        self._request("DELETE", f"/v1/snapshots/{_quoted(snapshot)}")
 
-    def _ask(
+    def _request(
         self,
         method: str,
         path: str,
@@ -328,18 +333,18 @@ def _content(answer: Any) -> Any:
     raise ServerError(answer.status_code, code, message)
 
 
-def _pause(wished: str) -> float:
-    """Seconds to wait: as the server wishes, spread so that many clients do not come back at once."""
+def _pause(retry_after: str) -> float:
+    """Seconds to wait: the server's, with jitter so that many clients do not come back at once."""
     try:
-        seconds = float(wished)
+        seconds = float(retry_after)
     except ValueError:
         seconds = 1.0
     return min(max(seconds, 0.0), LONGEST_WAIT) * random.uniform(0.5, 1.0)
 
 
 def _path(collection: str, person: int | None = None) -> str:
-    place = f"/v1/collections/{_quoted(collection)}"
-    return place if person is None else f"{place}/persons/{int(person)}"
+    path = f"/v1/collections/{_quoted(collection)}"
+    return path if person is None else f"{path}/persons/{int(person)}"
 
 
 def _quoted(name: str) -> str:
@@ -348,19 +353,19 @@ def _quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def _input(given: Any) -> dict[str, Any]:
+def _input(item: Any) -> dict[str, Any]:
     """An input as JSON."""
-    if isinstance(given, Picture):
-        landmarks = {} if given.landmarks is None else {"landmarks": [[float(x), float(y)] for x, y in given.landmarks]}
-        return {**_input(given.image), **landmarks}
-    if isinstance(given, Path):
+    if isinstance(item, Picture):
+        landmarks = {} if item.landmarks is None else {"landmarks": [[float(x), float(y)] for x, y in item.landmarks]}
+        return {**_input(item.image), **landmarks}
+    if isinstance(item, Path):
         try:
-            given = given.read_bytes()
+            item = item.read_bytes()
         except OSError as error:
-            raise DataError(f"cannot read {given}: {error.strerror}") from None
-    if isinstance(given, bytes):
-        return {"image": base64.b64encode(given).decode()}
-    return {"vector_b64": base64.b64encode(np.asarray(given, dtype="<f4").ravel().tobytes()).decode()}
+            raise DataError(f"cannot read {item}: {error.strerror}") from None
+    if isinstance(item, bytes):
+        return {"image": base64.b64encode(item).decode()}
+    return {"vector_b64": base64.b64encode(np.asarray(item, dtype="<f4").ravel().tobytes()).decode()}
 
 
 def _new_person(person: NewPerson) -> dict[str, Any]:
@@ -368,10 +373,10 @@ def _new_person(person: NewPerson) -> dict[str, Any]:
     return {**name, "metadata": dict(person.metadata), "faces": [_input(face) for face in person.faces]}
 
 
-def _person(shown: Mapping[str, Any]) -> Person:
-    faces = tuple(face["id"] for face in shown.get("faces", ()))
-    return Person(shown["id"], shown["name"], shown["metadata"], faces, shown.get("created"))
+def _person(view: Mapping[str, Any]) -> Person:
+    faces = tuple(face["id"] for face in view.get("faces", ()))
+    return Person(view["id"], view["name"], view["metadata"], faces, view.get("created"))
 
 
-def _match(shown: Mapping[str, Any]) -> Match:
-    return Match(_person(shown["person"]), shown["face"], shown["score"], shown["same_person"])
+def _match(view: Mapping[str, Any]) -> Match:
+    return Match(_person(view["person"]), view["face"], view["score"], view["same_person"])

@@ -1,11 +1,11 @@
-"""Say who may call a service: tokens with a name and a role, in a file that plsc serve --tokens reads.
+"""Manage the tokens of a service: names and roles, in a file that plsc serve --tokens reads.
 
   plsc tokens add camera-1 --role read --file tokens.toml      prints the secret, once
   plsc tokens list --file tokens.toml
   plsc tokens remove camera-1 --file tokens.toml
 
-read may search, compare and look; write may enrol and delete persons too; admin may delete collections, compact and
-take snapshots too. The file holds the secrets' SHA-256 alone. A running service follows changes within a second.
+read allows to search, compare and list; write also to enrol and delete persons; admin also to delete collections,
+compact and take snapshots. The file holds the SHA-256 of each secret. A running service rereads it within a second.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from typing import Any
 from plsc.serve.tokens import ROLES
 from plsc.tools.entry import main
 
-HELP = "say who may call a service"
+HELP = "manage the tokens of a service"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

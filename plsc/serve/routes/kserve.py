@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import torch
 from fastapi import APIRouter, Header, Request
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
@@ -51,7 +51,7 @@ class InputTensor(BaseModel):
     shape: list[int] = Field(max_length=8, fail_fast=True)
     datatype: str
     parameters: TensorParameters = Field(default_factory=TensorParameters)
-    data: list[Any] | None = None
+    data: Annotated[list[Any] | None, SkipValidation] = None  # pydantic would copy millions of numbers
 
 
 class RequestedOutput(BaseModel):
@@ -328,29 +328,35 @@ def _images(tensor: InputTensor, raw: bytes, size: int, max_images: int) -> torc
     shape = tensor.shape
     if len(shape) != 4 or shape[1:] != [3, size, size] or not 1 <= shape[0] <= max_images:
         raise ApiError(400, f"{INPUT} has the shape {shape}; the model takes [1 to {max_images}, 3, {size}, {size}]")
-    data = _from_numbers(tensor, raw) if tensor.parameters.binary_data_size is None else _from_bytes(tensor, raw)
-    if len(data) != shape[0] * 3 * size * size:
-        raise ApiError(400, f"{INPUT} has {len(data)} values, not the {shape[0] * 3 * size * size} of its shape")
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(shape)
+    read = _from_numbers if tensor.parameters.binary_data_size is None else _from_bytes
+    pixels = read(tensor, raw, shape[0] * 3 * size * size)
+    return torch.frombuffer(bytearray(pixels), dtype=torch.uint8).reshape(shape)
 
 
-def _from_bytes(tensor: InputTensor, raw: bytes) -> bytes:
+def _from_bytes(tensor: InputTensor, raw: bytes, count: int) -> bytes:
     if tensor.data is not None or tensor.parameters.binary_data_size != len(raw):
         raise ApiError(400, f"{INPUT} announces {tensor.parameters.binary_data_size} raw bytes alone; {len(raw)} came")
+    _check_count(len(raw), count)
     return raw
 
 
-def _from_numbers(tensor: InputTensor, raw: bytes) -> bytes:
-    if tensor.data is None or raw:
-        raise ApiError(400, f"{INPUT} has neither data nor a binary_data_size that tells of raw bytes")
+def _from_numbers(tensor: InputTensor, raw: bytes, count: int) -> bytes:
+    if not isinstance(tensor.data, list) or raw:
+        raise ApiError(400, f"{INPUT} has neither a list of data nor a binary_data_size that announces raw bytes")
     rows = _innermost(tensor.data)
-    # Every type is looked at before anything is converted: numpy would make a few long strings gigabytes wide.
-    if len({len(row) for row in rows}) > 1 or any(set(map(type, row)) - {int} for row in rows):
+    _check_count(sum(map(len, rows)), count)
+    # Every type is checked before anything is converted: numpy would make a few long strings gigabytes wide.
+    if len({len(row) for row in rows}) > 1 or any(set(map(type, row)) != {int} for row in rows):
         raise ApiError(400, _NOT_PIXELS)
     try:
         return b"".join(map(bytes, rows))
     except ValueError:
         raise ApiError(400, _NOT_PIXELS) from None
+
+
+def _check_count(values: int, count: int) -> None:
+    if values != count:
+        raise ApiError(400, f"{INPUT} has {values} values, not the {count} of its shape")
 
 
 def _innermost(rows: list[Any]) -> list[list[Any]]:
