@@ -1,5 +1,4 @@
-"""Turn images into embeddings: one vector per image, stored in an embedding set that can be searched and
-shared.
+"""Turn images into embeddings: one vector per image, stored in an embedding set that can be searched and shared.
 
   plsc embed runs/faces --data photos/ --out photos.emb
   plsc embed model.safetensors --data gallery.rec --out gallery.emb --nproc 4 --flip
@@ -9,8 +8,8 @@ MODEL is a run directory, a .safetensors, .pt or .onnx file. DATA is a folder pe
 photos, a list file (path<TAB>label), a .rec file or avatars:IDSxIMAGES. Face models expect aligned crops of
 one face: give those, or --landmarks, or --detector (docs/faces.md). An image that cannot be read, or has no
 face or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it again: it
-goes on where it stood, with any number of processes. On several machines, start it under torchrun, with OUT on
-a file system that all of them see.
+resumes, with any number of processes. On several machines, start it under torchrun, with OUT on a file system
+that all of them see.
 """
 
 import argparse
@@ -65,7 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Embed, print what came of it, and return it (on the first rank)."""
+    """Embed, print a summary, and return it (on the first rank)."""
     if args.nproc < 1:
         raise UsageError(f"--nproc {args.nproc}: at least one process is needed")
     if args.batch_size is not None and args.batch_size < 1:
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _on_ranks(args: argparse.Namespace) -> dict[str, Any]:
-    """Run this command as ``--nproc`` ranks and return what the first of them reports."""
+    """Run this command as ``--nproc`` ranks and return the first one's summary."""
     for path in (args.model, args.data):
         if not Path(path).exists() and ":" not in path:
             raise UsageError(f"there is no {path}")

@@ -1,4 +1,4 @@
-"""Export a trained backbone for other programs, and check the file against the backbone before it gets its name.
+"""Export a trained backbone for other programs; the file is verified against the backbone before it is renamed.
 
   onnx         one input `data` (B, 3, S, S), one output `embedding` (B, D), any batch size
   torch        a program that torch.export.load opens without plsc, any batch size
@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Export, and say how exact the file is."""
+    """Export, and print the largest difference between the file's embeddings and the backbone's."""
     from plsc.embed import export
     from plsc.embed.embedder import model_file
     from plsc.models import load_model

@@ -7,8 +7,8 @@
   plsc index check photos.idx
 
 Scores are cosines: 1 is the same picture, near 0 is strangers. Up to 200,000 rows the search is exact; above,
-an approximate structure is chosen and tuned until it finds the share of true neighbours that --recall asks
-for. With --latency-ms it is measured whether the exact search takes longer than that, and only then is it given up.
+an approximate structure is built and tuned until it finds the share of true neighbours given by --recall. With
+--latency-ms the exact search is timed first, and replaced only if it takes longer.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from plsc.errors import UsageError
 from plsc.tools.entry import main
 
 HELP = "build, search and check an index of embeddings"
-PRINTED = 20  # queries whose matches are worth reading on a terminal
+PRINTED = 20  # queries whose matches are printed
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +45,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--latency-ms",
         type=float,
         metavar="L",
-        help="with --kind auto: exact if a single query then takes no longer, else what takes no longer",
+        help="with --kind auto: longest time of a single query; an approximate structure only if exact takes longer",
     )
     build.add_argument(
         "--max-memory",
@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Do what was asked, print it as text, and return it."""
+    """Run the action, print its result as text, and return it."""
     if args.threads is not None:
         _use_threads(args.threads)
     return {"build": _build, "search": _search, "check": _check}[args.action](args)
@@ -189,12 +189,12 @@ def _search_service(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:
-    """The first queries' matches; ``name`` and ``key`` say what of a match is shown."""
+    """Print the first queries' matches; ``name`` and ``key`` are the printed fields of a match."""
     for query in queries[:PRINTED]:
         print(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
-        for place, match in enumerate(query["matches"], start=1):
-            shown = "" if match[name] is None else match[name]
-            print(f"  {place:>3}  {match['score']:>7.4f}  {shown:<20}  {match[key]}")
+        for rank, match in enumerate(query["matches"], start=1):
+            label = "" if match[name] is None else match[name]
+            print(f"  {rank:>3}  {match['score']:>7.4f}  {label:<20}  {match[key]}")
     if len(queries) > PRINTED:
         print(f"… and {len(queries) - PRINTED:,} queries more: --json FILE writes all")
 

@@ -1,9 +1,9 @@
-// Exact search over rows of bf16 or float32: products with thresholds behind them, then the candidates in float64.
+// Exact search over rows of bf16 or float32: products compared with thresholds, then the candidates in float64.
 //
-// Compiled on demand by build.py with -march=native; plain C functions, called through ctypes. Rows are read in blocks
-// of 32, queries are worked on in panels of 32, and threads take stripes of rows from a common counter, for other
+// Compiled on demand by build.py for this processor; plain C functions, called through ctypes. Rows are read in blocks
+// of 32, queries are multiplied in panels of 32, and threads take stripes of rows from a shared counter, because other
 // programs may slow one of them. A row becomes a query's candidate when its score reaches the k-th best so far less
-// `margin`, which is twice what rounding can change; the shortlists so hold every row of the true answer.
+// `margin`, which is twice what rounding can change; so the shortlists contain every row of the true answer.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -23,12 +23,12 @@ namespace {
 
 constexpr int64_t kBlock = 32;     // rows whose scores are computed together
 constexpr int64_t kPanel = 32;     // queries likewise
-constexpr int64_t kGroup = 4;      // panels whose tiles take turns with a part of the rows
-constexpr int64_t kPart = 256;     // numbers of each row that such a part has
-constexpr int64_t kAhead = 128;    // rows, how far before its turn a row is asked of the memory
+constexpr int64_t kGroup = 4;      // panels that are multiplied by one part of the rows while it is in the cache
+constexpr int64_t kPart = 256;     // numbers of each row in such a part
+constexpr int64_t kAhead = 128;    // rows, the distance at which rows are prefetched
 constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time
 constexpr int64_t kFour = 4;       // rows that one pass over a query's numbers multiplies
-constexpr int64_t kNoMemory = -1, kUnreadable = -2;  // what a call returns that failed
+constexpr int64_t kNoMemory = -1, kUnreadable = -2;  // return values of a call that failed
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 #ifdef __AVX512F__
@@ -114,12 +114,12 @@ inline double multiply_exactly(const float* row, const double* query, int64_t di
     return total;
 }
 
-// What is searched, and for what. The queries fill whole panels: those behind the last are zero.
+// The rows and queries of one call. The queries are padded with zeros to whole panels.
 struct Search {
     const void* base;            // rows of bf16 or float32, `stride` numbers from one to the next
     int64_t stride;
-    const float* vectors;        // (N, dim), the rows as they are
-    int file;                    // a descriptor to read them from instead, from `offset` on, or -1
+    const float* vectors;        // (N, dim), the float32 rows
+    int file;                    // descriptor of a file to read them from, beginning at `offset`, or -1
     int64_t offset;
     int64_t dim;
     const int64_t* index;        // the rows to visit, ascending; null: rows 0 to count
@@ -131,7 +131,7 @@ struct Search {
     const float* margin;         // (query_count)
     int64_t most;                // candidates of a query, above which all rows are scored in float64 instead
 
-    int64_t row(int64_t place) const { return index ? index[place] : place; }
+    int64_t row(int64_t position) const { return index ? index[position] : position; }
     bool may_find(int64_t row) const { return !allowed || allowed[row]; }
 };
 
@@ -159,7 +159,9 @@ struct Shortlist {
     }
 };
 
-// What the threads tell each other: the least score that is still of interest, and whether a query has too many.
+// State shared by the threads: the stripe and the query to take next, and for each query the least score that can still
+// be among the best k, and a flag for too many candidates. Relaxed loads and stores suffice for the last two: a stale
+// threshold is lower than the newest, so it admits more candidates and never loses one.
 struct Common {
     std::atomic<int64_t> next_row{0}, next_query{0}, ranked{0};
     std::atomic<int64_t> failure{0};
@@ -189,12 +191,12 @@ public:
         for (int64_t start; (start = common.next_row.fetch_add(kStripe)) < search.count;) {
             for (int64_t q = 0; q < search.query_count; q++) least[q] = known(q);
             const int64_t stop = std::min(start + kStripe, search.count);
-            for (int64_t place = start; place < stop; place += kBlock) {
-                const int64_t here = std::min(kBlock, stop - place);
+            for (int64_t position = start; position < stop; position += kBlock) {
+                const int64_t here = std::min(kBlock, stop - position);
                 if (search.packed) {
-                    multiply_tiles(place, here);
+                    multiply_tiles(position, here);
                 } else {
-                    multiply<Number>(place, here);
+                    multiply<Number>(position, here);
                 }
             }
         }
@@ -219,10 +221,11 @@ private:
     }
 
     template <class Number>
-    void multiply(int64_t place, int64_t here) {
+    void multiply(int64_t position, int64_t here) {
         const Number* base = static_cast<const Number*>(search.base);
         const Number* row[kBlock];
-        for (int64_t r = 0; r < kBlock; r++) row[r] = base + search.row(place + std::min(r, here - 1)) * search.stride;
+        for (int64_t r = 0; r < kBlock; r++)
+            row[r] = base + search.row(position + std::min(r, here - 1)) * search.stride;
         for (int64_t low = 0; low < search.query_count; low += kPanel) {
             const int64_t width = std::min(kPanel, search.query_count - low);
             for (int64_t r = 0; r < here; r += kFour) {
@@ -230,20 +233,20 @@ private:
                 multiply_four_any(width, row + r, search.queries + low * search.stride, search.stride,
                                   search.stride, scores + r * kPanel);
             }
-            take(place, here, low, width, scores);
+            take(position, here, low, width, scores);
         }
     }
 
-    // Ask for the bytes that lie a block behind these.
+    // Prefetch the bytes that lie a block behind these.
     void prefetch(const void* from, int64_t bytes) const {
         const char* ahead = static_cast<const char*>(from) + bytes / kFour * kBlock;
         for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(ahead + offset);
     }
 
 #ifdef PLSC_TILES
-    // Group after group of panels, so that a part of the rows stays in the first-level cache for all panels of a group.
-    void multiply_tiles(int64_t place, int64_t here) {
-        const bf16* rows = block(place, here);
+    // In groups of panels, so that a part of the rows stays in the first-level cache for all panels of a group.
+    void multiply_tiles(int64_t position, int64_t here) {
+        const bf16* rows = block(position, here);
         for (int64_t first = 0; first < search.query_count; first += kGroup * kPanel) {
             const int64_t stop = std::min(first + kGroup * kPanel, search.query_count);
             const int64_t part = stop - first > kPanel ? kPart : search.stride;
@@ -261,7 +264,8 @@ private:
                 }
             }
             for (int64_t low = first; low < stop; low += kPanel)
-                take(place, here, low, std::min(kPanel, stop - low), scores + (low - first) / kPanel * kBlock * kPanel);
+                take(position, here, low, std::min(kPanel, stop - low),
+                     scores + (low - first) / kPanel * kBlock * kPanel);
         }
     }
 
@@ -305,14 +309,14 @@ private:
         }
     }
 
-    // 32 rows one behind the other: in place, or copied where they do not lie so.
-    const bf16* block(int64_t place, int64_t here) {
+    // 32 contiguous rows: in position, or copied where they are not contiguous.
+    const bf16* block(int64_t position, int64_t here) {
         const bf16* base = static_cast<const bf16*>(search.base);
-        if (!search.index && here == kBlock) return base + place * search.stride;
+        if (!search.index && here == kBlock) return base + position * search.stride;
         copied.resize(kBlock * search.stride);
         for (int64_t r = 0; r < kBlock; r++)
             std::memcpy(copied.data() + r * search.stride,
-                        base + search.row(place + std::min(r, here - 1)) * search.stride, search.stride * 2);
+                        base + search.row(position + std::min(r, here - 1)) * search.stride, search.stride * 2);
         return copied.data();
     }
 #else
@@ -320,7 +324,7 @@ private:
 #endif
 
     // Keep what reaches the thresholds among the scores of `here` rows and `width` queries.
-    void take(int64_t place, int64_t here, int64_t low, int64_t width, const float* scores) {
+    void take(int64_t position, int64_t here, int64_t low, int64_t width, const float* scores) {
         const int64_t padded = (width + 15) / 16 * 16;
         for (int64_t r = 0; r < here; r++) {
             const float* of_row = scores + r * kPanel;
@@ -331,7 +335,7 @@ private:
                 for (int64_t j = 0; j < 16; j++) reached |= of_row[q + j] >= needed[q + j];
                 if (!reached) continue;
                 for (int64_t j = q; j < std::min(q + 16, width); j++)
-                    if (of_row[j] >= needed[j]) add(low + j, of_row[j], search.row(place + r));
+                    if (of_row[j] >= needed[j]) add(low + j, of_row[j], search.row(position + r));
             }
         }
     }
@@ -347,12 +351,12 @@ private:
             least[query] = kInfinity;
             std::vector<Candidate>().swap(list.entries);
         } else if (least[query] > common.least[query].load(std::memory_order_relaxed)) {
-            common.least[query].store(least[query], std::memory_order_relaxed);  // whichever thread's stays, it holds
+            common.least[query].store(least[query], std::memory_order_relaxed);  // any thread's value is a bound
         }
     }
 };
 
-// Reads rows as they are: from memory, or from a file, whose pages do not count as this process's then.
+// Reads float32 rows: from memory, or from a file by pread, whose pages do not count as resident in this process.
 class RowReader {
 public:
     explicit RowReader(const Search& what) : search(what), buffer(what.file < 0 ? 0 : kBlock * what.dim) {}
@@ -396,14 +400,14 @@ public:
             for (int64_t d = 0; d < search.dim; d++) query[d] = search.queries[q * search.stride + d];
             ranked.clear();
             if (scanners.empty() || common.crowded[q]) {
-                everyone();
+                all_rows();
             } else {
                 shortlisted(q);
             }
             std::partial_sort(ranked.begin(), ranked.begin() + search.k, ranked.end());
-            for (int64_t place = 0; place < search.k; place++) {
-                scores[q * search.k + place] = float(ranked[place].score);
-                rows[q * search.k + place] = ranked[place].row;
+            for (int64_t position = 0; position < search.k; position++) {
+                scores[q * search.k + position] = float(ranked[position].score);
+                rows[q * search.k + position] = ranked[position].row;
             }
             common.ranked += int64_t(ranked.size());
         }
@@ -432,10 +436,10 @@ private:
         for (const auto& candidate : merged.entries) score(candidate.row, reader.read(candidate.row, 1));
     }
 
-    void everyone() {
+    void all_rows() {
         const int64_t together = search.index ? 1 : kBlock;
-        for (int64_t place = 0; place < search.count; place += together) {
-            const int64_t here = std::min(together, search.count - place), first = search.row(place);
+        for (int64_t position = 0; position < search.count; position += together) {
+            const int64_t here = std::min(together, search.count - position), first = search.row(position);
             const float* numbers = reader.read(first, here);
             for (int64_t r = 0; r < here; r++)
                 if (search.may_find(first + r)) score(first + r, numbers + r * search.dim);
@@ -465,7 +469,7 @@ void run_threads(int64_t count, Common& common, const Work& work) {
         try {
             threads.emplace_back(guarded, number);
         } catch (const std::system_error&) {
-            break;  // the work is shared out as it is done, so that fewer do it all
+            break;  // threads take work from a counter, so fewer of them still do all of it
         }
     }
     guarded(0);
@@ -476,11 +480,11 @@ void run_threads(int64_t count, Common& common, const Work& work) {
 
 extern "C" {
 
-// Whether bf16 rows can be multiplied in tiles here.
+// 1 if this process can multiply bf16 rows in matrix tiles, else 0.
 int plsc_has_tiles() { return tiles_are_allowed(); }
 
 // scores, rows (queries, k): the best rows of each query by float64 products, ties by row number. The arguments are
-// the fields of `Search`, with bf16 queries (panels·32, stride) in place of the packed ones; `base` null means
+// the fields of `Search`, with bf16 queries (panels·32, stride) in position of the packed ones; `base` null means
 // that every row is scored in float64. At least k rows may be found. Returns how many rows were scored in float64, or
 // a failure.
 int64_t plsc_scan(const void* base, int is_bf16, int64_t stride, const float* vectors, int file, int64_t offset,
