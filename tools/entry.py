@@ -25,6 +25,7 @@ COMMANDS = (
     "data",
     "plan",
     "bench",
+    "doctor",
 )
 
 
