@@ -36,7 +36,7 @@ import numpy.typing as npt
 from results_file import add_row
 
 from plsc.errors import NotFoundError, StorageError
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import NewPerson, Person
 
 GALLERY, MODEL, DIM = "people", "a model", 64
@@ -382,7 +382,7 @@ def stored_form(key: int) -> Float32:
 def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) -> dict[str, Any]:
     """Run the rounds; returns figures. Raises where the store broke its word."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["plsc.gallery.sqlite_store"])
+    context.set_forkserver_preload(["plsc.gallery.sqlite.store"])
     ledger, chance, began = Ledger(), random.Random(seed), time.monotonic()
     slowest = 0.0
     for number in range(1, rounds + 1):

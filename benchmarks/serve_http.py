@@ -22,7 +22,7 @@ from unittest import mock
 from results_file import add_row
 
 from plsc.bench.serve_worker import COLLECTION, make_gallery, send_load
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import Match
 from plsc.tools.entry import main as plsc
 

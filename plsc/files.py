@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.errors import DataError, IntegrityError, StorageError, UsageError
 
 MANIFEST = "manifest.json"
 Manifest = dict[str, Any]
@@ -25,6 +25,18 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
     return path
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Translate an OSError (full disk, lost permission) into a :class:`StorageError` naming its file, or ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {error.filename or path}: {error.strerror or error}; nothing was changed: "
+            "make room on the disk, or check its permissions"
+        ) from None
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def _action(actions: Any, name: str, text: str, first: str = "store", shown: str
 
 @contextmanager
 def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
-    from plsc.gallery.opening import holds_store
+    from plsc.gallery.sqlite.folder import holds_store
 
     folder = store_folder(spec)
     if not make and folder is not None and not holds_store(folder):
@@ -85,14 +85,15 @@ def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.files import holds_manifest
-    from plsc.gallery import copies, snapshot
+    from plsc.gallery import transfer
+    from plsc.gallery.sqlite import backup
 
-    if holds_manifest(Path(args.store), copies.FORMAT):
-        collections = [asdict(about) for about, _ in copies.read_copy(Path(args.store))]
+    if holds_manifest(Path(args.store), transfer.COPY_FORMAT):
+        collections = [asdict(about) for about, _ in transfer.read_copy(Path(args.store))]
         print(f"{args.store}: a sound copy; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
-    if holds_manifest(Path(args.store), snapshot.FORMAT):
-        collections = snapshot.read_snapshot(Path(args.store))["collections"]
+    if holds_manifest(Path(args.store), backup.FORMAT):
+        collections = backup.read_snapshot(Path(args.store))["collections"]
         print(f"{args.store}: a sound snapshot; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
     with _opened(args.store) as store:
@@ -121,12 +122,12 @@ def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
 
 def _restore(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.files import holds_manifest
-    from plsc.gallery import copies
-    from plsc.gallery.snapshot import restore
+    from plsc.gallery import transfer
+    from plsc.gallery.sqlite.backup import restore
 
-    if holds_manifest(Path(args.snapshot), copies.FORMAT):
+    if holds_manifest(Path(args.snapshot), transfer.COPY_FORMAT):
         with _opened(args.store, make=True) as store:
-            collections = [asdict(about) for about in copies.copy_into(store, Path(args.snapshot))]
+            collections = [asdict(about) for about in transfer.copy_into(store, Path(args.snapshot))]
         print(f"{args.store}: {_counts(collections)}")
         return {"store": args.store, "collections": collections}
     if store_folder(args.store) is None:

@@ -1,5 +1,10 @@
-"""Filters on persons' metadata, as JSON: ``{"city": "Bern", "age": {"gte": 30, "lt": 40}}`` (all must hold)."""
+"""Filters on persons' metadata, as JSON: ``{"city": "Bern", "age": {"gte": 30, "lt": 40}}`` (all must hold).
 
+:meth:`Filter.matches` defines the meaning. Each store translates a filter into its own language with the parts below:
+:data:`COMPARISONS` and :func:`kind_of`.
+"""
+
+import enum
 import math
 import operator as operators
 from collections.abc import Callable, Mapping
@@ -10,10 +15,11 @@ from typing import Any
 from plsc.errors import UsageError
 
 OPERATORS = ("eq", "ne", "in", "gt", "gte", "lt", "lte", "exists")
-_LARGEST = 64  # conditions in a filter, and entries of a metadata object
-_LONGEST = 1024  # characters of a key or a value
-_MANY = 10_000  # values after "in"
-_ORDERS: dict[str, Callable[[Any, Any], Any]] = {
+COMPARISONS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}  # the ordering operators in SQL and Milvus expressions
+MAX_ENTRIES = 64  # conditions in a filter, and entries of a metadata object
+MAX_CHARACTERS = 1024  # of a key or a string value
+MAX_IN_VALUES = 10_000
+_ORDERINGS: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operators.gt,
     "gte": operators.ge,
     "lt": operators.lt,
@@ -21,137 +27,149 @@ _ORDERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+class Kind(enum.IntEnum):
+    """The types that a metadata value may have. Values of two kinds are never equal or ordered; stored as integers."""
+
+    BOOL = 0
+    NUMBER = 1
+    TEXT = 2
+
+
+def kind_of(value: Any) -> Kind:
+    """Return the kind of a metadata value."""
+    if isinstance(value, bool):  # first: to Python, True is an int
+        return Kind.BOOL
+    return Kind.TEXT if isinstance(value, str) else Kind.NUMBER
+
+
 @dataclass(frozen=True)
 class Condition:
     """``key operator value``; value is a scalar, a tuple of scalars for "in", a bool for "exists".
 
     Numbers and strings are never equal or ordered to one another; true and false are not numbers, and have no order;
-    integers and fractions are compared by their exact values, strings by their code points. A key that is absent fits
-    "ne" and {"exists": false} alone.
+    integers and fractions compare by their exact values, strings by code points. A missing key matches only "ne" and
+    {"exists": false}.
     """
 
     key: str
     operator: str
     value: Any
 
-    def holds(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether a person's metadata fit: the meaning that every store's own translation must have."""
+    def matches(self, metadata: Mapping[str, Any]) -> bool:
+        """Evaluate the condition; every store's translation must agree with this."""
         present = self.key in metadata
         found = metadata.get(self.key)
         if self.operator == "exists":
             return present == bool(self.value)
         if self.operator in ("eq", "ne"):
-            return (present and _same(found, self.value)) == (self.operator == "eq")
+            equal = present and kind_of(found) == kind_of(self.value) and bool(found == self.value)
+            return equal == (self.operator == "eq")
         if self.operator == "in":
-            return present and (_kind(found), found) in self._members
-        if not present or _kind(found) != _kind(self.value) or isinstance(found, bool):
+            return present and (kind_of(found), found) in self._members
+        if not present or kind_of(found) != kind_of(self.value) or isinstance(found, bool):
             return False
-        return bool(_ORDERS[self.operator](found, self.value))
+        return bool(_ORDERINGS[self.operator](found, self.value))
+
+    @property
+    def excludes(self) -> bool:
+        """True for conditions that a missing key matches: "ne" and {"exists": false}."""
+        return self.operator == "ne" or (self.operator == "exists" and not self.value)
 
     @cached_property
-    def _members(self) -> frozenset[tuple[str, Any]]:
-        """The values after "in", with their kinds: 1 and true are equal to Python, and here they are not."""
-        return frozenset((_kind(value), value) for value in self.value)
+    def _members(self) -> frozenset[tuple[Kind, Any]]:
+        """The values after "in" with their kinds: Python takes 1 and True for equal."""
+        return frozenset((kind_of(value), value) for value in self.value)
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Conditions that must all hold; without any, everything fits."""
+    """Conditions that must all hold; without any, everything matches."""
 
     conditions: tuple[Condition, ...]
 
     @classmethod
     def parse(cls, value: Any) -> "Filter":
-        """Read the JSON form; :class:`UsageError` names what is wrong in it."""
+        """Parse the JSON form; :class:`UsageError` names what is wrong in it."""
         if not isinstance(value, dict):
-            raise UsageError(f"a filter is a JSON object, not {_shown(value)}")
-        conditions = [condition for key, asked in value.items() for condition in _conditions(key, asked)]
-        if len(conditions) > _LARGEST:
-            raise UsageError(f"a filter of {len(conditions)} conditions; at most {_LARGEST} are taken")
+            raise UsageError(f"a filter is a JSON object, not {_quoted(value)}")
+        conditions = [condition for key, test in value.items() for condition in _parse_key(key, test)]
+        if len(conditions) > MAX_ENTRIES:
+            raise UsageError(f"a filter of {len(conditions)} conditions; at most {MAX_ENTRIES} are taken")
         return cls(tuple(conditions))
 
-    def holds(self, metadata: Mapping[str, Any]) -> bool:
-        """Whether all conditions hold."""
-        return all(condition.holds(metadata) for condition in self.conditions)
+    def matches(self, metadata: Mapping[str, Any]) -> bool:
+        """Return True if all conditions hold for a person's metadata."""
+        return all(condition.matches(metadata) for condition in self.conditions)
 
 
 def check_metadata(metadata: Any) -> dict[str, Any]:
-    """``metadata`` itself where it is an object of few short keys and finite scalars; else :class:`UsageError`."""
+    """Return ``metadata`` as a dict; :class:`UsageError` unless it is an object with few short keys, finite scalars."""
     if not isinstance(metadata, Mapping):
-        raise UsageError(f"metadata is a JSON object, not {_shown(metadata)}")
-    if len(metadata) > _LARGEST:
-        raise UsageError(f"metadata of {len(metadata)} entries; at most {_LARGEST} are taken")
+        raise UsageError(f"metadata is a JSON object, not {_quoted(metadata)}")
+    if len(metadata) > MAX_ENTRIES:
+        raise UsageError(f"metadata of {len(metadata)} entries; at most {MAX_ENTRIES} are taken")
     for key, value in metadata.items():
         _check_key(key)
         _check_scalar(key, value)
     return dict(metadata)
 
 
-def _conditions(key: Any, asked: Any) -> list[Condition]:
+def is_storable(text: str) -> bool:
+    """Return True if databases can hold ``text``: JSON may carry NUL, and half a surrogate pair, which is not UTF-8."""
+    try:
+        return b"\0" not in text.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _parse_key(key: Any, test: Any) -> list[Condition]:
     _check_key(key)
-    if not isinstance(asked, dict):
-        _check_scalar(key, asked)
-        return [Condition(key, "eq", asked)]
-    if not asked:
-        raise UsageError(f"the filter on {_shown(key)} is empty; give one of {', '.join(OPERATORS)}")
-    return [_condition(key, operator, value) for operator, value in asked.items()]
+    if not isinstance(test, dict):
+        _check_scalar(key, test)
+        return [Condition(key, "eq", test)]
+    if not test:
+        raise UsageError(f"the filter on {_quoted(key)} is empty; give one of {', '.join(OPERATORS)}")
+    return [_parse_condition(key, operator, value) for operator, value in test.items()]
 
 
-def _condition(key: str, operator: Any, value: Any) -> Condition:
+def _parse_condition(key: str, operator: Any, value: Any) -> Condition:
     if operator not in OPERATORS:
-        raise UsageError(f"the filter on {_shown(key)} knows no {_shown(operator)}; it takes {', '.join(OPERATORS)}")
+        raise UsageError(f"the filter on {_quoted(key)} knows no {_quoted(operator)}; it takes {', '.join(OPERATORS)}")
     if operator == "in":
-        if not isinstance(value, list) or len(value) > _MANY:
-            raise UsageError(f'"in" of the filter on {_shown(key)} takes a list of at most {_MANY} values')
-        for one in value:
-            _check_scalar(key, one)
+        if not isinstance(value, list) or len(value) > MAX_IN_VALUES:
+            raise UsageError(f'"in" of the filter on {_quoted(key)} takes a list of at most {MAX_IN_VALUES} values')
+        for member in value:
+            _check_scalar(key, member)
         return Condition(key, operator, tuple(value))
     if operator == "exists":
         if not isinstance(value, bool):
-            raise UsageError(f'"exists" of the filter on {_shown(key)} is true or false, not {_shown(value)}')
+            raise UsageError(f'"exists" of the filter on {_quoted(key)} is true or false, not {_quoted(value)}')
         return Condition(key, operator, value)
     _check_scalar(key, value)
-    if operator in _ORDERS and isinstance(value, bool):
-        raise UsageError(f'"{operator}" of the filter on {_shown(key)} takes a number or a string, not {_shown(value)}')
+    if operator in COMPARISONS and isinstance(value, bool):
+        raise UsageError(
+            f'"{operator}" of the filter on {_quoted(key)} takes a number or a string, not {_quoted(value)}'
+        )
     return Condition(key, operator, value)
 
 
 def _check_key(key: Any) -> None:
-    if not isinstance(key, str) or not 0 < len(key) <= _LONGEST or "\0" in key or not _encodes(key):
-        raise UsageError(f"a metadata key is a string of 1 to {_LONGEST} characters, not {_shown(key)}")
+    if not isinstance(key, str) or not 0 < len(key) <= MAX_CHARACTERS or not is_storable(key):
+        raise UsageError(f"a metadata key is a string of 1 to {MAX_CHARACTERS} characters, not {_quoted(key)}")
 
 
 def _check_scalar(key: str, value: Any) -> None:
-    if isinstance(value, str) and len(value) <= _LONGEST and "\0" not in value and _encodes(value):
+    if isinstance(value, str) and len(value) <= MAX_CHARACTERS and is_storable(value):
         return
     if isinstance(value, bool) or (isinstance(value, int) and -(2**63) <= value < 2**63):
         return
     if isinstance(value, float) and math.isfinite(value):
         return
     raise UsageError(
-        f"{_shown(key)} is {_shown(value)}; it takes a string of at most {_LONGEST} characters, "
+        f"{_quoted(key)} is {_quoted(value)}; it takes a string of at most {MAX_CHARACTERS} characters, "
         "a finite number (integers of 64 bits), true or false"
     )
 
 
-def _encodes(text: str) -> bool:
-    """Whether UTF-8 can hold it: JSON may carry half a surrogate pair."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _same(one: Any, other: Any) -> bool:
-    return _kind(one) == _kind(other) and bool(one == other)
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, bool):
-        return "truth"
-    return "text" if isinstance(value, str) else "number"
-
-
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     return ascii(value)[:80]

@@ -8,10 +8,10 @@ import numpy as np
 
 from plsc.errors import IntegrityError, NotFoundError
 from plsc.gallery.filters import Filter
-from plsc.gallery.grouping import Rows, best_persons, faces_asked
 from plsc.gallery.milvus_filters import expression
 from plsc.gallery.milvus_rows import MOST, MilvusRows, as_array, ids_text, read_person
 from plsc.gallery.milvus_state import State
+from plsc.gallery.person_search import Rows, group_by_person, num_candidates
 from plsc.gallery.store import Float32, Match, Person
 from plsc.gallery.validation import is_id
 
@@ -40,7 +40,7 @@ def page(rows: MilvusRows, state: State, after: int, limit: int, where: Filter |
     if state.changing:
         parts.append(f"id != {state.changing[0]}")
     found = list(rows.read(state.persons, state.seen_persons(*parts), ["id", "body"], limit))
-    if state.changing and state.changing[0] > after and (where is None or where.holds(state.changing[1][1])):
+    if state.changing and state.changing[0] > after and (where is None or where.matches(state.changing[1][1])):
         found += rows.find(state.persons, state.seen_persons(f"id == {state.changing[0]}"), ["id", "body"])
     return _with_faces(rows, state, sorted(found, key=_id)[:limit])
 
@@ -83,7 +83,7 @@ def nearest(
         return _nearest(rows, state, queries, k, threshold, [fits])
     person, (_, metadata, _) = state.changing  # the rows' metadata may be old or new: who they fit is told here
     found = _nearest(rows, state, queries, k, threshold, [fits, f"person != {person}"])
-    if where.holds(metadata):
+    if where.matches(metadata):
         beside = _nearest(rows, state, queries, 1, threshold, [f"person == {person}"])
         found = [sorted(one + other, key=_score)[:k] for one, other in zip(found, beside, strict=True)]
     return found
@@ -100,9 +100,9 @@ def _nearest(
         others = state.seen_faces(*parts, f"person not in {ids_text(without)}")
         return rows.search(state.faces, query[None], count, others)[0]
 
-    begun = rows.search(state.faces, queries, faces_asked(k, most=MOST), state.seen_faces(*parts))
+    begun = rows.search(state.faces, queries, num_candidates(k, limit=MOST), state.seen_faces(*parts))
     fetches = [partial(fetch, query, first) for query, first in zip(queries, begun, strict=True)]
-    return [best_persons(one, k, threshold, most=MOST) for one in fetches]
+    return [group_by_person(one, k, threshold, limit=MOST) for one in fetches]
 
 
 def check_rows(rows: MilvusRows, state: State) -> None:

@@ -38,14 +38,14 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
 from plsc.gallery import milvus_reading as reading
-from plsc.gallery.copies import write_copy
 from plsc.gallery.filters import Filter, check_metadata
 from plsc.gallery.milvus_filters import fits_of
 from plsc.gallery.milvus_rows import MilvusRows, Row, face_row, person_row
 from plsc.gallery.milvus_state import State
 from plsc.gallery.store import Collection, Float32, Match, Metadata, NewPerson, Person, PersonSummary
+from plsc.gallery.transfer import write_copy
 from plsc.gallery.validation import (
-    LARGEST_ID,
+    MAX_ID,
     check_collection,
     check_contract,
     check_name,
@@ -146,7 +146,7 @@ class MilvusStore:
     ) -> list[Person]:
         """Up to ``limit`` persons with ids above ``after``, ascending."""
         check_page(after, limit, filter)
-        return reading.page(self._rows, self._state(collection), min(max(after, 0), LARGEST_ID), limit, filter)
+        return reading.page(self._rows, self._state(collection), min(max(after, 0), MAX_ID), limit, filter)
 
     def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """The persons of ``ids`` that exist."""
@@ -226,7 +226,7 @@ class MilvusStore:
                     self._rows.compact(state.key)
 
     def snapshot(self, target: Path) -> None:
-        """Write everything into the new folder ``target`` (see :mod:`plsc.gallery.copies`).
+        """Write everything into the new folder ``target`` (see :mod:`plsc.gallery.transfer`).
 
         This process changes nothing meanwhile; it is of one moment where no other process writes.
         """

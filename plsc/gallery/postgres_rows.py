@@ -7,10 +7,10 @@ import numpy as np
 
 from plsc.errors import IntegrityError, NotFoundError
 from plsc.gallery.filters import Filter
-from plsc.gallery.grouping import Fetch, Rows
+from plsc.gallery.person_search import Fetch, Rows
 from plsc.gallery.postgres_filters import conditions, metadata_text
 from plsc.gallery.store import Collection, Float32, Person
-from plsc.gallery.validation import CheckedPerson, is_id, now
+from plsc.gallery.validation import ValidPerson, is_id, now
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS plsc_collections (
@@ -99,7 +99,7 @@ def everyone(connection: Any, key: int, dim: int) -> Iterator[tuple[Person, Floa
         after = persons[-1].id
 
 
-def enrol(connection: Any, key: int, persons: Sequence[CheckedPerson]) -> list[Person]:
+def enrol(connection: Any, key: int, persons: Sequence[ValidPerson]) -> list[Person]:
     """Insert persons and faces under the next ids."""
     count = sum(len(person.vectors) for person in persons)
     id, created = _take_ids(connection, key, len(persons), count), now()
@@ -156,7 +156,7 @@ def delete(connection: Any, key: int, *, person: int | None = None, face: int | 
 
 
 def nearest(connection: Any, key: int, query: Float32, where: Filter | None) -> Fetch:
-    """What :func:`plsc.gallery.grouping.best_persons` asks for; ``query`` (dim,) of length 1."""
+    """What :func:`plsc.gallery.person_search.group_by_person` asks for; ``query`` (dim,) of length 1."""
     text, values = conditions(where, "p.metadata")
     joined = "JOIN plsc_persons p ON p.collection = f.collection AND p.id = f.person" if where else ""
 

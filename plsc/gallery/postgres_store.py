@@ -18,13 +18,13 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
 from plsc.gallery import postgres_rows as rows
-from plsc.gallery.copies import write_copy
 from plsc.gallery.filters import Filter, check_metadata
-from plsc.gallery.grouping import best_persons
+from plsc.gallery.person_search import group_by_person
 from plsc.gallery.postgres_filters import metadata_text
 from plsc.gallery.store import Collection, Float32, Match, Metadata, NewPerson, Person, PersonSummary
+from plsc.gallery.transfer import write_copy
 from plsc.gallery.validation import (
-    LARGEST_ID,
+    MAX_ID,
     check_collection,
     check_contract,
     check_name,
@@ -126,7 +126,7 @@ class PostgresStore:
         check_page(after, limit, filter)
         with self._transaction() as connection:
             key, _ = rows.find_collection(connection, collection)
-            return rows.page(connection, key, min(max(after, 0), LARGEST_ID), min(limit, LARGEST_ID), filter)
+            return rows.page(connection, key, min(max(after, 0), MAX_ID), min(limit, MAX_ID), filter)
 
     def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """The persons of ``ids`` that exist."""
@@ -194,7 +194,7 @@ class PostgresStore:
         with self._transaction(read_only=True) as connection:
             key, about = rows.find_collection(connection, collection)
             return [
-                best_persons(rows.nearest(connection, key, query, filter), k, threshold)
+                group_by_person(rows.nearest(connection, key, query, filter), k, threshold)
                 for query in unit_vectors(queries, about.dim)
             ]
 
@@ -210,7 +210,7 @@ class PostgresStore:
                 connection.autocommit = False
 
     def snapshot(self, target: Path) -> None:
-        """Write everything, as of one moment, into the new folder ``target`` (see :mod:`plsc.gallery.copies`)."""
+        """Write everything, as of one moment, into the new folder ``target`` (see :mod:`plsc.gallery.transfer`)."""
         with self._transaction(read_only=True) as connection:
             found = rows.all_collections(connection)
             write_copy(target, [(about, rows.everyone(connection, key, about.dim)) for key, about in found])

@@ -197,7 +197,7 @@ def open_store(spec: str | Path, *, precision: str = "bf16", latency_ms: float |
         return opener(str(spec).partition(":")[2])
     if not str(spec):
         raise UsageError(f"no store is named: give a folder, {SPEC_FORMS}")
-    from plsc.gallery.sqlite_store import SqliteStore
+    from plsc.gallery.sqlite.store import SqliteStore
 
     return SqliteStore(spec, precision=precision, latency_ms=latency_ms)
 

@@ -1,110 +1,117 @@
-"""Galleries to embedding sets and back, whatever store they live in.
+"""Galleries to plain files and back, whatever store they live in: embedding sets, and copies of a server's store.
 
-An exported set (plsc.embed.embedding_set) has a row for each face: its id is the face's, its label the person, its key
-"person/ID/face/ID". Names and metadata lie beside it in persons.jsonl, a line {"id", "name", "metadata", "created"} for
-each label, whose hash the set's manifest holds under "gallery"; other readers see the names as class names, made
-unique. Not kept: which ids a gallery has given before. An import gives new ids and new times.
+**Embedding sets.** :func:`export_set` writes a collection as a plsc.embed.embedding_set with a row for each face: its
+id is the face's, its label the person, its key "person/ID/face/ID". Names and metadata lie beside it in persons.jsonl, a
+line {"id", "name", "metadata", "created"} for each label, whose hash the set's manifest holds under "gallery"; other
+readers see the names as class names, made unique. :func:`import_set` enrols such a set, or any other.
+
+**Copies.** Stores on a server write their snapshots as a folder of plain files, which :func:`copy_into` enrols:
+
+COPY/
+  manifest.json              with its own digest: every collection with its figures, and {file: {"bytes", "sha256"}}
+  00000.persons.jsonl        a line {"id", "name", "metadata", "created", "faces": [ids]} for each person, by id
+  00000.vectors.npy          (faces, dim) float32 of unit length, in the order of the persons' faces
+
+Either way enrolling gives new ids and new times.
 """
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from plsc.embed.columns import open_array
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import SetWriter, ShardRows
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
-from plsc.files import describe_files, verify_files
-from plsc.gallery.storage_errors import storage_errors
-from plsc.gallery.store import Float32, NewPerson, Person, Store
-from plsc.index.rows import Int64, searchable
+from plsc.files import (
+    Manifest,
+    atomic_replace_dir,
+    describe_files,
+    make_folder,
+    read_manifest,
+    storage_errors,
+    verify_files,
+    write_manifest,
+)
+from plsc.gallery.store import Collection, Float32, NewPerson, Person, Store
+from plsc.index.rows import Int64, Mask, searchable
 from plsc.progress import Progress
 
 PERSONS = "persons.jsonl"
-_PAGE = 1000  # persons
+COPY_FORMAT = "plsc gallery copy"
+COPY_VERSION = 1
+_PAGE_PERSONS = 1000  # read from a store at once
 _SHARD_ROWS = 32768
-_FACES_TOGETHER = 2000  # of an import's transaction, at least
+_IMPORT_BATCH_FACES = 2000  # of an import's transaction, at least
+_COPY_BATCH_PERSONS = 500  # of a transaction of copy_into
+
+PersonRows = Iterable[tuple[Person, Float32]]
+
+
+# --- export ---
 
 
 def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool = False) -> EmbeddingSet:
-    """Write a collection as the embedding set ``folder``, which must not exist.
+    """Write a collection as the new embedding set ``folder``.
 
-    Raises :class:`ConflictError` if it does, :class:`NotFoundError` without the collection, :class:`DataError` if the
-    collection changed meanwhile, :class:`StorageError` where there is no room; nothing is left then.
+    Raises:
+        ConflictError: ``folder`` exists.
+        NotFoundError: there is no such collection.
+        DataError: the collection changed meanwhile.
+        StorageError: there is no room. After any of them nothing is left of the set.
     """
-    target, about = Path(folder), store.collection(collection)
+    target, info = Path(folder), store.collection(collection)
     if target.exists():
         raise ConflictError(f"{target} exists already; name a new folder")
     settings = {
-        "contract_id": about.contract_id,
-        "dim": about.dim,
+        "contract_id": info.contract_id,
+        "dim": info.dim,
         "dtype": "float32",
-        "rows": about.faces,
+        "rows": info.faces,
         "shard_rows": _SHARD_ROWS,
     }
     writer = SetWriter(target, settings)
     try:
         with storage_errors(target):
             writer.begin()
-            names = _write_rows(writer, store, collection, Progress("export", about.faces, "faces", quiet=quiet))
-            about_persons = {"collection": collection, "persons": len(names)}
-            writer.origin["gallery"] = {**about_persons, "files": describe_files(target, [PERSONS])}
+            names = _write_rows(writer, store, collection, Progress("export", info.faces, "faces", quiet=quiet))
+            origin = {"collection": collection, "persons": len(names)}
+            writer.origin["gallery"] = {**origin, "files": describe_files(target, [PERSONS])}
             return writer.finish(names)
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
 
 
-def import_set(
-    store: Store, collection: str, embedding_set: EmbeddingSet | str | Path, *, quiet: bool = False
-) -> dict[str, int]:
-    """Enrol an embedding set: a person for each class, and one for each row without a class, with its key as metadata.
-
-    The collection is made if there is none. Rows with an error, NaN, infinity or no length are left out. Persons are
-    enrolled some hundred at a time, each lot whole; where that fails, a collection that was made here is removed again,
-    and one that was there keeps the lots before. Every file is hashed first. Returns {"persons", "faces", "left_out"}.
-
-    Raises :class:`ConflictError` for vectors of another model than the collection's, and what opening the set raises.
-    """
-    source = embedding_set if isinstance(embedding_set, EmbeddingSet) else EmbeddingSet(embedding_set)
-    source.verify()
-    made = collection not in {about.name for about in store.collections()}
-    if made:
-        store.create_collection(collection, source.dim, source.contract_id)
-    try:
-        return _enrol(store, collection, source, quiet)
-    except BaseException:
-        if made:
-            with suppress(NotFoundError):
-                store.delete_collection(collection)
-        raise
-
-
-# --- export ---
-
-
 def _write_rows(writer: SetWriter, store: Store, collection: str, progress: Progress) -> list[str]:
     """Write all shards and persons.jsonl; returns the class names."""
     names: dict[str, None] = {}
-    waiting = _Waiting(writer)
+    shards = _ShardBuffer(writer)
     with (writer.folder / PERSONS).open("w", encoding="utf-8") as file:
-        for person in _everyone(store, collection):
+        for person in _all_persons(store, collection):
             line = {name: getattr(person, name) for name in ("id", "name", "metadata", "created")}
             file.write(json.dumps(line, allow_nan=False) + "\n")
-            waiting.add(person, len(names), _vectors(store, collection, person))
+            vectors = store.vectors(collection, person.id)
+            if len(vectors) != len(person.faces):
+                raise DataError(f"person {person.id} changed while {collection} was exported; export it again")
+            shards.add(person, len(names), vectors)
             names[_class_name(person, names)] = None
             progress.advance(len(person.faces))
-    waiting.finish()
+    shards.finish()
     progress.finish()
     return list(names)
 
 
-class _Waiting:
-    """Rows on their way into shards of the length that the set was begun with."""
+class _ShardBuffer:
+    """Rows waiting to fill a shard of the length that the set was begun with."""
 
     def __init__(self, writer: SetWriter) -> None:
         self._writer, self._shard, self._rows = writer, 0, 0
@@ -112,14 +119,14 @@ class _Waiting:
         self._faces: list[tuple[int, int, str]] = []
 
     def add(self, person: Person, label: int, vectors: Float32) -> None:
-        """Add the faces of a person."""
+        """Add the faces of a person, and write the shards that they fill."""
         self._vectors.extend(vectors)
         self._faces += [(face, label, f"person/{person.id}/face/{face}") for face in person.faces]
         while len(self._faces) >= _SHARD_ROWS:
             self._publish(_SHARD_ROWS)
 
     def finish(self) -> None:
-        """Write what is left; :class:`DataError` if there were fewer or more faces than were counted."""
+        """Write the rest; :class:`DataError` if there were more or fewer faces than the collection counted."""
         if self._faces:
             self._publish(len(self._faces))
         if self._rows != self._writer.settings["rows"]:
@@ -136,22 +143,15 @@ class _Waiting:
         self._shard, self._rows = self._shard + 1, self._rows + count
 
 
-def _everyone(store: Store, collection: str) -> Iterator[Person]:
+def _all_persons(store: Store, collection: str) -> Iterator[Person]:
     after = 0
-    while page := store.persons(collection, after=after, limit=_PAGE):
+    while page := store.persons(collection, after=after, limit=_PAGE_PERSONS):
         yield from page
         after = page[-1].id
 
 
-def _vectors(store: Store, collection: str, person: Person) -> Float32:
-    vectors = store.vectors(collection, person.id)
-    if len(vectors) != len(person.faces):
-        raise DataError(f"person {person.id} changed while {collection} was exported; export it again")
-    return vectors
-
-
 def _class_name(person: Person, taken: dict[str, None]) -> str:
-    """The person's name, with the id where there is none, or another has it."""
+    """Return the person's name, with the id if there is none or another person has it."""
     name = person.name or f"#{person.id}"
     while name in taken:
         name = f"{name} #{person.id}"
@@ -161,73 +161,208 @@ def _class_name(person: Person, taken: dict[str, None]) -> str:
 # --- import ---
 
 
-def _enrol(store: Store, collection: str, source: EmbeddingSet, quiet: bool) -> dict[str, int]:
+def import_set(
+    store: Store, collection: str, embedding_set: EmbeddingSet | str | Path, *, quiet: bool = False
+) -> dict[str, int]:
+    """Enrol an embedding set: a person for each class, and one for each row without a class, its key as metadata.
+
+    The collection is created if there is none. Rows with an error, NaN, infinity or length zero are left out. Persons
+    are enrolled in batches, each whole or not at all. If one fails, a collection that was created here is removed, and
+    one that existed keeps the batches before. Every file is hashed first.
+
+    Returns:
+        {"persons", "faces", "left_out"}.
+
+    Raises:
+        ConflictError: the vectors are of another model than the collection's.
+        PlscError: whatever opening the set raises.
+    """
+    source = embedding_set if isinstance(embedding_set, EmbeddingSet) else EmbeddingSet(embedding_set)
+    source.verify()
+    is_new = collection not in {info.name for info in store.collections()}
+    if is_new:
+        store.create_collection(collection, source.dim, source.contract_id)
+    try:
+        return _import_rows(store, collection, source, quiet)
+    except BaseException:
+        if is_new:
+            with suppress(NotFoundError):
+                store.delete_collection(collection)
+        raise
+
+
+def _import_rows(store: Store, collection: str, source: EmbeddingSet, quiet: bool) -> dict[str, int]:
     progress = Progress("import", len(source), "faces", quiet=quiet)
-    good = _good_rows(source)
+    usable = _usable_rows(source)
     persons = faces = 0
-    lot: list[NewPerson] = []
+    batch: list[NewPerson] = []
     size = 0
-    for person in _persons(source, good):
-        lot.append(person)
-        size += 1 + len(np.asarray(person.vectors))
-        if size >= _FACES_TOGETHER:
-            store.add_persons(collection, lot, source.contract_id)
-            lot, size = [], 0
-        persons, faces = persons + 1, faces + len(np.asarray(person.vectors))
-        progress.advance(len(np.asarray(person.vectors)))
-    store.add_persons(collection, lot, source.contract_id)
+    for person in _new_persons(source, usable):
+        count = len(np.asarray(person.vectors))
+        batch.append(person)
+        size += 1 + count
+        if size >= _IMPORT_BATCH_FACES:
+            store.add_persons(collection, batch, source.contract_id)
+            batch, size = [], 0
+        persons, faces = persons + 1, faces + count
+        progress.advance(count)
+    store.add_persons(collection, batch, source.contract_id)
     progress.finish()
     return {"persons": persons, "faces": faces, "left_out": len(source) - faces}
 
 
-def _good_rows(source: EmbeddingSet) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """(N,) which rows have a direction."""
-    good = np.ones(len(source), dtype=np.bool_)
-    good[list(source.errors)] = False
+def _usable_rows(source: EmbeddingSet) -> Mask:
+    """Return (N,) which rows have a direction."""
+    usable = np.ones(len(source), dtype=np.bool_)
+    usable[list(source.errors)] = False
     for start in range(0, len(source), _SHARD_ROWS):
         stop = min(start + _SHARD_ROWS, len(source))
-        good[start:stop] &= searchable(source.rows(start, stop))[1]
-    return good
+        usable[start:stop] &= searchable(source.rows(start, stop))[1]
+    return usable
 
 
-def _persons(source: EmbeddingSet, good: np.ndarray[Any, np.dtype[np.bool_]]) -> Iterator[NewPerson]:
-    """The persons of a set, class by class, then the rows without one."""
-    labels: Int64 = np.where(good, source.labels, -2)
+def _new_persons(source: EmbeddingSet, usable: Mask) -> Iterator[NewPerson]:
+    """Yield the persons of a set, class by class, then the rows without one."""
+    labels: Int64 = np.where(usable, source.labels, -2)
     if len(labels) and int(labels.max()) >= len(source.class_names):
         raise DataError(f"{source.folder} holds labels outside its {len(source.class_names)} classes; embed it again")
     order = np.argsort(labels, kind="stable")
     ends = np.searchsorted(labels[order], np.arange(-1, len(source.class_names) + 1))
-    known = _known_persons(source)
+    known = _exported_persons(source)
     for label, name in enumerate(source.class_names):
         rows = order[ends[label + 1] : ends[label + 2]]
         if known is not None:
             line = next(known)
-            yield NewPerson(_rows(source, rows), line["name"], line["metadata"])
+            yield NewPerson(_read_rows(source, rows), line["name"], line["metadata"])
         elif len(rows):
-            yield NewPerson(_rows(source, rows), name)
+            yield NewPerson(_read_rows(source, rows), name)
     for row in order[ends[0] : ends[1]].tolist():
         yield NewPerson(source.rows(row, row + 1), None, {"key": source.keys[row][:1024]})
 
 
-def _known_persons(source: EmbeddingSet) -> Iterator[dict[str, Any]] | None:
-    """What persons.jsonl tells of each class in turn, where a gallery was exported; else None."""
-    about = source.manifest.get("gallery")
-    if about is None:
+def _exported_persons(source: EmbeddingSet) -> Iterator[dict[str, Any]] | None:
+    """Yield the line of persons.jsonl of each class in turn; None if the set was not exported from a gallery."""
+    origin = source.manifest.get("gallery")
+    if origin is None:
         return None
-    verify_files(source.folder, about["files"])
-    if about["persons"] != len(source.class_names):
+    verify_files(source.folder, origin["files"])
+    if origin["persons"] != len(source.class_names):
         raise IntegrityError(f"{source.folder / PERSONS} does not go with the set; use another copy")
-    return _lines(source.folder / PERSONS)
+    return _read_lines(source.folder / PERSONS)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)
 
 
-def _rows(source: EmbeddingSet, rows: Int64) -> Float32:
-    """Rows (n, dim), in runs of neighbours."""
+def _read_rows(source: EmbeddingSet, rows: Int64) -> Float32:
+    """Return rows (n, dim), read in runs of neighbours."""
     runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(rows) else []
     parts = [source.rows(int(run[0]), int(run[-1]) + 1) for run in runs]
     return np.concatenate([np.empty((0, source.dim), dtype=np.float32), *parts])
+
+
+# --- copies ---
+
+
+def write_copy(target: Path, collections: Sequence[tuple[Collection, PersonRows]]) -> None:
+    """Write ``collections``, each with its persons by id and their vectors (n, dim), to the new folder ``target``.
+
+    :class:`ConflictError` if ``target`` exists; if writing fails, nothing is left of it.
+    """
+    if target.exists():
+        raise ConflictError(f"{target} exists already; name a new folder")
+    make_folder(target.parent)
+    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    shutil.rmtree(tmp_path, ignore_errors=True)
+    try:
+        with storage_errors(target):
+            tmp_path.mkdir()
+            infos = [_write_collection(tmp_path, index, *item) for index, item in enumerate(collections)]
+            names = sorted(path.name for path in tmp_path.iterdir())
+            content: Manifest = {"format": COPY_FORMAT, "version": COPY_VERSION, "collections": infos}
+            write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, names)})
+            atomic_replace_dir(tmp_path, target)
+    finally:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def read_copy(folder: Path) -> list[tuple[Collection, Iterator[tuple[Person, Float32]]]]:
+    """Return what :func:`write_copy` wrote, after hashing every file.
+
+    Raises:
+        DataError: ``folder`` holds no copy.
+        IntegrityError: the copy is damaged; names the file.
+    """
+    manifest = read_manifest(folder, COPY_FORMAT, COPY_VERSION)
+    verify_files(folder, manifest["files"])
+    infos = [Collection(**info) for info in manifest["collections"]]
+    return [(info, _read_collection(folder, index, info)) for index, info in enumerate(infos)]
+
+
+def copy_into(store: Store, folder: Path) -> list[Collection]:
+    """Enrol everything that a copy holds into ``store``; returns the collections created.
+
+    Raises what :func:`read_copy` raises, and :class:`ConflictError` if ``store`` already has a collection of a name. A
+    collection whose enrolment fails is removed again.
+    """
+    copied = read_copy(folder)
+    taken = {info.name for info in store.collections()} & {info.name for info, _ in copied}
+    if taken:
+        raise ConflictError(f"the store has a collection {min(taken)} already; copy into another store")
+    return [_enrol_collection(store, info, rows) for info, rows in copied]
+
+
+def _enrol_collection(store: Store, info: Collection, rows: Iterator[tuple[Person, Float32]]) -> Collection:
+    store.create_collection(info.name, info.dim, info.contract_id)
+    try:
+        while batch := list(islice(rows, _COPY_BATCH_PERSONS)):
+            new = [NewPerson(vectors, person.name, person.metadata) for person, vectors in batch]
+            store.add_persons(info.name, new, info.contract_id)
+    except BaseException:
+        store.delete_collection(info.name)
+        raise
+    return store.collection(info.name)
+
+
+def _copy_files(folder: Path, index: int) -> tuple[Path, Path]:
+    return folder / f"{index:05}.persons.jsonl", folder / f"{index:05}.vectors.npy"
+
+
+def _write_collection(folder: Path, index: int, info: Collection, rows: PersonRows) -> dict[str, object]:
+    """Write one collection. How many faces it has is known at the end, so the header of the vectors comes last."""
+    lines, vectors_path = _copy_files(folder, index)
+    persons = faces = 0
+    raw = vectors_path.with_suffix(".raw")
+    with lines.open("w", encoding="utf-8") as text, raw.open("wb") as numbers:
+        for person, vectors in rows:
+            text.write(json.dumps(asdict(person), allow_nan=False) + "\n")
+            numbers.write(np.ascontiguousarray(vectors, dtype="<f4").tobytes())
+            persons, faces = persons + 1, faces + len(vectors)
+    _add_header(raw, vectors_path, (faces, info.dim))
+    return {**asdict(info), "persons": persons, "faces": faces}
+
+
+def _add_header(raw: Path, path: Path, shape: tuple[int, int]) -> None:
+    with raw.open("rb") as source, path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        shutil.copyfileobj(source, file, 1 << 20)
+    raw.unlink()
+
+
+def _read_collection(folder: Path, index: int, info: Collection) -> Iterator[tuple[Person, Float32]]:
+    lines, path = _copy_files(folder, index)
+    vectors: Float32 = open_array(path, (info.faces, info.dim), "float32")
+    row = 0
+    with lines.open(encoding="utf-8") as text:
+        for line in text:
+            try:
+                person = Person(**{**json.loads(line), "faces": tuple(json.loads(line)["faces"])})
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(f"{lines} is not readable: {error}") from None
+            yield person, np.array(vectors[row : row + len(person.faces)])
+            row += len(person.faces)
+    if row != info.faces:
+        raise IntegrityError(f"{lines} names {row} faces and {path.name} holds {info.faces}; use another copy")

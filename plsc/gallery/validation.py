@@ -1,4 +1,4 @@
-"""What every store asks of names, vectors, metadata and searches before it touches a row."""
+"""Validation of names, vectors, metadata and searches, which every store applies before it touches a row."""
 
 import math
 import re
@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import ConflictError, UsageError
-from plsc.gallery.filters import Filter, check_metadata
+from plsc.gallery.filters import Filter, check_metadata, is_storable
 from plsc.gallery.store import Collection, Float32, NewPerson
 from plsc.index.rows import unit_vectors
 
-LARGEST_DIM = 16_384
-LARGEST_ID = 2**63 - 1
-LONGEST_NAME = 1024  # characters of a person's name
+MAX_DIM = 16_384
+MAX_ID = 2**63 - 1
+MAX_NAME = 1024  # characters of a person's name
 _COLLECTION = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
 @dataclass(frozen=True)
-class CheckedPerson:
-    """A person fit to be stored: ``vectors`` (n, dim) float32 of length 1, ``metadata`` a plain dict."""
+class ValidPerson:
+    """A person ready to be stored: ``vectors`` (n, dim) float32 of unit length, ``metadata`` a plain dict."""
 
     vectors: Float32
     name: str | None
@@ -30,25 +30,25 @@ class CheckedPerson:
 
 
 def now() -> str:
-    """The time as ISO 8601, UTC, to the millisecond."""
+    """Return the time as ISO 8601, UTC, to the millisecond."""
     return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def check_collection(name: str, dim: int, contract_id: str) -> None:
-    """:class:`UsageError` unless a collection may have this name, dimension and contract."""
+    """Raise :class:`UsageError` unless a collection may have this name, dimension and contract id."""
     if not isinstance(name, str) or not _COLLECTION.fullmatch(name):
         raise UsageError(
             f"no collection can be named {ascii(name)[:80]}: a name is 1 to 64 letters, digits, _, - or ., "
             "beginning with a letter"
         )
-    if not _is_whole(dim) or not 1 <= dim <= LARGEST_DIM:
-        raise UsageError(f"a collection's dim is 1 to {LARGEST_DIM}, not {ascii(dim)[:80]}")
-    if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not _storable(contract_id):
+    if not _is_integer(dim) or not 1 <= dim <= MAX_DIM:
+        raise UsageError(f"a collection's dim is 1 to {MAX_DIM}, not {ascii(dim)[:80]}")
+    if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not is_storable(contract_id):
         raise UsageError(f"a contract id is a string of 1 to 256 characters, not {ascii(contract_id)[:80]}")
 
 
 def check_contract(collection: Collection, contract_id: str) -> None:
-    """:class:`ConflictError` unless vectors of ``contract_id`` may be compared with the collection's."""
+    """Raise :class:`ConflictError` unless vectors of ``contract_id`` are comparable with the collection's."""
     if contract_id != collection.contract_id:
         raise ConflictError(
             f"collection {collection.name} holds embeddings of the contract {collection.contract_id}, not of "
@@ -57,27 +57,27 @@ def check_contract(collection: Collection, contract_id: str) -> None:
 
 
 def check_name(name: Any) -> str | None:
-    """A person's name itself; :class:`UsageError` unless it is None or a string of at most 1,024 characters."""
-    if name is None or (isinstance(name, str) and len(name) <= LONGEST_NAME and _storable(name)):
+    """Return a person's name; :class:`UsageError` unless it is None or a string of at most 1,024 characters."""
+    if name is None or (isinstance(name, str) and len(name) <= MAX_NAME and is_storable(name)):
         return name
-    raise UsageError(f"a person's name is a string of at most {LONGEST_NAME} characters, not {ascii(name)[:80]}")
+    raise UsageError(f"a person's name is a string of at most {MAX_NAME} characters, not {ascii(name)[:80]}")
 
 
-def check_persons(persons: Sequence[NewPerson], dim: int) -> list[CheckedPerson]:
-    """All of ``persons`` fit to be stored; :class:`UsageError` names the first that is not, by its place."""
+def check_persons(persons: Sequence[NewPerson], dim: int) -> list[ValidPerson]:
+    """Return ``persons`` ready to be stored; :class:`UsageError` names the first invalid one by its index."""
     checked = []
-    for place, person in enumerate(persons):
+    for index, person in enumerate(persons):
         try:
             vectors = unit_vectors(person.vectors, dim)
-            checked.append(CheckedPerson(vectors, check_name(person.name), check_metadata(person.metadata)))
+            checked.append(ValidPerson(vectors, check_name(person.name), check_metadata(person.metadata)))
         except UsageError as error:
-            raise UsageError(f"person {place} of {len(persons)}: {error}" if len(persons) > 1 else str(error)) from None
+            raise UsageError(f"person {index} of {len(persons)}: {error}" if len(persons) > 1 else str(error)) from None
     return checked
 
 
 def check_search(k: int, threshold: float, filter: Filter | None) -> None:
-    """:class:`UsageError` unless ``k`` is a whole number >= 1, ``threshold`` a number and ``filter`` a filter."""
-    if not _is_whole(k) or k < 1:
+    """Raise :class:`UsageError` unless ``k`` is an integer >= 1, ``threshold`` a number and ``filter`` a filter."""
+    if not _is_integer(k) or k < 1:
         raise UsageError(f"k is {ascii(k)[:80]}; at least one match must be asked for")
     if isinstance(threshold, bool) or not isinstance(threshold, int | float | np.number) or math.isnan(threshold):
         raise UsageError(f"the threshold is {ascii(threshold)[:80]}; it is a cosine from -1 to 1")
@@ -85,17 +85,17 @@ def check_search(k: int, threshold: float, filter: Filter | None) -> None:
 
 
 def check_page(after: int, limit: int, filter: Filter | None) -> None:
-    """:class:`UsageError` unless ``after`` and ``limit`` are whole numbers, ``limit`` >= 1."""
-    if not _is_whole(limit) or limit < 1:
+    """Raise :class:`UsageError` unless ``after`` and ``limit`` are integers, ``limit`` >= 1, ``filter`` a filter."""
+    if not _is_integer(limit) or limit < 1:
         raise UsageError(f"limit is {ascii(limit)[:80]}; at least one person must be asked for")
-    if not _is_whole(after):
+    if not _is_integer(after):
         raise UsageError(f"after is {ascii(after)[:80]}; it is the id of a person, or 0")
     _check_filter(filter)
 
 
 def is_id(value: Any) -> bool:
-    """Whether a person or a face could have ``value`` as its id."""
-    return _is_whole(value) and 0 < value <= LARGEST_ID
+    """Return True if ``value`` could be the id of a person or a face."""
+    return _is_integer(value) and 0 < value <= MAX_ID
 
 
 def _check_filter(filter: Filter | None) -> None:
@@ -103,13 +103,5 @@ def _check_filter(filter: Filter | None) -> None:
         raise UsageError(f"a filter is made by Filter.parse, and not a {type(filter).__name__}")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _storable(text: str) -> bool:
-    """Whether UTF-8 can hold it, and databases: JSON may carry half a surrogate pair, and NUL."""
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:
-        return False

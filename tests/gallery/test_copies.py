@@ -7,8 +7,8 @@ import pytest
 from support.memory_store import MemoryStore
 
 from plsc.errors import ConflictError, DataError, IntegrityError, StorageError
-from plsc.gallery.copies import copy_into, read_copy, write_copy
 from plsc.gallery.store import Collection, NewPerson
+from plsc.gallery.transfer import copy_into, read_copy, write_copy
 
 
 def gallery() -> MemoryStore:
@@ -76,7 +76,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "vectors")
 
-    monkeypatch.setattr("plsc.gallery.copies._with_header", full)
+    monkeypatch.setattr("plsc.gallery.transfer._add_header", full)
     with pytest.raises(StorageError, match="cannot write vectors: No space left"):
         write_copy(tmp_path / "copy", [(Collection("a", 3, "m", "", 0, 0), [])])
     assert list(tmp_path.iterdir()) == []

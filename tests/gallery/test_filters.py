@@ -61,8 +61,8 @@ scalars = text | numbers | st.booleans()
     ],
 )
 def test_what_holds(asked: dict[str, Any], holds: bool) -> None:
-    assert Filter.parse(asked).holds(ADA) is holds
-    assert Filter.parse(json.loads(json.dumps(asked))).holds(ADA) is holds
+    assert Filter.parse(asked).matches(ADA) is holds
+    assert Filter.parse(json.loads(json.dumps(asked))).matches(ADA) is holds
 
 
 @settings(max_examples=200, deadline=None)
@@ -90,7 +90,7 @@ def test_operators_agree_with_exact_arithmetic(found: Any, value: Any) -> None:
         if operator in ("lt", "lte", "gt", "gte") and kinds[1] is bool:
             continue
         asked = [value] if operator == "in" else value
-        assert Filter.parse({"k": {operator: asked}}).holds({"k": found}) is truth, operator
+        assert Filter.parse({"k": {operator: asked}}).matches({"k": found}) is truth, operator
 
 
 @pytest.mark.parametrize(
@@ -164,12 +164,12 @@ def test_good_metadata_passes_and_fits_itself(metadata: dict[str, Any]) -> None:
     checked = check_metadata(metadata)
     assert checked == metadata
     assert checked is not metadata
-    assert Filter.parse(metadata).holds(checked)
-    assert Filter.parse({key: {"exists": True} for key in metadata}).holds(checked)
+    assert Filter.parse(metadata).matches(checked)
+    assert Filter.parse({key: {"exists": True} for key in metadata}).matches(checked)
 
 
 def test_every_operator_has_a_meaning() -> None:
     values = {"in": [1], "exists": True}
     for operator in OPERATORS:
         condition = Filter.parse({"k": {operator: values.get(operator, 1)}})
-        assert condition.holds({"k": 1}) is (operator not in ("ne", "gt", "lt"))
+        assert condition.matches({"k": 1}) is (operator not in ("ne", "gt", "lt"))

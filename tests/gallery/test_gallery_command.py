@@ -8,9 +8,9 @@ import pytest
 
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import write_embedding_set
-from plsc.gallery.copies import write_copy
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import Collection, NewPerson, Person
+from plsc.gallery.transfer import write_copy
 from plsc.tools.entry import main
 
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import pytest
 
 from plsc.errors import IntegrityError, PlscError, StorageError
-from plsc.gallery.reserve import RESERVE
-from plsc.gallery.snapshot import restore
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite import RESERVE
+from plsc.gallery.sqlite.backup import restore
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import NewPerson
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
@@ -76,7 +76,7 @@ def test_a_bit_flipped_in_a_base_is_named_and_the_base_made_anew(
         store = SqliteStore(folder)
         told = capsys.readouterr().err
         assert str(path.parent) in told
-        assert "making it anew" in told
+        assert "rebuilding it" in told
         verify_found(store)
         store.check()
         store.close()
@@ -106,7 +106,7 @@ def test_a_lost_base_is_made_anew(folder: Path, lost: str, capsys: pytest.Captur
     else:
         (base / lost).unlink()
     store = SqliteStore(folder)
-    assert "making it anew" in capsys.readouterr().err
+    assert "rebuilding it" in capsys.readouterr().err
     verify_found(store)
     store.check()
     store.close()
@@ -124,7 +124,7 @@ def test_an_older_base_in_place_of_the_current_one_is_not_taken(
     shutil.rmtree(base)
     shutil.copytree(tmp_path / "older", base)
     store = SqliteStore(folder)
-    assert "another base" in capsys.readouterr().err
+    assert "another segment" in capsys.readouterr().err
     verify_found(store)
     store.close()
 
@@ -335,7 +335,7 @@ def test_a_full_disk_refuses_what_adds_takes_what_deletes_and_loses_nothing(smal
 def test_a_compaction_without_room_is_put_off_and_tried_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.compaction._PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("plsc.gallery.sqlite.compaction._RETRY_SECONDS", 0.05)
     store = SqliteStore(small_disk / "store")
     store.create_collection(GALLERY, DIM, MODEL)
     store.add_persons(GALLERY, [NewPerson(faces(4000))], MODEL)
@@ -344,7 +344,7 @@ def test_a_compaction_without_room_is_put_off_and_tried_again(
         store.compact()
     assert not list((small_disk / "store" / "collections").rglob("*.npy"))
     assert store.search(GALLERY, faces(1), k=1)[0][0].score > 0.999
-    monkeypatch.setattr("plsc.gallery.searched.LEAST_DELTA", 100)
+    monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 100)
     store._maintenance.wake()
     wait_for(lambda: store.statistics()[GALLERY]["failed_compactions"])
     assert "put off" in capsys.readouterr().err
@@ -359,7 +359,7 @@ import resource, signal, sys
 import numpy as np
 from plsc.errors import StorageError
 from plsc.gallery.store import NewPerson
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite.store import SqliteStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = SqliteStore(sys.argv[1])
 store.create_collection("people", 16, "a model")
@@ -394,7 +394,7 @@ def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
 def test_a_damaged_row_does_not_end_the_compactions_for_good(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.compaction._PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("plsc.gallery.sqlite.compaction._RETRY_SECONDS", 0.05)
     store = SqliteStore(folder)
 
     def figures() -> dict[str, float]:
@@ -405,8 +405,8 @@ def test_a_damaged_row_does_not_end_the_compactions_for_good(
     for content, done in ((bytes(64), False), (vector, True)):
         connection.execute("UPDATE vectors SET vector = ? WHERE face = 7", (content,))
         connection.commit()
-        monkeypatch.setattr("plsc.gallery.searched.LEAST_DELTA", 3)
-        monkeypatch.setattr("plsc.gallery.searched.DELTA_SHARE", 10)
+        monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 3)
+        monkeypatch.setattr("plsc.gallery.sqlite.collection_state.COMPACTION_DIVISOR", 10)
         store._maintenance.wake()
         wait_for(lambda done=done: not figures()["delta"] if done else figures()["failed_compactions"])
     connection.close()

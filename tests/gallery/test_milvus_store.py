@@ -13,11 +13,11 @@ import pytest
 from support.store_kits import Servers, milvus_server
 
 from plsc.errors import NotFoundError, StorageError, UsageError
-from plsc.gallery.copies import read_copy
 from plsc.gallery.filters import Filter
 from plsc.gallery.milvus_filters import expression, fits_of
 from plsc.gallery.milvus_store import MilvusStore, open_milvus
 from plsc.gallery.store import NewPerson
+from plsc.gallery.transfer import read_copy
 
 pytestmark = pytest.mark.slow
 

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from support.contract_kit import DIM, GALLERY, MODEL, faces
 
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite.segments import RowMasks, SegmentView
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import NewPerson
-from plsc.gallery.view import Allowed, View
 
 
 def test_faces_are_asked_for_by_how_many_a_person_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many that k persons must be among them, and more, as often as it takes, only where somebody has very many."""
     asked: list[int] = []
-    nearest = View.nearest
+    knn = SegmentView.knn
 
-    def recorded(view: View, queries: Any, count: int, allowed: Allowed) -> Any:
+    def recorded(view: SegmentView, queries: Any, count: int, masks: RowMasks) -> Any:
         asked.append(count)
-        return nearest(view, queries, count, allowed)
+        return knn(view, queries, count, masks)
 
-    monkeypatch.setattr(View, "nearest", recorded)
+    monkeypatch.setattr(SegmentView, "knn", recorded)
     with contextlib.closing(SqliteStore(tmp_path / "store")) as store:
         store.create_collection(GALLERY, DIM, MODEL)
         vectors = faces(100)

@@ -11,11 +11,11 @@ from support.store_kits import Servers
 
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, StorageError, UsageError
 from plsc.gallery import postgres_rows as rows
-from plsc.gallery.copies import read_copy
 from plsc.gallery.filters import Filter
 from plsc.gallery.postgres_filters import conditions, metadata_text
 from plsc.gallery.postgres_store import PostgresStore, open_postgres
 from plsc.gallery.store import NewPerson
+from plsc.gallery.transfer import read_copy
 
 
 @pytest.fixture

@@ -14,14 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import plsc.gallery.searched
 from plsc.embed.embedding_set import EmbeddingSet
 from plsc.embed.set_writer import write_embedding_set
 from plsc.errors import ConflictError, DataError, UsageError
-from plsc.gallery import records
 from plsc.gallery.filters import Filter
-from plsc.gallery.snapshot import IDS_SKIPPED, restore
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite import compaction
+from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import NewPerson, Person, open_store
 from plsc.gallery.transfer import export_set, import_set
 
@@ -110,7 +109,7 @@ def test_a_deleted_collection_leaves_no_bytes(tmp_path: Path) -> None:
 
 
 def test_rows_that_were_overwritten_give_their_room_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plsc.gallery.compaction._LEAST_ERASED", 100)
+    monkeypatch.setattr("plsc.gallery.sqlite.compaction._MIN_ERASED", 100)
     store = open_people(tmp_path / "store")
     made = store.add_persons(GALLERY, [NewPerson(faces(200, n)) for n in range(20)], MODEL)
     store.compact()
@@ -201,7 +200,7 @@ def check_search(store: SqliteStore, known: dict[int, tuple[int, Float32, int]],
 def test_compaction_in_the_background_keeps_what_is_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plsc.gallery.searched, "LEAST_DELTA", 50)
+    monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 50)
     store = open_people(tmp_path / "store")
     done = threading.Event()
     broken: list[str] = []
@@ -239,11 +238,11 @@ def test_a_search_under_way_keeps_its_view_when_a_base_is_replaced(tmp_path: Pat
     store = open_people(tmp_path / "store")
     made = enrol(store, faces(30))
     store.compact()
-    searched = store._searched[GALLERY]
-    view = searched.view
+    state = store._states[GALLERY]
+    view = state.view
     store.delete_person(GALLERY, made[0].id)
     store.compact()
-    scores, found, _ = view.nearest(faces(1), 1, view.allowed(None))
+    scores, found, _ = view.knn(faces(1), 1, view.masks_of(None))
     assert found[0, 0] == made[0].faces[0]
     assert scores[0, 0] > 0
     assert store.search(GALLERY, faces(1), k=1)[0][0].person != made[0].id
@@ -354,13 +353,13 @@ def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tm
         store.delete_person(GALLERY, person.id)
     store.compact()
     with store._database.writing() as db:
-        assert records.erased_count(db) == 20
-        records.delete_erased(db)
+        assert compaction.count_erased(db) == 20
+        compaction.purge_erased(db)
     store.close()
     store = SqliteStore(tmp_path / "store")
     with store._database.reading() as db:
-        assert records.erased_count(db) == 0
-        assert not records.is_unfinished(db)
+        assert compaction.count_erased(db) == 0
+        assert not compaction.is_vacuum_pending(db)
     assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[20:]]
     store.check()
     store.close()
@@ -485,7 +484,7 @@ def test_any_embedding_set_can_be_enrolled(tmp_path: Path) -> None:
 
 def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_embedding_set(tmp_path / "set", faces(10), contract_id=MODEL)
-    monkeypatch.setattr("plsc.gallery.transfer._FACES_TOGETHER", 4)
+    monkeypatch.setattr("plsc.gallery.transfer._IMPORT_BATCH_FACES", 4)
     store = SqliteStore(tmp_path / "store")
     add, calls = store.add_persons, itertools.count()
 
@@ -507,14 +506,14 @@ def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, mo
 def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.planning._WATCH_SECONDS", 0.02)
+    monkeypatch.setattr("plsc.gallery.sqlite.collection_state._RECALL_INTERVAL_SECONDS", 0.02)
     generator = np.random.default_rng(0)
     centres = generator.standard_normal((1000, DIM))
     store = open_people(tmp_path / "store", latency_ms=1e-6)  # which nothing meets: the fastest is taken
     new = [NewPerson(centre + 0.2 * generator.standard_normal((6, DIM))) for centre in centres]
     made = store.add_persons(GALLERY, new, MODEL)
     store.compact()
-    searched = store._searched[GALLERY]
+    state = store._states[GALLERY]
     for _ in range(600):
         if store.statistics()[GALLERY]["approximate"]:
             break
@@ -524,14 +523,14 @@ def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_i
     quick, true = store.search(GALLERY, queries, k=3), exact.search(GALLERY, queries, k=3)
     if not store.statistics()[GALLERY]["approximate"]:
         pytest.skip("no structure is faster than the exact search of so few rows on this machine")
-    assert searched.view.base is not None
+    assert state.view.sealed is not None
     assert store.statistics()[GALLERY]["recall"] >= 0.99
     faces_found = [[match.face for match in answer] for answers in (quick, true) for answer in answers]
     assert np.mean([one == two for one, two in zip(faces_found[:1000], faces_found[1000:], strict=True)]) > 0.9
     assert [len(answer) for answer in store.search(GALLERY, queries[:2], k=10**6)] == [1000, 1000]
     monkeypatch.setattr(
-        searched.view.base.quick,
-        "_found",
+        state.view.sealed.ann,
+        "_structure_and_held_out",
         lambda asked, k, _: (  # as if the rows had moved away
             np.full((len(asked), k), -1, np.float32),
             np.tile(np.arange(k), (len(asked), 1)),

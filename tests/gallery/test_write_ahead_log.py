@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from plsc.errors import IntegrityError
-from plsc.gallery.sqlite_store import SqliteStore
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import NewPerson
 
 GALLERY, MODEL, DIM = "people", "m", 16

@@ -139,7 +139,7 @@ class MemoryStore:
         if type(limit) is not int or limit < 1:
             raise UsageError("limit")
         known = self._of(collection).persons
-        fit = [known[id] for id in sorted(known) if id > after and (not filter or filter.holds(known[id].metadata))]
+        fit = [known[id] for id in sorted(known) if id > after and (not filter or filter.matches(known[id].metadata))]
         return fit[:limit]
 
     @_alone
@@ -211,7 +211,7 @@ class MemoryStore:
     def _nearest(self, rows: _Rows, query: Float64, filter: Filter | None) -> list[Match]:
         best = []
         for person in rows.persons.values():
-            if person.faces and (filter is None or filter.holds(person.metadata)):
+            if person.faces and (filter is None or filter.matches(person.metadata)):
                 scores = [float(np.clip(np.float32(rows.vectors[face] @ query), -1, 1)) for face in person.faces]
                 place = int(np.argmax(scores))
                 best.append(Match(person.id, person.faces[place], scores[place]))

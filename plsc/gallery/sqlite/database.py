@@ -1,8 +1,9 @@
-"""The SQLite file that is a gallery's truth: its schema, its connections, and what its errors mean.
+"""The SQLite file that holds a gallery's rows: schema, connections, and the meaning of its errors.
 
-Vectors lie in a table of their own that only grows: a row is never moved to another page, and forgetting one
-overwrites it where it lies, so that no stale copy of it stays behind in a page (SQLite's secure_delete clears what it
-frees, not what it copies from page to page). Checksums guard each row's content, which SQLite itself does not.
+Deleted vectors must leave no copy in the file. SQLite's ``secure_delete`` zeroes pages that it frees, but not the stale
+copies that remain when it moves a row between pages. So vectors live in a table of their own that only grows: a row is
+never moved, and erasing a vector overwrites it in place with zeros of the same length. SQLite does not checksum its
+pages either, so every row carries a checksum of its content (plsc.gallery.sqlite.records).
 """
 
 import queue
@@ -12,15 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
-from plsc.gallery.write_ahead_log import check_log
 
 APPLICATION_ID = 0x706C7363  # "plsc"
 VERSION = 1
-PAGE_BYTES = 16384  # seven vectors of 512 numbers to a page; in SQLite's usual 4 KiB half of each page stays empty
-ERASED = bytes(5)  # the checksum of a vector that was overwritten
-_WAIT_SECONDS = 30.0
-_IDLE_READERS = 16
+PAGE_BYTES = 16384  # seven vectors of 512 numbers per page; SQLite's default of 4 KiB would waste half of each page
+ERASED = bytes(5)  # the checksum column of an erased vector; vector_checksum never returns it
+_BUSY_TIMEOUT_SECONDS = 30.0
+_MAX_IDLE_READERS = 16
 
+# The column names belong to the file format. `base` is the number of the current sealed segment (0: none), `seal` its
+# manifest's digest, `covered` its watermark (the largest face id that it accounts for), `forgotten` the tombstones.
 SCHEMA = (
     """CREATE TABLE collections (
         number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, dim INTEGER NOT NULL,
@@ -36,13 +38,13 @@ SCHEMA = (
         person INTEGER NOT NULL REFERENCES persons (id), checksum INTEGER NOT NULL)""",
     "CREATE INDEX faces_of_collection ON faces (collection)",
     "CREATE INDEX faces_of_person ON faces (person)",
-    # face: not a reference, for the row outlives the face until it is overwritten, and its place after that
+    # face is no foreign key: the row outlives the face until it is erased, and keeps its space after that
     "CREATE TABLE vectors (face INTEGER PRIMARY KEY, checksum BLOB NOT NULL, vector BLOB NOT NULL)",
     "CREATE INDEX erased ON vectors (face) WHERE checksum = x'0000000000'",
-    # faces whose vectors are still in the base or in this file
+    # tombstones: deleted faces whose vectors are still in a sealed segment or in this file
     "CREATE TABLE forgotten (face INTEGER PRIMARY KEY, collection INTEGER NOT NULL)",
     "CREATE INDEX forgotten_of_collection ON forgotten (collection)",
-    # what filters look at: kind 0 truth, 1 number, 2 text (plsc.gallery.records)
+    # metadata as filters compare it; kind is a plsc.gallery.filters.Kind
     """CREATE TABLE attributes (
         collection INTEGER NOT NULL, key TEXT NOT NULL, kind INTEGER NOT NULL, value NOT NULL, person INTEGER NOT NULL,
         PRIMARY KEY (collection, key, kind, value, person)) WITHOUT ROWID""",
@@ -51,20 +53,18 @@ SCHEMA = (
 
 
 class Database:
-    """The connections to ``path``: one that writes, and readers, each used by one thread at a time.
+    """Connections to the SQLite file at ``path``: one writer, and a pool of readers used by one thread at a time each.
 
-    Callers serialise their writes. Errors: :class:`StorageError` where nothing can be written, and
-    :class:`IntegrityError` where what was read is damaged, both naming the file.
+    Callers serialise their writes. Every method translates SQLite's errors with :func:`translate_errors`.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open ``path``, or make it; :class:`DataError` if it is another program's, or a later version's."""
+        """Open ``path`` or create it; :class:`DataError` if it is another program's file or a later version's."""
         self.path = path
         self._closed = False
         self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
-        check_log(path, PAGE_BYTES)  # first: SQLite would take what is lost for never written, and remove the log
-        with errors_of(path):
-            self._writer = _connected(path)
+        with translate_errors(path):
+            self._writer = _connect(path)
             try:
                 _prepare(self._writer, path)
             except BaseException:
@@ -73,22 +73,21 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection for reading; every statement sees all that is committed."""
-        with errors_of(self.path):
-            if self._closed:
-                raise UsageError(f"the store {self.path.parent} is closed")
+        """Yield a connection for reading; each statement sees everything committed before it."""
+        with translate_errors(self.path):
+            self._require_open()
             try:
                 connection = self._idle.get_nowait()
             except queue.Empty:
-                connection = _connected(self.path)
+                connection = _connect(self.path)
             try:
                 yield connection
             finally:
-                self._give_back(connection)
+                self._release(connection)
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
-        """A connection for reading whose statements all see the same moment."""
+        """Yield a connection for reading whose statements all see the same moment."""
         with self.reading() as connection:
             connection.execute("BEGIN")
             try:
@@ -98,10 +97,9 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction: committed and on disk after the block, or undone where anything in it fails."""
-        with errors_of(self.path):
-            if self._closed:
-                raise UsageError(f"the store {self.path.parent} is closed")
+        """Run a transaction: committed and synced to disk after the block, rolled back if anything in it fails."""
+        with translate_errors(self.path):
+            self._require_open()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
@@ -111,47 +109,51 @@ class Database:
                     self._writer.execute("ROLLBACK")
                 raise
 
-    def empty_log(self) -> None:
-        """Bring the write-ahead log into the file and cut it to nothing: old pages are then in neither."""
-        with errors_of(self.path):
+    def truncate_log(self) -> None:
+        """Checkpoint the write-ahead log into the file and truncate it: neither then holds superseded pages."""
+        with translate_errors(self.path):
             busy = self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
         if busy:
             raise StorageError(f"{self.path}: a long read keeps the write-ahead log in use; try again later")
 
     def vacuum(self) -> None:
-        """Write the file anew, without the room that was freed. Needs as much room again while it works."""
-        with errors_of(self.path):
+        """Rewrite the file without its free space. Needs as much disk space again while it runs."""
+        with translate_errors(self.path):
             self._writer.execute("VACUUM")
 
     def close(self) -> None:
-        """Close all connections that are not in use."""
+        """Close all idle connections; one in use is closed when it is returned."""
         self._closed = True
         while not self._idle.empty():
             self._idle.get_nowait().close()
         self._writer.close()
 
-    def _give_back(self, connection: sqlite3.Connection) -> None:
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError(f"the store {self.path.parent} is closed; open it again")
+
+    def _release(self, connection: sqlite3.Connection) -> None:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
-        if self._closed or self._idle.qsize() >= _IDLE_READERS:
+        if self._closed or self._idle.qsize() >= _MAX_IDLE_READERS:
             connection.close()
         else:
             self._idle.put(connection)
 
 
 @contextmanager
-def errors_of(path: Path) -> Iterator[None]:
-    """Tell what SQLite's errors mean for the one who asked."""
+def translate_errors(path: Path) -> Iterator[None]:
+    """Turn SQLite's errors into ours: :class:`StorageError` if it cannot write, :class:`IntegrityError` for damage."""
     try:
         yield
     except sqlite3.Error as error:
-        raise _meaning(error, path) from None
-    except UnicodeDecodeError:  # in SQLite's own message
+        raise _translated(error, path) from None
+    except UnicodeDecodeError:  # raised by sqlite3 for a damaged schema, whose text is in SQLite's message
         raise _corrupt(path, "its schema is not what was written") from None
 
 
-def damaged(connection: sqlite3.Connection, what: str) -> IntegrityError:
-    """The error that names the file of ``connection`` and ``what`` is damaged in it."""
+def corrupt_row(connection: sqlite3.Connection, what: str) -> IntegrityError:
+    """Return the error for damaged content: it names the file of ``connection`` and ``what`` is wrong in it."""
     path = connection.execute("PRAGMA database_list").fetchone()[2]
     return _corrupt(path, what)
 
@@ -160,8 +162,8 @@ def _corrupt(path: Path, what: object) -> IntegrityError:
     return IntegrityError(f"{path} is corrupt: {what}; restore a snapshot with plsc gallery restore")
 
 
-def _meaning(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+def _translated(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits say where it happened
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error):
         return _corrupt(path, error)
     if code in (
@@ -175,18 +177,19 @@ def _meaning(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
     ):
         return StorageError(f"{path}: {error}; nothing was changed: make room on the disk, or check its permissions")
     if isinstance(error, sqlite3.ProgrammingError) and "closed" in str(error):
-        return UsageError(f"the store {path.parent} is closed")
+        return UsageError(f"the store {path.parent} is closed; open it again")
     return error
 
 
-def _connected(path: Path) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=_WAIT_SECONDS, isolation_level=None, check_same_thread=False)
+def _connect(path: Path) -> sqlite3.Connection:
+    # isolation_level None: we issue BEGIN and COMMIT ourselves. Readers move between threads, one at a time.
+    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
     connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-    connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA synchronous = FULL")  # COMMIT returns after the log is synced: that is what "durable" is
     connection.execute("PRAGMA foreign_keys = ON")
     connection.execute("PRAGMA secure_delete = ON")
     connection.execute("PRAGMA temp_store = MEMORY")
-    # a filter's values after "in": as many as they are, and exact (JSON's fractions would be rounded once more)
+    # The values after "in" of a filter: any number of them, and exact, which a JSON parameter would not be for floats.
     connection.execute(
         "CREATE TEMP TABLE wanted (place INTEGER, kind INTEGER, value, PRIMARY KEY (place, kind, value)) WITHOUT ROWID"
     )
@@ -206,9 +209,9 @@ def _prepare(connection: sqlite3.Connection, path: Path) -> None:
     elif version != VERSION:
         raise DataError(f"{path} is a gallery of version {version}; this plsc reads version {VERSION}")
     elif sorted(_statements(connection)) != sorted(SCHEMA):
-        raise damaged(connection, "its schema is not what was written")
+        raise corrupt_row(connection, "its schema is not what was written")
     if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
-        raise StorageError(f"{path}: this file system does not take a write-ahead log; use a local disk")
+        raise StorageError(f"{path}: this file system does not support a write-ahead log; use a local disk")
 
 
 def _statements(connection: sqlite3.Connection) -> list[str]:
@@ -217,7 +220,7 @@ def _statements(connection: sqlite3.Connection) -> list[str]:
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """All in one transaction: a killed creation leaves an empty file, which is begun anew."""
+    """Create the schema in one transaction: a process killed here leaves an empty file, which is created again."""
     connection.execute("BEGIN IMMEDIATE")
     for statement in SCHEMA:
         connection.execute(statement)

@@ -1,10 +1,10 @@
-"""Snapshots: a store's SQLite file as it was at one moment, sealed; and stores made of them again.
+"""Snapshots of a store in a folder, and stores restored from them.
 
-    SNAPSHOT/
-      manifest.json      sealed: when it was taken, every collection's figures, and {file: {"bytes", "sha256"}}
-      gallery.sqlite     all there was, and no vector of what had been deleted by then
+SNAPSHOT/
+  manifest.json      with its own digest: when it was taken, every collection's figures, {file: {"bytes", "sha256"}}
+  gallery.sqlite     every row of one moment, and no vector of what had been deleted by then
 
-Bases are not copied, for they are made from SQLite.
+Segments are not copied: opening a restored store rebuilds them from SQLite.
 """
 
 import os
@@ -17,38 +17,49 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import ConflictError, UsageError
-from plsc.files import Manifest, atomic_replace_dir, describe_files, read_manifest, verify_files, write_manifest
-from plsc.gallery import records
-from plsc.gallery.database import Database, errors_of
-from plsc.gallery.storage_errors import storage_errors
+from plsc.files import (
+    Manifest,
+    atomic_replace_dir,
+    describe_files,
+    read_manifest,
+    storage_errors,
+    verify_files,
+    write_manifest,
+)
+from plsc.gallery.sqlite import SQLITE, records
+from plsc.gallery.sqlite.compaction import clear_vacuum_pending, erase, orphaned_collections, tombstones
+from plsc.gallery.sqlite.database import Database, translate_errors
 from plsc.gallery.validation import now
 
 FORMAT = "plsc gallery snapshot"
 VERSION = 1
-SQLITE = "gallery.sqlite"
-# A restored store counts on from here above: what was given an id after the snapshot does not share it with others.
+# Ids of a restored store begin this much higher, so that none is given again that was given after the snapshot.
 IDS_SKIPPED = 1_000_000_000
 
 
 def write_snapshot(database: Database, target: Path) -> None:
     """Copy what is committed at this moment into the new folder ``target``; writes go on meanwhile.
 
-    :class:`ConflictError` if ``target`` exists, :class:`StorageError` where there is no room; nothing is left then.
+    Raises:
+        ConflictError: ``target`` exists.
+        StorageError: there is no room; nothing is left then.
     """
-    _refuse_existing(target)
-    with _published(target) as tmp_path:
+    _require_new(target)
+    with _atomic_folder(target) as tmp_path:
         with database.reading() as db:
-            db.execute("VACUUM INTO ?", (str(tmp_path / SQLITE),))
+            db.execute("VACUUM INTO ?", (str(tmp_path / SQLITE),))  # one read transaction, so one moment
         with _opened(tmp_path / SQLITE) as db:
-            collections = _without_forgotten(db)
+            collections = _erase_deleted(db)
         content: Manifest = {"format": FORMAT, "version": VERSION, "created": now(), "collections": collections}
         write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, [SQLITE])})
 
 
 def read_snapshot(folder: Path) -> Manifest:
-    """The manifest of a snapshot whose every file was hashed.
+    """Return a snapshot's manifest after hashing every file.
 
-    Raises :class:`UsageError` or :class:`DataError` if ``folder`` is none, :class:`IntegrityError` where it is damaged.
+    Raises:
+        UsageError, DataError: ``folder`` is no snapshot.
+        IntegrityError: it is damaged; names the file.
     """
     if not folder.is_dir():
         raise UsageError(f"there is no snapshot {folder}")
@@ -58,37 +69,43 @@ def read_snapshot(folder: Path) -> Manifest:
 
 
 def restore(snapshot: str | Path, store: str | Path) -> dict[str, Any]:
-    """Make the new store ``store`` of a snapshot; returns when it was taken and what it holds.
+    """Create the new store ``store`` from a snapshot.
 
-    Ids go on a billion higher, so that none that was given after the snapshot is given again. Bases are made when the
-    store is opened. :class:`ConflictError` if ``store`` exists; what :func:`read_snapshot` raises.
+    Ids continue a billion higher: ids given after the snapshot may be known to others, and must not mean someone else.
+
+    Returns:
+        {"store", "created" (when the snapshot was taken), "collections"}.
+
+    Raises:
+        ConflictError: ``store`` exists.
+        UsageError, DataError, IntegrityError: see :func:`read_snapshot`.
     """
     source, target = Path(snapshot), Path(store)
     manifest = read_snapshot(source)
-    _refuse_existing(target)
-    with _published(target) as tmp_path:
+    _require_new(target)
+    with _atomic_folder(target) as tmp_path:
         shutil.copyfile(source / SQLITE, tmp_path / SQLITE)
-        verify_files(tmp_path, manifest["files"])
+        verify_files(tmp_path, manifest["files"])  # the copy, too: it is what will be used
         with _opened(tmp_path / SQLITE) as db:
             _skip_ids(db)
     return {"store": str(target), "created": manifest["created"], "collections": manifest["collections"]}
 
 
-def _refuse_existing(target: Path) -> None:
+def _require_new(target: Path) -> None:
     if target.exists():
         raise ConflictError(f"{target} exists already; name a new folder")
 
 
 @contextmanager
-def _published(target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``target`` at the end; nothing is left where that fails."""
+def _atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill, which becomes ``target`` on success and is removed on failure."""
     target = target.absolute()
     tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with storage_errors(target):
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(tmp_path, ignore_errors=True)
-            tmp_path.mkdir(mode=0o700)  # biometrics are nobody else's to read
+            tmp_path.mkdir(mode=0o700)  # biometric data: readable by the owner alone
             yield tmp_path
             atomic_replace_dir(tmp_path, target)
         finally:
@@ -97,8 +114,8 @@ def _published(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A copy that nobody else uses, in one transaction; it is thrown away where this fails, so it needs no log."""
-    with errors_of(path):
+    """Open a copy that nobody else uses, in one transaction. It is discarded on failure, so it needs no journal."""
+    with translate_errors(path):
         connection = sqlite3.connect(path, isolation_level=None)
         try:
             connection.execute("PRAGMA journal_mode = OFF")
@@ -110,14 +127,14 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
             connection.close()
 
 
-def _without_forgotten(db: sqlite3.Connection) -> list[dict[str, Any]]:
-    """Overwrite what was deleted and let go of bases; returns the collections' figures."""
+def _erase_deleted(db: sqlite3.Connection) -> list[dict[str, Any]]:
+    """Erase deleted vectors and forget the segments, which are not copied; returns the collections' figures."""
     found = records.all_collections(db)
-    for number in [*(one.number for one in found), *records.orphaned(db)]:
-        records.erase(db, records.forgotten(db, number))
+    for number in [*(stored.number for stored in found), *orphaned_collections(db)]:
+        erase(db, tombstones(db, number))
     db.execute("UPDATE collections SET base = 0, seal = '', covered = 0")
-    records.set_finished(db)
-    return [asdict(one.about) for one in found]
+    clear_vacuum_pending(db)
+    return [asdict(stored.info) for stored in found]
 
 
 def _skip_ids(db: sqlite3.Connection) -> None:

@@ -1,8 +1,8 @@
-"""What is remembered of persons is never older than the last change, and never takes more memory than allowed."""
+"""What is cache of persons is never older than the last change, and never takes more memory than allowed."""
 
 import pytest
 
-from plsc.gallery.remembered_names import RememberedNames
+from plsc.gallery.sqlite.collection_state import PersonCache
 from plsc.gallery.store import PersonSummary
 
 
@@ -22,45 +22,45 @@ class Truth:
 
 
 def test_only_unknown_persons_are_read_and_all_are_given_in_the_order_asked_for() -> None:
-    truth, remembered = Truth(9), RememberedNames()
-    assert list(remembered.of([5, 2], truth.read)) == [5, 2]
-    assert remembered.of([2, 7, 99, 5], truth.read) == {person: truth.names[person] for person in (2, 7, 5)}
-    assert list(remembered.of([7, 5], truth.read)) == [7, 5]
+    truth, cache = Truth(9), PersonCache()
+    assert list(cache.get([5, 2], truth.read)) == [5, 2]
+    assert cache.get([2, 7, 99, 5], truth.read) == {person: truth.names[person] for person in (2, 7, 5)}
+    assert list(cache.get([7, 5], truth.read)) == [7, 5]
     assert truth.asked == [[5, 2], [7, 99]]
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_changed_person_is_read_again(fails: bool) -> None:
-    truth, remembered = Truth(3), RememberedNames()
-    remembered.of([1, 2], truth.read)
+    truth, cache = Truth(3), PersonCache()
+    cache.get([1, 2], truth.read)
     try:
-        with remembered.changing(1):
+        with cache.invalidating(1):
             truth.names[1] = PersonSummary(1, "Grace", {})
             if fails:
                 raise OSError("the answer was lost, the change was made")
     except OSError:
         assert fails
-    assert remembered.of([1, 2], truth.read)[1].name == "Grace"
+    assert cache.get([1, 2], truth.read)[1].name == "Grace"
     assert truth.asked == [[1, 2], [1]]
 
 
 def test_what_was_read_before_a_change_and_comes_after_it_is_not_kept() -> None:
-    truth, remembered = Truth(3), RememberedNames()
+    truth, cache = Truth(3), PersonCache()
 
     def read_slowly(persons: list[int]) -> dict[int, PersonSummary]:
         found = truth.read(persons)
-        with remembered.changing(1):
+        with cache.invalidating(1):
             truth.names[1] = PersonSummary(1, "Grace", {})
         return found
 
-    remembered.of([1], read_slowly)
-    assert remembered.of([1], truth.read)[1].name == "Grace"
+    cache.get([1], read_slowly)
+    assert cache.get([1], truth.read)[1].name == "Grace"
 
 
 def test_those_found_longest_ago_are_let_go_first() -> None:
-    truth, remembered = Truth(100), RememberedNames(most_bytes=10_000)
+    truth, cache = Truth(100), PersonCache(max_bytes=10_000)
     for person in range(1, 101):
-        remembered.of([1, person], truth.read)
+        cache.get([1, person], truth.read)
     truth.asked.clear()
-    remembered.of([1, 2, 99, 100], truth.read)
+    cache.get([1, 2, 99, 100], truth.read)
     assert truth.asked == [[2]]

@@ -1,0 +1,296 @@
+"""Compaction: new sealed segments out of SQLite, and the erasure of deleted vectors, while searches and writes go on.
+
+A deleted vector's way out of the files, each step durable before the next begins:
+
+1. ``delete_person`` deletes the rows and writes a tombstone per face (table ``forgotten``), in one transaction; the
+   published view masks the faces, so no search finds them. Their vectors are still in two files.
+2. A rebuild publishes a segment without them, lets SQLite point to it, and removes the former segment.
+3. ``erase`` overwrites the vectors in SQLite's file with zeros, in place, and deletes their tombstones.
+4. ``reclaim_space`` truncates the write-ahead log, the last place with former pages. Once half of the vectors in the
+   file are erased it also deletes their rows and rewrites the file (VACUUM).
+
+A process that is killed in between leaves tombstones, which the next compaction continues from. Snapshots taken before
+the deletion still hold the vectors; ``plsc gallery check`` counts them.
+"""
+
+import shutil
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from plsc.errors import IntegrityError, PlscError
+from plsc.files import storage_errors
+from plsc.gallery.sqlite import SQLITE, records
+from plsc.gallery.sqlite.collection_state import CollectionState, compaction_threshold
+from plsc.gallery.sqlite.database import ERASED, Database
+from plsc.gallery.sqlite.records import StoredCollection
+from plsc.gallery.sqlite.segments import SealedSegment, open_segment, segment_folder, write_segment
+
+_ERASE_BATCH = 512  # vectors per transaction: the longest that a write waits for an erasure
+_MIN_ERASED = 4096  # erased vectors that are worth rewriting the file
+_RETRY_SECONDS = 30.0
+
+
+class Rebuilt(NamedTuple):
+    """A published segment that SQLite does not point to yet; ``tombstones`` are the faces it was built without."""
+
+    stored: StoredCollection
+    sealed: SealedSegment | None
+    tombstones: set[int]
+
+
+class Compactor:
+    """Compacts the collections of one store.
+
+    Its methods are called by one thread at a time (the store's maintenance lock). ``write_lock`` is the store's lock of
+    all writes; it is taken inside, for short moments, so the order is always maintenance lock, then write lock.
+    """
+
+    def __init__(self, database: Database, collections: Path, write_lock: threading.RLock, precision: str) -> None:
+        self._database, self._collections, self._write_lock = database, collections, write_lock
+        self._precision = precision
+
+    # --- opening ---
+
+    def open_collections(self) -> dict[str, CollectionState]:
+        """Open all collections by name. A damaged segment is rebuilt, with a line on stderr; leftovers are removed."""
+        with self._database.reading() as db:
+            all_stored = records.all_collections(db)
+        with storage_errors(self._collections):
+            self._remove_unreferenced(all_stored)
+            states = {stored.info.name: self._open_collection(stored) for stored in all_stored}
+        self._finish_vacuum()
+        return states
+
+    def _remove_unreferenced(self, all_stored: list[StoredCollection]) -> None:
+        """Remove segments that SQLite does not point to: unfinished, replaced, or of deleted collections."""
+        current = {segment_folder(self._collections, one.number, one.segment) for one in all_stored if one.segment}
+        for path in list(self._collections.glob("*/*")):
+            if path not in current:
+                _remove(path)
+        for path in self._collections.iterdir() if self._collections.is_dir() else ():
+            if not any(folder.parent == path for folder in current):
+                _remove(path)
+
+    def _open_collection(self, stored: StoredCollection) -> CollectionState:
+        stored, sealed = self._open_or_rebuild(stored)
+        with self._database.snapshot() as db:
+            newer = list(records.read_faces(db, stored.number, stored.watermark, stored.info.dim))
+            deleted = tombstones(db, stored.number)
+        return CollectionState(stored, sealed, newer, deleted)
+
+    def _open_or_rebuild(self, stored: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
+        """Open the segment; rebuild it if it is damaged, or if so many newer faces would make opening slow."""
+        sealed = None
+        if stored.segment:
+            try:
+                sealed = open_segment(self._collections, stored, self._precision)
+            except IntegrityError as error:
+                print(f"plsc gallery: {error}; rebuilding it from {SQLITE}", file=sys.stderr, flush=True)
+                return self._rebuild_at_opening(stored)
+        with self._database.reading() as db:
+            newer = records.count_faces(db, stored.number, stored.watermark)
+        return self._rebuild_at_opening(stored) if newer > compaction_threshold(sealed) else (stored, sealed)
+
+    def _rebuild_at_opening(self, former: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
+        rebuilt = self._build_segment(former.number)
+        assert rebuilt is not None, "nobody else has the store"
+        with self._write_lock, self._database.writing() as db:
+            records.set_segment(db, rebuilt.stored)
+        self._remove_other_segments(former.number, rebuilt.stored.segment)
+        return rebuilt.stored, rebuilt.sealed
+
+    # --- rebuilding ---
+
+    def compact(self, state: CollectionState) -> None:
+        """Rebuild the collection's segment if anything changed, then erase what was deleted."""
+        if state.deleted:
+            return
+        if not state.is_compacted:
+            with storage_errors(self._collections):
+                rebuilt = self._build_segment(state.number)
+                if rebuilt is not None and self._swap_segment(state, rebuilt):
+                    self._remove_other_segments(state.number, rebuilt.stored.segment)
+        self._erase(state.number, state.deleted_in_segment)
+
+    def _build_segment(self, number: int) -> Rebuilt | None:
+        """Publish a segment of collection ``number`` as of this moment; None if the collection was deleted."""
+        with self._database.snapshot() as db:
+            former = records.find_collection(db, number)
+            if former is None:
+                return None
+            deleted = set(tombstones(db, number))
+            # Ids only grow, so every face that this snapshot does not see will have an id above the watermark.
+            count, watermark = records.count_faces(db, number), records.last_id(db, "faces")
+            if not count:
+                return Rebuilt(StoredCollection(number, former.info, 0, "", watermark), None, deleted)
+            batches = records.read_faces(db, number, 0, former.info.dim)
+            stored = write_segment(self._collections, former, watermark, count, batches)
+        return Rebuilt(stored, open_segment(self._collections, stored, self._precision, verify=False), deleted)
+
+    def _swap_segment(self, state: CollectionState, rebuilt: Rebuilt) -> bool:
+        """Make the segment the current one, in SQLite and then in memory; False if the collection was deleted."""
+        with self._write_lock:
+            if state.deleted:
+                return False
+            with self._database.writing() as db:
+                records.set_segment(db, rebuilt.stored)
+                deleted = [face for face in tombstones(db, state.number) if face not in rebuilt.tombstones]
+            state.swap_segment(rebuilt.stored, rebuilt.sealed, deleted)
+        return True
+
+    def _remove_other_segments(self, number: int, current: int) -> None:
+        """Remove every segment of a collection but ``current`` (0: all, and their folder).
+
+        A search that still reads a removed segment keeps its memory map, and so the file's contents, until it ends.
+        """
+        folder = self._collections / str(number)
+        with storage_errors(folder):
+            for path in list(folder.glob("*")):
+                if path != segment_folder(self._collections, number, current):
+                    shutil.rmtree(path)
+            if not current and folder.is_dir():
+                folder.rmdir()
+
+    # --- erasing ---
+
+    def erase_orphans(self) -> bool:
+        """Remove segments and vectors of collections that were deleted; returns True if there were any."""
+        with self._database.reading() as db:
+            numbers = orphaned_collections(db)
+        for number in numbers:
+            self._remove_other_segments(number, 0)
+            self._erase(number, list)
+        return bool(numbers)
+
+    def _erase(self, number: int, in_segment: Callable[[], Sequence[int]]) -> None:
+        """Erase the vectors of a collection's tombstones from SQLite's file, in batches.
+
+        Those that the sealed segment still holds (``in_segment``, called under the write lock) keep their tombstones:
+        without them, a rebuilt or reopened view would not know that the faces are deleted.
+        """
+        erased = _ERASE_BATCH
+        while erased == _ERASE_BATCH:
+            with self._write_lock, self._database.writing() as db:
+                kept = set(in_segment())
+                faces = [face for face in tombstones(db, number) if face not in kept][:_ERASE_BATCH]
+                erase(db, faces)
+            erased = len(faces)
+
+    def reclaim_space(self) -> None:
+        """Truncate the write-ahead log, and rewrite SQLite's file if half of its vectors are erased."""
+        with self._write_lock:
+            with self._database.reading() as db:
+                erased, vectors = count_erased(db), count_vectors(db)
+            if erased > max(_MIN_ERASED, vectors // 2):
+                with self._database.writing() as db:
+                    purge_erased(db)
+            self._finish_vacuum()
+            self._database.truncate_log()
+
+    def _finish_vacuum(self) -> None:
+        """Rewrite SQLite's file if rows were purged: stale copies of their neighbours may lie in the freed space."""
+        with self._write_lock:
+            with self._database.reading() as db:
+                if not is_vacuum_pending(db):
+                    return
+            self._database.vacuum()
+            with self._database.writing() as db:
+                clear_vacuum_pending(db)
+
+
+class MaintenanceThread:
+    """A thread that runs ``work`` when woken, and again after a pause when it failed (on a full disk, say)."""
+
+    def __init__(self, work: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        self._work, self._failed = work, failed
+        self._due = threading.Event()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gallery maintenance", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Request a run."""
+        self._due.set()
+
+    def close(self) -> None:
+        """Wait for the current run and end the thread."""
+        self._closing.set()
+        self._due.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._due.wait()
+            if self._closing.is_set():
+                return
+            self._due.clear()  # before the work: a wake during it leads to another run
+            try:
+                self._work()
+            except (PlscError, MemoryError) as error:
+                self._failed(error)
+                self._closing.wait(_RETRY_SECONDS)
+                self._due.set()
+
+
+# --- tombstones in SQLite ---
+
+
+def tombstones(db: sqlite3.Connection, number: int) -> list[int]:
+    """Return the deleted faces of a collection whose vectors may still be in a file, ascending."""
+    rows = db.execute("SELECT face FROM forgotten WHERE collection = ? ORDER BY face", (number,))
+    return [row[0] for row in rows]
+
+
+def orphaned_collections(db: sqlite3.Connection) -> list[int]:
+    """Return the numbers of deleted collections whose vectors may still be in SQLite's file."""
+    rows = db.execute(
+        "SELECT DISTINCT collection FROM forgotten WHERE collection NOT IN (SELECT number FROM collections)"
+    )
+    return [row[0] for row in rows]
+
+
+def erase(db: sqlite3.Connection, faces: Sequence[int]) -> None:
+    """Overwrite the vectors of deleted ``faces`` with zeros and delete their tombstones.
+
+    The new record is as long as the old one, so SQLite writes it over the same bytes of the page.
+    """
+    rows = [(face,) for face in faces]
+    db.executemany(
+        f"UPDATE vectors SET checksum = x'{ERASED.hex()}', vector = zeroblob(length(vector)) WHERE face = ?", rows
+    )
+    db.executemany("DELETE FROM forgotten WHERE face = ?", rows)
+
+
+def count_erased(db: sqlite3.Connection) -> int:
+    """Count the rows with erased vectors."""
+    return int(db.execute(f"SELECT count(*) FROM vectors WHERE checksum = x'{ERASED.hex()}'").fetchone()[0])
+
+
+def count_vectors(db: sqlite3.Connection) -> int:
+    """Count the rows of vectors, erased ones included."""
+    faces = db.execute("SELECT coalesce(sum(faces), 0) FROM collections").fetchone()[0]
+    return int(faces) + count_erased(db)
+
+
+def purge_erased(db: sqlite3.Connection) -> None:
+    """Delete the rows of erased vectors, and note in the same transaction that the file has to be vacuumed."""
+    db.execute(f"DELETE FROM vectors WHERE checksum = x'{ERASED.hex()}'")
+    db.execute("INSERT OR IGNORE INTO unfinished VALUES ('vacuum')")
+
+
+def is_vacuum_pending(db: sqlite3.Connection) -> bool:
+    """Return True if rows were purged and the file was not vacuumed since."""
+    return bool(db.execute("SELECT count(*) FROM unfinished").fetchone()[0])
+
+
+def clear_vacuum_pending(db: sqlite3.Connection) -> None:
+    """Note that the file was vacuumed."""
+    db.execute("DELETE FROM unfinished")
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,247 @@
+"""Verification of a store: every page, row and file, that deleted vectors are gone, and the write-ahead log.
+
+:func:`check_store` is ``plsc gallery check``. :func:`verify_log` runs whenever a store is opened.
+"""
+
+import sqlite3
+import struct
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plsc.errors import DataError, IntegrityError
+from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, records
+from plsc.gallery.sqlite.backup import read_snapshot
+from plsc.gallery.sqlite.compaction import tombstones
+from plsc.gallery.sqlite.database import Database, corrupt_row
+from plsc.gallery.sqlite.records import StoredCollection
+from plsc.gallery.sqlite.segments import segment_folder, verify_segment
+from plsc.index.rows import Int64, Mask
+
+Words = npt.NDArray[np.uint32]
+Bytes = npt.NDArray[np.uint8]
+
+_PAGE_PERSONS = 1000
+_WAL_HEADER, _WAL_FRAME_HEADER = 32, 24
+_WAL_MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}  # the byte order of the words that checksums sum
+_FRAMES_AT_ONCE = 1024
+
+
+def check_store(database: Database, folder: Path) -> dict[str, Any]:
+    """Verify everything in ``folder``, as it is at one moment; writes go on.
+
+    Returns:
+        {"collections", "persons", "faces", "forgotten" (deleted faces whose vectors are in a file until the next
+        compaction), "snapshots", "forgotten_in_snapshots" (deleted faces that snapshots still hold)}.
+
+    Raises:
+        IntegrityError: names the first thing that is damaged.
+    """
+    with database.snapshot() as db:
+        _check_pages(db)
+        stored = records.all_collections(db)
+        alive = [_check_collection(db, folder / COLLECTIONS, collection) for collection in stored]
+        _check_vectors(db)
+        figures = {
+            "collections": len(stored),
+            "persons": sum(collection.info.persons for collection in stored),
+            "faces": sum(collection.info.faces for collection in stored),
+            "forgotten": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
+        }
+    faces = np.concatenate([*alive, np.empty(0, dtype=np.int64)])
+    return {**figures, **_check_snapshots(folder / SNAPSHOTS, faces)}
+
+
+def _check_pages(db: sqlite3.Connection) -> None:
+    for table in ("persons", "faces"):
+        if records.last_id(db, table) < (db.execute(f"SELECT max(id) FROM {table}").fetchone()[0] or 0):
+            raise corrupt_row(db, f"ids of {table} were given that it does not know of")
+    for pragma in ("integrity_check(1)", "foreign_key_check"):
+        rows = db.execute(f"PRAGMA {pragma}").fetchall()
+        if rows and rows != [("ok",)]:
+            raise corrupt_row(db, " ".join(str(rows[0][0]).split()))
+
+
+def _check_collection(db: sqlite3.Connection, collections: Path, stored: StoredCollection) -> Int64:
+    """Verify a collection's persons, faces, attributes, counts and segment; returns its faces, ascending."""
+    number, info = stored.number, stored.info
+    persons, after, attributes = 0, 0, 0
+    while page := records.select_persons(db, "p.collection = ? AND p.id > ?", (number, after), _PAGE_PERSONS):
+        persons, after = persons + len(page), page[-1].id
+        for person in page:
+            attributes += len(person.metadata)
+            if records.count_attributes(db, number, person) != len(person.metadata):
+                raise corrupt_row(db, f"filters do not see the metadata of person {person.id} as they are")
+    batches = list(records.read_faces(db, number, 0, info.dim))
+    faces = np.concatenate([np.empty(0, dtype=np.int64), *(batch.ids for batch in batches)])
+    owners = np.concatenate([np.empty(0, dtype=np.int64), *(batch.persons for batch in batches)])
+    counted = db.execute("SELECT count(*) FROM attributes WHERE collection = ?", (number,)).fetchone()[0]
+    if (persons, len(faces), attributes) != (info.persons, info.faces, counted):
+        raise corrupt_row(db, f"the counts of collection {info.name} are not those of its rows")
+    if stored.segment:
+        _check_segment(db, collections, stored, faces, owners)
+    return faces
+
+
+def _check_segment(
+    db: sqlite3.Connection, collections: Path, stored: StoredCollection, faces: Int64, owners: Int64
+) -> None:
+    """Verify that the segment holds every face up to its watermark, and besides them only faces with tombstones."""
+    ids, persons = verify_segment(collections, stored)
+    folder = segment_folder(collections, stored.number, stored.segment)
+    known = np.isin(ids, faces)
+    covered = faces[: np.searchsorted(faces, stored.watermark, side="right")]
+    if not np.array_equal(ids[known], covered) or not np.array_equal(persons[known], owners[: len(covered)]):
+        raise IntegrityError(f"{folder} does not hold the faces that {SQLITE} holds; remove it, it is rebuilt")
+    if not np.isin(ids[~known], tombstones(db, stored.number)).all():
+        raise IntegrityError(f"{folder} holds faces that were deleted; compact the store")
+
+
+def _check_vectors(db: sqlite3.Connection) -> None:
+    """Verify that every vector belongs to a face, has a tombstone, or is erased."""
+    stray = db.execute(
+        "SELECT face FROM vectors WHERE face NOT IN (SELECT id FROM faces) "
+        "AND face NOT IN (SELECT face FROM forgotten) "
+        "AND (checksum != x'0000000000' OR vector != zeroblob(length(vector))) LIMIT 1"
+    ).fetchone()
+    if stray is not None:
+        raise corrupt_row(db, f"it holds a vector of face {stray[0]}, which was deleted")
+
+
+def _check_snapshots(folder: Path, alive: Int64) -> dict[str, int]:
+    """Hash the snapshots that the store keeps, and count their faces that were deleted since."""
+    count, deleted = 0, np.empty(0, dtype=np.int64)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.name.startswith(".") or not path.is_dir():
+            continue
+        try:
+            read_snapshot(path)
+        except DataError as error:
+            raise IntegrityError(str(error)) from None
+        count += 1
+        deleted = np.union1d(deleted, np.setdiff1d(_faces_in(path / SQLITE), alive))
+    return {"snapshots": count, "forgotten_in_snapshots": len(deleted)}
+
+
+def _faces_in(path: Path) -> Int64:
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+    try:
+        return np.fromiter((row[0] for row in connection.execute("SELECT id FROM faces")), np.int64)
+    finally:
+        connection.close()
+
+
+# --- the write-ahead log ---
+
+
+def verify_log(database: Path, page_bytes: int) -> None:
+    """Verify that the write-ahead log of ``database`` still holds every acknowledged transaction.
+
+    After a crash, committed transactions may exist only in the log. SQLite replays it up to the first frame with a
+    wrong checksum and takes the rest for the torn end of a last transaction. One flipped bit therefore undoes,
+    silently, all that was acknowledged behind it: an operator who promised a person deletion would find that person
+    again. So the checksums are verified before SQLite opens the file. The last transaction cannot be told from one that
+    a power failure tore; for it alone SQLite's judgement stands.
+
+    Format: https://www.sqlite.org/fileformat2.html#the_write_ahead_log.
+
+    Args:
+        database: the SQLite file; without a log beside it nothing is wrong.
+        page_bytes: the page size to assume if the log's own header is damaged.
+
+    Raises:
+        IntegrityError: a transaction was lost; names the frame.
+    """
+    path = database.with_name(database.name + "-wal")
+    if not path.exists() or path.stat().st_size < _WAL_HEADER + _WAL_FRAME_HEADER:
+        return
+    with path.open("rb") as file:
+        header = file.read(_WAL_HEADER)
+    magic, _, size = struct.unpack(">3I", header[:12])
+    order = _WAL_MAGIC.get(magic, "<u4")
+    sums = np.frombuffer(header[24:], dtype=">u4").astype(np.uint32)
+    intact = magic in _WAL_MAGIC and np.array_equal(_checksums(np.frombuffer(header[:24], order)[None])[0], sums)
+    frames = _map_frames(path, size if intact else page_bytes)
+    commits = np.any(frames[:, 4:8], axis=1)  # a frame that commits holds the database's size in pages, others zero
+    if not intact:
+        if commits.any():
+            raise _corrupt_log(path, "its header is not what was written")
+        return
+    valid = _valid_frames(frames, np.frombuffer(header[16:24], np.uint8), order, sums)
+    bad, lost = _lost_transactions(valid, commits)
+    if lost > 1:
+        raise _corrupt_log(
+            path, f"frame {bad + 1} is not what was written, and {lost} transactions from there on are lost"
+        )
+
+
+def _map_frames(path: Path, page_bytes: int) -> Bytes:
+    """Map the log's frames, (F, 24 + page_bytes)."""
+    width = _WAL_FRAME_HEADER + page_bytes
+    count = (path.stat().st_size - _WAL_HEADER) // width
+    if not count:
+        return np.empty((0, width), dtype=np.uint8)
+    return np.memmap(path, np.uint8, "r", offset=_WAL_HEADER, shape=(count, width))
+
+
+def _lost_transactions(valid: Mask, commits: Mask) -> tuple[int, int]:
+    """Return the first invalid frame, and how many transactions end in it or in the valid run behind it.
+
+    A log that was restarted, or whose commit failed, is overwritten from some frame on: stale frames behind it are
+    chained to nothing, so they are not valid. A second commit in a valid run proves that the first was synced.
+    """
+    bad = len(valid) if valid.all() else int(np.argmin(valid))
+    begin = (
+        bad + 1 if valid[bad + 1 : bad + 2].all() else bad + 2
+    )  # damage in a checksum field breaks the next frame too
+    rest = valid[begin:]
+    end = begin + (len(rest) if rest.all() else int(np.argmin(rest)))
+    return bad, int(np.count_nonzero(commits[bad:end])) if commits[begin:end].any() else 0
+
+
+def _valid_frames(frames: Bytes, salts: Bytes, order: str, previous: Words) -> Mask:
+    """Return which frames carry the log's ``salts`` and continue the checksum (2,) of the frame before."""
+    valid = np.empty(len(frames), dtype=np.bool_)
+    for start in range(0, len(frames), _FRAMES_AT_ONCE):
+        part = np.asarray(frames[start : start + _FRAMES_AT_ONCE])
+        stored = np.ascontiguousarray(part[:, 16:24]).view(">u4").astype(np.uint32)
+        summed = np.ascontiguousarray(np.concatenate([part[:, :8], part[:, _WAL_FRAME_HEADER:]], axis=1)).view(order)
+        initial = np.concatenate([previous[None], stored[:-1]])
+        valid[start : start + len(part)] = (_checksums(summed, initial) == stored).all(axis=1)
+        valid[start : start + len(part)] &= (part[:, 8:16] == salts).all(axis=1)
+        previous = stored[-1]
+    return valid
+
+
+def _checksums(words: Words, initial: Words | None = None) -> Words:
+    """Return SQLite's checksums (F, 2) of ``words`` (F, W), W even, each continued from ``initial`` (F, 2) or zeros.
+
+    SQLite's loop adds, per pair of words a, b: s0 += a + s1; s1 += b + s0, modulo 2^32. Unrolled, the word that is j-th
+    from the end counts F(j) times in s0 and F(j+1) times in s1, F being the Fibonacci numbers. So all frames are summed
+    by one integer matrix product instead of a Python loop over every word.
+    """
+    count = words.shape[1]
+    fibonacci = _fibonacci(count + 2)
+    weights = np.stack([fibonacci[:count][::-1], fibonacci[1 : count + 1][::-1]], axis=1)
+    sums: Words = words.astype(np.uint32, copy=False) @ weights
+    if initial is None:
+        return sums
+    carry = np.array([[fibonacci[count - 1], fibonacci[count]], [fibonacci[count], fibonacci[count + 1]]])
+    continued: Words = sums + initial @ carry
+    return continued
+
+
+@lru_cache(maxsize=8)
+def _fibonacci(count: int) -> Words:
+    """Return the first ``count`` Fibonacci numbers from 0, 1 on, modulo 2^32."""
+    numbers = [0, 1]
+    while len(numbers) < count:
+        numbers.append((numbers[-1] + numbers[-2]) % 2**32)
+    return np.array(numbers, dtype=np.uint32)
+
+
+def _corrupt_log(path: Path, what: str) -> IntegrityError:
+    return IntegrityError(f"{path} is corrupt: {what}; restore a snapshot with plsc gallery restore")
