@@ -34,8 +34,8 @@ class Server(NamedTuple):
 
 # URI scheme -> backend. A spec without one of these schemes is a folder.
 SERVERS: Mapping[str, Server] = {
-    "milvus": Server("URI", "plsc.gallery.milvus_store:open_milvus"),
-    "postgres": Server("DSN", "plsc.gallery.postgres_store:open_postgres"),
+    "milvus": Server("URI", "plsc.gallery.milvus:open_milvus"),
+    "postgres": Server("DSN", "plsc.gallery.postgres:open_postgres"),
 }
 SPEC_FORMS = " or ".join(f"{scheme}:{server.address}" for scheme, server in SERVERS.items())
 

@@ -1,8 +1,8 @@
 """Galleries to plain files and back, whatever store they live in: embedding sets, and copies of a server's store.
 
 **Embedding sets.** :func:`export_set` writes a collection as a plsc.embed.embedding_set with a row for each face: its
-id is the face's, its label the person, its key "person/ID/face/ID". Names and metadata lie beside it in persons.jsonl, a
-line {"id", "name", "metadata", "created"} for each label, whose hash the set's manifest holds under "gallery"; other
+id is the face's, its label the person, its key "person/ID/face/ID". Names and metadata lie beside it in persons.jsonl,
+a line {"id", "name", "metadata", "created"} for each label, whose hash the set's manifest holds under "gallery"; other
 readers see the names as class names, made unique. :func:`import_set` enrols such a set, or any other.
 
 **Copies.** Stores on a server write their snapshots as a folder of plain files, which :func:`copy_into` enrols:

@@ -86,7 +86,7 @@ class Servers:
         return str(self._folder / f"store-{self._number()}")
 
     def _postgres(self) -> str:
-        _need("psycopg", "pgvector")
+        _need("psycopg", "psycopg_pool", "pgvector")
         server = self._server("postgres", "PLSC_TEST_POSTGRES", self._own_postgres)
         import psycopg
 

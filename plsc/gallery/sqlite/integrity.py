@@ -194,9 +194,8 @@ def _lost_transactions(valid: Mask, commits: Mask) -> tuple[int, int]:
     chained to nothing, so they are not valid. A second commit in a valid run proves that the first was synced.
     """
     bad = len(valid) if valid.all() else int(np.argmin(valid))
-    begin = (
-        bad + 1 if valid[bad + 1 : bad + 2].all() else bad + 2
-    )  # damage in a checksum field breaks the next frame too
+    # Damage in a frame's checksum field breaks the next frame as well, which continues from it.
+    begin = bad + 1 if valid[bad + 1 : bad + 2].all() else bad + 2
     rest = valid[begin:]
     end = begin + (len(rest) if rest.all() else int(np.argmin(rest)))
     return bad, int(np.count_nonzero(commits[bad:end])) if commits[begin:end].any() else 0

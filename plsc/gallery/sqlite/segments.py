@@ -279,9 +279,7 @@ def write_segment(
             "files": describe_files(tmp_path, list(FILES)),
         }
         write_manifest(tmp_path, content)
-        atomic_replace_dir(
-            tmp_path, folder
-        )  # syncs the files, then renames: a crash leaves the tmp folder or all of it
+        atomic_replace_dir(tmp_path, folder)  # syncs the files before the rename: a crash leaves all of it or none
     finally:
         shutil.rmtree(tmp_path, ignore_errors=True)
     return replace(former, segment=segment, digest=digest(content), watermark=watermark)

@@ -288,9 +288,7 @@ class SqliteStore:
 
     def _masks(self, state: CollectionState, view: SegmentView, filter: Filter | None) -> RowMasks:
         """Return the rows of ``view`` that match. SQLite answers as of now, which is as of ``view``, or later."""
-        key = (
-            "" if filter is None else repr(filter.conditions)
-        )  # as a key itself, a filter on 1 would equal one on True
+        key = "" if filter is None else repr(filter.conditions)  # not the filter itself: to Python, 1 equals True
         masks = view.masks.get(key)
         if masks is None:
             masks = view.masks_of(None if filter is None else self._matching_persons(state, filter))

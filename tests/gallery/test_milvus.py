@@ -14,8 +14,8 @@ from support.store_kits import Servers, milvus_server
 
 from plsc.errors import NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
-from plsc.gallery.milvus_filters import expression, fits_of
-from plsc.gallery.milvus_store import MilvusStore, open_milvus
+from plsc.gallery.milvus import MilvusStore, open_milvus
+from plsc.gallery.milvus_client import encode_metadata, to_expression
 from plsc.gallery.store import NewPerson
 from plsc.gallery.transfer import read_copy
 
@@ -113,7 +113,7 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
         for error, once, after in FAILURES if LONG else FAILURES[first : first + 1]:
             place = servers.place("milvus")
             store = filled(place)
-            store._take_place()
+            store._acquire_writer_lease()
             before = seen(store)
             requests = fail_at(store, number, error, after=after, once=once)
             try:
@@ -128,7 +128,7 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
             again.delete_person(name_of(again), made.id)
             check_either(seen(again), before, operation, acknowledged)
             again.check()
-            assert again._rows.keys() == {state.key for state in again._states()}, "nothing is left behind"
+            assert again._rows.keys() == {entry.key for entry in again._entries()}, "nothing is left behind"
             again.close()
             store.close()
         if reached < number:
@@ -198,10 +198,10 @@ def test_no_room_for_large_metadata(place: str) -> None:
 
 
 def test_more_rows_than_one_request_takes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plsc.gallery.milvus_rows._BATCH_BYTES", 2000)
-    monkeypatch.setattr("plsc.gallery.milvus_rows.MOST", 40)
-    monkeypatch.setattr("plsc.gallery.milvus_reading.MOST", 40)
-    monkeypatch.setattr("plsc.gallery.milvus_reading.PAGE", 16)
+    monkeypatch.setattr("plsc.gallery.milvus_client._BATCH_BYTES", 2000)
+    monkeypatch.setattr("plsc.gallery.milvus_client.MAX_ROWS", 40)
+    monkeypatch.setattr("plsc.gallery.milvus.MAX_ROWS", 40)
+    monkeypatch.setattr("plsc.gallery.milvus._PAGE_PERSONS", 16)
     store = filled(place)
     crowd = np.array([1, 0, 0, 0]) + 0.01 * vectors(150, 1)
     new = [NewPerson(crowd), *(NewPerson(vectors(1, n), None, {"n": 77}) for n in range(120))]
@@ -237,8 +237,8 @@ def test_a_snapshot_holds_everything(place: str, tmp_path: Path) -> None:
 def test_no_text_of_a_user_is_in_an_expression() -> None:
     evil = '"] or id > 0 or fits["'
     where = Filter.parse({evil: {"eq": evil, "in": [evil], "gt": evil, "exists": True}})
-    assert set(expression(where)) <= set('() []"=<>abcdefghijklmnopqrstuvwxyz0123456789')
-    assert evil not in str(fits_of({evil: evil}))
+    assert set(to_expression(where)) <= set('() []"=<>abcdefghijklmnopqrstuvwxyz0123456789')
+    assert evil not in str(encode_metadata({evil: evil}))
 
 
 def test_servers_that_are_not_there(tmp_path: Path) -> None:

@@ -10,10 +10,15 @@ import pytest
 from support.store_kits import Servers
 
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, StorageError, UsageError
-from plsc.gallery import postgres_rows as rows
 from plsc.gallery.filters import Filter
-from plsc.gallery.postgres_filters import conditions, metadata_text
-from plsc.gallery.postgres_store import PostgresStore, open_postgres
+from plsc.gallery.postgres import (
+    PostgresStore,
+    check_rows,
+    filter_clause,
+    find_collection,
+    metadata_json,
+    open_postgres,
+)
 from plsc.gallery.store import NewPerson
 from plsc.gallery.transfer import read_copy
 
@@ -171,7 +176,7 @@ def checked_after(store: PostgresStore, statement: str) -> None:
     """Check what ``statement`` makes of the rows; the error takes it back."""
     with store._transaction() as connection:
         connection.execute(statement)
-        rows.check_rows(connection, *rows.find_collection(connection, "people"))
+        check_rows(connection, *find_collection(connection, "people"))
 
 
 def test_deleted_vectors_leave_the_tables_files(store: PostgresStore) -> None:
@@ -219,9 +224,9 @@ def test_a_snapshot_is_of_one_moment(store: PostgresStore, tmp_path: Path) -> No
 def test_values_are_parameters() -> None:
     evil = "'); DROP TABLE plsc_faces; --%s"
     where = Filter.parse({evil: {"eq": evil, "in": [evil], "gt": evil, "exists": True, "ne": 5, "lt": 3.5}})
-    text, values = conditions(where, "p.metadata")
+    text, values = filter_clause(where, "p.metadata")
     assert "DROP" not in text
     assert text.count("%s") == len(values)
-    assert metadata_text({"a": 2.0**60 + 2**10, "b": 0.1, "c": True}) == (
+    assert metadata_json({"a": 2.0**60 + 2**10, "b": 0.1, "c": True}) == (
         '{"a": 1152921504606848000.0, "b": 0.1, "c": true}'
     )
