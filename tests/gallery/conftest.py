@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from support.contract_kit import DIM, GALLERY, MODEL
-from support.store_kits import KINDS, Kit, Servers
+from support.stores import DIM, GALLERY, KINDS, MODEL, Kit, Servers
 
 from plsc.gallery.store import Store
 

@@ -28,18 +28,18 @@ def people(tmp_path: Path) -> Path:
 
 
 def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store, told = tmp_path / "store", tmp_path / "told.json"
+    store, report = tmp_path / "store", tmp_path / "report.json"
     assert gallery("import", store, "people", people) == 0
     assert "8 faces of 4 persons enrolled, 0 rows left out" in capsys.readouterr().out
     opened = SqliteStore(store)
     opened.delete_person("people", opened.persons("people")[0].id)
     opened.close()
-    assert gallery("check", store, "--json", told) == 0
-    assert json.loads(told.read_text())["forgotten"] == 3
+    assert gallery("check", store, "--json", report) == 0
+    assert json.loads(report.read_text())["forgotten"] == 3
     assert gallery("compact", store, "--collection", "people") == 0
     assert gallery("compact", store) == 0
-    assert gallery("check", store, "--json", told) == 0
-    assert json.loads(told.read_text()) == {
+    assert gallery("check", store, "--json", report) == 0
+    assert json.loads(report.read_text()) == {
         "store": str(store),
         "collections": 1,
         "persons": 3,
@@ -53,8 +53,8 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert gallery("check", tmp_path / "copy") == 0
     assert "a sound snapshot; people: 3 persons, 5 faces" in capsys.readouterr().out
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
-    assert gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", told) == 0
-    assert json.loads(told.read_text()) == {"out": str(tmp_path / "new.emb"), "faces": 5, "persons": 3}
+    assert gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", report) == 0
+    assert json.loads(report.read_text()) == {"out": str(tmp_path / "new.emb"), "faces": 5, "persons": 3}
     assert list(EmbeddingSet(tmp_path / "new.emb", verify=True).class_names)[:2] == ["B", "C"]
 
 
@@ -103,10 +103,10 @@ def test_a_wrong_request_gets_one_line(
     store.add_persons("people", [NewPerson(np.eye(12))], "m")
     store.close()
     assert gallery(*words) == code
-    told = capsys.readouterr().err.strip()
-    assert line in told
-    assert told.startswith("plsc gallery: error:")
-    assert told.count("\n") == 0
+    message = capsys.readouterr().err.strip()
+    assert line in message
+    assert message.startswith("plsc gallery: error:")
+    assert message.count("\n") == 0
     assert not (tmp_path / "new").exists()
 
 
@@ -116,6 +116,6 @@ def test_a_damaged_store_gets_one_line(tmp_path: Path, people: Path, capsys: pyt
     with (tmp_path / "store" / "gallery.sqlite").open("r+b") as file:
         file.write(b"not what was there")
     assert gallery("check", tmp_path / "store") == 1
-    told = capsys.readouterr().err
-    assert "gallery.sqlite is corrupt" in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "gallery.sqlite is corrupt" in message
+    assert message.count("\n") == 1

@@ -74,9 +74,9 @@ def test_a_bit_flipped_in_a_base_is_named_and_the_base_made_anew(
     for byte in sorted({0, 9, size // 2, size - 1, *random.Random(1).sample(range(size), 4)}):
         flip(path, byte, byte % 8)
         store = SqliteStore(folder)
-        told = capsys.readouterr().err
-        assert str(path.parent) in told
-        assert "rebuilding it" in told
+        message = capsys.readouterr().err
+        assert str(path.parent) in message
+        assert "rebuilding it" in message
         verify_found(store)
         store.check()
         store.close()
@@ -267,12 +267,12 @@ def test_a_damaged_snapshot_is_named_and_not_restored(folder: Path, tmp_path: Pa
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Sixteen megabytes, where mounting is allowed."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", place], capture_output=True).returncode:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", disk], capture_output=True).returncode:
         pytest.skip("mounting a small disk needs root")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

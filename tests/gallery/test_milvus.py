@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.store_kits import Servers, milvus_server
+from support.stores import Servers, milvus_server
 
 from plsc.errors import NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
@@ -32,17 +32,17 @@ CHANGES = ("create", "drop", "register", "unregister", "write", "delete")
 
 
 @pytest.fixture
-def place(servers: Servers) -> str:
+def uri(servers: Servers) -> str:
     """The URI of an empty store."""
-    return servers.place("milvus")
+    return servers.address("milvus")
 
 
 def vectors(count: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((count, 4)).astype(np.float32)
 
 
-def filled(place: str) -> MilvusStore:
-    store = open_milvus(place)
+def filled(uri: str) -> MilvusStore:
+    store = open_milvus(uri)
     store.create_collection("people", 4, "m")
     new = [NewPerson(vectors(2, n), f"p{n}", {"n": n}) for n in range(4)]
     store.add_persons("people", new, "m")
@@ -111,8 +111,8 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
     for number in range(1, 9):
         first = (number + list(OPERATIONS).index(operation)) % len(FAILURES)
         for error, once, after in FAILURES if LONG else FAILURES[first : first + 1]:
-            place = servers.place("milvus")
-            store = filled(place)
+            uri = servers.address("milvus")
+            store = filled(uri)
             store._acquire_writer_lease()
             before = seen(store)
             requests = fail_at(store, number, error, after=after, once=once)
@@ -122,7 +122,7 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
             except (StorageError, KeyboardInterrupt):
                 acknowledged = False
             reached = max(reached, min(requests(), number))
-            again = open_milvus(place)
+            again = open_milvus(uri)
             check_either(seen(again), before, operation, acknowledged)
             (made,) = again.add_persons(name_of(again), [NewPerson(vectors(1, 5), "later")], "m")
             again.delete_person(name_of(again), made.id)
@@ -160,9 +160,9 @@ def check_either(now: dict[str, Any], before: dict[str, Any], operation: str, ac
     assert done[operation](), now
 
 
-def test_who_writes_last_owns_the_place(place: str) -> None:
-    first = filled(place)
-    second = open_milvus(place)
+def test_who_writes_last_holds_the_writer_lease(uri: str) -> None:
+    first = filled(uri)
+    second = open_milvus(uri)
     assert seen(second) == seen(first)
     second.add_faces("people", 1, vectors(1, 7), "m")
     for change in OPERATIONS.values():
@@ -170,14 +170,14 @@ def test_who_writes_last_owns_the_place(place: str) -> None:
             change(first)
     assert len(first.person("people", 1).faces) == 3, "reading goes on, and sees what the other wrote"
     assert seen(second) == seen(first)
-    third = open_milvus(place)
+    third = open_milvus(uri)
     assert third.add_faces("people", 1, vectors(1, 6), "m")[0] > second.person("people", 1).faces[2]
     for store in (first, second, third):
         store.close()
 
 
-def test_a_collection_is_not_the_registry(place: str) -> None:
-    store = filled(place)
+def test_a_collection_is_not_the_registry(uri: str) -> None:
+    store = filled(uri)
     for name in ("0", "plsc_registry", 'x"] or name != "', "people\n", None, 1):
         with pytest.raises(NotFoundError):
             store.collection(name)  # type: ignore[arg-type]
@@ -185,8 +185,8 @@ def test_a_collection_is_not_the_registry(place: str) -> None:
     store.close()
 
 
-def test_no_room_for_large_metadata(place: str) -> None:
-    store = filled(place)
+def test_no_room_for_large_metadata(uri: str) -> None:
+    store = filled(uri)
     before = seen(store)
     large = {f"k{n}": "é" * 1024 for n in range(40)}
     with pytest.raises(UsageError, match="65535 bytes that Milvus keeps"):
@@ -197,12 +197,12 @@ def test_no_room_for_large_metadata(place: str) -> None:
     store.close()
 
 
-def test_more_rows_than_one_request_takes(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_rows_than_one_request_takes(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plsc.gallery.milvus_client._BATCH_BYTES", 2000)
     monkeypatch.setattr("plsc.gallery.milvus_client.MAX_ROWS", 40)
     monkeypatch.setattr("plsc.gallery.milvus.MAX_ROWS", 40)
     monkeypatch.setattr("plsc.gallery.milvus._PAGE_PERSONS", 16)
-    store = filled(place)
+    store = filled(uri)
     crowd = np.array([1, 0, 0, 0]) + 0.01 * vectors(150, 1)
     new = [NewPerson(crowd), *(NewPerson(vectors(1, n), None, {"n": 77}) for n in range(120))]
     made = store.add_persons("people", new, "m")
@@ -220,8 +220,8 @@ def test_more_rows_than_one_request_takes(place: str, monkeypatch: pytest.Monkey
     store.close()
 
 
-def test_a_snapshot_holds_everything(place: str, tmp_path: Path) -> None:
-    store = filled(place)
+def test_a_snapshot_holds_everything(uri: str, tmp_path: Path) -> None:
+    store = filled(uri)
     store.create_collection("empty", 3, "other")
     store.snapshot(tmp_path / "copy")
     copied = read_copy(tmp_path / "copy")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contract_kit import DIM, GALLERY, MODEL, faces
+from support.stores import DIM, GALLERY, MODEL, faces
 
 from plsc.gallery.sqlite.segments import RowMasks, SegmentView
 from plsc.gallery.sqlite.store import SqliteStore

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.store_kits import Servers
+from support.stores import Servers
 
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
@@ -24,9 +24,9 @@ from plsc.gallery.transfer import read_copy
 
 
 @pytest.fixture
-def place(servers: Servers) -> str:
+def dsn(servers: Servers) -> str:
     """The DSN of an empty store."""
-    return servers.place("postgres")
+    return servers.address("postgres")
 
 
 @pytest.fixture
@@ -39,9 +39,9 @@ def opened() -> Iterator[list[PostgresStore]]:
 
 
 @pytest.fixture
-def store(place: str, opened: list[PostgresStore]) -> PostgresStore:
+def store(dsn: str, opened: list[PostgresStore]) -> PostgresStore:
     """Four persons of two faces each."""
-    store = open_postgres(place)
+    store = open_postgres(dsn)
     opened.append(store)
     store.create_collection("people", 4, "m")
     store.add_persons("people", [NewPerson(vectors(2, n), f"p{n}", {"n": n}) for n in range(4)], "m")
@@ -52,9 +52,9 @@ def vectors(count: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((count, 4)).astype(np.float32)
 
 
-def test_several_services_share_one_store(place: str, store: PostgresStore, opened: list[PostgresStore]) -> None:
+def test_several_services_share_one_store(dsn: str, store: PostgresStore, opened: list[PostgresStore]) -> None:
     """Each has its own connections, as processes have; ids are given once all the same."""
-    opened += [open_postgres(place) for _ in range(3)]
+    opened += [open_postgres(dsn) for _ in range(3)]
     stores = opened
 
     def work(number: int) -> list[int]:
@@ -87,20 +87,20 @@ def outcome(store: PostgresStore) -> str:
     return "made"
 
 
-def test_opening_at_once_makes_the_tables_once(place: str, opened: list[PostgresStore]) -> None:
+def test_opening_at_once_makes_the_tables_once(dsn: str, opened: list[PostgresStore]) -> None:
     with ThreadPoolExecutor(4) as pool:
-        opened += pool.map(open_postgres, [place] * 4)
+        opened += pool.map(open_postgres, [dsn] * 4)
     assert [store.collections() for store in opened] == [[]] * 4
 
 
-def test_connections_that_were_cut(place: str, store: PostgresStore) -> None:
+def test_connections_that_were_cut(dsn: str, store: PostgresStore) -> None:
     """A server that was started again, or a firewall: the next call connects anew, and a call cut short did nothing."""
     import psycopg
 
     before = store.persons("people")
 
     def cut() -> None:
-        with psycopg.connect(place, autocommit=True) as connection:
+        with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid() "
                 "AND backend_type = 'client backend'"
@@ -122,11 +122,11 @@ def cut_short(store: PostgresStore, cut: Callable[[], None]) -> None:
         connection.execute("SELECT 1")
 
 
-def test_a_store_that_may_not_write(place: str, store: PostgresStore, opened: list[PostgresStore]) -> None:
+def test_a_store_that_may_not_write(dsn: str, store: PostgresStore, opened: list[PostgresStore]) -> None:
     from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-    options = conninfo_to_dict(place)["options"]
-    reader = PostgresStore(make_conninfo(place, options=f"{options} -cdefault_transaction_read_only=on"))
+    options = conninfo_to_dict(dsn)["options"]
+    reader = PostgresStore(make_conninfo(dsn, options=f"{options} -cdefault_transaction_read_only=on"))
     opened.append(reader)
     assert len(reader.persons("people")) == 4
     for change in (
@@ -141,7 +141,7 @@ def test_a_store_that_may_not_write(place: str, store: PostgresStore, opened: li
 
 
 def test_places_where_no_store_can_be(servers: Servers, tmp_path: Path) -> None:
-    servers.place("postgres")
+    servers.address("postgres")
     for dsn in ("host=/nowhere dbname=x", f"host={tmp_path}", "port=none", "x y z"):
         with pytest.raises(StorageError, match="the Postgres store cannot be opened") as caught:
             open_postgres(dsn)

@@ -54,7 +54,7 @@ def bfloat16(vector: bytes) -> bytes:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
 
 
-def places_of(folder: Path, needles: list[bytes]) -> list[str]:
+def files_holding(folder: Path, needles: list[bytes]) -> list[str]:
     """The files below ``folder`` that hold one of (a hundred of) ``needles``, or part of it, or it in bfloat16."""
     some = needles[:: 1 + len(needles) // 100]
     parts = [part for needle in some for part in (needle[:24], needle[-24:], bfloat16(needle))]
@@ -84,15 +84,15 @@ def test_deleted_vectors_are_in_no_file_after_a_compaction(tmp_path: Path, dim: 
     survivor = next(one for one in store.persons(GALLERY) if len(one.faces) == 2)
     gone.append(stored_bytes(store, survivor)[0])
     store.delete_face(GALLERY, survivor.id, survivor.faces[0])
-    assert places_of(store.folder, gone), "the search for bytes finds nothing anywhere"
+    assert files_holding(store.folder, gone), "the search for bytes finds nothing anywhere"
     assert store.check()["forgotten"] == len(gone)
     store.compact()
-    assert places_of(store.folder, gone) == []
+    assert files_holding(store.folder, gone) == []
     assert store.check()["forgotten"] == 0
     kept = [part for one in store.persons(GALLERY, limit=999) for part in stored_bytes(store, one)]
-    assert set(places_of(store.folder, kept[:1])) == {"gallery.sqlite", "vectors.npy"}
+    assert set(files_holding(store.folder, kept[:1])) == {"gallery.sqlite", "vectors.npy"}
     store.close()
-    assert places_of(store.folder, gone) == []
+    assert files_holding(store.folder, gone) == []
 
 
 def test_a_deleted_collection_leaves_no_bytes(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_deleted_collection_leaves_no_bytes(tmp_path: Path) -> None:
     store.compact()
     store.delete_collection(GALLERY)
     store.compact()
-    assert places_of(store.folder, gone) == []
+    assert files_holding(store.folder, gone) == []
     assert store.check()["forgotten"] == 0
     assert not list((store.folder / "collections").rglob("*.npy"))
     store.close()
@@ -119,7 +119,7 @@ def test_rows_that_were_overwritten_give_their_room_back(tmp_path: Path, monkeyp
         store.delete_person(GALLERY, person.id)
     store.compact()
     assert (store.folder / "gallery.sqlite").stat().st_size < former
-    assert places_of(store.folder, gone) == []
+    assert files_holding(store.folder, gone) == []
     assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[15:]]
     store.check()
     store.close()
@@ -136,8 +136,8 @@ def test_snapshots_hold_nothing_that_was_deleted_before_and_the_check_counts_wha
     store.snapshot(store.folder / "snapshots" / "one")
     store.delete_person(GALLERY, made[1].id)
     store.compact()
-    assert places_of(store.folder, before) == []
-    assert places_of(store.folder / "snapshots", since)
+    assert files_holding(store.folder, before) == []
+    assert files_holding(store.folder / "snapshots", since)
     checked = store.check()
     assert (checked["snapshots"], checked["forgotten_in_snapshots"]) == (1, 1)
     store.close()
@@ -386,8 +386,8 @@ def test_a_snapshot_becomes_the_same_store_which_gives_no_id_twice(tmp_path: Pat
     with pytest.raises(ConflictError):
         store.snapshot(tmp_path / "copies" / "one")
     store.close()
-    told = restore(tmp_path / "copies" / "one", tmp_path / "new")
-    assert [(one["name"], one["faces"]) for one in told["collections"]] == [(GALLERY, 39)]
+    result = restore(tmp_path / "copies" / "one", tmp_path / "new")
+    assert [(one["name"], one["faces"]) for one in result["collections"]] == [(GALLERY, 39)]
     again = SqliteStore(tmp_path / "new")
     assert content(again) == expected
     again.check()
@@ -414,14 +414,14 @@ def test_a_snapshot_taken_while_persons_come_is_of_one_moment(tmp_path: Path) ->
 
     thread = threading.Thread(target=come)
     thread.start()
-    for place in range(3):
-        store.snapshot(tmp_path / str(place))
+    for number in range(3):
+        store.snapshot(tmp_path / str(number))
     stop.set()
     thread.join()
     store.close()
-    for place in range(3):
-        restore(tmp_path / str(place), tmp_path / f"store{place}")
-        again = SqliteStore(tmp_path / f"store{place}")
+    for number in range(3):
+        restore(tmp_path / str(number), tmp_path / f"store{number}")
+        again = SqliteStore(tmp_path / f"store{number}")
         about = again.collection(GALLERY)
         assert about.persons % 2 == 0
         assert about.faces == about.persons // 2 * 3
@@ -441,8 +441,8 @@ def test_an_export_comes_back_as_it_was(tmp_path: Path) -> None:
     assert next(iter(written.keys)) == f"person/{made[1].id}/face/{made[1].faces[0]}"
     assert len(set(written.class_names)) == len(made)
     assert list(written.class_names)[4] == "Bo"
-    told = import_set(store, "again", tmp_path / "set", quiet=True)
-    assert told == {"persons": 5, "faces": 10, "left_out": 0}
+    result = import_set(store, "again", tmp_path / "set", quiet=True)
+    assert result == {"persons": 5, "faces": 10, "left_out": 0}
     for one, two in zip(made, store.persons("again"), strict=True):
         assert (one.name, one.metadata) == (two.name, two.metadata)
         assert stored_bytes(store, one) == [part.tobytes() for part in store.vectors("again", two.id)]
@@ -466,8 +466,8 @@ def test_any_embedding_set_can_be_enrolled(tmp_path: Path) -> None:
         errors={7: "no image"},
     )
     store = SqliteStore(tmp_path / "store")
-    told = import_set(store, GALLERY, written, quiet=True)
-    assert told == {"persons": 4, "faces": 6, "left_out": 3}
+    result = import_set(store, GALLERY, written, quiet=True)
+    assert result == {"persons": 4, "faces": 6, "left_out": 3}
     found = store.persons(GALLERY)
     assert [(one.name, one.metadata, len(one.faces)) for one in found] == [
         ("Ann", {}, 1),
@@ -551,10 +551,10 @@ def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_i
     exact.close()
 
 
-def restored(store: SqliteStore, place: Path) -> Path:
-    store.snapshot(place / "copy")
-    restore(place / "copy", place / "exact")
-    return place / "exact"
+def restored(store: SqliteStore, tmp_path: Path) -> Path:
+    store.snapshot(tmp_path / "copy")
+    restore(tmp_path / "copy", tmp_path / "exact")
+    return tmp_path / "exact"
 
 
 @pytest.mark.parametrize("latency", [0, -1, float("nan"), float("inf")])

@@ -91,7 +91,7 @@ def test_a_log_that_ends_anywhere_opens_with_what_was_whole(killed: tuple[Path, 
 def test_a_log_begun_anew_over_an_old_one_is_sound(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store")
     store.create_collection(GALLERY, DIM, MODEL)
-    people = [NewPerson(np.eye(DIM)[place % DIM][None], f"person {place}") for place in range(300)]
+    people = [NewPerson(np.eye(DIM)[row % DIM][None], f"person {row}") for row in range(300)]
     store.add_persons(GALLERY, people, MODEL)
     log = tmp_path / "store" / "gallery.sqlite-wal"
     size = log.stat().st_size

@@ -64,15 +64,15 @@ class MemoryStore:
         self._rows: dict[str, _Rows] = {}
         self._lock = threading.RLock()
 
-    def _of(self, collection: str) -> _Rows:
+    def _rows_of(self, collection: str) -> _Rows:
         if collection not in self._rows:
             raise NotFoundError(f"no collection {collection!r}")
         return self._rows[collection]
 
     def _person(self, collection: str, person: int) -> Person:
-        if person not in self._of(collection).persons:
+        if person not in self._rows_of(collection).persons:
             raise NotFoundError(f"no person {person}")
-        return self._of(collection).persons[person]
+        return self._rows_of(collection).persons[person]
 
     @_alone
     def collections(self) -> list[Collection]:
@@ -80,7 +80,7 @@ class MemoryStore:
 
     @_alone
     def collection(self, name: str) -> Collection:
-        rows = self._of(name)
+        rows = self._rows_of(name)
         return replace(rows.about, persons=len(rows.persons), faces=len(rows.vectors))
 
     @_alone
@@ -99,12 +99,12 @@ class MemoryStore:
 
     @_alone
     def delete_collection(self, name: str) -> None:
-        self._of(name)
+        self._rows_of(name)
         del self._rows[name]
 
     @_alone
     def add_persons(self, collection: str, persons: Sequence[NewPerson], contract_id: str) -> list[Person]:
-        rows = self._of(collection)
+        rows = self._rows_of(collection)
         self._same(rows, contract_id)
         ready = [
             (_name(new.name), check_metadata(new.metadata), directions(new.vectors, rows.about.dim)) for new in persons
@@ -138,13 +138,13 @@ class MemoryStore:
     ) -> list[Person]:
         if type(limit) is not int or limit < 1:
             raise UsageError("limit")
-        known = self._of(collection).persons
+        known = self._rows_of(collection).persons
         fit = [known[id] for id in sorted(known) if id > after and (not filter or filter.matches(known[id].metadata))]
         return fit[:limit]
 
     @_alone
     def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
-        known = self._of(collection).persons
+        known = self._rows_of(collection).persons
         return {id: PersonSummary(id, known[id].name, known[id].metadata) for id in ids if id in known}
 
     @_alone
@@ -157,18 +157,18 @@ class MemoryStore:
             name=known.name if name is None else _name(name),
             metadata=known.metadata if metadata is None else check_metadata(metadata),
         )
-        self._of(collection).persons[person] = changed
+        self._rows_of(collection).persons[person] = changed
         return changed
 
     @_alone
     def delete_person(self, collection: str, person: int) -> None:
         for face in self._person(collection, person).faces:
-            del self._of(collection).vectors[face]
-        del self._of(collection).persons[person]
+            del self._rows_of(collection).vectors[face]
+        del self._rows_of(collection).persons[person]
 
     @_alone
     def add_faces(self, collection: str, person: int, vectors: npt.ArrayLike, contract_id: str) -> list[int]:
-        rows = self._of(collection)
+        rows = self._rows_of(collection)
         self._person(collection, person)
         self._same(rows, contract_id)
         return self._add(rows, person, directions(vectors, rows.about.dim))
@@ -178,13 +178,13 @@ class MemoryStore:
         known = self._person(collection, person)
         if face not in known.faces:
             raise NotFoundError("no face")
-        rows = self._of(collection)
+        rows = self._rows_of(collection)
         rows.persons[person] = replace(known, faces=tuple(one for one in known.faces if one != face))
         del rows.vectors[face]
 
     @_alone
     def vectors(self, collection: str, person: int) -> npt.NDArray[np.float32]:
-        rows = self._of(collection)
+        rows = self._rows_of(collection)
         faces = self._person(collection, person).faces
         return np.array([rows.vectors[face] for face in faces], dtype=np.float32).reshape(-1, rows.about.dim)
 
@@ -198,7 +198,7 @@ class MemoryStore:
         threshold: float = -1.0,
         filter: Filter | None = None,
     ) -> list[list[Match]]:
-        rows = self._of(collection)
+        rows = self._rows_of(collection)
         if type(k) is not int or k < 1 or not isinstance(threshold, float) or math.isnan(threshold):
             raise UsageError("k")
         if filter is not None and not isinstance(filter, Filter):
@@ -213,13 +213,13 @@ class MemoryStore:
         for person in rows.persons.values():
             if person.faces and (filter is None or filter.matches(person.metadata)):
                 scores = [float(np.clip(np.float32(rows.vectors[face] @ query), -1, 1)) for face in person.faces]
-                place = int(np.argmax(scores))
-                best.append(Match(person.id, person.faces[place], scores[place]))
+                best_face = int(np.argmax(scores))
+                best.append(Match(person.id, person.faces[best_face], scores[best_face]))
         return sorted(best, key=lambda match: -match.score)
 
     def compact(self, collection: str | None = None) -> None:
         if collection is not None:
-            self._of(collection)
+            self._rows_of(collection)
 
     def snapshot(self, target: Path) -> None:
         if target.exists():

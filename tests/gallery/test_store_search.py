@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contract_kit import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
+from support.stores import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
 
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Store
@@ -100,8 +100,8 @@ def test_filters_never_find_less_than_there_is(store: Store) -> None:
     query = faces(1, 1)
     towards = np.random.default_rng(0).standard_normal((1200, DIM)) * 0.2 + query / np.linalg.norm(query)
     new = [NewPerson(row[None], None, {"rare": False, "n": n, "word": f"w{n:04}"}) for n, row in enumerate(towards)]
-    for place in (3, 700, 1199):
-        new[place] = NewPerson(-towards[place][None], None, {"rare": True, "n": -5 - place, "word": "z", "also": 1.5})
+    for index in (3, 700, 1199):
+        new[index] = NewPerson(-towards[index][None], None, {"rare": True, "n": -5 - index, "word": "z", "also": 1.5})
     ids = [one.id for one in store.add_persons(GALLERY, new, MODEL)]
     three = {ids[3], ids[700], ids[1199]}
     asked: list[dict[str, Any]] = [

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contract_kit import CLOSE, DIM, GALLERY, MODEL, ODD_NAMES, agree, dump, enrol, everyone, faces, twin, units
 from support.memory_store import MemoryStore
-from support.store_kits import Kit
+from support.stores import CLOSE, DIM, GALLERY, MODEL, ODD_NAMES, Kit, agree, dump, enrol, everyone, faces, twin, units
 
 from plsc.errors import ConflictError, UsageError
 from plsc.gallery.filters import Filter

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contract_kit import DIM, GALLERY, MODEL, dump, enrol, faces
-from support.store_kits import Kit
+from support.stores import DIM, GALLERY, MODEL, Kit, dump, enrol, faces
 
 from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
 from plsc.gallery.store import NewPerson, Person, Store
@@ -90,13 +89,13 @@ def test_errors_of_every_kind_change_nothing(kit: Kit, store: Store) -> None:
     one, other = enrol(store, 2)
     before = dump(store)
     wrong = errors_of(store, one, other)
-    for place, (error, request) in enumerate(wrong):
+    for index, (error, request) in enumerate(wrong):
         with pytest.raises(error) as caught:
             request()
-        assert type(caught.value) is error, f"request {place} raises {caught.value!r}"
-        assert 0 < len(str(caught.value)) < 500, f"request {place}: {caught.value}"
-        assert "\n" not in str(caught.value), f"request {place}: {caught.value}"
-        if place % 20 == 0:
-            assert dump(store) == before, f"request {place} changed something"
+        assert type(caught.value) is error, f"request {index} raises {caught.value!r}"
+        assert 0 < len(str(caught.value)) < 500, f"request {index}: {caught.value}"
+        assert "\n" not in str(caught.value), f"request {index}: {caught.value}"
+        if index % 20 == 0:
+            assert dump(store) == before, f"request {index} changed something"
     assert dump(store) == before
     assert dump(kit.again(store)) == before

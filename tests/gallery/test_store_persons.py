@@ -5,20 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.contract_kit import (
+from support.stores import (
     CLOSE,
     DIM,
     GALLERY,
     MODEL,
     ODD_METADATA,
     ODD_NAMES,
+    Kit,
     enrol,
     everyone,
     faces,
     same_type,
     units,
 )
-from support.store_kits import Kit
 
 from plsc.errors import NotFoundError, UsageError
 from plsc.gallery.filters import Filter
@@ -255,9 +255,9 @@ def test_persons_are_updated(store: Store) -> None:
 
 def test_pages_cover_everyone_once_in_order(store: Store) -> None:
     made = enrol(store, 40)
-    for place in (0, 3, 4, 39):
-        store.delete_person(GALLERY, made[place].id)
-    left = [one for place, one in enumerate(made) if place not in (0, 3, 4, 39)]
+    for index in (0, 3, 4, 39):
+        store.delete_person(GALLERY, made[index].id)
+    left = [one for index, one in enumerate(made) if index not in (0, 3, 4, 39)]
     for limit in (1, 5, 36, 100, 10**9):
         pages, after = list[Person](), 0
         while page := store.persons(GALLERY, after=after, limit=limit):

@@ -1,0 +1,280 @@
+"""The stores under test: a kit for each kind, the servers they need, and data and comparisons that the suites share."""
+
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from plsc.gallery.store import NewPerson, Person, Store, open_store
+from support.memory_store import MemoryStore
+
+KINDS = ("memory", "sqlite", "postgres", "milvus")
+DIM, MODEL = 8, "model-1"
+CLOSE = 2e-6  # a cosine in float32 against float64
+GALLERY = "people"
+ODD_NAMES = [
+    "",
+    "O'Hara",
+    'say "hi"',
+    "a\\b",
+    "%s {0} $1 :x ?",
+    "; DROP TABLE persons; --",
+    "Ünïcödé 李小龙 🙂",
+    "a\nb\t",
+    "x" * 1024,
+    "\u202eabc",
+    "null",
+    "é" * 1024,
+]
+ODD_METADATA: list[dict[str, Any]] = [
+    {},
+    {"a": 1, "b": 1.0, "c": True, "d": False, "e": "1", "f": ""},
+    {"large": 2**63 - 1, "small": -(2**63), "next": 2**53 + 1, "zero": 0, "minus": -0.0},
+    {"tiny": 5e-324, "huge": 1.7976931348623157e308, "third": 1 / 3, "big": 1e18, "bigger": 1234567890123456768.0},
+    {"O'Hara": "O'Hara", 'a"b': 'c"d', "a\\b": "c\\d", "a.b[0]": "x", "$": "$", "ключ": "значение", "🙂": "🙂"},
+    {"true": "true", "null": "null", "%s": "%s", "{x}": "{x}", "a\nb": "a\nb", " ": " ", "id": 7, "person": "x"},
+    {"long": "x" * 1024, "k" * 1024: 1},
+    {f"key {n}": n for n in range(63)},
+]
+
+
+# --- data and comparisons ---
+
+
+def faces(count: int, seed: int = 0, dim: int = DIM) -> npt.NDArray[np.float32]:
+    """Random vectors (count, dim) of different lengths."""
+    generator = np.random.default_rng(seed)
+    return (generator.standard_normal((count, dim)) * generator.uniform(0.01, 100, (count, 1))).astype(np.float32)
+
+
+def units(vectors: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """``vectors`` as float64 of unit length."""
+    rows = np.asarray(vectors, dtype=np.float64)
+    return np.asarray(rows / np.linalg.norm(rows, axis=-1, keepdims=True))
+
+
+def enrol(store: Store, count: int, seed: int = 0, **metadata: Any) -> list[Person]:
+    """Enrol ``count`` persons of a face each, numbered in their metadata."""
+    new = [NewPerson(vector[None], f"p{n}", {"n": n, **metadata}) for n, vector in enumerate(faces(count, seed))]
+    return store.add_persons(GALLERY, new, MODEL)
+
+
+def everyone(store: Store, collection: str) -> list[Person]:
+    """All persons, page by page."""
+    found: list[Person] = []
+    while page := store.persons(collection, after=found[-1].id if found else 0, limit=7):
+        assert not found or page[0].id > found[-1].id, "pages do not overlap"
+        found += page
+    return found
+
+
+def dump(store: Store) -> dict[str, Any]:
+    """Everything that a store holds."""
+    return {
+        info.name: (info, [(one, store.vectors(info.name, one.id).tobytes()) for one in everyone(store, info.name)])
+        for info in store.collections()
+    }
+
+
+def same_type(one: Any, other: Any) -> bool:
+    """True if both are equal and of one type."""
+    return type(one) is type(other) and bool(one == other)
+
+
+def agree(store: Store, oracle: MemoryStore, collection: str, queries: Any, **options: Any) -> None:
+    """Assert that the store's answers are the oracle's, but for rounding and the order of ties."""
+    options = {"k": 10, "threshold": -1.0, "filter": None, **options}
+    found = store.search(collection, queries, **options)
+    assert len(found) == len(queries)
+    every = oracle.search(collection, queries, k=10**9, filter=options["filter"])
+    for matches, truth, query in zip(found, every, units(queries), strict=True):
+        scores = [match.score for match in matches]
+        best = {match.person: match.score for match in truth}
+        assert scores == sorted(scores, reverse=True)
+        assert all(-1 <= score <= 1 and score >= options["threshold"] for score in scores)
+        assert len({match.person for match in matches}) == len(matches)
+        for match in matches:
+            person = oracle.person(collection, match.person)
+            vector = units(oracle.vectors(collection, person.id))[person.faces.index(match.face)]
+            assert match.score == pytest.approx(vector @ query, abs=CLOSE)
+            assert match.score == pytest.approx(best[match.person], abs=CLOSE), "the best face"
+        surely = sum(score >= options["threshold"] + CLOSE for score in best.values())
+        perhaps = sum(score >= options["threshold"] - CLOSE for score in best.values())
+        assert min(options["k"], surely) <= len(matches) <= min(options["k"], perhaps)
+        expected = [match.score for match in truth[: len(matches)]]
+        np.testing.assert_allclose(scores, expected, atol=CLOSE)
+
+
+def twin(store: Store) -> MemoryStore:
+    """An oracle that holds what ``store`` holds, under the same ids."""
+    oracle = MemoryStore()
+    for info in store.collections():
+        oracle.create_collection(info.name, info.dim, info.contract_id)
+        rows = oracle._rows_of(info.name)
+        for one in everyone(store, info.name):
+            rows.persons[one.id] = one
+            rows.vectors |= dict(zip(one.faces, units(store.vectors(info.name, one.id)), strict=True))
+    return oracle
+
+
+# --- kits and servers ---
+
+
+class Kit:
+    """Opens one kind of store: ``fresh()`` an empty one, ``again(store)`` the same after closing it."""
+
+    def __init__(self, kind: str, new_spec: Callable[[], str], open_store: Callable[[str], Store]) -> None:
+        self.kind, self._new_spec, self._open = kind, new_spec, open_store
+        self._spec = ""
+        self._opened: list[Store] = []
+
+    @property
+    def lasts(self) -> bool:
+        """True if what it stores outlives the process."""
+        return self.kind != "memory"
+
+    def fresh(self) -> Store:
+        """An empty store."""
+        self._spec = self._new_spec()
+        return self._keep(self._open(self._spec))
+
+    def again(self, store: Store) -> Store:
+        """Close ``store``, the latest fresh one, and open it again."""
+        if not self.lasts:
+            return store
+        store.close()
+        self._opened.remove(store)
+        return self._keep(self._open(self._spec))
+
+    def close(self) -> None:
+        """Close every store."""
+        for store in self._opened:
+            store.close()
+        self._opened.clear()
+
+    def _keep(self, store: Store) -> Store:
+        self._opened.append(store)
+        return store
+
+
+class Servers:
+    """The servers of a test session: each is started when a test needs it, and stopped at the end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._exits, self._addresses = folder, ExitStack(), dict[str, str]()
+        self._count = 0
+
+    def close(self) -> None:
+        """Stop them."""
+        self._exits.close()
+
+    def kit(self, kind: str) -> Kit:
+        """The kit of ``kind``; skips the test, saying why, if it cannot be had."""
+        if kind == "memory":
+            return Kit(kind, lambda: "", lambda _: MemoryStore())
+        scheme = "" if kind == "sqlite" else f"{kind}:"
+        return Kit(kind, lambda: scheme + self.address(kind), open_store)
+
+    def address(self, kind: str) -> str:
+        """The address of a new, empty store of ``kind``; skips the test, saying why, if none can be had."""
+        return {"sqlite": self._sqlite, "postgres": self._postgres, "milvus": self._milvus}[kind]()
+
+    def _number(self) -> int:
+        self._count += 1
+        return self._count
+
+    def _sqlite(self) -> str:
+        return str(self._folder / f"store-{self._number()}")
+
+    def _postgres(self) -> str:
+        _need("psycopg", "psycopg_pool", "pgvector")
+        server = self._server("postgres", "PLSC_TEST_POSTGRES", self._own_postgres)
+        import psycopg
+
+        name = f"plsc_test_{os.getpid()}_{self._number()}"  # a schema: making a database takes long
+        with psycopg.connect(server) as connection:
+            connection.execute("CREATE EXTENSION IF NOT EXISTS vector SCHEMA public")
+            connection.execute(f"CREATE SCHEMA {name}".encode())
+        return str(psycopg.conninfo.make_conninfo(server, options=f"-csearch_path={name},public"))
+
+    def _milvus(self) -> str:
+        _need("pymilvus")
+        server = self._server("milvus", "PLSC_TEST_MILVUS", self._own_milvus)
+        return f"{server}/plsc_test_{os.getpid()}_{self._number()}"
+
+    def _server(self, kind: str, variable: str, start: Callable[[], str]) -> str:
+        if kind not in self._addresses:
+            self._addresses[kind] = os.environ.get(variable) or start()
+        return self._addresses[kind]
+
+    def _own_postgres(self) -> str:
+        if not importlib.util.find_spec("pgserver"):
+            pytest.skip("needs a Postgres with pgvector: pip install pgserver, or its DSN in PLSC_TEST_POSTGRES")
+        return self._exits.enter_context(postgres_server(self._folder / "pg"))
+
+    def _own_milvus(self) -> str:
+        if not importlib.util.find_spec("milvus_lite"):
+            pytest.skip("needs Milvus: pip install --no-deps milvus-lite, or its URI in PLSC_TEST_MILVUS")
+        return self._exits.enter_context(milvus_server(self._folder / "milvus"))
+
+
+@contextmanager
+def postgres_server(folder: Path) -> Iterator[str]:
+    """A Postgres of its own in ``folder``, reached by a socket there; gives the DSN of its administrator."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it complains where no XDG_RUNTIME_DIR is set, which it does not need here
+        import pgserver
+
+    server = pgserver.get_server(folder, cleanup_mode="stop")
+    try:
+        yield server.get_uri()
+    finally:
+        server.cleanup()
+
+
+@contextmanager
+def milvus_server(folder: Path, port: int | None = None) -> Iterator[str]:
+    """milvus-lite's server over ``folder`` on ``port`` (a free one without); gives its URI."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = port or int(probe.getsockname()[1])
+    start = "from milvus_lite.cmdline import main; main()"
+    command = [sys.executable, "-c", start, "server", "--data-dir", str(folder), "--host", "127.0.0.1"]
+    process = subprocess.Popen([*command, "--port", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    for _ in range(300):
+        assert process.poll() is None, "milvus-lite's server ended by itself"
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise TimeoutError("milvus-lite's server does not answer")
+
+
+def _need(*modules: str) -> None:
+    for module in modules:
+        if not importlib.util.find_spec(module):
+            pytest.skip(f"needs {module}")
