@@ -84,8 +84,8 @@ class Worker:
         ]
         if self._filler is not None:
             jobs.append(self._fill)
-        for place, job in enumerate(jobs):
-            threading.Thread(target=self._forever, args=(job, random.Random(self._seed * 100 + place))).start()
+        for index, job in enumerate(jobs):
+            threading.Thread(target=self._forever, args=(job, random.Random(self._seed * 100 + index))).start()
 
     def _forever(self, job: Callable[[random.Random], None], chance: random.Random) -> None:
         while True:
@@ -107,7 +107,7 @@ class Worker:
     def _keys(self, count: int) -> list[int]:
         with self._counting:
             self._count += count
-            return [self._seed * 10**6 + self._count - place for place in range(count)]
+            return [self._seed * 10**6 + self._count - index for index in range(count)]
 
     def _enrol(self, chance: random.Random) -> None:
         keys = [self._keys(chance.randint(0, 3)) for _ in range(chance.choice([1, 1, 2, 40]))]
@@ -189,7 +189,7 @@ class Worker:
 
 
 def fill(path: Path) -> None:
-    """Leave no byte of the disk."""
+    """Fill the disk to the last byte."""
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         size = 1 << 20
         while size:
@@ -200,7 +200,7 @@ def fill(path: Path) -> None:
 
 
 def child(folder: Path, pipe: Connection, seed: int, full_disk: bool) -> None:
-    """What the child process runs."""
+    """Run a worker in the child process."""
     try:
         Worker(folder, pipe, seed, full_disk).run()
     except StorageError as error:  # no room to open it
@@ -213,7 +213,7 @@ def child(folder: Path, pipe: Connection, seed: int, full_disk: bool) -> None:
 
 @dataclass
 class Known:
-    """What was acknowledged of a person, and what was tried last without an answer."""
+    """The acknowledged state of a person, and the changes tried last without an answer."""
 
     faces: dict[int, int]  # face: key
     name: str | None = None
@@ -309,7 +309,7 @@ def verify_person(store: SqliteStore, person: Person, known: Known, ledger: Ledg
 
 
 def nearest_key(row: Float32, known: Known) -> int:
-    """The key whose vector ``row`` is."""
+    """Return the key of the vector ``row``."""
     for key in [*known.faces.values(), *known.tried_faces]:
         if float(row @ vector(key)) > SAME * float(np.linalg.norm(vector(key))):
             return key
@@ -373,14 +373,14 @@ def verify_forgotten(store: SqliteStore, ledger: Ledger) -> None:
 
 def stored_form(key: int) -> Float32:
     """A key's vector as it is stored."""
-    wide = vector(key).astype(np.float64)
-    wide /= np.abs(wide).max()
-    unit: Float32 = (wide / np.linalg.norm(wide)).astype(np.float32)
+    row = vector(key).astype(np.float64)
+    row /= np.abs(row).max()
+    unit: Float32 = (row / np.linalg.norm(row)).astype(np.float32)
     return unit
 
 
 def play(folder: Path, rounds: int, seconds: float, full_disk: bool, seed: int) -> dict[str, Any]:
-    """Run the rounds; returns figures. Raises where the store broke its word."""
+    """Run the rounds; returns figures. Raises AssertionError if the store broke its promise."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plsc.gallery.sqlite.store"])
     ledger, chance, began = Ledger(), random.Random(seed), time.monotonic()
@@ -451,20 +451,20 @@ def thin_out(folder: Path, ledger: Ledger) -> None:
 @contextmanager
 def small_disk() -> Iterator[Path]:
     """A file system of a few megabytes."""
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as folder:
         options = f"size={DISK_MEGABYTES}m"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
         try:
-            yield Path(place)
+            yield Path(folder)
         finally:
-            subprocess.run(["umount", "-l", place], check=True)
+            subprocess.run(["umount", "-l", folder], check=True)
 
 
 @contextmanager
 def plain_disk() -> Iterator[Path]:
     """A temporary folder."""
-    with tempfile.TemporaryDirectory() as place:
-        yield Path(place)
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
 
 
 def main() -> None:
@@ -476,8 +476,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--record", action="store_true", help="add the figures to results/gallery_durability.csv")
     args = parser.parse_args()
-    with small_disk() if args.full_disk else plain_disk() as place:
-        figures = play(place / "store", args.rounds, args.seconds, args.full_disk, args.seed)
+    with small_disk() if args.full_disk else plain_disk() as folder:
+        figures = play(folder / "store", args.rounds, args.seconds, args.full_disk, args.seed)
     print(json.dumps(figures))
     if args.record:
         add_row("gallery_durability", figures)

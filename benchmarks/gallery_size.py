@@ -73,9 +73,9 @@ def serve(args: argparse.Namespace) -> dict[str, float]:
     width = 2 if args.precision == "bf16" else 4
     figures["times_the_vectors"] = opened * MIB / (args.rows * args.dim * width)
     filtered = Filter.parse({"group": 3})
-    figures["search_1_ms"] = _milliseconds(lambda place: store.search(COLLECTION, queries[place : place + 1], k=K))
-    figures["search_32_ms"] = _milliseconds(lambda place: store.search(COLLECTION, queries[place : place + 32], k=K))
-    figures["filtered_1_ms"] = _milliseconds(lambda place: _filtered(store, queries[place : place + 1], filtered))
+    figures["search_1_ms"] = _milliseconds(lambda row: store.search(COLLECTION, queries[row : row + 1], k=K))
+    figures["search_32_ms"] = _milliseconds(lambda row: store.search(COLLECTION, queries[row : row + 32], k=K))
+    figures["filtered_1_ms"] = _milliseconds(lambda row: _filtered(store, queries[row : row + 1], filtered))
     figures["searching_mib"] = PeakMemory(torch.device("cpu")).before - peak.before
     store.close()
     return figures

@@ -7,8 +7,8 @@
   plsc gallery export STORE people --out people.emb
   plsc gallery import STORE people people.emb
 
-STORE is the folder of plsc serve, or milvus:URI or postgres:DSN. A folder has one owner at a time: a running service
-is asked by HTTP instead (POST /v1/snapshots, POST /v1/collections/people/compact).
+STORE is the folder of plsc serve, or the address of a server: milvus:URI, postgres:DSN. A folder has one owner at a
+time: a running service is asked by HTTP instead (POST /v1/snapshots, POST /v1/collections/people/compact).
 """
 
 import argparse
@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Do what was asked, print it as text, and return it."""
+    """Run the action, print its result as text, and return it."""
     actions = {
         "check": _check,
         "compact": _compact,
@@ -58,11 +58,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return actions[args.action](args)
 
 
-def _action(actions: Any, name: str, text: str, first: str = "store", shown: str = "STORE") -> argparse.ArgumentParser:
+def _action(
+    actions: Any, name: str, text: str, first: str = "store", metavar: str = "STORE"
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
-    parser.add_argument(first, metavar=shown)
+    parser.add_argument(first, metavar=metavar)
     parser.add_argument(
         "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON"
     )
@@ -70,11 +72,11 @@ def _action(actions: Any, name: str, text: str, first: str = "store", shown: str
 
 
 @contextmanager
-def _opened(spec: str, *, make: bool = False) -> Iterator[Store]:
+def _opened(spec: str, *, create: bool = False) -> Iterator[Store]:
     from plsc.gallery.sqlite.folder import holds_store
 
     folder = store_folder(spec)
-    if not make and folder is not None and not holds_store(folder):
+    if not create and folder is not None and not holds_store(folder):
         raise UsageError(f"there is no store {spec}")
     store = open_store(spec)
     try:
@@ -89,7 +91,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.sqlite import backup
 
     if holds_manifest(Path(args.store), transfer.COPY_FORMAT):
-        collections = [asdict(about) for about, _ in transfer.read_copy(Path(args.store))]
+        collections = [asdict(info) for info, _ in transfer.read_copy(Path(args.store))]
         print(f"{args.store}: a sound copy; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
     if holds_manifest(Path(args.store), backup.FORMAT):
@@ -126,8 +128,8 @@ def _restore(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.sqlite.backup import restore
 
     if holds_manifest(Path(args.snapshot), transfer.COPY_FORMAT):
-        with _opened(args.store, make=True) as store:
-            collections = [asdict(about) for about in transfer.copy_into(store, Path(args.snapshot))]
+        with _opened(args.store, create=True) as store:
+            collections = [asdict(info) for info in transfer.copy_into(store, Path(args.snapshot))]
         print(f"{args.store}: {_counts(collections)}")
         return {"store": args.store, "collections": collections}
     if store_folder(args.store) is None:
@@ -149,7 +151,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
 def _import(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.transfer import import_set
 
-    with _opened(args.store, make=True) as store:
+    with _opened(args.store, create=True) as store:
         result = import_set(store, args.collection, args.set)
     print(
         f"{args.collection}: {result['faces']:,} faces of {result['persons']:,} persons enrolled, "
@@ -159,9 +161,8 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _counts(collections: list[dict[str, Any]]) -> str:
-    return "; ".join(f"{one['name']}: {one['persons']:,} persons, {one['faces']:,} faces" for one in collections) or (
-        "no collections"
-    )
+    counts = [f"{info['name']}: {info['persons']:,} persons, {info['faces']:,} faces" for info in collections]
+    return "; ".join(counts) or "no collections"
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The gallery: collections of persons and their faces that survive, are searched, and forget when told to."""
+"""The gallery: durable, searchable stores of persons and their face embeddings, with verified deletion."""

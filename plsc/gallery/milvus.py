@@ -396,7 +396,7 @@ class MilvusStore:
         """Become the process that writes; :class:`StorageError` if another one has taken the lease since."""
         holder = self._rows.registered([_WRITER]).get(_WRITER, {}).get("process")
         if self._is_writer and holder != self._process_id:
-            raise StorageError("another process writes to this Milvus store now; open it again to take the place back")
+            raise StorageError("another process writes to this Milvus store now: open it again to take over")
         if not self._is_writer:
             self._rows.register(_WRITER, {"process": self._process_id, "since": now()})
             self._is_writer = True

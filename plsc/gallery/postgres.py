@@ -425,7 +425,7 @@ def _insert_persons(connection: Any, key: int, persons: Sequence[ValidPerson]) -
 
 
 def _take_ids(connection: Any, key: int, persons: int, faces: int) -> int:
-    """Count what is about to be inserted; returns the first of as many new ids."""
+    """Count rows to be inserted; returns the first of as many new ids."""
     last = connection.execute(
         "UPDATE plsc_collections SET next_id = next_id + %s, persons = persons + %s, faces = faces + %s "
         "WHERE key = %s RETURNING next_id",

@@ -133,7 +133,7 @@ def test_an_older_base_in_place_of_the_current_one_is_not_taken(
 
 
 def change(folder: Path, statement: str) -> None:
-    """What a flipped bit in a row's content does: SQLite itself sees nothing wrong."""
+    """Change a row's content as a flipped bit does: SQLite itself sees nothing wrong."""
     connection = sqlite3.connect(folder / "gallery.sqlite")
     assert connection.execute(statement).rowcount
     connection.commit()
@@ -382,7 +382,7 @@ store.close()
 
 @pytest.mark.slow
 def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
-    """Where nothing can be mounted this shows the same."""
+    """Show the same without mounting anything."""
     if resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY:
         pytest.skip("files are limited already")
     command = [sys.executable, "-c", _LIMITED, str(tmp_path / "store")]

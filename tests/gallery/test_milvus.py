@@ -1,4 +1,4 @@
-"""What only Milvus has to prove: changes without transactions, cut short at every request; one writer; lost servers."""
+"""Milvus alone: changes without transactions, cut short at every request; one writer; lost servers."""
 
 import os
 import socket
@@ -50,7 +50,7 @@ def filled(uri: str) -> MilvusStore:
 
 
 def seen(store: MilvusStore) -> dict[str, Any]:
-    """What a reader can find out, by every way of looking."""
+    """Everything that a reader can find out, by every method."""
     found: dict[str, Any] = {}
     for about in store.collections():
         persons = store.persons(about.name, limit=1000)

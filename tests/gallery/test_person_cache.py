@@ -1,4 +1,4 @@
-"""What is cache of persons is never older than the last change, and never takes more memory than allowed."""
+"""The cache of persons is never older than the last change, and never takes more memory than allowed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What only Postgres has to prove: several services on one store, lost connections, nothing of a value in the SQL."""
+"""Postgres alone: several services on one store, lost connections, nothing of a value in the SQL."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

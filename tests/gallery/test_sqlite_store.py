@@ -1,4 +1,4 @@
-"""What only the store in a folder has: bases, compaction, one owner, files that forget, copies."""
+"""The folder store alone: segments, compaction, one owner, erased vectors, snapshots, latency."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""Every store, one contract: collections, persons, faces and metadata are there as given."""
+"""Every store alike: collections, persons, faces and metadata are there as given."""
 
 import datetime
 from typing import Any

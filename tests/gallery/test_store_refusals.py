@@ -1,4 +1,4 @@
-"""Every store, one contract: what is wrong is refused by its kind of error, and nothing has changed."""
+"""Every store alike: what is wrong is refused by its kind of error, and nothing has changed."""
 
 from collections.abc import Callable
 from typing import Any

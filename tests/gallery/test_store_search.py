@@ -1,4 +1,4 @@
-"""Every store, one contract: what is found, against float64."""
+"""Every store alike: what is found, against float64."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every store, one contract: random operations against dicts, threads at once, opening again, upkeep."""
+"""Every store alike: random operations against dicts, threads at once, opening again, upkeep."""
 
 import random
 import re
@@ -101,7 +101,7 @@ def step(pick: random.Random, kit: Kit, store: Store, oracle: MemoryStore, names
 
 def adopt(oracle: MemoryStore, name: str, new: list[NewPerson], made: list[Person]) -> None:
     """Enrol in the oracle under the ids that the store has given."""
-    rows = oracle._of(name)
+    rows = oracle._rows_of(name)
     ids = [number for one in made for number in (one.id, *one.faces)]
     assert not {one.id for one in made} & rows.persons.keys()
     assert not {face for one in made for face in one.faces} & rows.vectors.keys()
@@ -112,7 +112,7 @@ def adopt(oracle: MemoryStore, name: str, new: list[NewPerson], made: list[Perso
 
 
 def adopt_faces(oracle: MemoryStore, name: str, person: int, vectors: Any, made: list[int]) -> None:
-    rows = oracle._of(name)
+    rows = oracle._rows_of(name)
     assert not set(made) & rows.vectors.keys()
     known = rows.persons[person]
     rows.persons[person] = Person(known.id, known.name, known.metadata, (*known.faces, *made), known.created)
@@ -120,7 +120,7 @@ def adopt_faces(oracle: MemoryStore, name: str, person: int, vectors: Any, made:
 
 
 def test_several_threads_at_once(store: Store) -> None:
-    """What a thread was told is done is found by it at once, whatever the others do; what it deleted is not."""
+    """A thread finds at once what was acknowledged to it, whatever the others do, and nothing that it deleted."""
     keep = enrol(store, 20)
     stop = threading.Event()
 
@@ -219,9 +219,9 @@ def test_upkeep(store: Store, tmp_path: Path) -> None:
     assert dump(store) == before
 
 
-def test_the_suite_covers_the_contract() -> None:
-    """Every method of the contract is called in these files (close is, by the kits)."""
-    parts = sorted(Path(__file__).parent.glob("test_contract_*.py"))
+def test_the_suite_covers_the_protocol() -> None:
+    """Every method of the protocol is called in these files (close is, by the kits)."""
+    parts = sorted(Path(__file__).parent.glob("test_store_*.py"))
     source = "".join(part.read_text(encoding="utf-8") for part in parts)
     methods = {name for name in vars(Store) if name[0] in string.ascii_lowercase}
     assert len(methods) == 19

@@ -1,4 +1,4 @@
-"""What was acknowledged lies in SQLite's log until a checkpoint: a flipped bit there must not undo it unnoticed."""
+"""Acknowledged writes lie in SQLite's log until a checkpoint: a flipped bit there must not undo them unnoticed."""
 
 import shutil
 import sqlite3

@@ -36,7 +36,7 @@ _METADATA_BYTES = 150  # of a metadata entry besides its text
 
 
 class CollectionState:
-    """What searches and writes need of one collection.
+    """One collection as searches and writes use it.
 
     ``view`` is read by searches without a lock; ``persons`` has a lock of its own. All other members belong to the
     thread that holds the store's write lock, and the ``publish_*`` methods are called after the commit.

@@ -191,7 +191,8 @@ def _connect(path: Path) -> sqlite3.Connection:
     connection.execute("PRAGMA temp_store = MEMORY")
     # The values after "in" of a filter: any number of them, and exact, which a JSON parameter would not be for floats.
     connection.execute(
-        "CREATE TEMP TABLE wanted (place INTEGER, kind INTEGER, value, PRIMARY KEY (place, kind, value)) WITHOUT ROWID"
+        "CREATE TEMP TABLE wanted (condition INTEGER, kind INTEGER, value, "
+        "PRIMARY KEY (condition, kind, value)) WITHOUT ROWID"
     )
     return connection
 

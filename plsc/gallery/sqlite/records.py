@@ -240,7 +240,7 @@ def _matching_persons(db: sqlite3.Connection, number: int, index: int, condition
         db.executemany("INSERT OR IGNORE INTO temp.wanted VALUES (?, ?, ?)", rows)
         return (
             "SELECT a.person FROM temp.wanted w CROSS JOIN attributes a ON a.kind = w.kind AND a.value = w.value "
-            "WHERE w.place = ? AND a.collection = ? AND a.key = ?"
+            "WHERE w.condition = ? AND a.collection = ? AND a.key = ?"
         ), [index, number, condition.key]
     start = "SELECT a.person FROM attributes a WHERE a.collection = ? AND a.key = ?"
     if condition.operator == "exists":

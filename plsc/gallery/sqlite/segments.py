@@ -109,7 +109,7 @@ class GrowingSegment:
 
 @dataclass(frozen=True)
 class RowMasks:
-    """Which rows of the sealed segment (N,) and of the growing one a search may return; None: all."""
+    """Masks of the rows that a search may return, of the sealed segment (N,) and of the growing one; None: all."""
 
     sealed: Mask | None
     growing: Mask | None
@@ -295,7 +295,7 @@ def open_segment(collections: Path, stored: StoredCollection, precision: str, *,
     manifest = _read_manifest(folder, stored)
     with ThreadPoolExecutor(len(FILES)) as threads:
         described = manifest["files"] if verify else {}
-        checks = [threads.submit(verify_files, folder, {name: about}) for name, about in described.items()]
+        checks = [threads.submit(verify_files, folder, {name: figures}) for name, figures in described.items()]
         try:
             return _map_segment(folder, manifest, precision)
         except DataError as error:
