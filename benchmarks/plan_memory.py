@@ -29,7 +29,7 @@ from plsc.plan.devices import Device
 from plsc.plan.estimate import profile_of
 from plsc.plan.memory import plan_memory
 from plsc.plan.setup import Setup
-from plsc.train.parts import Parts, build
+from plsc.train.components import TrainComponents, build
 from plsc.train.step import MicroBatch, Stepper
 
 # Freed memory goes back to the system at once, so that the peak is that of what is in use.
@@ -71,10 +71,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     gc.collect()
     before = _reset_peak(mesh.device)
     dataset = open_dataset(config.data.train)
-    parts = build(config, dataset, mesh)
-    stepper = _step(parts, steps=2)
+    components = build(config, dataset, mesh)
+    stepper = _step(components, steps=2)
     peak = _peak(mesh.device) - before
-    state = sum(tensor.nbytes for tensor in _state(parts, stepper))
+    state = sum(tensor.nbytes for tensor in _state(components, stepper))
     setup = Setup(config, args.classes, world=1, per_node=1, head_ranks=1)
     plan = plan_memory(setup, profile_of(setup), Device("", mesh.device.type, {}, 0.0))
     planned = sum(plan.kept.values())
@@ -108,23 +108,23 @@ def _config(args: argparse.Namespace, classes: int) -> Config:
     )
 
 
-def _step(parts: Parts, steps: int) -> Stepper:
-    data = parts.config.data
-    stepper = Stepper(parts)
+def _step(components: TrainComponents, steps: int) -> Stepper:
+    data = components.config.data
+    stepper = Stepper(components)
     for number in range(steps):
         images = torch.randint(256, (data.batch_size, 3, data.image_size, data.image_size), dtype=torch.uint8)
-        labels = torch.randint(parts.head.num_classes, (data.batch_size,))
+        labels = torch.randint(components.head.num_classes, (data.batch_size,))
         stepper.step([MicroBatch(images, labels, data.batch_size)], number)
     return stepper
 
 
-def _state(parts: Parts, stepper: Stepper) -> Iterable[Tensor]:
+def _state(components: TrainComponents, stepper: Stepper) -> Iterable[Tensor]:
     """Every tensor that stays from step to step."""
-    yield from (parts.head.weight, parts.head.inverse_norms())
-    for shard in parts.head_optimizer.sharded_state().values():
+    yield from (components.head.weight, components.head.inverse_norms())
+    for shard in components.head_optimizer.sharded_state().values():
         yield shard.local
-    yield from (*parts.backbone.parameters(), *parts.backbone.buffers(), *stepper._buffers_before)
-    for state in parts.optimizer.state.values():
+    yield from (*components.backbone.parameters(), *components.backbone.buffers(), *stepper._buffers_before)
+    for state in components.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

@@ -51,7 +51,7 @@ def test_every_package_stands_in_the_order_and_imports_go_down():
         ("plsc.index.fake", "plsc.serve.app"),
         ("plsc.plan.fake", "plsc.tools.train"),
         ("plsc.parallel.fake", "plsc.tools.train"),
-        ("plsc.serve.fake", "plsc.train.loop"),
+        ("plsc.serve.fake", "plsc.train.trainer"),
         ("plsc.files", "plsc.config"),
     ],
 )

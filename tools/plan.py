@@ -93,7 +93,7 @@ def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:
         raise UsageError(f"--images-per-second {args.images_per_second}: it has to be above 0")
     if args.classes is not None:
         return args.classes, args.images
-    from plsc.train.parts import open_training_data
+    from plsc.train.components import open_training_data
 
     source = config.data.train
     if not source.startswith("avatars:") and not Path(source).exists():

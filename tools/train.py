@@ -76,7 +76,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel import shutdown
     from plsc.train import train
-    from plsc.train.failure import as_lost_rank, tells, wait_for_the_teller
+    from plsc.train.failures import as_lost_rank, is_reporting_rank, wait_for_reporter
 
     keep_freed_memory()
     mesh = plsc.init(head_ranks=config.head_ranks)
@@ -85,17 +85,17 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
         result = train(config, mesh, out=out, resume=args.resume)
         shutdown()
     except PlscError as error:
-        if tells(mesh):
+        if is_reporting_rank(mesh):
             raise
-        wait_for_the_teller()
+        wait_for_reporter()
         raise SystemExit(error.exit_code) from None
     except RuntimeError as error:
         lost = as_lost_rank(error, mesh)
         if lost is None:
             raise
-        if tells(mesh):
+        if is_reporting_rank(mesh):
             raise lost from None
-        wait_for_the_teller()
+        wait_for_reporter()
         raise SystemExit(lost.exit_code) from None
     if not mesh.is_main:
         return None

@@ -1,14 +1,65 @@
-"""The backbone, replicated: every rank holds all of it and averages its gradients."""
+"""Data parallelism of the backbone: every rank holds all of it and averages its gradients."""
 
 import warnings
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
 
+from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh
-from plsc.parallel.wide_gradients import WideGradients
 
 
-def data_parallel(module: nn.Module, mesh: Mesh, gradients: WideGradients | None = None) -> nn.Module:
+class Float64Gradients:
+    """Float64 weight gradients of this rank, kept from the layers that sum them until DDP exchanges them.
+
+    For :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64`.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._sums: dict[Tensor, Tensor] = {}
+
+    def add(self, parameter: Tensor | None, gradient: Tensor) -> None:
+        """Add ``gradient``, float64, to the next exchange. With one rank there is none, and nothing is kept."""
+        if self.mesh.world_size == 1 or parameter is None:
+            return
+        before = self._sums.get(parameter)
+        self._sums[parameter] = gradient if before is None else before + gradient
+
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """Sum a bucket over the ranks in float64 (a DDP communication hook). Moves 2·8 bytes per weight.
+
+        Parameters whose layers do not sum in float64 are added as they came.
+        """
+        pairs = [
+            (parameter, _as_laid_out(gradient, parameter))
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        ]
+        local = [self._sums.pop(parameter, gradient).double().flatten() for parameter, gradient in pairs]
+        total = all_reduce_sum(torch.cat(local), self.mesh)
+        for (_, gradient), part in zip(pairs, total.split([each.numel() for each in local]), strict=True):
+            gradient.copy_(part.view(gradient.shape))
+        done: Future[Tensor] = Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def embeddings(self, module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        """Return embeddings in float64 while training, so that their gradient comes in float64 (a forward hook).
+
+        The head multiplies that gradient by the number of ranks. The factor is divided out here, before anything is
+        rounded: a gradient three times as large rounds differently. Hence :meth:`exchange` takes sums, not means.
+        """
+        if not (module.training and output.requires_grad):
+            return output
+        embeddings_f64 = output.double()
+        embeddings_f64.register_hook(lambda gradient: gradient / self.mesh.world_size)
+        return embeddings_f64
+
+
+def data_parallel(module: nn.Module, mesh: Mesh, gradients: Float64Gradients | None = None) -> nn.Module:
     """Move ``module`` to the mesh's device and average its gradients over the ranks (DDP).
 
     The class head returns embedding gradients multiplied by the number of ranks, so that DDP's average gives what
@@ -19,7 +70,7 @@ def data_parallel(module: nn.Module, mesh: Mesh, gradients: WideGradients | None
         module: maps (B, 3, H, W) to (B, D).
         mesh: the ranks.
         gradients: where ``module``'s layers sum in float64, what
-            :func:`plsc.parallel.wide_gradients.sum_gradients_in_float64` gave: the ranks' exchange does then, too.
+            :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64` returned; the ranks then exchange float64.
 
     Returns:
         ``module`` itself where there is one rank, else the DDP wrapper (``.module`` is the original).
@@ -40,5 +91,11 @@ def data_parallel(module: nn.Module, mesh: Mesh, gradients: WideGradients | None
             gradient_as_bucket_view=True,
         )
     if gradients is not None:
-        net.register_comm_hook(gradients, WideGradients.exchange)
+        net.register_comm_hook(gradients, Float64Gradients.exchange)
     return net
+
+
+def _as_laid_out(flat: Tensor, parameter: Tensor) -> Tensor:
+    """View a gradient with its parameter's strides (channels last, say): DDP lays it out so, but shows it row-major."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())

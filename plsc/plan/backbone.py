@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from plsc.train.parts import AUTOCAST_DTYPES
+from plsc.train.components import AUTOCAST_DTYPES
 
 _PRECISIONS = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 

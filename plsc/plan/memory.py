@@ -13,7 +13,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import Device
 from plsc.plan.setup import Setup
-from plsc.train.parts import make_head, make_head_optimizer
+from plsc.train.components import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
 CONTEXT_BYTES = 1 << 30

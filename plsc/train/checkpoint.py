@@ -35,7 +35,7 @@ from plsc.files import (
 )
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, barrier, broadcast_object
-from plsc.train.agreement import on_every_rank
+from plsc.train.failures import raise_on_all_ranks
 
 FORMAT = 1
 STATE = "state.json"
@@ -72,14 +72,14 @@ class CheckpointFolder:
         """
         final = self.folder / f"step-{step:08d}"
         tmp_path = self.folder / f".{final.name}.tmp"
-        on_every_rank(self.mesh, lambda: self._prepare(tmp_path))
+        raise_on_all_ranks(self.mesh, lambda: self._prepare(tmp_path))
         _write_tensors(tmp_path, tensors, self.mesh)
-        names = on_every_rank(self.mesh, lambda: self._finish(tmp_path, state))
+        names = raise_on_all_ranks(self.mesh, lambda: self._finish(tmp_path, state))
         mine = broadcast_object(names, self.mesh)[self.mesh.rank :: self.mesh.world_size]
-        described = on_every_rank(self.mesh, lambda: describe_files(tmp_path, mine))
+        described = raise_on_all_ranks(self.mesh, lambda: describe_files(tmp_path, mine))
         shares = all_gather_object(described, self.mesh)
         files = {name: entry for share in shares for name, entry in share.items()}
-        on_every_rank(self.mesh, lambda: self._publish(tmp_path, final, files))
+        raise_on_all_ranks(self.mesh, lambda: self._publish(tmp_path, final, files))
         return final
 
     def published(self) -> list[Path]:
@@ -127,7 +127,7 @@ class StoredCheckpoint:
     def __init__(self, path: Path, mesh: Mesh) -> None:
         """Check ``path``, sharing the work; IntegrityError or DataError names what is wrong with it."""
         self.path, self.mesh = path, mesh
-        on_every_rank(mesh, lambda: _verify(path, mesh))
+        raise_on_all_ranks(mesh, lambda: _verify(path, mesh))
         self.state: dict[str, Any] = read_json(path / STATE)
         self.stored = _stored_tensors(path)
 
@@ -188,7 +188,7 @@ def open_checkpoint(path: Path, mesh: Mesh) -> StoredCheckpoint:
 def _newest_whole(candidates: list[Path], mesh: Mesh) -> Path | None:
     for path in reversed(broadcast_object(candidates, mesh)):
         try:
-            on_every_rank(mesh, lambda path=path: _verify(path, mesh))  # type: ignore[misc]
+            raise_on_all_ranks(mesh, lambda path=path: _verify(path, mesh))  # type: ignore[misc]
         except PlscError:
             continue
         return path

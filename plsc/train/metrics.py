@@ -1,11 +1,13 @@
-"""What a run reports: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard."""
+"""Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard."""
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 from plsc.files import atomic_write
+from plsc.train.step import StepResult
 
 METRICS = "metrics.jsonl"
 
@@ -13,8 +15,8 @@ METRICS = "metrics.jsonl"
 class MetricsLog:
     """Appends to RUN/metrics.jsonl and RUN/tensorboard; does nothing where ``enabled`` is false.
 
-    Lines of steps after ``step``, where the run goes on, are taken out first: a killed run wrote them, and
-    they come again. So each step stands there once.
+    Lines of steps after ``step``, from which the run goes on, are taken out first: a killed run wrote them, and
+    they come again. So each step has one line.
     """
 
     def __init__(self, out: Path, *, step: int, tensorboard: bool, enabled: bool) -> None:
@@ -47,19 +49,42 @@ class MetricsLog:
             self._board.close()
 
 
+class StepMeter:
+    """Means since the last line of metrics."""
+
+    def __init__(self) -> None:
+        self._images = 0
+        self._losses: list[float] = []
+        self._since = time.monotonic()
+
+    def update(self, result: StepResult) -> None:
+        """Count a step."""
+        self._images += result.images
+        if not result.skipped:
+            self._losses.append(result.loss)
+
+    def reset(self) -> tuple[float | None, float]:
+        """(mean loss of the finite steps, images per second) since the last call."""
+        now = time.monotonic()
+        loss = sum(self._losses) / len(self._losses) if self._losses else None
+        rate = self._images / max(now - self._since, 1e-9)
+        self._images, self._losses, self._since = 0, [], now
+        return loss, rate
+
+
 def read_metrics(out: Path) -> list[dict[str, Any]]:
     """The lines of RUN/metrics.jsonl; a last line that a killed writer left unfinished is left out."""
     path = out / METRICS
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    found: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for line in lines:
         try:
             value = json.loads(line)
         except ValueError:
             continue
         if isinstance(value, dict) and isinstance(value.get("step"), int):
-            found.append(value)
-    return found
+            entries.append(value)
+    return entries
 
 
 def _cut(path: Path, step: int) -> None:
@@ -78,10 +103,10 @@ def _without_nan(value: Any) -> Any:
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> list[tuple[str, float]]:
-    found: list[tuple[str, float]] = []
+    leaves: list[tuple[str, float]] = []
     for key, value in values.items():
         if isinstance(value, dict):
-            found += _leaves(value, f"{prefix}{key}/")
+            leaves += _leaves(value, f"{prefix}{key}/")
         elif isinstance(value, int | float) and not isinstance(value, bool):
-            found.append((f"{prefix}{key}", float(value)))
-    return found
+            leaves.append((f"{prefix}{key}", float(value)))
+    return leaves

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether a run may go on from it."""
+"""The state of a run between two steps: captured for a checkpoint, and restored on any number of ranks."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +12,9 @@ from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.strict_toml import toml_value
 from plsc.train.checkpoint import StoredCheckpoint
-from plsc.train.parts import Parts
+from plsc.train.components import TrainComponents
 
-# What the stored tensors, or the order of the samples, hang on.
+# Keys that determine the stored tensors' shapes and types, or the order of the samples.
 FIXED = (
     "backbone",
     "embedding_dim",
@@ -30,7 +30,7 @@ FIXED = (
 
 @dataclass
 class Position:
-    """How far a run is.
+    """Progress of a run.
 
     ``step`` counts optimizer steps and names checkpoints; ``schedule_step`` is where the learning rate stands.
     They part when a run goes on with another batch size: ``schedule_step`` then counts in steps of the new one.
@@ -42,61 +42,61 @@ class Position:
     best: dict[str, Any] = field(default_factory=dict)
 
 
-def average_buffers(parts: Parts) -> None:
-    """Give every rank the mean of all ranks' running statistics, which each has of its own samples alone."""
-    if parts.mesh.world_size == 1:
+def average_buffers(components: TrainComponents) -> None:
+    """Set every rank's running statistics to the mean over ranks; each rank has seen its own samples alone."""
+    if components.mesh.world_size == 1:
         return
-    buffers = [buffer for buffer in parts.backbone.buffers() if buffer.is_floating_point()]
+    buffers = [buffer for buffer in components.backbone.buffers() if buffer.is_floating_point()]
     if buffers:
-        flat = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers]), parts.mesh)
-        means = (flat / parts.mesh.world_size).split([buffer.numel() for buffer in buffers])
+        flat = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers]), components.mesh)
+        means = (flat / components.mesh.world_size).split([buffer.numel() for buffer in buffers])
         for buffer, mean in zip(buffers, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
 
 
-def capture(parts: Parts, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(tensors that this rank writes, everything else as JSON holds it) of a run between two steps."""
-    average_buffers(parts)
+def capture(components: TrainComponents, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
+    average_buffers(components)
     tensors: dict[str, Any] = {
-        **_prefixed("head.", parts.head.sharded_state()),
-        **_prefixed("head_optimizer.", parts.head_optimizer.sharded_state()),
+        **_prefixed("head.", components.head.sharded_state()),
+        **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
     }
-    if parts.mesh.is_main:
-        tensors |= _prefixed("backbone.", parts.backbone.state_dict())
-        tensors |= _prefixed("optimizer.", _optimizer_tensors(parts.optimizer))
-        if parts.average is not None:
-            tensors |= _prefixed("average.", parts.average.model.state_dict())
-    return tensors, _small_state(parts, position)
+    if components.mesh.is_main:
+        tensors |= _prefixed("backbone.", components.backbone.state_dict())
+        tensors |= _prefixed("optimizer.", _optimizer_tensors(components.optimizer))
+        if components.average is not None:
+            tensors |= _prefixed("average.", components.average.model.state_dict())
+    return tensors, _small_state(components, position)
 
 
-def restore(parts: Parts, stored: StoredCheckpoint) -> Position:
-    """Put a checkpoint's state into freshly built parts, on any number of ranks.
+def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
+    """Put a checkpoint's state into freshly built components, on any number of ranks.
 
     Raises:
         UsageError: the configuration or the data is not that of the run.
     """
     state = stored.state
-    _check_config(state["config"], parts.config)
-    _check_data(state["data"], parts)
+    _check_config(state["config"], components.config)
+    _check_data(state["data"], components)
     stored.load_into(
         {
-            **_prefixed("head.", parts.head.sharded_state()),
-            **_prefixed("head_optimizer.", parts.head_optimizer.sharded_state()),
-            **_prefixed("backbone.", parts.backbone.state_dict()),
+            **_prefixed("head.", components.head.sharded_state()),
+            **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
+            **_prefixed("backbone.", components.backbone.state_dict()),
         }
     )
-    _load_optimizer(parts.optimizer, stored.read("optimizer."))
-    if parts.average is not None:
-        _load_average(parts, stored)
-    parts.head.set_extra_state(state["head"])
-    parts.head_optimizer.load_state_dict({**parts.head_optimizer.state_dict(), "steps": state["head_steps"]})
-    if state["scaler"] and parts.scaler.is_enabled():
-        parts.scaler.load_state_dict(state["scaler"])
-    parts.loader.load_state_dict(state["loader"])
-    return Position(state["step"], _schedule_step(parts, state), state["skipped"], state["best"])
+    _load_optimizer(components.optimizer, stored.read("optimizer."))
+    if components.average is not None:
+        _load_average(components, stored)
+    components.head.set_extra_state(state["head"])
+    components.head_optimizer.load_state_dict({**components.head_optimizer.state_dict(), "steps": state["head_steps"]})
+    if state["scaler"] and components.scaler.is_enabled():
+        components.scaler.load_state_dict(state["scaler"])
+    components.loader.load_state_dict(state["loader"])
+    return Position(state["step"], _schedule_step(components, state), state["skipped"], state["best"])
 
 
-def changes(before: dict[str, Any], config: Config) -> list[str]:
+def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
     """``"optim.lr = 0.2 (was 0.1)"`` for each key that differs from the run's configuration so far."""
     old = _old_config(before)
     return [
@@ -106,34 +106,34 @@ def changes(before: dict[str, Any], config: Config) -> list[str]:
     ]
 
 
-def steps_per_epoch(parts: Parts) -> int:
+def steps_per_epoch(components: TrainComponents) -> int:
     """Optimizer steps of an epoch."""
-    return -(-parts.loader.steps_per_epoch // parts.config.optim.accumulate)
+    return -(-components.loader.steps_per_epoch // components.config.optim.accumulate)
 
 
-def _small_state(parts: Parts, position: Position) -> dict[str, Any]:
+def _small_state(components: TrainComponents, position: Position) -> dict[str, Any]:
     return {
         "step": position.step,
         "schedule_step": position.schedule_step,
         "skipped": position.skipped,
         "best": position.best,
-        "world_size": parts.mesh.world_size,
-        "steps_per_epoch": steps_per_epoch(parts),
-        "config": configuration.to_dict(parts.config),
-        "data": parts.data,
-        "loader": parts.loader.state_dict(),
-        "scaler": parts.scaler.state_dict(),
-        "head": parts.head.get_extra_state(),
-        "head_steps": parts.head_optimizer.steps,
-        "average_updates": parts.average.updates if parts.average is not None else 0,
+        "world_size": components.mesh.world_size,
+        "steps_per_epoch": steps_per_epoch(components),
+        "config": configuration.to_dict(components.config),
+        "data": components.data,
+        "loader": components.loader.state_dict(),
+        "scaler": components.scaler.state_dict(),
+        "head": components.head.get_extra_state(),
+        "head_steps": components.head_optimizer.steps,
+        "average_updates": components.average.updates if components.average is not None else 0,
     }
 
 
-def _schedule_step(parts: Parts, state: dict[str, Any]) -> int:
-    """With epochs to go by, the schedule stands where it stood as a share of them, in steps of today's size."""
-    now, then = steps_per_epoch(parts), int(state["steps_per_epoch"])
+def _schedule_step(components: TrainComponents, state: dict[str, Any]) -> int:
+    """Convert the schedule's step to the present batch size: where epochs are counted, their share stays the same."""
+    now, then = steps_per_epoch(components), int(state["steps_per_epoch"])
     step = int(state["schedule_step"])
-    return step if parts.config.epochs is None or now == then else round(step * now / then)
+    return step if components.config.epochs is None or now == then else round(step * now / then)
 
 
 def _check_config(before: dict[str, Any], config: Config) -> None:
@@ -154,14 +154,14 @@ def _old_config(tree: dict[str, Any]) -> Config:
         raise DataError(f"the checkpoint's configuration is not one of this version: {error}") from None
 
 
-def _check_data(before: dict[str, Any], parts: Parts) -> None:
-    for name, now in parts.data.items():
+def _check_data(before: dict[str, Any], components: TrainComponents) -> None:
+    for name, now in components.data.items():
         if before[name] != now:
             what = "labels are others"
             if name != "labels_sha256":
                 what = f"{name} were {before[name]:,} and are {now:,}"
             raise UsageError(
-                f"data.train = {parts.dataset.source} is not what the run began with: its {what}; bring that "
+                f"data.train = {components.dataset.source} is not what the run began with: its {what}; bring that "
                 "data back, or begin another run (another --out), with --init_weights RUN/model.safetensors"
             )
 
@@ -190,9 +190,9 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _load_average(parts: Parts, stored: StoredCheckpoint) -> None:
+def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None:
     """The stored average; where the run had none so far, it begins with the weights as they are."""
-    assert parts.average is not None
+    assert components.average is not None
     tensors = stored.read("average.")
-    parts.average.model.load_state_dict(tensors or parts.backbone.state_dict())
-    parts.average.updates = int(stored.state["average_updates"])
+    components.average.model.load_state_dict(tensors or components.backbone.state_dict())
+    components.average.updates = int(stored.state["average_updates"])

@@ -1,4 +1,4 @@
-"""What a run is made of, built from its configuration: data, backbone, head, optimizers."""
+"""The components of a run, built from its configuration: data, backbone, head, optimizers."""
 
 import copy
 import hashlib
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plsc.config import MARGINS, Config, DataConfig, HeadConfig
 from plsc.data.dataset import ImageDataset, open_dataset
@@ -25,12 +25,11 @@ from plsc.models.wrappers import RotationTTA
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
-from plsc.parallel.wide_gradients import sum_gradients_in_float64
-from plsc.train.agreement import on_every_rank
-from plsc.train.ema import MovingAverage
+from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
+from plsc.train.failures import raise_on_all_ranks
 
-# What torch says while it compiles and nobody can mend: of data parallel's own code, and of a machine without a GPU.
-_NOISE = {
+# Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
+_IGNORED_LOGS = {
     "torch._dynamo.variables.ctx_manager": "Profiler record function",
     "torch.utils.cpp_extension": "No CUDA runtime",
 }
@@ -38,11 +37,44 @@ AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _CACHE: dict[str, Any] = {"auto": "auto", "always": True, "never": False}
 
 
-@dataclass
-class Parts:
-    """Everything that a step touches; ``net`` wraps ``backbone`` (data parallel, compiled).
+class MovingAverage:
+    """Exponential moving average of a backbone's weights, which is often the better model to evaluate and to ship.
 
-    ``data`` is what must not change about the data set while a run pauses.
+    ``model``, a copy of the backbone, becomes decay·average + (1 − decay)·backbone after each step. The decay starts
+    at 0.1 and rises to ``decay`` as (1 + n)/(10 + n) over the updates n (TensorFlow's ExponentialMovingAverage), so
+    that the random initial weights do not linger. Running statistics are averaged likewise. torch's AveragedModel
+    copies the weights of the first step and renames the keys, timm's ModelEmaV3 warms up along another curve: with
+    either, resumed runs would part from their beginning.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.decay = decay
+        self.updates = 0
+
+    @torch.no_grad()
+    def update(self, source: nn.Module) -> None:
+        """Take in the weights of ``source``, a module with the same keys."""
+        weight = 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        averaged: list[Tensor] = []
+        present: list[Tensor] = []
+        values = source.state_dict()
+        for name, old in self.model.state_dict().items():
+            if old.is_floating_point():
+                averaged.append(old)
+                present.append(values[name])
+            else:
+                old.copy_(values[name])
+        torch._foreach_lerp_(averaged, present, weight)
+
+
+@dataclass
+class TrainComponents:
+    """Everything that a step touches.
+
+    ``net`` wraps ``backbone`` (data parallel, compiled). ``data`` is the data set's fingerprint, which must not change
+    between a run's checkpoint and its resumption.
     """
 
     config: Config
@@ -59,8 +91,8 @@ class Parts:
     scaler: GradScaler
 
     @property
-    def judged(self) -> nn.Module:
-        """What is evaluated and exported: the moving average where there is one, perhaps under rotation TTA."""
+    def shipped_model(self) -> nn.Module:
+        """The model that is evaluated and exported: the moving average where there is one, perhaps under rotation TTA."""
         model = self.average.model if self.average is not None else self.backbone
         return RotationTTA(unwrapped(model)) if self.config.rotation_tta else model
 
@@ -71,26 +103,26 @@ class Parts:
 
 
 def open_training_data(data: DataConfig) -> ImageDataset:
-    """The pictures that [data] names; raises as :func:`plsc.data.open_dataset` does."""
+    """Open the images that [data] names; raises as :func:`plsc.data.open_dataset` does."""
     dataset = open_dataset(data.train, image_size=data.image_size, max_bad_records=data.max_bad_records)
     return RotatedDataset(dataset) if data.rotation_classes else dataset
 
 
-def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
-    """Make every part; every rank calls. UsageError where the configuration asks for what cannot be."""
+def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
+    """Build every component; every rank calls. UsageError where the configuration asks for the impossible."""
     torch.manual_seed(config.seed)  # the same first weights on every rank
-    backbone, average = on_every_rank(mesh, lambda: _backbone(config, mesh))
+    backbone, average = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
     exact = _sums_exactly(config, mesh)
     net = data_parallel(backbone, mesh, sum_gradients_in_float64(backbone, mesh) if exact else None)
     if config.compile:
         net = _compiled(net)
-    head = on_every_rank(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
-    return Parts(
+    head = raise_on_all_ranks(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
+    return TrainComponents(
         config,
         mesh,
         dataset,
         fingerprint(dataset),
-        on_every_rank(mesh, lambda: make_loader(config, dataset, mesh)),
+        raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, mesh)),
         backbone,
         net,
         head,
@@ -102,12 +134,12 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> Parts:
 
 
 def _compiled(net: nn.Module) -> nn.Module:
-    for name, start in _NOISE.items():
-        logging.getLogger(name).addFilter(partial(_begins_otherwise, start))
+    for name, start in _IGNORED_LOGS.items():
+        logging.getLogger(name).addFilter(partial(_not_startswith, start))
     return torch.compile(net)  # type: ignore[return-value]
 
 
-def _begins_otherwise(start: str, record: logging.LogRecord) -> bool:
+def _not_startswith(start: str, record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith(start)
 
 
@@ -155,7 +187,7 @@ def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | No
 
 
 def _sums_exactly(config: Config, mesh: Mesh) -> bool:
-    """Whether sums over samples and classes run in float64, so that losses do not hang on the number of ranks."""
+    """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
     plain = config.precision == "fp32" and not config.compile
     return config.sync_batchnorm and plain and mesh.device.type == "cpu"
 

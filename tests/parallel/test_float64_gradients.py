@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
-from plsc.parallel.wide_gradients import sum_gradients_in_float64
+from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 
 Ranks = Any
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))

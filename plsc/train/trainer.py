@@ -1,4 +1,4 @@
-"""The training run: from a configuration to a run directory, in one go or in as many as it takes."""
+"""The training run, top to bottom: from a configuration to a run directory, in one go or in as many as it takes."""
 
 import sys
 import time
@@ -13,14 +13,13 @@ from plsc.files import atomic_write, make_folder
 from plsc.optim.schedules import advance, schedule, scheduler
 from plsc.parallel import Mesh
 from plsc.progress import Progress
-from plsc.train.agreement import on_every_rank
 from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
-from plsc.train.interrupt import Interrupted, StopRequest
-from plsc.train.judge import BEST, MODEL, brief, check_sets, judge, save_weights, score
-from plsc.train.metrics import METRICS, MetricsLog
-from plsc.train.parts import build, open_training_data
-from plsc.train.state import Position, capture, changes, restore, steps_per_epoch
-from plsc.train.step import MicroBatch, Outcome, Stepper, micro_batches
+from plsc.train.components import build, open_training_data
+from plsc.train.evaluate import BEST, MODEL, check_sets, evaluate_sets, mean_accuracy, save_weights, summary
+from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
+from plsc.train.metrics import METRICS, MetricsLog, StepMeter
+from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
+from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
 
 CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
 
@@ -48,83 +47,87 @@ def train(
         UsageError: the configuration or the request is off, or the mesh has other head groups than the configuration;
             ``out`` holds a run and ``resume`` is None.
         IntegrityError: the checkpoint to resume from is corrupt.
-        DataError: too many unreadable pictures; a full disk.
+        DataError: too many unreadable images; a full disk.
         PlscError: the loss was not finite for too long.
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
     with StopRequest() as stop:
-        run = Run(config, mesh, Path(out), resume, quiet)
+        trainer = Trainer(config, mesh, Path(out), resume, quiet)
         try:
-            return run.go(stop)
+            return trainer.run(stop)
         finally:
-            run.metrics.close()
+            trainer.metrics.close()
 
 
-class Run:
-    """One process's part of a training run."""
+class Trainer:
+    """One rank's part of a training run."""
 
     def __init__(self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool) -> None:
         self.config, self.mesh, self.out = config, mesh, out
         self.quiet = quiet or not mesh.is_main
         _check_groups(config, mesh)
-        on_every_rank(mesh, lambda: _check_folder(out, resume))
-        dataset = on_every_rank(mesh, lambda: open_training_data(config.data))
-        on_every_rank(mesh, lambda: check_sets(config) if mesh.is_main else None)
-        self.parts = build(config, dataset, mesh)
+        raise_on_all_ranks(mesh, lambda: _check_folder(out, resume))
+        dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config.data))
+        raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
+        self.components = build(config, dataset, mesh)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         self.position = Position()
         self._saved_at = -1
-        on_every_rank(mesh, lambda: make_folder(out) if mesh.is_main else out)
-        stored = self._find(resume)
+        raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
+        stored = self._find_checkpoint(resume)
         if stored is not None:
-            self._continue(stored)
-        on_every_rank(mesh, self._write_descriptions)
+            self._resume_from(stored)
+        raise_on_all_ranks(mesh, self._write_descriptions)
         self._set_schedule()
-        self.stepper = Stepper(self.parts)
+        self.stepper = Stepper(self.components)
         self.metrics = MetricsLog(
             out, step=self.position.step, tensorboard=config.log.tensorboard, enabled=mesh.is_main
         )
         self.last_loss: float | None = None
         self._skipped_in_a_row = 0
         self._results: dict[str, dict[str, Any]] = {}
-        self._judged_at = -1
+        self._evaluated_at = -1
 
-    def go(self, stop: StopRequest) -> dict[str, Any]:
+    def run(self, stop: StopRequest) -> dict[str, Any]:
         """Take the steps that are left; evaluate, log and save on the way."""
         start, images = time.monotonic(), 0
         progress = self._progress()
-        reporter = Reporter(self)
+        meter = StepMeter()
         for group in self._groups():
-            outcome = self.stepper.step(group, self.position.step, stop.signal)
-            images += outcome.images
-            self._after_step(outcome)
-            reporter.report(outcome)
-            progress.advance(outcome.images, self._note(outcome))
-            if outcome.stop:
+            result = self.stepper.step(group, self.position.step, stop.signal)
+            images += result.images
+            self._after_step(result)
+            meter.update(result)
+            self._log(meter, result)
+            progress.advance(result.images, self._note(result))
+            if result.stop:
                 self._save()
                 raise Interrupted(
                     f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
                     f"written: --resume auto goes on",
-                    outcome.stop,
+                    result.stop,
                 )
-            self._on_schedule()
+            if _is_due(self.position.step, self.config.eval.every_steps):
+                self._evaluate()
+            if _is_due(self.position.step, self.config.checkpoint.every_steps):
+                self._save()
         progress.finish(self._note(None))
-        self._judge()
+        self._evaluate()
         self._save()
         return self._result(time.monotonic() - start, images)
 
     @property
     def epochs_done(self) -> float:
         """Epochs trained, with the share of the present one."""
-        state = self.parts.loader.state_dict()
-        return state["epoch"] + state["consumed"] / len(self.parts.dataset)
+        state = self.components.loader.state_dict()
+        return state["epoch"] + state["consumed"] / len(self.components.dataset)
 
     # Beginning, or going on.
 
-    def _find(self, resume: str | None) -> StoredCheckpoint | None:
+    def _find_checkpoint(self, resume: str | None) -> StoredCheckpoint | None:
         if self.mesh.is_main:
-            for left in self.out.glob(".*.tmp"):
-                left.unlink()
+            for leftover in self.out.glob(".*.tmp"):
+                leftover.unlink()
         self.checkpoints.clean()
         if resume is None:
             return None
@@ -138,26 +141,26 @@ class Run:
             raise UsageError(f"{path} holds no finished checkpoint; --resume auto begins anew where there is none")
         return stored
 
-    def _continue(self, stored: StoredCheckpoint) -> None:
-        self.position = on_every_rank(self.mesh, lambda: restore(self.parts, stored))
+    def _resume_from(self, stored: StoredCheckpoint) -> None:
+        self.position = raise_on_all_ranks(self.mesh, lambda: restore(self.components, stored))
         if stored.path.parent.resolve() == self.checkpoints.folder.resolve():
             self._saved_at = self.position.step
-        self._say(
+        self._print(
             f"resumed from {stored.path} (step {self.position.step:,}, saved by {stored.state['world_size']} ranks)"
         )
-        for change in changes(stored.state["config"], self.config):
-            self._say(f"changed on resume: {change}")
+        for change in changed_keys(stored.state["config"], self.config):
+            self._print(f"changed on resume: {change}")
         for later in self.checkpoints.set_aside_after(self.position.step):
-            self._say(f"set aside as superseded-{later.name}: it is of a later step")
+            self._print(f"set aside as superseded-{later.name}: it is of a later step")
 
     def _write_descriptions(self) -> None:
         if self.mesh.is_main:
             with atomic_write(self.out / CONFIG) as tmp_path:
                 tmp_path.write_text(configuration.to_toml(self.config), encoding="utf-8")
-            self.parts.dataset.save_label_map(self.out / CLASSES)
+            self.components.dataset.save_label_map(self.out / CLASSES)
 
     def _set_schedule(self) -> None:
-        optim, per_epoch = self.config.optim, steps_per_epoch(self.parts)
+        optim, per_epoch = self.config.optim, steps_per_epoch(self.components)
         warmup = optim.warmup_steps
         if warmup is None:
             warmup = round((optim.warmup_epochs or 0.0) * per_epoch)
@@ -171,38 +174,39 @@ class Run:
             milestones=[round(m * per_epoch) for m in optim.milestones],
         )
         self.rates = [0.0, 0.0]
-        optimizers = (self.parts.optimizer, self.parts.head_optimizer)
+        optimizers = (self.components.optimizer, self.components.head_optimizer)
         self.schedulers = [scheduler(each, factor, step=self.position.schedule_step) for each in optimizers]
 
     def _total_steps(self) -> int:
         if self.config.steps is not None:
             return self.config.steps
         assert self.config.epochs is not None
-        return self.config.epochs * steps_per_epoch(self.parts)
+        return self.config.epochs * steps_per_epoch(self.components)
 
     # Steps.
 
     def _groups(self) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step that is left, through all epochs."""
-        while not self._finished():
-            for group in micro_batches(self.parts.loader, self.config.optim.accumulate):
+        while not self._is_finished():
+            for group in micro_batches(self.components.loader, self.config.optim.accumulate):
                 yield group
-                if self.config.steps is not None and self._finished():
+                if self.config.steps is not None and self._is_finished():
                     return
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         if self.config.steps is not None:
             return self.position.step >= self.config.steps
         assert self.config.epochs is not None
-        return self.parts.loader.epoch >= self.config.epochs
+        return self.components.loader.epoch >= self.config.epochs
 
-    def _after_step(self, outcome: Outcome) -> None:
+    def _after_step(self, result: StepResult) -> None:
+        """Count the step, move the learning rate on, and give up where too many in a row were not finite."""
         self.position.step += 1
         self.position.schedule_step += 1
         self.rates = [float(each.get_last_lr()[0]) for each in self.schedulers]
         advance(self.schedulers)
-        if not outcome.skipped:
-            self.last_loss, self._skipped_in_a_row = outcome.loss, 0
+        if not result.skipped:
+            self.last_loss, self._skipped_in_a_row = result.loss, 0
             return
         self.position.skipped += 1
         self._skipped_in_a_row += 1
@@ -214,57 +218,69 @@ class Run:
                 "goes on from the last checkpoint"
             )
 
-    def _on_schedule(self) -> None:
-        step = self.position.step
-        if _due(step, self.config.eval.every_steps):
-            self._judge()
-        if _due(step, self.config.checkpoint.every_steps):
-            self._save()
-
     # Evaluating and saving.
 
-    def _judge(self) -> None:
-        if not self.config.eval.sets or self._judged_at == self.position.step:
+    def _evaluate(self) -> None:
+        if not self.config.eval.sets or self._evaluated_at == self.position.step:
             return
-        self._judged_at = self.position.step
-        self._results = judge(self.parts)
-        self.metrics.write(self.position.step, {"epoch": self.epochs_done, "eval": brief(self._results)})
-        reached = score(self._results)
+        self._evaluated_at = self.position.step
+        self._results = evaluate_sets(self.components)
+        self.metrics.write(self.position.step, {"epoch": self.epochs_done, "eval": summary(self._results)})
         for name, result in self._results.items():
-            self._say(f"step {self.position.step:,}: {name}: " + _figures(result))
-        if reached is not None and reached > self.position.best.get("accuracy", -1.0):
-            self.position.best = {"step": self.position.step, "accuracy": reached}
-            save_weights(self.parts, self.out / BEST)
+            self._print(f"step {self.position.step:,}: {name}: " + _format_result(result))
+        accuracy = mean_accuracy(self._results)
+        if accuracy is not None and accuracy > self.position.best.get("accuracy", -1.0):
+            self.position.best = {"step": self.position.step, "accuracy": accuracy}
+            save_weights(self.components, self.out / BEST)
 
     def _save(self) -> None:
         step = self.position.step
         if step in (self._saved_at, 0):
             return
-        tensors, state = capture(self.parts, self.position)
+        tensors, state = capture(self.components, self.position)
         self.checkpoints.save(step, tensors, state)
-        save_weights(self.parts, self.out / MODEL)
+        save_weights(self.components, self.out / MODEL)
         self._saved_at = step
 
-    # Telling.
+    # Reporting.
+
+    def _log(self, meter: StepMeter, result: StepResult) -> None:
+        """Write a line of metrics when it is due. All ranks call: the head's norm is summed over them."""
+        if not _is_due(self.position.step, self.config.log.every_steps):
+            return
+        loss_mean, images_per_second = meter.reset()
+        values = {
+            "epoch": self.epochs_done,
+            "loss": result.loss,
+            "loss_mean": loss_mean,
+            "lr": self.rates[0],
+            "head_lr": self.rates[1],
+            "grad_norm": result.grad_norm,
+            "head_mean_norm": self.components.head.mean_norm(),
+            "loss_scale": self.components.scaler.get_scale(),
+            "skipped_steps": self.position.skipped,
+            "images_per_second": images_per_second,
+        }
+        self.metrics.write(self.position.step, values)
 
     def _progress(self) -> Progress:
-        images = len(self.parts.dataset)
+        images = len(self.components.dataset)
         done = round(self.epochs_done * images)
         total = None
         if self.config.epochs is not None:
             total = self.config.epochs * images
         elif self.config.steps is not None:
             left = max(self.config.steps - self.position.step, 0)
-            per_step = images / steps_per_epoch(self.parts)
+            per_step = images / steps_per_epoch(self.components)
             total = done + round(left * per_step)
         return Progress("train", total, done=done, quiet=self.quiet)
 
-    def _note(self, outcome: Outcome | None) -> str:
-        loss = outcome.loss if outcome is not None else self.last_loss
+    def _note(self, result: StepResult | None) -> str:
+        loss = result.loss if result is not None else self.last_loss
         note = f"step {self.position.step:,}" + (f", loss {loss:.3f}" if loss is not None else "")
         return note + (f", {self.position.skipped} skipped" if self.position.skipped else "")
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         if not self.quiet:
             print(f"train: {line}", file=sys.stderr, flush=True)
 
@@ -278,55 +294,19 @@ class Run:
             "images": images,
             "seconds": seconds,
             "images_per_second": images / max(seconds, 1e-9),
-            "classes": self.parts.dataset.num_classes,
+            "classes": self.components.dataset.num_classes,
             "eval": self._results,
             "best": self.position.best or None,
         }
 
 
-class Reporter:
-    """Lines of metrics, every ``log.every_steps`` steps."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self._images = 0
-        self._losses: list[float] = []
-        self._since = time.monotonic()
-
-    def report(self, outcome: Outcome) -> None:
-        """Take in a step, and write a line when it is time. All ranks call: the head's norm is summed."""
-        run = self.run
-        self._images += outcome.images
-        if not outcome.skipped:
-            self._losses.append(outcome.loss)
-        if not _due(run.position.step, run.config.log.every_steps):
-            return
-        now = time.monotonic()
-        run.metrics.write(
-            run.position.step,
-            {
-                "epoch": run.epochs_done,
-                "loss": outcome.loss,
-                "loss_mean": sum(self._losses) / len(self._losses) if self._losses else None,
-                "lr": run.rates[0],
-                "head_lr": run.rates[1],
-                "grad_norm": outcome.grad_norm,
-                "head_mean_norm": run.parts.head.mean_norm(),
-                "loss_scale": run.parts.scaler.get_scale(),
-                "skipped_steps": run.position.skipped,
-                "images_per_second": self._images / max(now - self._since, 1e-9),
-            },
-        )
-        self._images, self._losses, self._since = 0, [], now
-
-
-def _due(step: int, every: int) -> bool:
+def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def _figures(result: dict[str, Any]) -> str:
-    figures = {"accuracy": result["accuracy"], "rank-1": result["rank1"]}
-    return ", ".join(f"{name} {value:.4f}" for name, value in figures.items() if value is not None)
+def _format_result(result: dict[str, Any]) -> str:
+    numbers = {"accuracy": result["accuracy"], "rank-1": result["rank1"]}
+    return ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if value is not None)
 
 
 def _check_groups(config: Config, mesh: Mesh) -> None:

@@ -183,9 +183,9 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
     now = -1
 
     def state(self: Any) -> list[torch.Tensor]:
-        parts = self.parts
-        tensors = [*parts.backbone.state_dict().values(), parts.head.weight.detach()]
-        tensors += [shard.local for shard in parts.head_optimizer.sharded_state().values()]
+        components = self.components
+        tensors = [*components.backbone.state_dict().values(), components.head.weight.detach()]
+        tensors += [shard.local for shard in components.head_optimizer.sharded_state().values()]
         return [tensor.clone() for tensor in tensors]
 
     def poisoning(self: Any, images: Any) -> Any:
@@ -196,10 +196,10 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
         nonlocal now
         now = number
         before = state(self)
-        outcome = take(self, group, number, stop)
+        result = take(self, group, number, stop)
         same = all(torch.equal(a, b) for a, b in zip(before, state(self), strict=True))
-        states.append((outcome.skipped, same))
-        return outcome
+        states.append((result.skipped, same))
+        return result
 
     step.Stepper._embed, step.Stepper.step = poisoning, stepping  # type: ignore[method-assign]
     try:
@@ -244,13 +244,13 @@ def average_by_hand(mesh: Any, out: Path) -> list[tuple[str, float]]:
 
     def stepping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
         if not expected:
-            expected.update({k: v.double() for k, v in self.parts.backbone.state_dict().items()})
-        outcome = take(self, group, number, stop)
+            expected.update({k: v.double() for k, v in self.components.backbone.state_dict().items()})
+        result = take(self, group, number, stop)
         decay = min(0.7, (1 + number) / (10 + number))
-        for name, value in self.parts.backbone.state_dict().items():
+        for name, value in self.components.backbone.state_dict().items():
             expected[name] = decay * expected[name] + (1 - decay) * value.double()
-        last.update({k: v.double() for k, v in self.parts.average.model.state_dict().items()})
-        return outcome
+        last.update({k: v.double() for k, v in self.components.average.model.state_dict().items()})
+        return result
 
     step.Stepper.step = stepping  # type: ignore[method-assign]
     try:
