@@ -25,10 +25,10 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.data.dataset import open_dataset
 from plsc.parallel import Mesh
+from plsc.plan.advice import profile_of
 from plsc.plan.devices import Device
-from plsc.plan.estimate import profile_of
 from plsc.plan.memory import plan_memory
-from plsc.plan.setup import Setup
+from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import TrainComponents, build
 from plsc.train.step import MicroBatch, Stepper
 
@@ -75,7 +75,7 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
     stepper = _step(components, steps=2)
     peak = _peak(mesh.device) - before
     state = sum(tensor.nbytes for tensor in _state(components, stepper))
-    setup = Setup(config, args.classes, world=1, per_node=1, head_ranks=1)
+    setup = PlanConfig(config, args.classes, world=1, per_node=1, head_ranks=1)
     plan = plan_memory(setup, profile_of(setup), Device("", mesh.device.type, {}, 0.0))
     planned = sum(plan.kept.values())
     return {

@@ -15,7 +15,7 @@ from results_file import RESULTS
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.files import atomic_write
-from plsc.plan import CapacityError, Links, Machine, Plan, link_speed, named_device, parse_memory, plan
+from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
 
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
 CLASSES = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # millions
@@ -36,15 +36,15 @@ def main() -> None:
         link_speed("nvlink" if device.nvlink else "pcie", device, "--link"),
         link_speed("infiniband", device, "--between"),
     )
-    machine = Machine(device, parse_memory(args.gpu_memory), links)
-    plans = {(gpus, millions): _planned(config, millions, machine, gpus) for millions in CLASSES for gpus in GPUS}
+    hardware = Hardware(device, parse_memory(args.gpu_memory), links)
+    plans = {(gpus, millions): _planned(config, millions, hardware, gpus) for millions in CLASSES for gpus in GPUS}
     print(_markdown(plans))
     _write_csv(plans, args)
 
 
-def _planned(config: Config, millions: int, machine: Machine, gpus: int) -> Plan | None:
+def _planned(config: Config, millions: int, hardware: Hardware, gpus: int) -> Plan | None:
     try:
-        return plan(config, millions * 1_000_000, machine, gpus=gpus)
+        return plan(config, millions * 1_000_000, hardware, gpus=gpus)
     except CapacityError:
         return None
 

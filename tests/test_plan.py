@@ -15,21 +15,20 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import UsageError
 from plsc.models import create
-from plsc.plan import CapacityError, Links, Machine, Plan, link_speed, named_device, parse_memory, plan
-from plsc.plan.advice import storages
+from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
+from plsc.plan.advice import estimate, largest_classes, storages
 from plsc.plan.backbone import profile_backbone
-from plsc.plan.devices import GIB, given_speeds
-from plsc.plan.estimate import estimate, largest_classes
+from plsc.plan.devices import GIB, with_speeds
 from plsc.plan.memory import row_bytes
-from plsc.plan.report import as_text
-from plsc.plan.setup import Setup
+from plsc.plan.plan_config import PlanConfig
+from plsc.plan.planner import as_text
 from plsc.plan.timing import HEAD_SHARE
 from plsc.tools.entry import main
 
 ROOT = Path(__file__).parents[1]
 H100 = named_device("h100")
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-CARD = Machine(H100, parse_memory("80GB"), Links(360e9, 40e9))
+CARD = Hardware(H100, parse_memory("80GB"), Links(360e9, 40e9))
 
 
 def settings(weights: str = "bfloat16", momentum: str = "int8", batch: int = 32, **more: object) -> Config:
@@ -43,8 +42,8 @@ def settings(weights: str = "bfloat16", momentum: str = "int8", batch: int = 32,
     return configuration.from_dict(tree)
 
 
-def one_rank(config: Config, classes: int) -> Setup:
-    return Setup(config, classes, world=1, per_node=1, head_ranks=1)
+def one_rank(config: Config, classes: int) -> PlanConfig:
+    return PlanConfig(config, classes, world=1, per_node=1, head_ranks=1)
 
 
 @pytest.mark.slow
@@ -94,8 +93,8 @@ def test_fifty_million_classes_fit_one_80_gb_card_in_one_storage_with_momentum()
 
 
 def test_products_take_the_floor_over_their_share():
-    machine = replace(CARD, device=given_speeds(H100, 798.0, 3000.0))
-    timing = estimate(one_rank(settings(batch=512), 50_000_000), machine).timing
+    hardware = replace(CARD, device=with_speeds(H100, 798.0, 3000.0))
+    timing = estimate(one_rank(settings(batch=512), 50_000_000), hardware).timing
     assert timing.parts["head, products"] * HEAD_SHARE == pytest.approx(0.131, rel=0.01)
     assert timing.parts["head, table traffic"] == pytest.approx(50e6 * 4 * 1024 / 3e12, rel=0.02)
     assert not any("gather" in name or "reduce" in name for name in timing.parts)
@@ -103,8 +102,8 @@ def test_products_take_the_floor_over_their_share():
 
 def test_the_time_follows_the_speeds():
     setup = replace(one_rank(settings(), 100_000), world=8, per_node=8, head_ranks=8)
-    slow = replace(CARD, device=given_speeds(H100, 79.1, 300.0), links=Links(1e9, 1e9))
-    fast, slowed = (estimate(setup, machine).timing for machine in (CARD, slow))
+    slow = replace(CARD, device=with_speeds(H100, 79.1, 300.0), links=Links(1e9, 1e9))
+    fast, slowed = (estimate(setup, hardware).timing for hardware in (CARD, slow))
     assert slowed.parts["head, products"] == pytest.approx(10 * fast.parts["head, products"], rel=0.01)
     assert set(fast.parts) == set(slowed.parts)
     assert all(slowed.parts[name] > fast.parts[name] for name in fast.parts if name != "head, sums over shards")

@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tflops", metavar="X", type=float, help="TFLOP/s that large bf16 products reach")
     parser.add_argument("--bandwidth", metavar="GB/s", type=float, help="what a copy reads and writes per second")
     parser.add_argument(
-        "--link", metavar="NAME|GB/s", help="inside a machine: nvlink (default, where there is one), pcie, or GB/s"
+        "--link", metavar="NAME|GB/s", help="inside a hardware: nvlink (default, where there is one), pcie, or GB/s"
     )
     parser.add_argument(
         "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"
@@ -51,15 +51,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, and print it."""
     from plsc.plan import plan
-    from plsc.plan.report import as_text
+    from plsc.plan.planner import as_text
 
     config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
-    machine = _machine(args)
+    hardware = _machine(args)
     classes, images = _counts(config, args)
     result = plan(
         config,
         classes,
-        machine,
+        hardware,
         gpus=args.gpus,
         gpus_per_node=args.gpus_per_node,
         images=images,
@@ -71,18 +71,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _machine(args: argparse.Namespace) -> Any:
     from plsc import sizes
-    from plsc.plan import Links, Machine, link_speed, measure_device, named_device, parse_memory
-    from plsc.plan.devices import given_speeds
+    from plsc.plan import Hardware, Links, link_speed, measure_device, named_device, parse_memory
+    from plsc.plan.devices import with_speeds
 
     device = measure_device() if args.measure else named_device(args.device)
-    device = given_speeds(device, args.tflops, args.bandwidth)
+    device = with_speeds(device, args.tflops, args.bandwidth)
     inside = args.link if args.link is not None else ("nvlink" if device.nvlink else "pcie")
     links = Links(link_speed(inside, device, "--link"), link_speed(args.between, device, "--between"))
     memory = parse_memory(args.gpu_memory) if args.gpu_memory is not None else device.memory
     if memory is None:
         raise UsageError("how much memory a rank has is not known here; give --gpu-memory, as in 16GiB")
     host = sizes.parse_memory(args.host_memory, "--host-memory") if args.host_memory is not None else None
-    return Machine(device, memory, links, host)
+    return Hardware(device, memory, links, host)
 
 
 def _counts(config: Config, args: argparse.Namespace) -> tuple[int, int | None]:

@@ -1,81 +1,176 @@
-"""Which storage, sample rate, placement and group size to take, and why; or what to change where nothing fits."""
+"""Estimates of memory and time for one way to store and place the class table, and the choice among all ways."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from plsc.errors import PlscError
-from plsc.plan.devices import GIB
-from plsc.plan.estimate import Estimate, Machine, estimate, profile_of
-from plsc.plan.memory import plan_memory, row_bytes
-from plsc.plan.setup import STORAGES, Setup
+from plsc.plan.backbone import BackboneProfile, profile_backbone
+from plsc.plan.devices import GIB, Device
+from plsc.plan.memory import Memory, as_dict, keeps_gradients, plan_memory, row_bytes
+from plsc.plan.plan_config import STORAGES, PlanConfig
+from plsc.plan.timing import Links, Timing, plan_time
 
+_MANY = 10**10  # classes whose shard is larger than any chunk
 _TIE = 0.02  # a step's time that two setups may differ by before the faster one is taken over the more exact one
 _SAMPLE_RATES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 _MOST_GPUS = 1 << 14
 
 
 class CapacityError(PlscError):
-    """What is planned for fits in no way; the message says what to change."""
+    """The run fits in no way; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A rank's device, its usable bytes, the links, and a node's bytes for tables in host memory (None: not known)."""
+
+    device: Device
+    memory: int
+    links: Links
+    host_memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A setup with its bytes and seconds."""
+
+    setup: PlanConfig
+    memory: Memory
+    timing: Timing
+    fits: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; bytes and seconds."""
+        setup = self.setup
+        weights, momentum = setup.storage
+        return {
+            "weight_dtype": weights,
+            "momentum_dtype": momentum,
+            "sample_rate": setup.config.head.sample_rate,
+            "placement": setup.placement,
+            "head_ranks": setup.head_ranks,
+            "batch_size": setup.batch,
+            "fits": self.fits,
+            "memory": as_dict(self.memory),
+            "seconds": self.timing.seconds,
+            "seconds_by_part": self.timing.parts,
+            "seconds_hidden": self.timing.hidden,
+            "images_per_second": self.timing.images_per_second,
+        }
+
+
+def estimate(setup: PlanConfig, hardware: Hardware) -> Estimate:
+    """Estimate bytes and seconds of ``setup`` on ``hardware``."""
+    profile = profile_of(setup)
+    memory = plan_memory(setup, profile, hardware.device)
+    on_host = hardware.host_memory is not None and memory.host * setup.per_node <= hardware.host_memory
+    fits = memory.total <= hardware.memory and (setup.placement != "host" or on_host)
+    return Estimate(setup, memory, plan_time(setup, profile, hardware.device, hardware.links), fits)
+
+
+def profile_of(setup: PlanConfig) -> BackboneProfile:
+    """Return the backbone's profile, computed once for each batch, size and precision."""
+    config = setup.config
+    return _profile(
+        config.backbone,
+        config.embedding_dim,
+        config.data.image_size,
+        config.data.batch_size,
+        config.precision,
+        config.sync_batchnorm,
+        keeps_gradients(setup),
+    )
+
+
+def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
+    """Return the most classes that ``setup`` could have on ``hardware``; 0 where none fits."""
+    row = sum(row_bytes(setup.config).values())
+    many = replace(setup, classes=_MANY)
+    memory = plan_memory(many, profile_of(many), hardware.device)
+    if setup.placement == "host":
+        if hardware.host_memory is None or memory.total > hardware.memory:
+            return 0
+        rows = hardware.host_memory // setup.per_node // row
+    else:
+        rows = (hardware.memory - (memory.total - row * many.rows)) // row
+    return max(rows // setup.config.head.centers, 0) * setup.head_ranks
+
+
+@functools.cache
+def _profile(
+    name: str, dim: int, image_size: int, batch: int, precision: str, sync_batchnorm: bool, keep_gradients: bool
+) -> BackboneProfile:
+    import torch
+
+    from plsc.models import create
+    from plsc.parallel import Mesh, convert_sync_batchnorm
+
+    backbone: torch.nn.Module = create(name, embedding_dim=dim, image_size=image_size)
+    if sync_batchnorm:
+        backbone = convert_sync_batchnorm(backbone, Mesh(0, 1, 0, torch.device("cpu")))
+    return profile_backbone(backbone, batch, image_size, precision, keep_gradients=keep_gradients)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A setup that fits, with a sentence for each choice in it."""
+    """The recommended run, with a sentence for each choice in it."""
 
     choice: Estimate
     why: dict[str, str]
 
 
-def advise(setup: Setup, machine: Machine, wanted: float | None = None) -> Advice:
-    """The best setup for the same classes, backbone and batch on the same ranks.
+def advise(setup: PlanConfig, hardware: Hardware, wanted: float | None = None) -> Advice:
+    """Choose storage, sample rate, placement and groups for the same classes, backbone and batch on the same ranks.
 
     Args:
         setup: what the configuration asks for; its storage, sample rate, placement and groups are what is chosen.
-        machine: what it runs on.
+        hardware: what it runs on.
         wanted: images per second. Sampling is recommended only where no exact setup reaches it and a sampled one does.
 
     Raises:
         CapacityError: nothing fits.
     """
     exact = replace(setup.sampled(1.0), placement="device")
-    fitting = _fitting(exact, machine)
+    fitting = _fitting(exact, hardware)
     if not fitting:
-        raise CapacityError(_what_to_change(exact, machine))
+        raise CapacityError(_what_to_change(exact, hardware))
     choice = _best(fitting)
     if wanted is not None and choice.timing.images_per_second < wanted:
-        choice = _sampled(choice, machine, wanted)
-    return Advice(choice, _reasons(choice, machine, wanted))
+        choice = _sampled(choice, hardware, wanted)
+    return Advice(choice, _reasons(choice, hardware, wanted))
 
 
-def storages(setup: Setup) -> Iterator[tuple[str, str]]:
-    """The storages that the configuration's optimizer can work with."""
+def storages(setup: PlanConfig) -> Iterator[tuple[str, str]]:
+    """Yield the storages that the configuration's optimizer supports."""
     for weights, momentum in STORAGES:
         if momentum != "none" or setup.config.optim.name == "sgd":
             yield weights, momentum
 
 
 def group_sizes(world: int) -> list[int]:
-    """Over how many ranks a table can be sharded, most first."""
+    """Return the numbers of ranks that a table can be sharded over, most first."""
     return [ranks for ranks in range(world, 0, -1) if world % ranks == 0]
 
 
-def _fitting(exact: Setup, machine: Machine) -> list[Estimate]:
+def _fitting(exact: PlanConfig, hardware: Hardware) -> list[Estimate]:
     """Setups that fit: on the device with momentum if any does, else without, else in host memory."""
     stored = list(storages(exact))
     with_momentum = [s for s in stored if s[1] != "none"]
     without = [s for s in stored if s[1] == "none"]
     host = replace(exact, placement="host")
     for setup, choices in ((exact, with_momentum), (exact, without), (host, with_momentum)):
-        found = [e for e in _estimates(setup, choices, machine) if e.fits]
+        found = [e for e in _estimates(setup, choices, hardware) if e.fits]
         if found:
             return found
     return []
 
 
-def _estimates(setup: Setup, stored: Iterable[tuple[str, str]], machine: Machine) -> Iterator[Estimate]:
+def _estimates(setup: PlanConfig, stored: Iterable[tuple[str, str]], hardware: Hardware) -> Iterator[Estimate]:
     for weights, momentum in stored:
         for ranks in group_sizes(setup.world):
-            yield estimate(replace(setup.stored_as(weights, momentum), head_ranks=ranks), machine)
+            yield estimate(replace(setup.stored_as(weights, momentum), head_ranks=ranks), hardware)
 
 
 def _best(fitting: list[Estimate]) -> Estimate:
@@ -84,44 +179,44 @@ def _best(fitting: list[Estimate]) -> Estimate:
     return next(e for e in fitting if e.timing.seconds <= least * (1 + _TIE))
 
 
-def _sampled(choice: Estimate, machine: Machine, wanted: float) -> Estimate:
+def _sampled(choice: Estimate, hardware: Hardware, wanted: float) -> Estimate:
     """The largest sample rate that reaches ``wanted``, or ``choice`` where none does."""
     for rate in _SAMPLE_RATES:
-        candidates = _estimates(choice.setup.sampled(rate), [choice.setup.storage], machine)
+        candidates = _estimates(choice.setup.sampled(rate), [choice.setup.storage], hardware)
         fast = [e for e in candidates if e.fits and e.timing.images_per_second >= wanted]
         if fast:
             return _best(fast)
     return choice
 
 
-def _reasons(choice: Estimate, machine: Machine, wanted: float | None) -> dict[str, str]:
+def _reasons(choice: Estimate, hardware: Hardware, wanted: float | None) -> dict[str, str]:
     return {
-        "storage": _why_storage(choice, machine),
-        "sampling": _why_sampling(choice, machine, wanted),
-        "placement": _why_placement(choice, machine),
-        "groups": _why_groups(choice, machine),
+        "storage": _why_storage(choice, hardware),
+        "sampling": _why_sampling(choice, hardware, wanted),
+        "placement": _why_placement(choice, hardware),
+        "groups": _why_groups(choice, hardware),
     }
 
 
-def _why_storage(choice: Estimate, machine: Machine) -> str:
+def _why_storage(choice: Estimate, hardware: Hardware) -> str:
     setup = choice.setup
     row = sum(row_bytes(setup.config).values())
-    text = f"{spoken(setup.storage)}: {row:,} bytes of state per class"
+    text = f"{storage_label(setup.storage)}: {row:,} bytes of state per class"
     if setup.storage == STORAGES[0]:
         return f"{text}, the most exact storage; it fits, and no other makes the step more than {_TIE:.0%} faster."
-    wide = estimate(setup.stored_as(*STORAGES[0]), machine)
-    if not wide.fits:
-        needed = wide.memory.total if setup.placement == "device" else wide.memory.host
+    float32 = estimate(setup.stored_as(*STORAGES[0]), hardware)
+    if not float32.fits:
+        needed = float32.memory.total if setup.placement == "device" else float32.memory.host
         return f"{text}; in float32 a GPU's part would need {gib(needed)} and does not fit."
-    ratio = wide.timing.seconds / choice.timing.seconds
+    ratio = float32.timing.seconds / choice.timing.seconds
     return f"{text}; in float32 it fits too, but a step takes {ratio:.1f} times as long."
 
 
-def _why_sampling(choice: Estimate, machine: Machine, wanted: float | None) -> str:
+def _why_sampling(choice: Estimate, hardware: Hardware, wanted: float | None) -> str:
     rate = choice.setup.config.head.sample_rate
     if rate < 1:
         return f"sampled at {rate:g}: the exact softmax does not reach the {wanted:,.0f} images/s asked for; this does."
-    tenth = estimate(choice.setup.sampled(0.1), machine).timing.images_per_second
+    tenth = estimate(choice.setup.sampled(0.1), hardware).timing.images_per_second
     gain = tenth / choice.timing.images_per_second
     text = f"exact: every class takes part in every step; sampling a tenth would give {gain:.2f} times the images/s."
     if wanted is not None and choice.timing.images_per_second < wanted:
@@ -129,18 +224,18 @@ def _why_sampling(choice: Estimate, machine: Machine, wanted: float | None) -> s
     return text
 
 
-def _why_placement(choice: Estimate, machine: Machine) -> str:
-    spare = machine.memory - choice.memory.total
+def _why_placement(choice: Estimate, hardware: Hardware) -> str:
+    spare = hardware.memory - choice.memory.total
     if choice.setup.placement == "host":
         return "host: no storage of the table fits into the GPUs' memory; in the host's it does, at the bus's speed."
     return f"device: everything fits into the GPU's memory, with {gib(spare)} to spare."
 
 
-def _why_groups(choice: Estimate, machine: Machine) -> str:
+def _why_groups(choice: Estimate, hardware: Hardware) -> str:
     setup = choice.setup
     if setup.world == 1:
         return "one rank holds the whole table."
-    whole = estimate(replace(setup, head_ranks=setup.world), machine)
+    whole = estimate(replace(setup, head_ranks=setup.world), hardware)
     if setup.head_ranks == setup.world:
         return f"the table is sharded over all {setup.world:,} ranks: copies would have to exchange their gradients."
     ratio = whole.timing.seconds / choice.timing.seconds
@@ -151,37 +246,37 @@ def _why_groups(choice: Estimate, machine: Machine) -> str:
     )
 
 
-def _what_to_change(exact: Setup, machine: Machine) -> str:
-    """One line: what is lacking, and what would mend it."""
+def _what_to_change(exact: PlanConfig, hardware: Hardware) -> str:
+    """Say in one line what is lacking, and what would fix it."""
     stored = list(storages(exact))[-1]
     smallest = replace(exact.stored_as(*stored), head_ranks=exact.world)
-    memory = plan_memory(smallest, profile_of(smallest), machine.device)
+    memory = plan_memory(smallest, profile_of(smallest), hardware.device)
     table = sum(row_bytes(smallest.config).values()) * smallest.rows
-    ranks = f"{exact.world:,} GPU{'s' if exact.world > 1 else ''} of {gib(machine.memory)}"
-    if memory.total - table > machine.memory:
+    ranks = f"{exact.world:,} GPU{'s' if exact.world > 1 else ''} of {gib(hardware.memory)}"
+    if memory.total - table > hardware.memory:
         return (
             f"a batch of {exact.batch} with {exact.config.backbone} takes {gib(memory.total - table)} without any "
             f"class table, and there are {ranks}; lower data.batch_size (and raise optim.accumulate)"
         )
-    mend = [f"give --gpus {more:,}" for more in _enough_gpus(smallest, machine)]
-    mend += ["GPUs with more memory", "(more) --host-memory for a table in the hosts'", "a smaller embedding_dim"]
+    fixes = [f"give --gpus {more:,}" for more in _enough_gpus(smallest, hardware)]
+    fixes += ["GPUs with more memory", "(more) --host-memory for a table in the hosts'", "a smaller embedding_dim"]
     return (
-        f"{exact.classes:,} classes x {exact.config.embedding_dim} do not fit on {ranks}: stored as {spoken(stored)} "
-        f"a GPU still needs {gib(memory.total)}; {', or '.join(mend)}"
+        f"{exact.classes:,} classes x {exact.config.embedding_dim} do not fit on {ranks}: stored as "
+        f"{storage_label(stored)} a GPU still needs {gib(memory.total)}; {', or '.join(fixes)}"
     )
 
 
-def _enough_gpus(smallest: Setup, machine: Machine) -> Iterator[int]:
+def _enough_gpus(smallest: PlanConfig, hardware: Hardware) -> Iterator[int]:
     """The first doubling of the ranks that fits, if any does."""
     world = 2 * smallest.world
     while world <= _MOST_GPUS:
-        if estimate(replace(smallest, world=world, head_ranks=world), machine).fits:
+        if estimate(replace(smallest, world=world, head_ranks=world), hardware).fits:
             yield world
             return
         world *= 2
 
 
-def spoken(storage: tuple[str, str]) -> str:
+def storage_label(storage: tuple[str, str]) -> str:
     """``bfloat16 + int8``; a table without momentum by name."""
     weights, momentum = storage
     return f"{weights} + {momentum}" if momentum != "none" else f"{weights} without momentum"

@@ -1,4 +1,4 @@
-"""What a backbone's forward and backward pass keep, compute and move, found by a run on tensors without memory."""
+"""Profile of a backbone: bytes kept, FLOPs and traffic of a forward and a backward pass, from a run on fake tensors."""
 
 import copy
 import weakref
@@ -107,13 +107,13 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` and enter what it made."""
+        """Run ``func`` and record its outputs."""
         out = func(*args, **(kwargs or {}))
-        made = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
-        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        if not func.is_view and made:
-            self.operations.append(_operation(func, args, kwargs or {}, out, taken, made))
-        for tensor in made:
+        outputs = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        if not func.is_view and outputs:
+            self.operations.append(_operation(func, args, kwargs or {}, out, inputs, outputs))
+        for tensor in outputs:
             self._enter(tensor.untyped_storage())
         return out
 
@@ -131,16 +131,16 @@ class Ledger(TorchDispatchMode):
 
 
 def _operation(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, taken: list[Tensor], made: list[Tensor]
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, inputs: list[Tensor], outputs: list[Tensor]
 ) -> Operation:
     count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
     flops = count(*args, **kwargs, out_val=out) if count is not None else 0
-    traffic = sum(_bytes(tensor) for tensor in (*taken, *made))
+    traffic = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
     if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.detach, torch.ops.aten.empty_like):
         traffic = 0
-    return Operation(_PRECISIONS.get((taken or made)[0].dtype, "fp32"), flops, traffic)
+    return Operation(_PRECISIONS.get((inputs or outputs)[0].dtype, "fp32"), flops, traffic)
 
 
 def _bytes(tensor: Tensor) -> int:
-    """What of it lies in memory: a broadcast view's elements count once."""
+    """Return the bytes in memory: elements of a broadcast view count once."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())

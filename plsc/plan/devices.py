@@ -1,4 +1,4 @@
-"""What a GPU and a link can do: named ones, given ones, and this machine's, measured."""
+"""Speeds and memory of GPUs and links: by name, as given on the command line, or measured on this machine."""
 
 import time
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _CARD_UNITS = {**sizes.UNITS, "gb": USABLE_SHARE * GIB, "tb": USABLE_SHARE * 2**
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes on.
+    """The device of one rank.
 
     ``products`` are FLOP/s that large products reach in each precision ("fp32", "bf16", "fp16"), ``bandwidth`` bytes
     per second that a copy reads and writes together, ``memory`` usable bytes (None: unknown), ``nvlink`` bytes per
@@ -87,7 +87,7 @@ def named_device(name: str) -> Device:
     return DEVICES[name.lower()]
 
 
-def given_speeds(device: Device, tflops: float | None, bandwidth: float | None) -> Device:
+def with_speeds(device: Device, tflops: float | None, bandwidth: float | None) -> Device:
     """``device`` with product speeds (TFLOP/s, its backbone's and its bf16 table's) or a copy speed (GB/s) given."""
     for option, value in (("--tflops", tflops), ("--bandwidth", bandwidth)):
         if value is not None and not value > 0:

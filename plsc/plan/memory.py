@@ -1,4 +1,4 @@
-"""Bytes on a rank by what holds them: what stays, and the most that a step needs on top."""
+"""Memory of a rank: the bytes that stay, and the most that a step needs on top."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import Device
-from plsc.plan.setup import Setup
+from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
@@ -56,12 +56,12 @@ def row_bytes(config: Config) -> dict[str, int]:
     optimizer = make_head_optimizer(config, head)
     parts = {"class weights": head.weight.nbytes}
     for name, shard in optimizer.sharded_state().items():
-        parts[_spoken(name)] = shard.local.nbytes
-    wide = torch.promote_types(head.weight.dtype, torch.float32)
-    return {**parts, "1/norms": wide.itemsize}
+        parts[_state_label(name)] = shard.local.nbytes
+    norm_dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    return {**parts, "1/norms": norm_dtype.itemsize}
 
 
-def plan_memory(setup: Setup, profile: BackboneProfile, device: Device) -> Memory:
+def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> Memory:
     """The bytes of ``setup``'s fullest rank. ``profile`` is the backbone's at the setup's batch and precision."""
     table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()}
     host = 0
@@ -76,12 +76,12 @@ def plan_memory(setup: Setup, profile: BackboneProfile, device: Device) -> Memor
     return Memory(kept, phases, allowed, host)
 
 
-def keeps_gradients(setup: Setup) -> bool:
+def keeps_gradients(setup: PlanConfig) -> bool:
     """Whether the backbone's gradients come and go with a step; else they lie in data parallel's buckets for good."""
     return setup.world == 1 and setup.micro_batches == 1
 
 
-def chunk_rows(setup: Setup, device: Device, samples: int) -> int:
+def chunk_rows(setup: PlanConfig, device: Device, samples: int) -> int:
     """Rows that a pass over ``samples`` has in hand at a time."""
     head, dim = setup.config.head, setup.config.embedding_dim
     classes = default_chunk_size(samples, dim, head.centers, device.kind)
@@ -89,15 +89,15 @@ def chunk_rows(setup: Setup, device: Device, samples: int) -> int:
 
 
 def _one_row(config: Config) -> ShardedHead:
-    one = replace(config, head=replace(config.head, centers=1, placement="device"))
-    return make_head(one, 1, Mesh(0, 1, 0, torch.device("meta")))
+    single = replace(config, head=replace(config.head, centers=1, placement="device"))
+    return make_head(single, 1, Mesh(0, 1, 0, torch.device("meta")))
 
 
-def _spoken(name: str) -> str:
+def _state_label(name: str) -> str:
     return {"momentum_scale": "int8 scales", "first_moment_scale": "int8 scales"}.get(name, name.replace("_", " "))
 
 
-def _backbone_state(setup: Setup, profile: BackboneProfile) -> dict[str, int]:
+def _backbone_state(setup: PlanConfig, profile: BackboneProfile) -> dict[str, int]:
     config = setup.config
     kept = {
         "backbone weights": profile.weights,
@@ -111,8 +111,8 @@ def _backbone_state(setup: Setup, profile: BackboneProfile) -> dict[str, int]:
     return kept
 
 
-def _phases(setup: Setup, profile: BackboneProfile, device: Device) -> dict[str, int]:
-    """What each part of a step holds on top, activations where they live."""
+def _phases(setup: PlanConfig, profile: BackboneProfile, device: Device) -> dict[str, int]:
+    """Return what each part of a step holds on top, activations included."""
     gradients = profile.trainable if keeps_gradients(setup) else 0
     waiting = setup.micro_batches * _features(setup)
     first = chunk_rows(setup, device, setup.group_batch)
@@ -130,16 +130,16 @@ def _phases(setup: Setup, profile: BackboneProfile, device: Device) -> dict[str,
     return phases
 
 
-def _features(setup: Setup) -> int:
+def _features(setup: PlanConfig) -> int:
     return setup.group_batch * setup.config.embedding_dim * setup.weight_width
 
 
-def _sums(setup: Setup) -> int:
+def _sums(setup: PlanConfig) -> int:
     """The rows pulled together, (B, D) float32, and a chunk's share of them."""
     return 2 * setup.group_batch * setup.config.embedding_dim * 4
 
 
-def _block(setup: Setup, device: Device, rows: int, *, passes: int) -> int:
+def _block(setup: PlanConfig, device: Device, rows: int, *, passes: int) -> int:
     """A chunk's scratch: its (rows, B) block in float32, rounded for the product; its rows' gradient and copies."""
     samples = setup.group_batch * (setup.micro_batches if passes == 2 else 1)
     width = setup.weight_width
@@ -153,7 +153,7 @@ def _block(setup: Setup, device: Device, rows: int, *, passes: int) -> int:
     return block + gathered + wide_rows * (1 if fused else _PLAIN_COPIES)
 
 
-def _staging(setup: Setup, device: Device) -> dict[str, int]:
+def _staging(setup: PlanConfig, device: Device) -> dict[str, int]:
     """Rows of a table in host memory are fetched: a chunk's, or all that a sampled step visits."""
     rows = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
     if setup.config.head.sample_rate < 1:

@@ -1,22 +1,36 @@
-"""The whole plan: the setup as configured, the setup recommended, and the most classes of each storage."""
+"""The whole plan: the run as configured, the run recommended, the most classes of each storage; and its report."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from plsc.config import Config
 from plsc.errors import UsageError
-from plsc.plan.advice import Advice, advise, storages
+from plsc.plan.advice import (
+    Advice,
+    Estimate,
+    Hardware,
+    advise,
+    estimate,
+    gib,
+    largest_classes,
+    profile_of,
+    storage_label,
+    storages,
+)
 from plsc.plan.devices import GIB
-from plsc.plan.estimate import Estimate, Machine, estimate, largest_classes, profile_of
 from plsc.plan.memory import row_bytes
-from plsc.plan.setup import Setup, check_ranks
+from plsc.plan.plan_config import PlanConfig, check_ranks
+from plsc.plan.timing import BACKBONE_SHARE, HEAD_SHARE
+
+_WIDTH = 48
 
 
 @dataclass(frozen=True)
 class Plan:
     """``largest`` maps (storage, placement) to the most classes that the exact softmax could have on these ranks."""
 
-    machine: Machine
+    hardware: Hardware
     configured: Estimate
     advice: Advice
     largest: dict[tuple[tuple[str, str], str], int]
@@ -24,7 +38,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: bytes, seconds, images per second."""
-        setup, device = self.configured.setup, self.machine.device
+        setup, device = self.configured.setup, self.hardware.device
         profile = profile_of(setup)
         return {
             "classes": setup.classes,
@@ -32,9 +46,9 @@ class Plan:
             "backbone": setup.config.backbone,
             "gpus": setup.world,
             "gpus_per_node": setup.per_node,
-            "gpu_memory": self.machine.memory,
+            "gpu_memory": self.hardware.memory,
             "device": {"name": device.name, "flops": device.products, "bandwidth": device.bandwidth},
-            "links": {"inside": self.machine.links.inside, "between": self.machine.links.between},
+            "links": {"inside": self.hardware.links.inside, "between": self.hardware.links.between},
             "bytes_per_class": sum(row_bytes(setup.config).values()) * setup.config.head.centers,
             "backbone_flops_per_image": profile.flops / profile.images,
             "activation_bytes_per_image": profile.activations / profile.images,
@@ -56,20 +70,20 @@ class Plan:
 def plan(
     config: Config,
     classes: int,
-    machine: Machine,
+    hardware: Hardware,
     *,
     gpus: int = 1,
     gpus_per_node: int = 8,
     images: int | None = None,
     wanted: float | None = None,
 ) -> Plan:
-    """Plan the run of ``config`` with ``classes`` classes on ``gpus`` ranks of ``machine``.
+    """Plan the run of ``config`` with ``classes`` classes on ``gpus`` ranks of ``hardware``.
 
     Args:
         config: what to train; its backbone is run once on tensors without memory.
         classes: C.
-        machine: what a rank has, and what links the ranks.
-        gpus: ranks, one GPU each; ``gpus_per_node`` of them to a machine.
+        hardware: what a rank has, and what links the ranks.
+        gpus: ranks, one GPU each; ``gpus_per_node`` of them to a hardware.
         images: of an epoch, if known.
         wanted: images per second, below which sampling is considered.
 
@@ -80,19 +94,130 @@ def plan(
     check_ranks(gpus, gpus_per_node, config.head_ranks)
     if classes < 1:
         raise UsageError(f"--classes {classes}: at least one is needed")
-    if machine.memory < GIB // 64:
-        raise UsageError(f"{machine.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
+    if hardware.memory < GIB // 64:
+        raise UsageError(f"{hardware.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
     placement = config.head.placement.partition(":")[0]
-    setup = Setup(config, classes, gpus, min(gpus_per_node, gpus), config.head_ranks or gpus, placement)
-    advice = advise(setup, machine, wanted)
-    return Plan(machine, estimate(setup, machine), advice, _largest(setup, machine), images)
+    setup = PlanConfig(config, classes, gpus, min(gpus_per_node, gpus), config.head_ranks or gpus, placement)
+    advice = advise(setup, hardware, wanted)
+    return Plan(hardware, estimate(setup, hardware), advice, _largest_by_storage(setup, hardware), images)
 
 
-def _largest(setup: Setup, machine: Machine) -> dict[tuple[tuple[str, str], str], int]:
+def _largest_by_storage(setup: PlanConfig, hardware: Hardware) -> dict[tuple[tuple[str, str], str], int]:
     exact = replace(setup.sampled(1.0), head_ranks=setup.world)
-    placements = ["device"] if machine.host_memory is None else ["device", "host"]
+    placements = ["device"] if hardware.host_memory is None else ["device", "host"]
     return {
-        (storage, placement): largest_classes(replace(exact.stored_as(*storage), placement=placement), machine)
+        (storage, placement): largest_classes(replace(exact.stored_as(*storage), placement=placement), hardware)
         for placement in placements
         for storage in storages(setup)
     }
+
+
+def as_text(plan: Plan) -> str:
+    """Everything of a plan in aligned columns."""
+    blocks = [
+        _heading(plan),
+        _memory(plan),
+        _time(plan),
+        _recommended(plan),
+        _largest(plan),
+        _assumptions(plan),
+    ]
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _heading(plan: Plan) -> Iterable[str]:
+    setup = plan.configured.setup
+    config, links = setup.config, plan.hardware.links
+    nodes = -(-setup.world // setup.per_node)
+    linked = f"{nodes:,} node{'s' if nodes > 1 else ''}; "
+    linked += f"{links.inside / 1e9:,.0f} GB/s inside a node" if setup.per_node > 1 else "one GPU to a node"
+    linked += f", {links.between / 1e9:,.0f} GB/s between nodes" if nodes > 1 else ""
+    yield "A plan, not a measurement."
+    yield ""
+    side = config.data.image_size
+    batches = f" and micro-batch, {setup.micro_batches} micro-batches to a step" if setup.micro_batches > 1 else ""
+    yield f"{config.backbone}, {config.precision}, {setup.batch} images of {side}x{side} per GPU{batches}"
+    yield f"{setup.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
+    yield (
+        f"{setup.world:,} GPU{'s' if setup.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "
+        f"({plan.hardware.device.name})" + (f", {linked}" if setup.world > 1 else "")
+    )
+
+
+def _head(estimate: Estimate) -> str:
+    setup = estimate.setup
+    rate = setup.config.head.sample_rate
+    sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
+    where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[setup.placement]
+    ranks = "" if setup.world == 1 else f", sharded over {setup.head_ranks:,} ranks"
+    return f"stored as {storage_label(setup.storage)}, {sampled}{ranks}{where}"
+
+
+def _memory(plan: Plan) -> Iterable[str]:
+    memory = plan.configured.memory
+    unit, size_of = ("GiB", 2**30) if memory.total >= 2**32 else ("MiB", 2**20)
+
+    def amount(size: float) -> str:
+        return f"{size / size_of:9,.2f}"
+
+    yield _line("Memory of the fullest GPU, as configured", f"  {unit:>9}").removeprefix("  ")
+    for name, size in memory.kept.items():
+        yield _line(name, amount(size))
+    worst = max(memory.phases, key=lambda name: memory.phases[name])
+    yield _line(f"the most of a step, in: {worst}", amount(memory.phases[worst]))
+    for name, size in memory.allowed.items():
+        yield _line(f"{name} (allowed for)", amount(size))
+    verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
+    yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.hardware.memory)}")
+    if memory.host:
+        where = "in its host's memory" if plan.configured.setup.placement == "host" else "on its host's disk"
+        yield _line(f"its share of the table, {where}", amount(memory.host))
+    phases = ", ".join(f"{name} {amount(size).strip()}" for name, size in memory.phases.items())
+    yield f"  (a step holds on top, in turn: {phases})"
+
+
+def _time(plan: Plan) -> Iterable[str]:
+    timing = plan.configured.timing
+    yield _line("Time of a step, as configured", f"  {'ms':>9}").removeprefix("  ")
+    for name, seconds in timing.parts.items():
+        yield _line(name, f"{seconds * 1e3:9.2f}")
+    yield _line("in all", f"{timing.seconds * 1e3:9.2f}   {_rate(plan, plan.configured)}")
+    for name, seconds in timing.hidden.items():
+        yield _line(f"(hidden: {name}", f"{seconds * 1e3:9.2f})")
+
+
+def _rate(plan: Plan, estimate: Estimate) -> str:
+    epoch = plan.epoch_seconds(estimate)
+    rate = f"{estimate.timing.images_per_second:,.0f} images/s"
+    return rate if epoch is None else f"{rate}, {epoch / 3600:,.2f} hours an epoch"
+
+
+def _recommended(plan: Plan) -> Iterable[str]:
+    choice = plan.advice.choice
+    yield f"Recommended: {_head(choice)}"
+    yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
+    for name, sentence in plan.advice.why.items():
+        yield f"  {name:<10} {sentence}"
+
+
+def _largest(plan: Plan) -> Iterable[str]:
+    setup = plan.configured.setup
+    yield "The most classes on these GPUs, exact"
+    for (storage, placement), classes in plan.largest.items():
+        row = sum(row_bytes(setup.stored_as(*storage).config).values()) * setup.config.head.centers
+        where = "" if placement == "device" else ", in host memory"
+        yield _line(storage_label(storage) + where, f"{classes:>15,}   ({row:,} bytes each)")
+
+
+def _assumptions(plan: Plan) -> Iterable[str]:
+    device = plan.hardware.device
+    speeds = ", ".join(f"{name} {speed / 1e12:,.3g} TFLOP/s" for name, speed in device.products.items())
+    yield "Assumed"
+    yield f"  products reach {speeds}; copies {device.bandwidth / 1e9:,.0f} GB/s"
+    yield f"  a backbone reaches {BACKBONE_SHARE:.0%} of what its operations allow at these speeds"
+    yield f"  the head's products reach {HEAD_SHARE:.0%} of the speed of large ones"
+    yield "  images are there when they are needed: reading and decoding them is not planned"
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:<{_WIDTH}}{value}"

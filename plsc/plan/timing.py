@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import LINK_SHARE, LINKS, Device
 from plsc.plan.memory import row_bytes
-from plsc.plan.setup import Setup
+from plsc.plan.plan_config import PlanConfig
 
 # Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
 # this share: 0.40 where arcface_torch publishes 4,803 images/s (IResNet-50, fp16, 8 V100), 0.38 where PLSC publishes
@@ -57,7 +57,7 @@ class Timing:
         return self.samples / self.seconds
 
 
-def plan_time(setup: Setup, profile: BackboneProfile, device: Device, links: Links) -> Timing:
+def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
     """The parts of a step of ``setup``. Reading the data, and waiting for it, is not among them."""
     backbone = setup.micro_batches * backbone_seconds(profile, device)
     products, traffic = _products(setup, device), _table_traffic(setup, device)
@@ -86,21 +86,21 @@ def backbone_seconds(profile: BackboneProfile, device: Device) -> float:
     return bound / BACKBONE_SHARE
 
 
-def _products(setup: Setup, device: Device) -> float:
+def _products(setup: PlanConfig, device: Device) -> float:
     """Two products in each pass: 8·B·C·D over all, shared out between the ranks."""
     samples = setup.group_batch * setup.micro_batches
     flops = 8 * samples * setup.visited_rows * setup.config.embedding_dim
     return flops / (device.products[_PRECISION[setup.storage[0]]] * HEAD_SHARE)
 
 
-def _table_traffic(setup: Setup, device: Device) -> float:
+def _table_traffic(setup: PlanConfig, device: Device) -> float:
     """The first pass reads weights, once per micro-batch; the second reads and writes all of a row."""
     row = row_bytes(setup.config)
     per_row = setup.micro_batches * row["class weights"] + 2 * sum(row.values())
     return per_row * setup.visited_rows / device.bandwidth
 
 
-def _head_collectives(setup: Setup, links: Links) -> dict[str, float]:
+def _head_collectives(setup: PlanConfig, links: Links) -> dict[str, float]:
     """Per micro-batch: features, sums over shards, the features' gradient. Per step: that of a replicated table."""
     ranks, dim = setup.head_ranks, setup.config.embedding_dim
     sent = setup.group_batch * (ranks - 1) / ranks
@@ -118,7 +118,7 @@ def _head_collectives(setup: Setup, links: Links) -> dict[str, float]:
     }
 
 
-def _data_parallel(setup: Setup, profile: BackboneProfile, links: Links, backbone: float) -> tuple[float, float]:
+def _data_parallel(setup: PlanConfig, profile: BackboneProfile, links: Links, backbone: float) -> tuple[float, float]:
     """Seconds of the gradients' all-reduce, and of its part that the backward pass does not hide."""
     world = setup.world
     reduce = links.seconds(2 * profile.trainable * (world - 1) / world, world, setup.per_node)
@@ -126,13 +126,13 @@ def _data_parallel(setup: Setup, profile: BackboneProfile, links: Links, backbon
     return reduce, max(reduce - OVERLAPPED_SHARE * last_backward, 0.1 * reduce)
 
 
-def _update_traffic(setup: Setup, profile: BackboneProfile) -> int:
+def _update_traffic(setup: PlanConfig, profile: BackboneProfile) -> int:
     """Bytes: gradients twice (norm, update), weights and states there and back; the moving average likewise."""
     average = 3 * profile.weights if setup.config.ema else 0
     return (4 + 2 * setup.backbone_states) * profile.trainable + average
 
 
-def _bus(setup: Setup, links: Links) -> float:
+def _bus(setup: PlanConfig, links: Links) -> float:
     """Rows of a table in host memory: weights for both passes and state come, both return; directions do not share.
 
     A file's rows are taken to be in the page cache: a disk is slower.

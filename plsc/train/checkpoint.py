@@ -1,7 +1,20 @@
-"""Checkpoints of any number of ranks for any other: written aside, hashed, published whole, checked first.
+"""Checkpoints: written by any number of ranks, read by any other; published whole or not at all.
 
-A checkpoint is a folder step-XXXXXXXX: the tensors as torch.distributed.checkpoint stores them, state.json
-with all that is small, and manifest.json with every file's size and SHA-256. All ranks see one file system.
+RUN/checkpoints/step-XXXXXXXX holds the tensors as torch.distributed.checkpoint stores them (.metadata, __R_0.distcp),
+state.json with all that is small, and manifest.json with every file's size and SHA-256. ``latest`` names the newest.
+All ranks see one file system.
+
+What ``kill -9`` leaves, by the moment at which it comes:
+
+- while files are written: ``.step-XXXXXXXX.tmp``, which no reader looks at; the next start of the run removes it
+  (:meth:`CheckpointFolder.clean`). The checkpoints before it are untouched.
+- while the folder is published: the same, or the checkpoint whole. Every file is synced to disk, then one rename
+  gives the folder its name (:func:`plsc.files.atomic_replace_dir`). Where the same step is written again, the former
+  folder waits as ``.step-XXXXXXXX.former`` for that moment; killed right then, ``--resume auto`` takes the one before.
+- after that: the checkpoint, with ``latest`` perhaps still naming the one before (resuming does not read it), or
+  with checkpoints beyond ``keep`` not removed, or half removed: those have no manifest.json and do not count.
+
+Resuming checks every byte against the manifest first. The hashes find damage, not forgery: see _stored_tensors.
 """
 
 import contextlib
@@ -54,8 +67,8 @@ class CheckpointFolder:
     def clean(self) -> None:
         """Remove what a killed writer left unfinished."""
         if self.mesh.is_main and self.folder.is_dir():
-            for left in self.folder.glob(".*.tmp"):
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            for leftover in (*self.folder.glob(".*.tmp"), *self.folder.glob(".*.former")):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         barrier(self.mesh)
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
@@ -75,8 +88,8 @@ class CheckpointFolder:
         raise_on_all_ranks(self.mesh, lambda: self._prepare(tmp_path))
         _write_tensors(tmp_path, tensors, self.mesh)
         names = raise_on_all_ranks(self.mesh, lambda: self._finish(tmp_path, state))
-        mine = broadcast_object(names, self.mesh)[self.mesh.rank :: self.mesh.world_size]
-        described = raise_on_all_ranks(self.mesh, lambda: describe_files(tmp_path, mine))
+        share = broadcast_object(names, self.mesh)[self.mesh.rank :: self.mesh.world_size]
+        described = raise_on_all_ranks(self.mesh, lambda: describe_files(tmp_path, share))
         shares = all_gather_object(described, self.mesh)
         files = {name: entry for share in shares for name, entry in share.items()}
         raise_on_all_ranks(self.mesh, lambda: self._publish(tmp_path, final, files))
@@ -118,6 +131,7 @@ class CheckpointFolder:
         with atomic_write(self.folder / LATEST) as latest:
             latest.write_text(final.name + "\n", encoding="utf-8")
         for old in self.published()[: -self.keep]:
+            (old / MANIFEST).unlink()  # first: half of a folder must not count as published
             shutil.rmtree(old)
 
 

@@ -1,4 +1,4 @@
-"""What is planned for: a configuration, a number of classes, the ranks and how the table lies on them."""
+"""The run to plan: a configuration, a number of classes, the ranks, and the table's layout on them."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ STORAGES = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "int8
 
 
 @dataclass(frozen=True)
-class Setup:
+class PlanConfig:
     """A run on ``world`` ranks, one GPU each, ``per_node`` to a machine.
 
     The class table is sharded over ``head_ranks`` ranks and replicated over the others; ``placement`` is where it lies:
@@ -76,15 +76,15 @@ class Setup:
         """(weights, momentum)."""
         return self.config.head.weight_dtype, self.config.head.momentum_dtype
 
-    def stored_as(self, weights: str, momentum: str) -> "Setup":
+    def stored_as(self, weights: str, momentum: str) -> "PlanConfig":
         """The same with another storage of the table."""
         return self._with_head(weight_dtype=weights, momentum_dtype=momentum)
 
-    def sampled(self, rate: float) -> "Setup":
+    def sampled(self, rate: float) -> "PlanConfig":
         """The same with another sample rate."""
         return self._with_head(sample_rate=rate)
 
-    def _with_head(self, **changes: object) -> "Setup":
+    def _with_head(self, **changes: object) -> "PlanConfig":
         head = replace(self.config.head, **changes)  # type: ignore[arg-type]
         return replace(self, config=replace(self.config, head=head))
 
