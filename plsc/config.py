@@ -1,4 +1,4 @@
-"""What a training run can be told: every key, its type, its default and its meaning, once and here.
+"""Configuration of a training run: every key with its type, default and meaning, once and here.
 
 :func:`load` reads a TOML file strictly and lays ``--KEY VALUE`` overrides over it: an unknown key, a value of
 the wrong type or out of range is a :class:`UsageError` that names the key and the nearest right one.
@@ -23,7 +23,7 @@ MARGINS = {name: tuple(field.name for field in dataclasses.fields(kind)) for nam
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: the pictures to learn from."""
+    """[data]: the images to learn from."""
 
     train: str = key(
         "avatars:2000x30",
@@ -114,7 +114,9 @@ class OptimConfig:
     warmup_epochs: float | None = key(None, "linear warm-up in epochs; unset: none", least=0)
     warmup_steps: int | None = key(None, "linear warm-up in steps (instead of warmup_epochs)", least=0)
     power: float = key(1.0, "polynomial: (1 − progress)^power", above=0)
-    final: float = key(0.0, "polynomial, cosine: the last rate as a share of the peak", least=0, most=1)
+    min_lr_ratio: float = key(
+        0.0, "polynomial, cosine: the last rate as a share of the peak", least=0, most=1, renamed_from="final"
+    )
     milestones: tuple[float, ...] = key((), "step: epochs at which the rate is multiplied by gamma", above=0)
     gamma: float = key(0.1, "step: factor at each milestone", above=0, most=1)
     clip_norm: float = key(0.0, "clip the gradient's norm to this; 0 does not clip", least=0)
@@ -124,7 +126,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class EvalConfig:
-    """[eval]: judging on classes not trained on while the run goes on."""
+    """[eval]: evaluation during training, on classes that are not trained on."""
 
     sets: tuple[str, ...] = key((), ".bin pair sets, folders of unseen classes, or avatars:NxM@FIRST")
     every_steps: int = key(2000, "steps between evaluations; 0: only at the end", least=0)
@@ -133,7 +135,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint]: what a killed run starts again from."""
+    """[checkpoint]: when to save, and how many to keep."""
 
     every_steps: int = key(1000, "steps between checkpoints; 0: only at the end", least=0)
     keep: int = key(3, "how many of the newest stay", least=1)
@@ -168,11 +170,12 @@ class Config:
     )
     channels_last: bool = key(False, "memory format NHWC (faster convolutions on GPUs)")
     compile: bool = key(False, "torch.compile the backbone")
-    ema: float = key(
+    ema_decay: float = key(
         0.0,
         "decay of the moving average of the weights, which is evaluated and exported; 0: off",
         least=0,
         below=1,
+        renamed_from="ema",
     )
     rotation_tta: bool = key(
         False,
@@ -233,12 +236,12 @@ def _resolve(path: Path) -> Path:
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
-    """A configuration from nested mappings, as a TOML file gives them, with the same strictness."""
+    """Build a configuration from nested mappings, as a TOML file holds them, with the same strictness."""
     return _build(strict_toml.flatten(tree, KEYS, "the configuration"))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """Nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
+    """Return nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
     tree: dict[str, Any] = {}
     for name in KEYS:
         value = get(config, name)
@@ -249,7 +252,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML, defaults included; an unset key stands as a comment."""
+    """Format the whole configuration as TOML, defaults included; an unset key becomes a comment."""
     lines: list[str] = []
     current = ""
     for entry in KEYS.values():
@@ -263,7 +266,7 @@ def to_toml(config: Config) -> str:
 
 
 def get(config: Config, name: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
@@ -271,7 +274,7 @@ def get(config: Config, name: str) -> Any:
 
 
 def describe() -> str:
-    """Every key with its default, type and meaning, as text."""
+    """List every key with its default, type and meaning, as text."""
     lines: list[str] = []
     for entry in KEYS.values():
         default = "(unset)" if entry.default is None else f"= {toml_value(entry.default)}"
@@ -280,7 +283,7 @@ def describe() -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """``["--optim.lr", "0.2"]`` as overrides for :func:`load`; see :func:`strict_toml.parse_arguments`."""
+    """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`."""
     return strict_toml.parse_arguments(arguments, KEYS)
 
 
@@ -300,10 +303,10 @@ def _build(values: Mapping[str, Any]) -> Config:
 
 
 def _check_together(config: Config) -> None:
-    """What no key can say alone."""
-    for one, other in _EXCLUSIVE:
-        if get(config, one) is not None and get(config, other) is not None:
-            raise UsageError(f"{one} and {other} are both given; keep one")
+    """Check what concerns several keys."""
+    for first, second in _EXCLUSIVE:
+        if get(config, first) is not None and get(config, second) is not None:
+            raise UsageError(f"{first} and {second} are both given; keep one")
     if len(config.optim.betas) != 2:
         raise UsageError(f"optim.betas has {len(config.optim.betas)} numbers; it takes two")
     if list(config.optim.milestones) != sorted(set(config.optim.milestones)):

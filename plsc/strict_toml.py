@@ -2,6 +2,10 @@
 
 A schema is a frozen dataclass whose fields are made by :func:`key`, or are themselves such dataclasses (one
 level: sections). Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of them.
+
+pydantic would replace Key.checked and its limits, some 60 lines. Sections, the nearest right key, former names,
+``--KEY VALUE`` with its lists, the written TOML and the list of keys would stay ours, its error objects would have to
+be turned into one line each, and every command that reads a configuration would import it (0.2 s).
 """
 
 import dataclasses
@@ -182,7 +186,7 @@ def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
             warnings.warn(message, FutureWarning, stacklevel=2)
             return entry
     near = nearest(name, keys)
-    mend = f"did you mean {near}?" if near else "plsc train --keys lists every key"
+    mend = f"did you mean {near}?" if near else "plsc train --list-keys lists every key"
     raise UsageError(f"{where}: there is no key {name}; {mend}")
 
 

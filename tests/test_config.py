@@ -114,7 +114,7 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
         ("lr = 3", "did you mean optim.lr?"),
         ("[optimizer]\nlr = 3", "optimizer; did you mean [optim]?"),
         ("[heads]\n", "heads; did you mean [head]?"),
-        ("zzzz = 1", "plsc train --keys"),
+        ("zzzz = 1", "plsc train --list-keys"),
         ("data = 3", "data is a section"),
         ("data.train.x = 3", "data.train = {'x': 3} is a dict"),
         ("epochs = 3\nsteps = 4", "epochs and steps are both given"),
@@ -263,3 +263,13 @@ def test_a_renamed_key_is_read_by_its_former_name_with_a_warning(tmp_path: Path,
     both = write(tmp_path, (f"[{section}]\n" if section else "") + f"{last} = true\n{name.rpartition('.')[2]} = true\n")
     with pytest.warns(FutureWarning), pytest.raises(UsageError, match=f"{name} is given twice"):
         config.load(both)
+
+
+@pytest.mark.parametrize(("former", "name"), [("ema", "ema_decay"), ("optim.final", "optim.min_lr_ratio")])
+def test_a_key_s_former_name_is_taken_with_a_warning(former: str, name: str, tmp_path: Path) -> None:
+    section, _, last = former.rpartition(".")
+    path = write(tmp_path, (f"[{section}]\n" if section else "") + f"{last} = 0.5\n")
+    with pytest.warns(FutureWarning, match=f"{former} is now called {name}"):
+        assert config.get(config.load(path), name) == 0.5
+    with pytest.warns(FutureWarning, match=f"{former} is now called {name}"):
+        assert config.parse_arguments([f"--{former}", "0.5"]) == {name: "0.5"}

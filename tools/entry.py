@@ -1,9 +1,14 @@
-"""The command ``plsc``: finds the tool, parses its arguments, turns failures into one line and an exit code."""
+"""The command ``plsc``: finds the tool, parses its arguments, turns failures into one line and an exit code.
+
+Every other module of this package is a command: it defines ``HELP`` (a line for the overview), ``configure(parser)``
+and ``run(args)``, whose result ``--json`` writes; ``accepts_overrides = True`` gives it ``args.overrides``.
+"""
 
 import argparse
 import importlib
 import itertools
 import os
+import pkgutil
 import signal
 import sys
 from pathlib import Path
@@ -12,25 +17,12 @@ from types import ModuleType
 from plsc.errors import PlscError
 from plsc.files import make_folder, write_json
 
-COMMANDS = (
-    "quickstart",
-    "train",
-    "eval",
-    "embed",
-    "export",
-    "index",
-    "serve",
-    "tokens",
-    "gallery",
-    "data",
-    "plan",
-    "bench",
-    "doctor",
-)
+_MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run ``plsc CMD …`` and return its exit code: 0 done, 1 failed, 2 asked wrongly, 130 interrupted."""
+    """Run ``plsc CMD …`` and return its exit code: 0 done, 1 failed, 2 usage error, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_overview())
@@ -56,8 +48,8 @@ def _overview() -> str:
     return "\n".join(lines)
 
 
-def _apart(argv: list[str], options: set[str]) -> tuple[list[str], list[str]]:
-    """What the parser is to read, and the --KEY VALUE pairs: it would take their values for positional arguments."""
+def _split_overrides(argv: list[str], options: set[str]) -> tuple[list[str], list[str]]:
+    """Split off the --KEY VALUE pairs, whose values the parser would take for positional arguments."""
     own: list[str] = []
     pairs: list[str] = []
     words = iter(argv)
@@ -80,7 +72,7 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     tool.configure(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
     if getattr(tool, "accepts_overrides", False):  # --KEY VALUE pairs that the tool itself knows
-        own, overrides = _apart(argv, {name for action in parser._actions for name in action.option_strings})
+        own, overrides = _split_overrides(argv, {name for action in parser._actions for name in action.option_strings})
         args, unknown = parser.parse_known_args(own)
         args.overrides = overrides + unknown
     else:
@@ -100,13 +92,13 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115, PTH123 (the interpreter flushes it at exit)
         return 1
     except OSError as error:
-        where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"plsc {name}", f"{where}{error.strerror or error}", 1)
+        file = f"{error.filename}: " if error.filename else ""
+        return _fail(f"plsc {name}", f"{file}{error.strerror or error}", 1)
 
 
 def _fail(who: str, message: str, code: int) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # The launcher ends all ranks when one has failed, and tells by the exit code who has spoken.
+        # The launcher ends all ranks when one has failed; its SIGTERM must not keep this line from being printed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(f"{who}: error: {' '.join(message.split())}", file=sys.stderr)
     return code

@@ -45,7 +45,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"
     )
     parser.add_argument("--images-per-second", metavar="R", type=float, help="sampling is considered below this rate")
-    parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --head.weight_dtype bfloat16 (plsc train --keys)"
+    parser.epilog = (
+        "--KEY VALUE: any key of the configuration (plsc train --list-keys), as --head.weight_dtype bfloat16"
+    )
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

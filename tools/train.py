@@ -3,8 +3,8 @@
     plsc train avatars_quickstart --nproc 2 --out runs/avatars
 
 CONFIG is a TOML file, or the name of a configuration that ships with plsc (listed below). It sets the data, the
-backbone and whatever else differs from the defaults; `plsc train --keys` lists every key. Any key can also be given
-here, and then beats the file:
+backbone and whatever else differs from the defaults; `plsc train --list-keys` lists every key. Any key can also be
+given here, and then overrides the file:
 
     plsc train my.toml --data.train faces.rec --optim.lr 0.05 --epochs 10
 
@@ -17,7 +17,9 @@ eval.sets). A run that was stopped, by whatever, goes on with --resume auto, on 
 """
 
 import argparse
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +46,38 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="auto|FOLDER",
         help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
     )
-    parser.add_argument("--keys", action="store_true", help="list every configuration key and end")
-    parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --keys)"
+    parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
+    parser.add_argument("--keys", action="store_true", help=argparse.SUPPRESS)  # its name until 0.1
+    parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --list-keys)"
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Check the request, then start the ranks, or be one."""
     if args.keys:
+        warnings.warn(
+            "--keys is now called --list-keys; the old name goes with the next release", FutureWarning, stacklevel=2
+        )
+    if args.keys or args.list_keys:
         print(configuration.describe())
         return None
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
-    config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
+    config = _load(args)
     if args.nproc == 1 or launched():
         return _train_here(config, args)
     check_head_ranks(config.head_ranks, args.nproc)
     code = launch(_rank_arguments(args), args.nproc)
     if code:
-        raise SystemExit(code)  # a rank has told why
+        raise SystemExit(code)  # a rank has reported why
     return None
+
+
+def _load(args: argparse.Namespace) -> Config:
+    """Read the configuration; of a launcher and its ranks, the first rank alone warns of keys' former names."""
+    with warnings.catch_warnings():
+        if os.environ.get("RANK", "0") != "0" or (args.nproc > 1 and not launched()):
+            warnings.simplefilter("ignore", FutureWarning)
+        return configuration.load(args.config, configuration.parse_arguments(args.overrides))
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:

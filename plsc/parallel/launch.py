@@ -26,7 +26,7 @@ def launch(argv: list[str], nproc: int) -> int:
     """
     if nproc < 1:
         raise UsageError(f"--nproc {nproc}: at least one rank is needed")
-    # The ranks meet in a store of this process, as torchrun's do: nobody can take its port in the meantime.
+    # The ranks meet in a store of this process, as torchrun's do: a port that is only probed could be taken meanwhile.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [_start(argv, rank, nproc, store.port) for rank in range(nproc)]
     listeners = [_Listener(process) for process in ranks[1:]]
@@ -43,18 +43,18 @@ def launch(argv: list[str], nproc: int) -> int:
             signal.signal(number, handler)
         _end(ranks)
     errors = [line for listener in listeners for line in listener.errors()]
-    if code and errors and ranks[0].returncode <= 0:  # the first rank, whose words are shown, did not fail itself
+    if code and errors and ranks[0].returncode <= 0:  # the first rank, whose lines are shown, did not fail itself
         print(errors[0], end="", file=sys.stderr)
     return code
 
 
 def launched() -> bool:
-    """Whether this process is one of several ranks already (started by :func:`launch` or torchrun)."""
+    """Return whether this process is one of several ranks already (started by :func:`launch` or torchrun)."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 class _Listener:
-    """Passes a rank's standard error on, but keeps its error lines back: all ranks often fail for one reason."""
+    """Pass a rank's standard error on, but hold its error lines back: all ranks often fail for one reason."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process

@@ -1,4 +1,4 @@
-"""Who this process is among its peers, and which device it owns."""
+"""The mesh: this process's rank, its process groups, and its device."""
 
 import os
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from plsc.errors import UsageError
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's place: ``rank`` of ``world_size`` in ``group``, computing on ``device``.
+    """One rank of a run: ``rank`` of ``world_size`` in ``group``, computing on ``device``.
 
     ``group`` is None where there is one rank only; no process group is needed then. ``head_group`` and
     ``replica_group`` are those of :func:`with_head_groups`, None where all ranks share one class table.

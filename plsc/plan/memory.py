@@ -106,7 +106,7 @@ def _backbone_state(setup: PlanConfig, profile: BackboneProfile) -> dict[str, in
     }
     if not keeps_gradients(setup):
         kept["backbone gradients"] = profile.trainable
-    if config.ema:
+    if config.ema_decay:
         kept["moving average"] = profile.weights + profile.buffers
     return kept
 

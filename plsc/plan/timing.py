@@ -128,7 +128,7 @@ def _data_parallel(setup: PlanConfig, profile: BackboneProfile, links: Links, ba
 
 def _update_traffic(setup: PlanConfig, profile: BackboneProfile) -> int:
     """Bytes: gradients twice (norm, update), weights and states there and back; the moving average likewise."""
-    average = 3 * profile.weights if setup.config.ema else 0
+    average = 3 * profile.weights if setup.config.ema_decay else 0
     return (4 + 2 * setup.backbone_states) * profile.trainable + average
 
 

@@ -182,7 +182,7 @@ def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | No
     backbone = backbone.to(mesh.device)
     if config.channels_last:
         backbone = backbone.to(memory_format=torch.channels_last)
-    average = MovingAverage(copy.deepcopy(backbone), config.ema) if config.ema else None
+    average = MovingAverage(copy.deepcopy(backbone), config.ema_decay) if config.ema_decay else None
     return convert_sync_batchnorm(backbone, mesh) if config.sync_batchnorm else backbone, average
 
 

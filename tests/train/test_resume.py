@@ -148,7 +148,7 @@ def test_adamw_average_and_scaler_survive(tmp_path: Path, ranks: Ranks) -> None:
     changes = {
         "optim.name": "adamw",
         "optim.lr": 0.01,
-        "ema": 0.9,
+        "ema_decay": 0.9,
         "precision": "fp16",
         "epochs": 2,
         "optim.accumulate": 2,
@@ -292,7 +292,14 @@ def test_what_cannot_change_on_resume(changes: dict[str, Any], message: str, fin
 
 
 def test_what_may_change_on_resume(finished: Path, ranks: Ranks) -> None:
-    changes = {"epochs": 2, "optim.lr": 0.01, "data.batch_size": 20, "head.m": 0.2, "ema": 0.5, "precision": "bf16"}
+    changes = {
+        "epochs": 2,
+        "optim.lr": 0.01,
+        "data.batch_size": 20,
+        "head.m": 0.2,
+        "ema_decay": 0.5,
+        "precision": "bf16",
+    }
     result = ranks(1, on_rank, finished, changes, "auto")[0]
     assert result["epochs"] == 2
     assert result["steps"] == 5 + 3

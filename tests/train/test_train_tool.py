@@ -67,8 +67,12 @@ def test_one_line_and_exit_code_2(
 
 
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--keys"]) == 0
-    assert "optim.warmup_epochs (unset)" in capsys.readouterr().out
+    assert main(["train", "--list-keys"]) == 0
+    listed = capsys.readouterr().out
+    assert "optim.warmup_epochs (unset)" in listed
+    with pytest.warns(FutureWarning, match="now called --list-keys"):
+        assert main(["train", "--keys"]) == 0
+    assert capsys.readouterr().out == listed
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:

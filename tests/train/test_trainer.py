@@ -107,7 +107,7 @@ def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_pat
         "checkpoint.every_steps": 0,
     }
     if world == 2:
-        changes |= {"optim.clip_norm": 1.0, "optim.clip_head": True, "head.sample_rate": 1.0, "ema": 0.5}
+        changes |= {"optim.clip_norm": 1.0, "optim.clip_head": True, "head.sample_rate": 1.0, "ema_decay": 0.5}
     ranks(1, on_rank, tmp_path / "one", changes)
     ranks(world, on_rank, tmp_path / "many", {**changes, "data.batch_size": 24 // world})
     one, many = losses(tmp_path / "one"), losses(tmp_path / "many")
@@ -254,7 +254,7 @@ def average_by_hand(mesh: Any, out: Path) -> list[tuple[str, float]]:
 
     step.Stepper.step = stepping  # type: ignore[method-assign]
     try:
-        run(mesh, out, {"ema": 0.7, "epochs": 2})
+        run(mesh, out, {"ema_decay": 0.7, "epochs": 2})
     finally:
         step.Stepper.step = take  # type: ignore[method-assign]
     from safetensors.torch import load_file
@@ -306,7 +306,7 @@ def fine_tuned(mesh: Any, first: Path, second: Path) -> list[tuple[str, float]]:
             "data.train": "avatars:8x6",
             "init_weights": str(given),
             "channels_last": True,
-            "ema": 0.5,
+            "ema_decay": 0.5,
         },
     )
     before, after = load_file(given), load_file(second / "model.safetensors")
