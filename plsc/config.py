@@ -15,6 +15,7 @@ from typing import Any
 from plsc import losses, strict_toml
 from plsc.errors import UsageError
 from plsc.head.host_memory import mapped_file
+from plsc.optim.schedules import SCHEDULES
 from plsc.strict_toml import Key, key, toml_value
 
 # The keys of [head] that each margin takes; what is not given keeps the margin's own default.
@@ -109,7 +110,7 @@ class OptimConfig:
     schedule: str = key(
         "polynomial",
         "how the rate falls after the warm-up",
-        choices=("constant", "polynomial", "cosine", "step"),
+        choices=tuple(SCHEDULES),
     )
     warmup_epochs: float | None = key(None, "linear warm-up in epochs; unset: none", least=0)
     warmup_steps: int | None = key(None, "linear warm-up in steps (instead of warmup_epochs)", least=0)

@@ -1,14 +1,14 @@
-"""What a user did wrong, or what the world did to them: one line each, never a traceback."""
+"""Exceptions whose message is one line for a person: the problem and its fix, never a traceback."""
 
 
 class PlscError(Exception):
-    """A failure that a person can mend. Its message is one line: the thing, and the mend."""
+    """A failure that a person can fix. Its message is one line: the problem, and the fix."""
 
     exit_code = 1
 
 
 class UsageError(PlscError, ValueError):
-    """The request itself is off: a command's arguments, a config key, a name that does not exist."""
+    """The request itself is wrong: a command's arguments, a config key, a name that does not exist."""
 
     exit_code = 2
 
@@ -26,15 +26,15 @@ class IntegrityError(PlscError):
 
 
 class NotFoundError(UsageError):
-    """What the request names does not exist: a collection, a person, a face, a snapshot."""
+    """The request names something that does not exist: a collection, a person, a face, a snapshot."""
 
 
 class ConflictError(UsageError):
-    """What the request would make exists already, or contradicts what is stored."""
+    """The request would create something that exists already, or contradicts what is stored."""
 
 
 class StorageError(PlscError):
-    """The store cannot write any more (a full disk, a read-only one, a lost connection); nothing was half done."""
+    """The store cannot write any more (a full or read-only disk, a lost connection); no change was applied in part."""
 
 
 def first_line(error: BaseException) -> str:

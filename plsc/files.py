@@ -153,7 +153,7 @@ def _manifest_text(content: Manifest) -> str:
 
 
 def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
-    """Give a finished folder its name: after this call it exists whole, and survives a power cut."""
+    """Publish a finished folder under its final name: from then on it exists whole, and survives a power cut."""
     for path in tmp_path.rglob("*"):
         if path.is_file():
             _sync(path)

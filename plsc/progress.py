@@ -1,4 +1,4 @@
-"""A line of progress: how far, how fast, how long still."""
+"""Progress line of a long-running command: count, rate and remaining time."""
 
 import sys
 import time
@@ -48,7 +48,7 @@ class Progress:
             self._print(self.line(note), final=True)
 
     def line(self, note: str = "") -> str:
-        """The report as text."""
+        """Format the report."""
         if self.total is None:
             place = f"{self.count:,} {self.unit}"
         else:
@@ -67,7 +67,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """``75`` as ``1m15s``."""
+    """Format seconds: ``75`` as ``1m15s``."""
     whole = round(seconds)
     hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
     if hours:

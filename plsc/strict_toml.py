@@ -55,7 +55,7 @@ class Key:
 
     @property
     def kind(self) -> type:
-        """The scalar type behind the hint: ``float`` of ``float | None``, ``str`` of ``tuple[str, ...]``."""
+        """Scalar type behind the hint: ``float`` of ``float | None``, ``str`` of ``tuple[str, ...]``."""
         hint = self.hint
         if isinstance(hint, types.UnionType):
             hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
@@ -75,14 +75,14 @@ class Key:
 
     @property
     def expected(self) -> str:
-        """What the key takes, in words."""
+        """Accepted values, in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         limits = [f"{word} {limit:g}" for word, limit in self.limits.items() if limit is not None]
         return " ".join([self.type_name, " and ".join(limits)]).rstrip()
 
     def checked(self, value: Any) -> Any:
-        """``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
+        """Return ``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
         if not self.is_list:
             return self._checked_scalar(value, value)
         if not isinstance(value, list | tuple):
@@ -90,7 +90,7 @@ class Key:
         return tuple(self._checked_scalar(item, value) for item in value)
 
     def parsed(self, text: str) -> Any:
-        """Text as typed on a command line, in the key's type (unchecked): lists by commas or as TOML."""
+        """Parse text of a command line to the key's type (unchecked): lists by commas or as TOML."""
         text = text.strip()
         if not self.is_list:
             return self._parsed_scalar(text)
@@ -133,7 +133,7 @@ class Key:
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Every key of a schema, sections' keys by dotted names, in the order of the fields."""
+    """Yield every key of a schema in the order of the fields, sections' keys by dotted names."""
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         hint = hints[field.name]
@@ -144,7 +144,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file's tables; :class:`UsageError` where it is missing, unreadable or malformed."""
+    """Read a TOML file's tables; :class:`UsageError` where it is missing, unreadable or malformed."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -156,7 +156,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """Nested tables as ``{dotted name: value}``; :class:`UsageError`, naming ``where``, for a wrong key."""
+    """Flatten nested tables to ``{dotted name: value}``; :class:`UsageError`, naming ``where``, for a wrong key."""
     sections = {name.split(".")[0] for name in keys if "." in name}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
@@ -191,7 +191,7 @@ def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
 
 
 def nearest(name: str, keys: Mapping[str, Key]) -> str | None:
-    """The key, or ``[section]``, that a misspelt dotted ``name`` most resembles, or None."""
+    """Return the key, or ``[section]``, that a misspelt dotted ``name`` most resembles, or None."""
     section, _, last = name.rpartition(".")
     sections = sorted({other.split(".")[0] for other in keys if "." in other})
     if close := difflib.get_close_matches(section or name, sections, n=1, cutoff=0.8):
@@ -210,13 +210,13 @@ def nearest(name: str, keys: Mapping[str, Key]) -> str | None:
 
 
 def did_you_mean(value: str, choices: Sequence[str]) -> str:
-    """``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
+    """Return ``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
     close = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key]) -> dict[str, str]:
-    """``["--optim.lr", "0.2", "--epochs=3"]`` as ``{"optim.lr": "0.2", "epochs": "3"}``.
+    """Parse ``["--optim.lr", "0.2", "--epochs=3"]`` to ``{"optim.lr": "0.2", "epochs": "3"}``.
 
     :class:`UsageError` for an unknown key, a key without a value, a key given twice, and a word that belongs
     to no key.
@@ -242,7 +242,7 @@ def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key]) -> dict[s
 
 
 def toml_value(value: Any) -> str:
-    """A scalar or a list of scalars as TOML. JSON's escapes of strings are TOML's, but for DEL."""
+    """Format a scalar or a list of scalars as TOML. JSON's escapes of strings are TOML's, but for DEL."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -253,7 +253,7 @@ def toml_value(value: Any) -> str:
 
 
 def _toml_value(text: str) -> Any:
-    """``text`` as a TOML value; text that is none stays text, for the type check to name."""
+    """Parse ``text`` as a TOML value; anything else stays text, for the type check to name."""
     try:
         read = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

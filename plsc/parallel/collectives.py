@@ -1,4 +1,4 @@
-"""Every collective of the project: the only module that calls torch.distributed's.
+"""Collectives of the project: the only module that calls torch.distributed's.
 
 Each takes the mesh last and is the identity where there is one rank. All ranks must call them in the same order.
 """
@@ -79,7 +79,7 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
 
 
 def all_gather_object(value: T, mesh: Mesh) -> list[T]:
-    """Every rank's ``value``, in rank order. For small things: it pickles, and waits."""
+    """Return every rank's ``value``, in rank order. For small objects: it pickles, and waits."""
     if mesh.world_size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world_size
@@ -88,7 +88,7 @@ def all_gather_object(value: T, mesh: Mesh) -> list[T]:
 
 
 def broadcast_object(value: T, mesh: Mesh, source: int = 0) -> T:
-    """``source``'s value on every rank."""
+    """Return ``source``'s value on every rank."""
     if mesh.world_size == 1:
         return value
     holder = [value]

@@ -27,17 +27,17 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that prints and writes the files that exist once."""
+        """True on the rank that prints, and writes the files that exist once."""
         return self.rank == 0
 
     @property
     def head(self) -> "Mesh":
-        """The ranks over which one class table is sharded, this one among them: all, unless there are groups."""
+        """Ranks over which one class table is sharded, this one among them: all, unless there are groups."""
         return self if self.head_group is None else self.head_group
 
     @property
     def replicas(self) -> "Mesh":
-        """The ranks, one of each group, that hold the same shard of the table; this one alone without groups."""
+        """Ranks, one of each group, that hold the same shard of the table; this one alone without groups."""
         return Mesh(0, 1, self.local_rank, self.device) if self.replica_group is None else self.replica_group
 
 
@@ -60,7 +60,7 @@ def init(device: str | torch.device | None = None, head_ranks: int = 0) -> Mesh:
 
 
 def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
-    """``mesh`` with the class table sharded over ``head_ranks`` consecutive ranks and replicated over the rest.
+    """Return ``mesh`` with the class table sharded over ``head_ranks`` consecutive ranks and replicated over the rest.
 
     What the head gathers within a group then grows with the group and not with the world; in return the replicas
     sum the gradients of their rows in every step (:class:`plsc.ShardedHead` counts the bytes). Every rank of

@@ -59,13 +59,13 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder:
-    """RUN/checkpoints: saves, keeps the newest ``keep``, and finds what a run goes on from."""
+    """RUN/checkpoints: saves, and keeps the newest ``keep``."""
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int) -> None:
         self.folder, self.mesh, self.keep = folder, mesh, keep
 
     def clean(self) -> None:
-        """Remove what a killed writer left unfinished."""
+        """Remove what a killed writer left."""
         if self.mesh.is_main and self.folder.is_dir():
             for leftover in (*self.folder.glob(".*.tmp"), *self.folder.glob(".*.former")):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -96,7 +96,7 @@ class CheckpointFolder:
         return final
 
     def published(self) -> list[Path]:
-        """The whole checkpoints, oldest first."""
+        """Return the published checkpoints, oldest first."""
         found = [path for path in self.folder.glob("step-*") if _NAME.fullmatch(path.name)]
         return sorted((path for path in found if (path / MANIFEST).is_file()), key=step_of)
 
@@ -117,7 +117,7 @@ class CheckpointFolder:
             tmp_path.mkdir(parents=True)
 
     def _finish(self, tmp_path: Path, state: Mapping[str, Any]) -> list[str]:
-        """Write what one rank writes; the names of all files."""
+        """Write the files that the main rank writes; return the names of all files."""
         if not self.mesh.is_main:
             return []
         write_json(tmp_path / STATE, dict(state))
@@ -136,7 +136,7 @@ class CheckpointFolder:
 
 
 class StoredCheckpoint:
-    """A published checkpoint whose every file was found to be the one that was written."""
+    """A published checkpoint whose files all match the manifest."""
 
     def __init__(self, path: Path, mesh: Mesh) -> None:
         """Check ``path``, sharing the work; IntegrityError or DataError names what is wrong with it."""
@@ -172,7 +172,7 @@ class StoredCheckpoint:
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint folder's name; UsageError for another name."""
+    """Return the step in a checkpoint folder's name; UsageError for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise UsageError(f"{path} is no checkpoint; its folder would be named step-00001000")
@@ -180,7 +180,7 @@ def step_of(path: Path) -> int:
 
 
 def open_newest(folder: CheckpointFolder) -> StoredCheckpoint | None:
-    """The newest published checkpoint, or None; where it is corrupt, the error names an older whole one."""
+    """Open the newest published checkpoint, or return None. Where it is corrupt, the error names an older one."""
     published = broadcast_object(folder.published(), folder.mesh)
     return open_checkpoint(published[-1], folder.mesh) if published else None
 
@@ -239,7 +239,7 @@ def _write_tensors(folder: Path, tensors: Mapping[str, Any], mesh: Mesh) -> None
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remark that it saves or loads in one process: so it was asked."""
+    """Suppress torch's warning that it saves or loads in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
         yield
@@ -268,7 +268,7 @@ def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
 
 
 class _TensorPlanner(DefaultLoadPlanner):
-    """torch's planner, which reads tensors alone."""
+    """torch's planner, restricted to tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Refuse: torch would unpickle ``value``."""
@@ -276,10 +276,10 @@ class _TensorPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader, whose metadata is a pickle: this one builds nothing but a checkpoint's own types."""
+    """torch's reader with a restricted unpickler of the metadata: it builds nothing but a checkpoint's own types."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata; IntegrityError where it is not that."""
+        """Read the checkpoint's metadata; IntegrityError where it is not that."""
         path = Path(self.path) / METADATA
         try:
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()

@@ -92,7 +92,7 @@ class TrainComponents:
 
     @property
     def shipped_model(self) -> nn.Module:
-        """The model that is evaluated and exported: the moving average where there is one, perhaps under rotation TTA."""
+        """The model that is evaluated and exported: the moving average if there is one, perhaps under rotation TTA."""
         model = self.average.model if self.average is not None else self.backbone
         return RotationTTA(unwrapped(model)) if self.config.rotation_tta else model
 

@@ -15,7 +15,9 @@ from plsc.parallel.collectives import all_gather_object
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_REPORT_SECONDS = 2.0  # in which the rank that failed first reports, or the launcher notices its end
+# In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
+# machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
+_REPORT_SECONDS = 10.0
 
 
 class LostRankError(PlscError):

@@ -169,7 +169,7 @@ class Trainer:
             total_steps=self._total_steps(),
             warmup_steps=warmup,
             power=optim.power,
-            final=optim.min_lr_ratio,
+            min_lr_ratio=optim.min_lr_ratio,
             gamma=optim.gamma,
             milestones=[round(m * per_epoch) for m in optim.milestones],
         )

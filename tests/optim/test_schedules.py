@@ -15,7 +15,7 @@ NAMES = ("constant", "polynomial", "cosine", "step")
 def test_values_by_hand() -> None:
     linear = schedule("polynomial", total_steps=10, warmup_steps=2)
     assert [linear(step) for step in (0, 1, 2, 6, 10, 99)] == [0.5, 1.0, 1.0, 0.5, 0.0, 0.0]
-    squared = schedule("polynomial", total_steps=4, power=2.0, final=0.1)
+    squared = schedule("polynomial", total_steps=4, power=2.0, min_lr_ratio=0.1)
     assert squared(2) == pytest.approx(0.1 + 0.9 * 0.25)
     half = schedule("cosine", total_steps=8)
     assert [half(step) for step in (0, 4, 8)] == pytest.approx([1.0, 0.5, 0.0])
@@ -26,7 +26,7 @@ def test_values_by_hand() -> None:
 
 @given(st.sampled_from(NAMES), st.integers(1, 300), st.integers(0, 350), st.floats(0, 1), st.floats(0.1, 5))
 def test_rises_once_then_falls_within_bounds(name: str, total: int, warmup: int, final: float, power: float) -> None:
-    factor = schedule(name, total_steps=total, warmup_steps=warmup, final=final, power=power, milestones=(5, 9))
+    factor = schedule(name, total_steps=total, warmup_steps=warmup, min_lr_ratio=final, power=power, milestones=(5, 9))
     values = [factor(step) for step in range(total + warmup + 2)]
     assert all(0 <= value <= 1 for value in values)
     assert values[:warmup] == sorted(values[:warmup])
