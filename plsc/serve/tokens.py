@@ -101,7 +101,7 @@ class TokenBook:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._stamp = _stamp(path)
+        self._stamp = self._reported = _stamp(path)
         self._tokens: Sequence[Token] = read_tokens(path)
         self._checked = time.monotonic()
 
@@ -123,11 +123,13 @@ class TokenBook:
             stamp = _stamp(self._path)
             if stamp == self._stamp:
                 return
-            self._stamp = stamp
             try:
                 self._tokens = read_tokens(self._path)
+                self._stamp = stamp  # only now: a file that cannot be read at the moment is tried again
             except (DataError, UsageError) as error:  # a half-edited file must neither open nor close the doors
-                print(f"plsc serve: the tokens read before stay in force: {error}", file=sys.stderr, flush=True)
+                if stamp != self._reported:
+                    print(f"plsc serve: the tokens read before stay in force: {error}", file=sys.stderr, flush=True)
+                self._reported = stamp
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

@@ -121,6 +121,24 @@ def test_a_running_service_follows_the_file(tmp_path, monkeypatch, capsys):
     assert book.find(secret.encode()) is None
 
 
+def test_a_removed_token_is_refused_though_the_file_could_not_be_read_at_first(tmp_path, monkeypatch, capsys):
+    """Else a moment without file descriptors would leave a removed token valid for ever."""
+    monkeypatch.setattr(tokens, "_REREAD_SECONDS", 0.0)
+    path = tmp_path / "tokens.toml"
+    secret = add_token(path, "a", "read")
+    book = TokenBook(path)
+    add_token(path, "b", "read")
+    remove_token(path, "a")
+    with monkeypatch.context() as unreadable:
+        unreadable.setattr(
+            Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError(24, "Too many open files"))
+        )
+        assert book.find(secret.encode())
+        assert book.find(secret.encode())
+    assert capsys.readouterr().err.count("stay in force") == 1
+    assert book.find(secret.encode()) is None
+
+
 def test_the_command(tmp_path, capsys):
     path = tmp_path / "t.toml"
     assert main(["tokens", "add", "a", "--role", "write", "--file", str(path)]) == 0

@@ -93,7 +93,7 @@ function query(after) {
 function show(found) {
   next = found.next;
   list.replaceChildren(...found.persons.map(row));
-  byId("browse-summary").textContent = summed(found);
+  byId("browse-summary").textContent = summaryText(found);
   byId("browse-back").disabled = starts.length === 1;
   byId("browse-next").disabled = next === null;
 }
@@ -108,7 +108,7 @@ function empty(why) {
   byId("browse-next").disabled = true;
 }
 
-function summed({ persons, looked }) {
+function summaryText({ persons, looked }) {
   const page = starts.length > 1 ? `Page ${starts.length}: ` : "";
   if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${pluralize(looked, "person")} looked through.`;
   if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here fits.";

@@ -1,22 +1,22 @@
-// Elements are made here and filled with text nodes only: nothing that the service or a user says becomes markup.
+// DOM helpers. Elements are filled with text nodes only, so that nothing from the service or a user becomes markup.
 
 export const byId = (id) => document.getElementById(id);
 
 /** An element with attributes, listeners (`onclick: f`) and children; null children and attributes are left out. */
 export function element(tag, attributes = {}, ...children) {
-  const made = document.createElement(tag);
+  const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (typeof value === "function") made.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== false) made.setAttribute(name, value === true ? "" : value);
+    if (typeof value === "function") node.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) node.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.filter((child) => child !== null));
-  return made;
+  node.append(...children.filter((child) => child !== null));
+  return node;
 }
 
 /** Text whose direction of writing cannot disturb what stands beside it. */
 export const isolated = (text, attributes = {}) => element("bdi", attributes, text);
 
-/** An error of the page's own, in words for people: the console need not repeat it. */
+/** An error caused by the user's input; it is not logged to the console. */
 export const userError = (message) => Object.assign(new Error(message), { shown: true });
 
 /** Show an error's one line in `region`; an aborted request is no error. */
@@ -32,7 +32,7 @@ export function clearError(region) {
   region.textContent = "";
 }
 
-/** Run `action`, telling a failure in `region`; answers whether it succeeded. `button` cannot run it twice at once. */
+/** Run `action` and show its error in `region`; resolves to whether it succeeded. `button` cannot run it twice at once. */
 export async function runWithErrors(region, action, button = null) {
   if (button?.getAttribute("aria-disabled") === "true") return false;
   clearError(region);
@@ -68,7 +68,7 @@ export function day(iso) {
   return Number.isNaN(date.valueOf()) ? iso : date.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" });
 }
 
-/** Ask in a dialog; `action` runs on yes and a failure is told there. Answers whether it was done. */
+/** Ask in a dialog before deleting; `action` runs on yes, and its error is shown there. Resolves to whether it was done. */
 export function confirmDeletion(title, text, action) {
   const dialog = byId("confirm");
   const error = byId("confirm-error");

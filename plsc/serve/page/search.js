@@ -42,7 +42,7 @@ async function search() {
     const body = { query: await asInput(pictures.files[0]), k: Number(byId("search-k").value), ...chosenFilter() };
     const answer = await call("POST", inCollection(chosen(), "search"), { body, signal });
     matches = answer.results[0].matches;
-    byId("search-foot").textContent = told(answer);
+    byId("search-foot").textContent = approximationNote(answer);
   });
   if (signal.aborted) return;
   byId("matches").removeAttribute("aria-busy");
@@ -75,11 +75,11 @@ function show() {
     byId("matches").replaceChildren();
     return;
   }
-  summary.textContent = summed();
+  summary.textContent = summaryText();
   byId("matches").replaceChildren(...matches.map(row));
 }
 
-function summed() {
+function summaryText() {
   if (matches.length === 0) return "Nobody in this collection fits.";
   const [best] = matches;
   const same = isMatch(best.score, best.same_person);
@@ -106,7 +106,7 @@ async function addFace(person, button) {
   summary.textContent = `The picture is now face ${face} of ${displayName(person)}.`;
 }
 
-function told(answer) {
+function approximationNote(answer) {
   if (!answer.approximate) return "";
   const share = answer.recall === null ? "" : `: it finds ${(100 * answer.recall).toFixed(1)}% of the true neighbours`;
   return `This search was approximate${share}.`;

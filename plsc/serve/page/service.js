@@ -28,7 +28,7 @@ export async function call(method, path, { body = null, signal = null } = {}) {
   if (body !== null) headers["Content-Type"] = "application/json";
   const answer = await reach(path, { method, headers, signal, body: body === null ? null : bodyOf(body) });
   const text = await readText(answer);
-  if (!answer.ok) throw refusal(answer, text);
+  if (!answer.ok) throw toServiceError(answer, text);
   return text === "" ? null : parseJson(text);
 }
 
@@ -47,16 +47,16 @@ export async function readiness() {
 /** The JSON of a body; one that the service would refuse is not sent, for it hangs up before it has read it. */
 function bodyOf(body) {
   const text = writeJson(body);
-  const most = state.info?.limits.body_bytes ?? Infinity;
-  if (text.length <= most) return text;
-  throw new ServiceError("too_large", `The service takes ${Math.floor(most / 2 ** 20)} MiB at a time, and a picture grows by a third on its way; choose smaller ones.`);
+  const limit = state.info?.limits.body_bytes ?? Infinity;
+  if (text.length <= limit) return text;
+  throw new ServiceError("too_large", `The service takes ${Math.floor(limit / 2 ** 20)} MiB at a time, and a picture grows by a third on its way; choose smaller ones.`);
 }
 
 async function reach(path, request) {
   try {
     return await fetch(new URL(path, BASE), { ...request, cache: "no-store", credentials: "same-origin" });
   } catch (error) {
-    throw lost(error);
+    throw connectionError(error);
   }
 }
 
@@ -64,24 +64,24 @@ async function readText(answer) {
   try {
     return await answer.text();
   } catch (error) {
-    throw lost(error);
+    throw connectionError(error);
   }
 }
 
-function lost(error) {
+function connectionError(error) {
   if (error.name === "AbortError") return error;
   emit("gone");
   return new ServiceError("gone", `The service at ${BASE.host} does not answer; see whether it is running, then try again.`);
 }
 
-function refusal(answer, text) {
-  let said = null;
+function toServiceError(answer, text) {
+  let error = null;
   try {
-    said = JSON.parse(text).error;
+    error = JSON.parse(text).error;
   } catch {
-    // a proxy's page, perhaps: told below
+    // a proxy's page, perhaps: the status is shown instead
   }
-  const code = said?.code ?? `http ${answer.status}`;
+  const code = error?.code ?? `http ${answer.status}`;
   if (answer.status === 401) emit("unauthorized");
-  return new ServiceError(code, said?.message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
+  return new ServiceError(code, error?.message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
 }

@@ -1,4 +1,4 @@
-// What all views share, and how they tell each other about it.
+// State shared by the views, and events that announce its changes.
 
 const bus = new EventTarget();
 
