@@ -210,7 +210,7 @@ def check_geometry(embedding_dim: int, image_size: int) -> None:
 class PReLU(nn.PReLU):
     """``nn.PReLU`` with a fast backward pass on CPUs: same parameters, same results.
 
-    PyTorch's CPU kernel for the gradient is not vectorised: with it, a bf16 training step of MobileFaceNet takes 1.6
+    PyTorch's CPU kernel for the gradient is not vectorised: with it, a bf16 training step of MobileFaceNet takes 1.5
     times as long on CPUs (benchmarks/cpu_layers.py). This serves those who train small models without a GPU.
     """
 

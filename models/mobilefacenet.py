@@ -37,7 +37,7 @@ class StridedDepthwise(nn.Conv2d):
     """A depthwise convolution that computes in fp32 on CPUs, also under autocast: same parameters.
 
     PyTorch's bf16 gradient of a strided depthwise convolution takes a slow path on CPUs. With it, a bf16 training step
-    takes 1.7 times as long (benchmarks/cpu_layers.py).
+    takes 1.6 times as long (benchmarks/cpu_layers.py).
     """
 
     def forward(self, x: Tensor) -> Tensor:
