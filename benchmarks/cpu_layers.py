@@ -1,10 +1,10 @@
-"""Training steps on CPUs with plsc's PReLU and StridedDepthwise, and with PyTorch's own layers instead.
+"""Training steps on CPUs with the layers of plsc.models that are fast there, and with PyTorch's own instead.
 
     python benchmarks/cpu_layers.py [--rounds 12]
 
-Networks with all, one or none of the two layers take turns in one process on one thread, so that other load meets them
-alike: 32 pictures at 48x48, channels-last, forward and backward. Prints the milliseconds of processor time per step
-(median) and adds them to benchmarks/results/cpu_layers.csv. A minute.
+Networks with all, all but one, or none of the layers take turns in one process on one thread, so that other load meets
+them alike: 32 pictures at 48x48, channels-last, forward and backward. Prints the milliseconds of processor time per
+step (median) and adds them to benchmarks/results/cpu_layers.csv. A minute.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import nn
 
 from plsc.models import create
 from plsc.models.backbone import Backbone, PReLU
-from plsc.models.mobilefacenet import StridedDepthwise
+from plsc.models.mobilefacenet import GroupedConvolution, StridedDepthwise
 from plsc.native.allocator import keep_freed_memory
 
 BATCH, SIDE = 32, 48
@@ -26,7 +26,8 @@ VARIANTS: dict[str, tuple[type[nn.Module], ...]] = {
     "ours": (),
     "torch_prelu": (PReLU,),
     "torch_depthwise": (StridedDepthwise,),
-    "torch": (PReLU, StridedDepthwise),
+    "torch_grouped": (GroupedConvolution,),
+    "torch": (PReLU, StridedDepthwise, GroupedConvolution),
 }
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from plsc.models import create
 from plsc.models.backbone import PReLU
-from plsc.models.mobilefacenet import StridedDepthwise
+from plsc.models.mobilefacenet import GroupedConvolution, StridedDepthwise
 
 
 def gradients(layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -63,6 +63,31 @@ def test_strided_depthwise_is_that_of_torch_and_float32_under_autocast() -> None
     with torch.autocast("cpu", torch.bfloat16):
         for a, b in zip(gradients(ours, x), expected, strict=True):
             torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("channels", "outputs", "groups"), [(12, 24, 6), (128, 128, 64), (6, 6, 1), (40, 40, 2), (10, 5, 5)]
+)
+def test_convolution_of_few_channels_a_group_is_that_of_torch(
+    channels: int, outputs: int, groups: int, memory_format: torch.memory_format
+) -> None:
+    ours = GroupedConvolution(channels, outputs, 3, stride=2, padding=1, groups=groups).double()
+    torchs = nn.Conv2d(channels, outputs, 3, stride=2, padding=1, groups=groups).double()
+    torchs.load_state_dict(ours.state_dict())
+    x = torch.randn(2, channels, 5, 6).double().contiguous(memory_format=memory_format)
+    for a, b in zip(gradients(ours, x), gradients(torchs, x), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(ours.eval()(x), torchs.eval()(x))
+
+
+def test_gradients_lie_in_memory_as_their_weights_do() -> None:
+    """Else DistributedDataParallel copies them, and warns."""
+    layer = GroupedConvolution(12, 24, 3, padding=1, groups=6).to(memory_format=torch.channels_last)
+    strides: list[tuple[int, ...]] = []
+    layer.weight.register_hook(lambda grad: strides.append(grad.stride()))
+    layer(torch.randn(2, 12, 5, 3).contiguous(memory_format=torch.channels_last)).sum().backward()
+    assert strides == [layer.weight.stride()]
 
 
 @pytest.mark.parametrize("name", ["mobilefacenet", "iresnet18"])
