@@ -154,7 +154,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
     except FileNotFoundError:
         raise UsageError(f"cannot make the table's file {path}: make its folder first") from None
     except OSError as error:
-        raise UsageError(f"cannot make the table's file {path}: {error.strerror}; name another place") from None
+        raise UsageError(f"cannot make the table's file {path}: {error.strerror}; choose another") from None
     try:
         os.posix_fallocate(descriptor, 0, size)  # a full disk must not show as a SIGBUS in the middle of a step
         memory = mmap.mmap(descriptor, size)

@@ -47,7 +47,7 @@ class RoundingBits:
 def round_to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     """Round float32 values up or down to bfloat16 with the probabilities that keep the mean.
 
-    ``bits`` (int32 in [0, 65536)) is added below bfloat16's last place, and what lies there is cut off.
+    ``bits`` (int32 in [0, 65536)) is added below bfloat16's last bit, and what lies there is cut off.
     """
     raised = values.float().view(torch.int32) + bits
     return (raised & -65536).view(torch.float32).to(torch.bfloat16)

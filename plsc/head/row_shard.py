@@ -4,7 +4,7 @@ DTensor's Shard(0) cuts C rows into pieces of ⌈C/W⌉; the head's shards diffe
 global offsets, so this uses the hooks that DCP gives to sharded types of others.
 
 A shard is written in pieces, each an item of its own, since DCP copies an item before it writes it. Loading reads the
-stored items one after another, whatever their sizes, and copies each to its place: never a second copy of the table.
+stored items one after another, whatever their sizes, and copies each into its rows: never a second copy of the table.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ _PIECE_BYTES = 64 << 20
 
 
 class RowShard(Tensor):
-    """``local`` holds rows [first, first + len) of a table of ``total`` rows; loading writes into ``local``.
+    """A handle for checkpoints on rows [first, first + len(local)) of a table of ``total`` rows.
 
-    It has the whole table's shape and no data beyond ``local``. It is a handle for checkpoints, not for arithmetic.
-    ``release`` is called before each piece is handed out: memory that maps a file then gives back the former's pages.
+    It has the whole table's shape, no data beyond ``local``, which loading writes into, and no arithmetic.
+    ``release`` is called before each piece is handed out: memory that maps a file then gives back the last one's pages.
     """
 
     local: Tensor
@@ -68,7 +68,7 @@ class RowShard(Tensor):
         return [self._chunk(slice(0, len(self.local)))] if self.local.shape[0] else []
 
     def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
-        """What DCP reads or writes next: a piece where it planned to save, all of ``local`` where it planned to load.
+        """Return the tensor that DCP writes or reads next: a piece if it planned to save, all of ``local`` if to load.
 
         It then narrows the latter to the stored item's rows.
         """
@@ -81,7 +81,7 @@ class RowShard(Tensor):
         return next(self.local[piece] for piece in self._pieces() if piece.start == first)
 
     def _pieces(self) -> Iterator[slice]:
-        """``local`` in parts whose bounds, but for its own, are the same at every number of ranks."""
+        """Cut ``local`` into parts whose bounds, but for its own, are the same at every number of ranks."""
         size = max(_PIECE_BYTES // max(self.local[:1].nbytes, 1), 1)
         start, stop = self.first, self.first + len(self.local)
         while start < stop:

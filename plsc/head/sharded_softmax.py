@@ -22,7 +22,7 @@ from plsc.parallel.mesh import Mesh
 
 @dataclass
 class PendingBackward:
-    """What one forward leaves for the update: pass 2 needs the batch, log Z and the loss's derivative.
+    """A batch between its forward and the update: pass 2 needs the batch, log Z and the loss's derivative.
 
     The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
     ``scale`` and ``target_grad`` (b,) are derivatives by cosines, see :meth:`TorchBackend.second_pass`.

@@ -60,9 +60,9 @@ def common_rows(rows: slice | Tensor, others: slice | Tensor) -> tuple[slice | T
         return others[there] - rows.start, there
     if others.numel() == 0:
         return others, others
-    place = torch.searchsorted(others, rows).clamp(max=others.numel() - 1)
-    here = torch.where(others[place] == rows)[0]
-    return here, place[here]
+    index = torch.searchsorted(others, rows).clamp(max=others.numel() - 1)
+    here = torch.where(others[index] == rows)[0]
+    return here, index[here]
 
 
 class Staging:
@@ -144,7 +144,7 @@ class Staging:
 
 
 class _Lane:
-    """A thread, on a GPU with a stream of its own, that moves rows in the order in which it is asked to.
+    """A thread, on a GPU with a stream of its own, that moves rows in the order of submission.
 
     Scattered rows go through a (pinned) buffer of bounded size. A task ends when its copies are made, not only begun.
     """
@@ -156,11 +156,11 @@ class _Lane:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def submit(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Begin ``task`` when what the device was told to do so far is done."""
+        """Begin ``task`` when the work submitted to the device so far is done."""
         if self._stream is None:
             return self._pool.submit(task, *arguments)
-        told = torch.cuda.current_stream(self._device).record_event()
-        return self._pool.submit(self._on_stream, told, task, arguments)
+        submitted = torch.cuda.current_stream(self._device).record_event()
+        return self._pool.submit(self._on_stream, submitted, task, arguments)
 
     def load(self, rows: slice | Tensor, columns: dict[Column, Tensor]) -> None:
         """Copy rows of the host's columns into the device's tensors (n, …)."""
@@ -183,10 +183,10 @@ class _Lane:
                 self._finish()
                 column.write(part, buffer)
 
-    def _on_stream(self, told: torch.cuda.Event, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    def _on_stream(self, submitted: torch.cuda.Event, task: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         with torch.cuda.stream(self._stream):
             assert self._stream is not None
-            self._stream.wait_event(told)
+            self._stream.wait_event(submitted)
             task(*arguments)
             self._stream.synchronize()
 

@@ -199,7 +199,7 @@ class Combined(Margin):
 class AdaFace(Margin):
     """φ(t) = cos(θ − m·ẑ) − (m + m·ẑ) (Kim et al., CVPR 2022, eq. 12 and 13).
 
-    ẑ is the embedding norm's place among recent norms, clipped to [−1, 1]: (‖x‖ − μ)·h/σ, with running mean and
+    ẑ is the embedding's norm relative to recent norms, clipped to [−1, 1]: (‖x‖ − μ)·h/σ, with running mean and
     deviation of the global batch's norms that follow at the rate ``rate``. No gradient flows through the norm.
     """
 
@@ -227,10 +227,10 @@ class AdaFace(Margin):
     def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ − m·ẑ) − (m + m·ẑ)."""
         assert norm is not None
-        place = (norm.detach().clamp(0.001, 100) - state["mean"]) / (state["std"] + self._EPSILON) * self.h
-        place = place.clamp(-1, 1)
-        angle = (_angle(cos) - self.m * place).clamp(self._EPSILON, math.pi - self._EPSILON)
-        return angle.cos() - (self.m + self.m * place)
+        z_hat = (norm.detach().clamp(0.001, 100) - state["mean"]) / (state["std"] + self._EPSILON) * self.h
+        z_hat = z_hat.clamp(-1, 1)
+        angle = (_angle(cos) - self.m * z_hat).clamp(self._EPSILON, math.pi - self._EPSILON)
+        return angle.cos() - (self.m + self.m * z_hat)
 
 
 @dataclass(frozen=True)

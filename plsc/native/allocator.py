@@ -1,4 +1,4 @@
-"""The C library's allocator, told that a network's next batch takes the memory again that this one gives back."""
+"""Tune the C library's allocator: a network's next batch takes the memory again that this one frees."""
 
 import ctypes
 

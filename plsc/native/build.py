@@ -90,7 +90,7 @@ def _find_compiler(cxx: str | None) -> str | None:
 
 
 def _lacks(compiler: str, path: str) -> str | None:
-    """What keeps this machine from running ``path``, or None."""
+    """The reason why this machine cannot run ``path``, or None."""
     macros = _native_macros(compiler)
     missing = [macro for macro in _PATHS[path][1] if f"#define {macro} ".encode() not in macros]
     if missing:
@@ -110,8 +110,8 @@ def tiles_are_allowed() -> bool:
 
 def _compiled(compiler: str, source: str, path: str | None) -> Path:
     architecture = _PATHS[path][0] if path is not None else ["-march=native"]
-    wide = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
-    flags = [*_FLAGS, *architecture, *wide]
+    vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    flags = [*_FLAGS, *architecture, *vectors]
     folder = _private_folder()
     target = folder / f"{source}-{_fingerprint(compiler, flags, source)}.so"
     if not target.exists():

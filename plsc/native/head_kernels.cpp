@@ -181,7 +181,7 @@ void multiply_panel(const bf16* rows, const bf16* columns_of_x, int64_t dim, int
 
 inline bf16 round_stochastically(float value, uint32_t bits16) { return bf16((bits_of(value) + bits16) >> 16); }
 
-// How rows are stored: W and the momentum in float32 or bf16, the momentum also as int8 with a scale per row.
+// Storage of rows: W and the momentum in float32 or bf16, the momentum also as int8 with a scale per row.
 enum Kind { kNone = 0, kFloat = 1, kBfloat16 = 2, kInt8 = 3 };
 
 template <Kind kind>
@@ -291,7 +291,7 @@ auto update_for(int state_kind) {
 
 extern "C" {
 
-// Whether the processor multiplies bf16 tiles and the system lets this process use them.
+// 1 if the processor multiplies bf16 tiles and the system lets this process use them.
 int plsc_has_tiles() { return tiles_are_allowed(); }
 
 #ifdef PLSC_TILES
@@ -303,7 +303,7 @@ void plsc_pack(const bf16* x, int64_t batch, int64_t dim, bf16* columns, bf16* p
 }
 
 // total (batch) += Σ exp(s·cos) over the visited classes but each sample's target; pull (batch, dim), where not null,
-// += Σ exp(s·cos)·ρ·W. position (batch): the target's place among the classes visited, counted from this call's first.
+// += Σ exp(s·cos)·ρ·W. position (batch): the target's index among the selected classes, counted from this call's first.
 void plsc_first_pass(const bf16* table, const float* inverse, const int64_t* index, int64_t first, int64_t count,
                      const bf16* columns, int64_t batch, int64_t dim, float s, const int64_t* position, double* total,
                      float* pull) {

@@ -94,7 +94,7 @@ class PackedBatch:
 
 
 class FirstPass:
-    """Σ exp(s·cos) over the classes visited but each sample's target, and Σ exp(s·cos)·ρ·W where ``with_grad``."""
+    """Σ exp(s·cos) over the selected classes but each sample's target, and Σ exp(s·cos)·ρ·W where ``with_grad``."""
 
     def __init__(self, batch: PackedBatch, s: float, with_grad: bool) -> None:
         self._batch, self._s = batch, s
@@ -142,7 +142,7 @@ def gradient(
     target_grad: Tensor,
     out: Tensor,
 ) -> Tensor:
-    """Σ_b P·x of the visited rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_grad for targets.
+    """Σ_b P·x of some rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_grad for targets.
 
     Args:
         table: the rows.
@@ -193,7 +193,7 @@ def sgd(
     numbers: Tensor,
     first_number: int,
 ) -> None:
-    """torch.optim.SGD on the visited rows, in place, with their state and 1/norms.
+    """torch.optim.SGD on some rows, in place, with their state and 1/norms.
 
     Args:
         table: the rows.

@@ -1,4 +1,4 @@
-// What kernels with bf16 numbers share: the number itself, and the processor's matrix tiles (AMX) where it has them.
+// Shared by kernels with bf16 numbers: the number itself, and the processor's matrix tiles (AMX) where it has them.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ inline float widen(bf16 value) {
     return result;
 }
 
-// Whether the processor multiplies bf16 tiles and the system lets this process use them.
+// Ask the system for the matrix tiles; true if the processor has them and this process may use them.
 inline bool tiles_are_allowed() {
 #ifdef PLSC_TILES
     constexpr int kRequestPermission = 0x1023, kTileData = 18;

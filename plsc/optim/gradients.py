@@ -1,4 +1,4 @@
-"""What happens to gradients between backward() and step(): clipping by the whole norm, and float16 loss scaling.
+"""Clipping by the norm of all gradients, and float16 loss scaling: between backward() and step().
 
 Both treat the replicated backbone and the sharded table as one, on every rank alike.
 """

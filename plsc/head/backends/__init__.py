@@ -55,7 +55,7 @@ class HeadBackend(Protocol):
 
 @dataclass(frozen=True)
 class HeadShape:
-    """What the choice of a backend depends on.
+    """The properties of a head that the choice of a backend depends on.
 
     Attributes:
         device: that computes.

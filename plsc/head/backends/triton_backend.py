@@ -32,9 +32,9 @@ Method = Literal["product", "logits"]
 
 @dataclass(frozen=True)
 class Block:
-    """What a program of a kernel takes: classes x samples, ``depth`` of D at a time, by ``warps`` of threads.
+    """The part of a chunk that a program of a kernel takes: classes x samples, ``depth`` of D at a time.
 
-    ``stages`` is how many depths are on their way from memory at once.
+    ``stages`` is how many depths are on their way from memory at once, ``warps`` the threads' groups of 32.
     """
 
     classes: int
