@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
     )
     parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
-    parser.add_argument("--keys", action="store_true", help=argparse.SUPPRESS)  # its name until 0.1
+    parser.add_argument("--keys", action="store_true", help=argparse.SUPPRESS)  # its former name, until 0.2
     parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --list-keys)"
 
 
