@@ -36,10 +36,11 @@ SUBJECTS = {
     "strict_toml": "typed TOML",
     "files": "atomic writes, manifests",
     "progress": "lines of progress",
+    "sizes": "amounts of memory as text",
     "errors": "one line each",
 }
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y = 190, 46, 18, 54
-EVERYWHERE = {"errors", "progress", "files"}  # imported by nearly all; their arrows would hide the others
+EVERYWHERE = {"errors", "progress", "files", "sizes"}  # imported by nearly all; their arrows would hide the others
 
 
 def module_paths() -> dict[str, Path]:
@@ -133,8 +134,8 @@ def draw() -> str:
     height = len(rows) * (BOX_HEIGHT + GAP_Y)
     parts = [_arrow(corner[name], corner[target]) for name in sorted(arrows) for target in sorted(arrows[name])]
     parts += [_box(*corner[name], BOX_WIDTH, name) for name in sorted(corner)]
-    share = (width - 2 * GAP_X) / 3
     ground = sorted(EVERYWHERE)
+    share = (width - (len(ground) - 1) * GAP_X) / len(ground)
     parts += [_box(i * (share + GAP_X), height, share, name) for i, name in enumerate(ground)]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-12 -12 {width + 24:.0f} {height + BOX_HEIGHT + 24:.0f}" '
