@@ -10,12 +10,13 @@ import torch
 
 from plsc.bench import head as head_bench
 from plsc.bench.head import HeadComparison, compare_heads, head_ratios, result_row
-from plsc.bench.head_baselines import IMPLEMENTATIONS, BenchConfig, DenseArcFace, PlainSoftmax
+from plsc.bench.head_baselines import IMPLEMENTATIONS, BenchConfig, DenseArcFace, PlainSoftmax, unavailable
 from plsc.bench.head_worker import measure_head
 from plsc.parallel import Mesh
 from plsc.tools.entry import main
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+NO_LINEAR_CROSS_ENTROPY = unavailable("linear-cross-entropy")
 STAND_IN = """
 import torch
 from torch import distributed
@@ -149,6 +150,8 @@ def test_what_fails_or_does_not_fit_is_a_row(peer, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if not name.startswith("partial-fc")])
 def test_every_implementation_makes_steps(name):
+    if reason := unavailable(name):
+        pytest.skip(reason)
     figures = measure_head(BenchConfig(name, 50, 8, dim=16, nproc=1, steps=2), ALONE)
     assert set(figures) == {"cpu_s", "wall_s", "memory_mib", "peak_mib", "loss"}
     assert figures["loss"] > 0
@@ -174,6 +177,7 @@ def test_exact_heads_begin_at_the_loss_of_unrelated_rows(name):
     assert measure_head(config, ALONE)["loss"] == pytest.approx(expected, abs=0.9)
 
 
+@pytest.mark.skipif(bool(NO_LINEAR_CROSS_ENTROPY), reason=NO_LINEAR_CROSS_ENTROPY or "")
 @pytest.mark.parametrize("batch", [4, 16])  # below and from D: torch's two ways
 def test_plain_softmax_is_cross_entropy_of_products(batch):
     table = PlainSoftmax(BenchConfig("linear-cross-entropy", 50, batch, dim=16, nproc=1), ALONE)

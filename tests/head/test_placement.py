@@ -321,7 +321,7 @@ def test_a_missing_folder_a_full_disk_and_a_file_in_the_way_are_named(tmp_path):
     with pytest.raises(UsageError, match="make its folder first"):
         plsc.ShardedHead(8, 4, placement=f"mmap:{tmp_path}/none/table")
     (tmp_path / "a.rank0-of-1.weight").mkdir()
-    with pytest.raises(UsageError, match="name another place"):
+    with pytest.raises(UsageError, match="choose another"):
         plsc.ShardedHead(8, 4, placement=f"mmap:{tmp_path}/a")
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with mock.patch("os.posix_fallocate", side_effect=full), pytest.raises(DataError, match="name a larger disk"):

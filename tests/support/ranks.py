@@ -142,14 +142,16 @@ def _serve(rank: int, size: int, port: int, pipe: Connection, stacks: Path) -> N
 
     offer_stacks(stacks)
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     meshes = _meshes(rank, size)
     while (task := pipe.recv()) is not None:
         key, function, args, options = task
         try:
-            pipe.send((True, function(meshes[key], *args, **options)))
+            with warnings.catch_warnings():  # anew for each body: some libraries change the filters on import
+                warnings.simplefilter("error")
+                result = function(meshes[key], *args, **options)
+            pipe.send((True, result))
         except Exception:
             pipe.send((False, f"rank {rank} of {key[0]}:\n{traceback.format_exc()}"))
     dist.destroy_process_group()
