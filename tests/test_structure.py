@@ -1,6 +1,7 @@
 """The house's own rules: who may import whom, who may communicate, what `import plsc` costs, what is packaged."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -67,6 +68,17 @@ def test_imports_are_absolute():
     for name, path in architecture.module_paths().items():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             assert not (isinstance(node, ast.ImportFrom) and node.level), f"{name}:{node.lineno}"
+
+
+def test_the_drawing_of_the_architecture_is_up_to_date():
+    committed = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
+    assert committed == architecture.draw(), "run: python docs/draw_architecture.py"
+
+
+def test_every_file_that_the_architecture_names_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:plsc|models|data|tools|tests|docs)/[\w/.]+\.(?:py|svg|md))`", text):
+        assert (ROOT / name).exists(), name
 
 
 def test_collectives_are_called_in_one_module_only():
