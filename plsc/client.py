@@ -151,7 +151,7 @@ class Client:
         return dict(self._request("GET", "/v1/info"))
 
     def ready(self) -> bool:
-        """Whether the server answers that it is ready; does not raise."""
+        """Return True if the server answers that it is ready; does not raise."""
         import httpx
 
         try:

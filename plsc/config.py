@@ -211,11 +211,11 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     values: dict[str, Any] = {}
     if path is not None:
         values = strict_toml.flatten(strict_toml.read_toml(_resolve(Path(path))), KEYS, str(path))
-    given = dict(overrides or {})
+    overridden = dict(overrides or {})
     for pair in _EXCLUSIVE:
-        if any(name in given for name in pair):
+        if any(name in overridden for name in pair):
             values = {name: value for name, value in values.items() if name not in pair}
-    for name, value in given.items():
+    for name, value in overridden.items():
         entry = strict_toml.known(name, KEYS, "the command line")
         values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
@@ -331,5 +331,5 @@ def _check_backbone(name: str) -> None:
     from plsc.models import names  # imported here: --help needs no backbones
 
     if name not in names() and not name.startswith("timm:"):
-        mend = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
-        raise UsageError(f"backbone = {toml_value(name)} does not exist{mend}")
+        hint = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
+        raise UsageError(f"backbone = {toml_value(name)} does not exist{hint}")

@@ -50,10 +50,10 @@ class Progress:
     def line(self, note: str = "") -> str:
         """Format the report."""
         if self.total is None:
-            place = f"{self.count:,} {self.unit}"
+            position = f"{self.count:,} {self.unit}"
         else:
-            place = f"{self.count:,}/{self.total:,} {self.unit} ({self.count / max(self.total, 1):.0%})"
-        parts = [f"{self.what}: {place}", f"{self.rate:,.1f} {self.unit}/s"]
+            position = f"{self.count:,}/{self.total:,} {self.unit} ({self.count / max(self.total, 1):.0%})"
+        parts = [f"{self.what}: {position}", f"{self.rate:,.1f} {self.unit}/s"]
         if self.total is not None and self.rate > 0 and self.count < self.total:
             parts.append(f"{duration((self.total - self.count) / self.rate)} to go")
         return ", ".join([*parts, note] if note else parts)

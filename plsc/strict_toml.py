@@ -63,7 +63,7 @@ class Key:
 
     @property
     def is_list(self) -> bool:
-        """Whether the key takes a list."""
+        """True if the key takes a list."""
         return typing.get_origin(self.hint) is tuple
 
     @property
@@ -109,8 +109,8 @@ class Key:
         if type(value) is not kind:
             raise self._wrong(whole)
         if self.choices and value not in self.choices:
-            mend = did_you_mean(value, self.choices)
-            raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{mend}")
+            hint = did_you_mean(value, self.choices)
+            raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{hint}")
         if kind is not str and kind is not bool and not self._within(value):
             raise UsageError(f"{self.name} = {toml_value(value)} is out of range; it takes {self.expected}")
         return value
@@ -186,8 +186,8 @@ def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
             warnings.warn(message, FutureWarning, stacklevel=2)
             return entry
     near = nearest(name, keys)
-    mend = f"did you mean {near}?" if near else "plsc train --list-keys lists every key"
-    raise UsageError(f"{where}: there is no key {name}; {mend}")
+    hint = f"did you mean {near}?" if near else "plsc train --list-keys lists every key"
+    raise UsageError(f"{where}: there is no key {name}; {hint}")
 
 
 def nearest(name: str, keys: Mapping[str, Key]) -> str | None:

@@ -82,8 +82,8 @@ def _load(args: argparse.Namespace) -> Config:
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
     options = {"--out": args.out, "--resume": args.resume, "--json": args.json}
-    given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-    return ["train", str(args.config), *given, *args.overrides]
+    arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    return ["train", str(args.config), *arguments, *args.overrides]
 
 
 def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | None:

@@ -272,7 +272,7 @@ class ClassTable(ABC):
     @property
     @abstractmethod
     def prefetches(self) -> bool:
-        """Whether :meth:`prefetch` does anything."""
+        """True if :meth:`prefetch` has an effect."""
 
     @abstractmethod
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:

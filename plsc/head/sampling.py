@@ -33,7 +33,7 @@ class ClassSampler:
 
     @property
     def takes_all(self) -> bool:
-        """Whether every class takes part in every batch."""
+        """True if every class takes part in every batch."""
         return self.rate >= 1
 
     def draw(self, labels: Tensor, batch: int) -> Tensor:

@@ -243,7 +243,7 @@ class _CandidatePool:
 
 
 class ScanCopy:
-    """What a scan reads in place of ``vectors`` (N, D): a bfloat16 copy, a copy on a GPU, or the vectors themselves.
+    """Memory that a scan reads: a bfloat16 copy of ``vectors`` (N, D), a copy on a GPU, or the vectors themselves.
 
     Attributes:
         source: reads the float32 rows.

@@ -73,9 +73,9 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
     most = max(sizes)
     if min(sizes) < most:
         tensor = torch.cat([_pad_rows(rows, most) for rows in torch.split(tensor, sizes)])
-    mine = tensor.new_empty((most, *tensor.shape[1:]))
-    _reduce_scatter_single(mine, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
-    return mine[: sizes[mesh.rank]]
+    local = tensor.new_empty((most, *tensor.shape[1:]))
+    _reduce_scatter_single(local, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
+    return local[: sizes[mesh.rank]]
 
 
 def all_gather_object(value: T, mesh: Mesh) -> list[T]:

@@ -45,7 +45,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What the device has to have."""
+        """Bytes that the device must have."""
         return self.computed + sum(self.allowed.values())
 
 
@@ -77,7 +77,7 @@ def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> 
 
 
 def keeps_gradients(setup: PlanConfig) -> bool:
-    """Whether the backbone's gradients come and go with a step; else they lie in data parallel's buckets for good."""
+    """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
     return setup.world == 1 and setup.micro_batches == 1
 
 

@@ -98,7 +98,7 @@ class RequestContext:
         self._connection: Connection | None = scope.setdefault("state", {}).get("connection")
 
     def announces_body(self) -> bool:
-        """Whether the head says that a body follows."""
+        """True if the head says that a body follows."""
         return b"transfer-encoding" in self.headers or self.headers.get(b"content-length", b"0") != b"0"
 
     def admitted(self, role: Role | None) -> None:
@@ -172,7 +172,7 @@ class RequestContext:
         self._task.cancel()
 
     def swallow_cancellation(self) -> bool:
-        """Whether the request was cancelled here, because its caller disconnected; the task may end normally then."""
+        """True if the request was cancelled because its caller disconnected; the task may end normally then."""
         if self.disconnected and self._task is not None:
             self._task.uncancel()
         return self.disconnected

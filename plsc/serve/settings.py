@@ -10,7 +10,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request, and all of them together, may use.
+    """Limits of one request, and of all of them together.
 
     Attributes:
         body_bytes: body of one request.
@@ -69,7 +69,7 @@ class Settings:
 
 @lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
+    """True if a host name or address can only mean this machine."""
     if host.lower() == "localhost":
         return True
     try:

@@ -45,7 +45,7 @@ class Token:
 
 
 def includes(role: Role, required: Role) -> bool:
-    """Whether ``role`` allows what needs ``required``."""
+    """True if ``role`` allows what needs ``required``."""
     return ROLES.index(role) >= ROLES.index(required)
 
 

@@ -195,8 +195,8 @@ def open_checkpoint(path: Path, mesh: Mesh) -> StoredCheckpoint:
     except (IntegrityError, DataError) as error:
         older = [p for p in CheckpointFolder(path.parent, mesh, 1).published() if step_of(p) < step_of(path)]
         good = _newest_whole(older, mesh)
-        mend = f"--resume {good} goes on from an older one that is whole" if good else "no older one is whole"
-        raise IntegrityError(f"{error}; {mend}") from None
+        hint = f"--resume {good} goes on from an older one that is whole" if good else "no older one is whole"
+        raise IntegrityError(f"{error}; {hint}") from None
 
 
 def _newest_whole(candidates: list[Path], mesh: Mesh) -> Path | None:
@@ -246,7 +246,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """What ``.metadata`` says of each stored tensor; IntegrityError where it names anything but tensors and own files.
+    """Read the stored tensors' entries in ``.metadata``; IntegrityError if it names anything but tensors and own files.
 
     The manifest's hashes show damage, not forgery: whoever writes a checkpoint writes them too. A checkpoint that came
     from elsewhere may therefore hold anything here. torch would unpickle a stored object that is no tensor without

@@ -168,9 +168,9 @@ def make_loader(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainLoade
 
 def make_margin(head: HeadConfig) -> Margin:
     """The margin that [head] describes; UsageError for values that it does not take."""
-    given = {name: getattr(head, name) for name in MARGINS[head.margin]}
+    parameters = {name: getattr(head, name) for name in MARGINS[head.margin]}
     try:
-        return MARGIN_TYPES[head.margin](**{name: value for name, value in given.items() if value is not None})
+        return MARGIN_TYPES[head.margin](**{name: value for name, value in parameters.items() if value is not None})
     except UsageError as error:
         raise UsageError(f"[head] margin {head.margin}: {error}") from None
 

@@ -212,5 +212,5 @@ def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any) -> 
 
 
 def is_match(score: float, threshold: float | None) -> bool | None:
-    """Whether a score reaches the threshold; None without one."""
+    """Compare a score with the threshold; None without one."""
     return None if threshold is None else score >= threshold
