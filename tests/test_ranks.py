@@ -87,6 +87,7 @@ def test_a_command_that_hangs_shows_the_stacks_of_its_ranks(tmp_path, monkeypatc
         assert sign in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_warning_of_a_command_is_an_error(tmp_path, monkeypatch) -> None:
     plant = textwrap.dedent("""
         import argparse, os, warnings

@@ -81,6 +81,7 @@ def test_every_file_that_the_architecture_names_exists():
         assert (ROOT / name).exists(), name
 
 
+@pytest.mark.slow
 def test_collectives_are_called_in_one_module_only():
     calls = {
         "all_reduce",
@@ -120,6 +121,7 @@ def test_packages_and_their_data_are_listed():
     assert extra == shipped
 
 
+@pytest.mark.slow
 def test_import_needs_torch_and_numpy_alone():
     code = (
         "import sys, torch, numpy; before = set(sys.modules); import plsc; "

@@ -148,6 +148,7 @@ def test_what_fails_or_does_not_fit_is_a_row(peer, tmp_path, capsys):
     assert all(reason in shown for reason in reasons)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in IMPLEMENTATIONS if not name.startswith("partial-fc")])
 def test_every_implementation_makes_steps(name):
     if reason := unavailable(name):
@@ -169,6 +170,7 @@ def test_our_head_and_dense_logits_compute_the_same_loss():
     torch.testing.assert_close(theirs(x, y), ours(x, y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense", "plsc", "plsc-no-momentum", "plsc-fp32"])
 def test_exact_heads_begin_at_the_loss_of_unrelated_rows(name):
     """Cosines near 0: log Z = ln C + s²/(2D), and the target's logit is s·cos(π/2 + m). Batches scatter by 0.18."""

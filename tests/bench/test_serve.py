@@ -65,6 +65,7 @@ def test_a_gallery_is_made_and_the_bare_store_measured(tmp_path):
     assert figures["p99_ms"] >= figures["p50_ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_callers_ask_and_count_answers_alone(tmp_path, form):
     data = make_search_data(tmp_path, 50, DIM)

@@ -96,6 +96,7 @@ def test_orders_differ_by_epoch_and_seed() -> None:
     assert epoch_order(5, seed=1, epoch=2, shuffle=True).dtype == np.uint32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("augment", ["none", "flip", "affine", "standard"])
 def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
     data = Numbered(55, size=24)

@@ -60,6 +60,7 @@ def embedders(files: dict[str, Path]) -> dict[str, Embedder]:
     return {kind: open_embedder(path, device=CPU) for kind, path in files.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_every_kind_of_file_embeds_as_the_model_does(
@@ -103,6 +104,7 @@ def test_an_onnx_file_whose_graph_was_changed_loses_its_contract(files: dict[str
     assert open_embedder(tmp_path / "changed.onnx", device=CPU).contract_id != claimed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["safetensors", "torch"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_is_close_and_comes_back_as_float32(

@@ -39,6 +39,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[plsc.models.Back
     return model, path, export.export_onnx(model, path)
 
 
+@pytest.mark.slow
 def test_onnx_has_one_input_data_one_output_and_a_free_batch(
     exported: tuple[plsc.models.Backbone, Path, dict[str, Any]],
 ) -> None:
@@ -164,6 +165,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["onnx", "torch", "insightface"])
 def test_the_command_writes_the_file_and_its_result(
     kind: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -121,6 +121,7 @@ CHANGES: dict[str, Callable[[Members], None]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_could_run_code_is_refused(
     what: str, members: Members, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ from plsc.tools.entry import main
 SET = "avatars:6x4@900"
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_writes_result_and_pictures(tmp_path, capsys):
     out, roc, scores = tmp_path / "result.json", tmp_path / "roc.png", tmp_path / "scores.svg"
     argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32", "--json", str(out)]

@@ -34,6 +34,7 @@ def results():
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [roc_figure, score_figure])
 def test_pictures_are_written_in_each_form(results, draw, tmp_path):
     starts = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}
@@ -50,6 +51,7 @@ def test_a_picture_can_be_kept_in_memory(results, draw):
     assert ElementTree.fromstring(buffer.getvalue()).tag.endswith("svg")
 
 
+@pytest.mark.slow
 def test_many_sets_with_long_names_are_drawn(results, tmp_path):
     many = {f"a rather long name of a set {place}": results["easy"] for place in range(9)}
     roc_figure(many, tmp_path / "many.png")

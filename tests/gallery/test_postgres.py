@@ -52,6 +52,7 @@ def vectors(count: int, seed: int = 0) -> Any:
     return np.random.default_rng(seed).standard_normal((count, 4)).astype(np.float32)
 
 
+@pytest.mark.slow
 def test_several_services_share_one_store(dsn: str, store: PostgresStore, opened: list[PostgresStore]) -> None:
     """Each has its own connections, as processes have; ids are given once all the same."""
     opened += [open_postgres(dsn) for _ in range(3)]

@@ -65,6 +65,7 @@ def files_holding(folder: Path, needles: list[bytes]) -> list[str]:
 # --- forgetting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [DIM, 5000])  # 5,000: a vector is longer than a page
 def test_deleted_vectors_are_in_no_file_after_a_compaction(tmp_path: Path, dim: int) -> None:
     store = SqliteStore(tmp_path / "store")
@@ -503,6 +504,7 @@ def test_an_import_that_fails_takes_its_collection_away_again(tmp_path: Path, mo
 # --- latency ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_where_exact_search_misses_the_latency_an_approximate_one_is_found_and_its_recall_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

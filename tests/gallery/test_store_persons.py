@@ -253,6 +253,7 @@ def test_persons_are_updated(store: Store) -> None:
     np.testing.assert_allclose(store.vectors(GALLERY, one.id), units(faces(2)[:1]), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_pages_cover_everyone_once_in_order(store: Store) -> None:
     made = enrol(store, 40)
     for index in (0, 3, 4, 39):

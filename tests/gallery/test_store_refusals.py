@@ -85,6 +85,7 @@ def errors_of(store: Store, one: Person, other: Person) -> list[tuple[type[PlscE
     return wrong
 
 
+@pytest.mark.slow
 def test_errors_of_every_kind_change_nothing(kit: Kit, store: Store) -> None:
     one, other = enrol(store, 2)
     before = dump(store)

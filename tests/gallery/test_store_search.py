@@ -11,6 +11,7 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compacted", [False, True])
 def test_search_against_float64(store: Store, compacted: bool) -> None:
     random_state = np.random.default_rng(5)
@@ -95,6 +96,7 @@ def test_a_person_is_found_once_by_the_best_face(store: Store) -> None:
     agree(store, twin(store), GALLERY, faces(4, 11), k=5)
 
 
+@pytest.mark.slow
 def test_filters_never_find_less_than_there_is(store: Store) -> None:
     """Three persons of many fit, and they are those least alike."""
     query = faces(1, 1)
@@ -171,6 +173,7 @@ VALUES: list[Any] = [
 KEYS = ["k", "a.b", "O'H", 'q"q', "b\\", "$x", "ключ", "[0]", "id", "x" * 1024]
 
 
+@pytest.mark.slow
 def test_filters_mean_the_same_in_every_store(store: Store) -> None:
     pick = random.Random(7)
     new = [

@@ -18,6 +18,7 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Person, Store
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_random_operations_against_the_oracle(kit: Kit, seed: int) -> None:
     """Whatever is done in whatever order, the store holds and finds what the dicts do."""
@@ -119,6 +120,7 @@ def adopt_faces(oracle: MemoryStore, name: str, person: int, vectors: Any, made:
     rows.vectors |= dict(zip(made, units(vectors), strict=True))
 
 
+@pytest.mark.slow
 def test_several_threads_at_once(store: Store) -> None:
     """A thread finds at once what was acknowledged to it, whatever the others do, and nothing that it deleted."""
     keep = enrol(store, 20)
@@ -164,6 +166,7 @@ def test_several_threads_at_once(store: Store) -> None:
     store.check()
 
 
+@pytest.mark.slow
 def test_a_store_opened_again_is_the_same(kit: Kit, store: Store) -> None:
     store.create_collection("other", 3, "m2")
     store.add_persons("other", [NewPerson(faces(2, dim=3), "Ada", {"x": 1})], "m2")

@@ -118,6 +118,7 @@ def split(total: int, world: int) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MARGINS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 def test_every_margin(ranks, name, dtype):
@@ -129,6 +130,7 @@ def test_every_margin(ranks, name, dtype):
     assert_equal_steps(got, dense_steps(oracle, problem, 1), start, LIMIT[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("classes", "batch"), [(53, 12), (3, 9), (1, 4), (400, 4)], ids=["odd", "C<world", "one", "no target"]

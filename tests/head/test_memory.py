@@ -148,6 +148,7 @@ ROWS = 4_200_000  # of 512 numbers: row 4,194,304 begins at element 2³¹
 FAR = torch.tensor([0, 1, 4_194_303, 4_194_304, 4_194_305, 4_199_999])
 
 
+@pytest.mark.slow
 def test_rows_beyond_element_2_to_31_are_updated_and_their_neighbours_are_not():
     """The table is 4.3 GB of memory that the system gives out only where it is written to."""
     with mock.patch("plsc.head.class_table.fill_normal", side_effect=lambda weight, *_: None):

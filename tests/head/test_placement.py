@@ -84,6 +84,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rate", [1.0, 0.15])
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,6 +293,7 @@ def stored(head: plsc.ShardedHead, optimizer: plsc.HeadSGD) -> list[torch.Tensor
     return [weight, *state]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [1, 700, 1 << 26], ids=["row by row", "pieces", "one item per shard"])
 @pytest.mark.parametrize(("saved", "loaded"), [("device", "mmap"), ("mmap", "device"), ("host", "mmap")])
 def test_checkpoints_in_pieces_go_from_any_placement_to_any_other(ranks, tmp_path, piece, saved, loaded):

@@ -334,6 +334,7 @@ def take_steps(mesh, head, optimizer, steps):
     return head.weight.detach().clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, LOW, {"centers": 2}], ids=["f32", "bf16+int8", "centers"])
 def test_saved_at_four_ranks_resumed_at_any_number(ranks, tmp_path, options):
     options = {"seed": 4, **options}

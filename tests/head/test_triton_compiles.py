@@ -21,6 +21,7 @@ PRODUCT = {**TILE, "BLOCK_K": 32, "dim": 500, "WIDEN": False}
 UPDATE = {"dim": 500, "BLOCK_N": 4, "BLOCK_D": 512, "NESTEROV": True, "STOCHASTIC": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize(
     ("module", "name", "constants"),

@@ -70,6 +70,7 @@ def test_passes_agree_with_the_formula(interpreter, dtype, method, classes, batc
     assert pull.dtype == gradient.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "method"), KINDS)
 def test_chunks_of_whole_blocks_leave_no_trace(interpreter, dtype, method):
     given = problem(100, 20, 16, dtype)

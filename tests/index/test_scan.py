@@ -72,6 +72,7 @@ def test_any_size_gives_the_float64_ranking(precision, rows, dim, queries, k, sh
     agree(found, oracle(asked, vectors, k, allowed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("queries", [1, 2, 16, 33, 256])
 def test_batches_over_many_rows(precision, queries):

@@ -56,6 +56,7 @@ def run(folder: Path, *argv: str) -> Any:
     return json.loads(result.read_text())
 
 
+@pytest.mark.slow
 def test_an_image_finds_itself_and_its_class(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = run(folder, "index", "search", "@gallery.idx", "--query", "@query.png", "--k", "3")
     (query,) = answer["queries"]

@@ -55,6 +55,7 @@ def search(request, gallery):
     return found
 
 
+@pytest.mark.slow
 def test_the_recall_is_measured_on_rows_outside_the_structure(search):
     assert len(search.held_out) == 300
     assert search.structure.ntotal == ROWS - 300
@@ -159,6 +160,7 @@ def test_a_latency_lies_above_nothing(tmp_path, gallery, latency, capsys):
     assert "it lies above 0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
     def tune(structure, kind, *rest):
         if kind == "ivf":
@@ -172,6 +174,7 @@ def test_a_kind_that_misses_the_recall_is_passed_over(gallery, monkeypatch):
     assert found.kind == "hnsw"
 
 
+@pytest.mark.slow
 def test_compressed_rows_are_ranked_by_their_true_scores(tmp_path):
     rows, labels = people(11_000, 5)
     names = [f"id{number}" for number in range(ROWS // PER_PERSON)]

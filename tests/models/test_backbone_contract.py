@@ -34,6 +34,7 @@ def trained_a_little(name: str, size: int, **options: object) -> Backbone:
     return model.eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", plsc.models.names())
 def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None:
     for size in (48, 112):
@@ -44,6 +45,7 @@ def test_every_name_maps_images_to_embeddings_at_its_own_size(name: str) -> None
         assert (model.name, model.embedding_dim, model.image_size) == (name, DIM, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit"])
 @pytest.mark.parametrize("size", [32, 48, 112])
 def test_embeddings_are_finite_and_differ_between_images(name: str, size: int) -> None:
@@ -55,6 +57,7 @@ def test_embeddings_are_finite_and_differ_between_images(name: str, size: int) -
     assert torch.pdist(answer).min() > 1e-4 * answer.norm(dim=1).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_gradients_reach_every_trainable_parameter(name: str) -> None:
     torch.manual_seed(0)
@@ -71,6 +74,7 @@ def test_gradients_reach_every_trainable_parameter(name: str) -> None:
     assert untrained in ([], ["features.weight"], ["mask_token"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_evaluation_is_deterministic_and_each_image_stands_for_itself(name: str) -> None:
     model = trained_a_little(name, 32)
@@ -82,6 +86,7 @@ def test_evaluation_is_deterministic_and_each_image_stands_for_itself(name: str)
     torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4 * float(together.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUN_NAMES)
 def test_a_state_dict_makes_a_fresh_model_the_same(name: str) -> None:
     model = trained_a_little(name, 32)
@@ -116,6 +121,7 @@ def test_bf16_autocast_embeds_nearly_as_fp32_does(name: str) -> None:
     assert torch.nn.functional.cosine_similarity(exact, rounded).min() > 0.98
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny"])
 def test_torch_export_keeps_the_batch_free(name: str) -> None:
     model = trained_a_little(name, 32)
@@ -135,6 +141,7 @@ def test_channels_last_changes_nothing_but_the_layout() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "vit_tiny"])
 def test_gradient_checkpointing_gives_the_same_gradients_and_statistics(name: str) -> None:
     torch.manual_seed(0)

@@ -81,6 +81,7 @@ def test_wrong_numbers_and_options_are_refused_in_one_line(request_: dict[str, o
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(["iresnet18", "mobilefacenet", "vit_tiny"]), st.integers(2, 20), st.integers(1, 64))
 @settings(max_examples=10, deadline=None)
 def test_every_multiple_of_16_from_32_up_works(name: str, sixteens: int, dim: int) -> None:

@@ -68,6 +68,7 @@ def test_the_architecture_of_a_bare_state_dict_is_inferred(name: str, dim: int, 
     assert infer(state, "x.pt")[:3] == (name, dim, size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny"])
 @pytest.mark.parametrize("form", ["bare", "module.", "_orig_mod.", "module._orig_mod.", "nested", "legacy", "half"])
 def test_state_dicts_load_in_every_usual_form(name: str, form: str, tmp_path: Path) -> None:
@@ -191,6 +192,7 @@ def test_what_is_no_state_dict_is_one_line(content: Any, tmp_path: Path) -> None
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

@@ -38,6 +38,7 @@ def path(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("count", "dim"), [(1, 1), (31, 7), (33, 32), (2049, 65), (6000, 96), (4500, 512)])

@@ -41,6 +41,7 @@ PROGRAM = textwrap.dedent("""
 """)
 
 
+@pytest.mark.slow
 def test_head_groups_find_each_other_whatever_groups_the_program_has_made(tmp_path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)

@@ -35,6 +35,7 @@ def oracle(people: dict[int, np.ndarray], query: np.ndarray, k: int, threshold: 
     return [(person, score) for person, score in best if score >= threshold][:k]
 
 
+@pytest.mark.slow
 def test_a_person_is_enrolled_found_changed_and_forgotten(live):
     place = live.collection("life")
     given = {"name": "Ada", "metadata": {"city": "Bern"}, "faces": [image_input(picture(1)), image_input(picture(2))]}

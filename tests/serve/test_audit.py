@@ -10,6 +10,7 @@ from support.live_service import DIM, live_service
 from plsc.serve.observability import Audit
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_a_write_is_answered_though_its_line_does_not_fit(tmp_path, capfd):
     with live_service(tmp_path, audit=Path("/dev/full")) as live:

@@ -334,6 +334,7 @@ def test_searches_alike_are_one_call_of_the_store():
     assert shown == [[[1]], [[2]] * 3, [[3]], [[4]], [[5]], [[6]], [[7]], [[]], [[10]]]
 
 
+@pytest.mark.slow
 def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_path):
     with live_service(tmp_path, max_batch=16) as live:
         place = live.collection("crowd")
@@ -371,6 +372,7 @@ def test_a_service_s_callers_share_batches_and_lost_callers_cost_nothing(tmp_pat
         assert sizes == [1, 8]
 
 
+@pytest.mark.slow
 def test_what_many_want_to_know_is_asked_once_and_a_failure_is_not_remembered(tmp_path):
     with live_service(tmp_path) as live:
         live.collection("crowd")

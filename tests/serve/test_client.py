@@ -30,6 +30,7 @@ def client(live: Live) -> Iterator[plsc.Client]:
         yield one
 
 
+@pytest.mark.slow
 def test_a_life_through_the_client(client, tmp_path):
     assert client.ready()
     assert client.info()["role"] == "admin"

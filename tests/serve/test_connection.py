@@ -38,6 +38,7 @@ def answers(wire: socket.socket, count: int) -> tuple[list[dict[str, str]], list
     return heads, names
 
 
+@pytest.mark.slow
 def test_requests_sent_behind_each_other_are_answered_in_turn(live: Live) -> None:
     with live.connect() as wire:
         wire.sendall(b"".join(map(search_request, (3, 1, 4, 0))))
@@ -46,6 +47,7 @@ def test_requests_sent_behind_each_other_are_answered_in_turn(live: Live) -> Non
         assert answers(wire, 1)[1] == ["2"]
 
 
+@pytest.mark.slow
 def test_a_body_may_come_in_parts(live: Live) -> None:
     request = search_request(3)
     with live.connect() as wire:
@@ -56,6 +58,7 @@ def test_a_body_may_come_in_parts(live: Live) -> None:
             assert answers(wire, 1)[1] == ["3"]
 
 
+@pytest.mark.slow
 def test_an_answer_says_what_every_answer_says(live: Live) -> None:
     with live.connect() as wire:
         wire.sendall(search_request(1))
@@ -69,6 +72,7 @@ def test_an_answer_says_what_every_answer_says(live: Live) -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_connection_ends_after_the_answer_where_the_caller_says_so(live: Live) -> None:
     with live.connect() as wire:
         wire.sendall(search_request(2, "Connection: close"))

@@ -44,6 +44,7 @@ def raw(live: Live, request: dict[str, Any], tail: bytes, **headers: str) -> htt
     return live.http.post(f"{MODEL}/infer", content=head + tail, headers=given)
 
 
+@pytest.mark.slow
 def test_metadata_and_health(live):
     assert live.ask("GET", "/v2").json()["extensions"] == ["binary_tensor_data"]
     assert live.ask("GET", "/v2/health/live").json() == {"live": True}

@@ -84,6 +84,7 @@ def answer_of(connection: socket.socket) -> bytes:
     return received
 
 
+@pytest.mark.slow
 def test_an_unknown_caller_s_upload_is_refused_before_it_is_read(tmp_path):
     tokens = tmp_path / "tokens.toml"
     add_token(tokens, "someone", "admin")
@@ -220,6 +221,7 @@ def wrong_bodies() -> dict[str, tuple[str, bytes, int]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", wrong_bodies())
 def test_a_small_wrong_body_stays_small(live_by_default, kind):
     path, body, status = wrong_bodies()[kind]
@@ -324,6 +326,7 @@ def test_drops_of_a_second_request_s_head_are_timed_too(live):
         assert answer_of(connection) == b""
 
 
+@pytest.mark.slow
 def test_a_caller_who_does_not_take_the_answer_is_cut_off(live):
     request = b"GET /openapi.json HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     with live.connect() as connection:
@@ -374,6 +377,7 @@ def send_what_is_taken(connection: socket.socket, data: bytes) -> None:
         connection.sendall(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", ["Content-Length: 1", "Content-Length: 8000000", "Transfer-Encoding: chunked"])
 def test_bodies_of_unknown_callers_take_nothing_from_the_others(tmp_path, length):
     """Open paths take no body, so that nobody without a token waits for one here."""
@@ -450,6 +454,7 @@ def test_broken_and_animated_pictures(live):
         assert live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data)]}).status_code == status
 
 
+@pytest.mark.slow
 def test_slow_readers_of_the_metrics_keep_nobody_out(tmp_path):
     with live_service(tmp_path, metrics_port=0) as live:
         place = urlsplit(live.server.metrics_address)

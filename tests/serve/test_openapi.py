@@ -31,6 +31,7 @@ def operations(described: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, 
             yield method.upper(), path, operation
 
 
+@pytest.mark.slow
 def test_every_operation_is_described(live):
     described = live.ask("GET", "/openapi.json").json()
     names = [operation["operationId"] for _, _, operation in operations(described)]

@@ -55,6 +55,7 @@ def search(live: Live, query: Path | str, *more: str) -> Any:
     return json.loads(result.read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_a_folder_of_images(live, capsys):
     answer = search(live, live.folder / "pictures", "--k", "2")
     assert (answer["collection"], answer["k"]) == ("staff", 2)

@@ -87,6 +87,7 @@ def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
     assert json.loads((tmp_path / "store" / "audit.jsonl").read_text(encoding="utf-8").splitlines()[0])["status"] == 201
 
 
+@pytest.mark.slow
 def test_while_it_loads_it_says_so(tmp_path, monkeypatch):
     from support import live_service as module
 
@@ -128,6 +129,7 @@ def points(path: Path, contract: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_is_wrong_at_the_start_is_one_line(model, tmp_path, capsys):
     other = points(tmp_path / "other.json", "another")
     rate = ["--fmr", "1e-3", "--calibration", str(other)]

@@ -152,6 +152,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["tokens", "list", "--file", str(tmp_path / "none.toml")]) == 2
 
 
+@pytest.mark.slow
 def test_each_operation_needs_its_role(live, secrets):
     described = live.ask("GET", "/openapi.json").json()
     operations = {
@@ -275,6 +276,7 @@ def test_other_machines_need_tokens():
         Server(Settings(port=0, tokens=Path("nowhere.toml")))
 
 
+@pytest.mark.slow
 def test_a_taken_port_is_told(tmp_path):
     with live_service(tmp_path) as live:
         port = int(live.server.address.rpartition(":")[2])

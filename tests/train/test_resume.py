@@ -41,6 +41,7 @@ def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return found
 
 
+@pytest.mark.slow
 def test_the_unkilled_learn(unkilled: dict[int, dict[int, float]]) -> None:
     for found in unkilled.values():
         assert sorted(found) == list(range(1, 21))

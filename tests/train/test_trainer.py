@@ -26,6 +26,7 @@ def failing(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
     changes = {
         "eval.sets": ["avatars:6x3@100", "avatars:5x3@200"],
@@ -138,6 +139,7 @@ def test_an_adamw_run_does_not_amplify_what_tells_worlds_apart(tmp_path: Path, r
         assert many == pytest.approx(one, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_micro_batches_step_as_one_large_batch(world: int, tmp_path: Path, ranks: Ranks) -> None:
     """Batch normalisation sees micro-batches; but for that (it is taken out here) k of them are one batch."""
@@ -210,6 +212,7 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
         step.Stepper._embed, step.Stepper.step = embed, take  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_loss_that_is_not_finite_changes_nothing(precision: str, tmp_path: Path, ranks: Ranks) -> None:
     changes = {"data.batch_size": 6, "precision": precision, "head.margin": "adaface", "head.m": 0.1}
@@ -349,6 +352,7 @@ def rotation_tta(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, A
     return load_model(given).name, said, found, moved
 
 
+@pytest.mark.slow
 def test_rotation_tta_is_judged_shipped_and_can_be_trained_on(tmp_path: Path, ranks: Ranks) -> None:
     name, said, found, moved = ranks(1, rotation_tta, tmp_path)[0]
     assert name == "turned:tiny"
@@ -374,6 +378,7 @@ def test_unreadable_pictures_cost_themselves_alone(tmp_path: Path, ranks: Ranks)
     assert "could not be read" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
