@@ -94,6 +94,17 @@ def read_json(body: bytes, max_values: int) -> Any:
         raise ApiError(400, f"the body is not JSON: {error}") from None
 
 
+def read_body(body: bytes, service: Service) -> Any:
+    """Parse a JSON body; :class:`ApiError` also where a list in it has more items than a request may have inputs.
+
+    They are counted before a model is made of each: tens of thousands would stop the event loop for a while.
+    """
+    value = read_json(body, service.max_json_values)
+    if isinstance(value, dict):
+        service.check_inputs(max((len(item) for item in value.values() if isinstance(item, list)), default=0))
+    return value
+
+
 def _count_values(body: bytes, stop: int) -> int:
     """Upper bound of the number of values in a JSON text, by its separators and brackets; ends beyond ``stop``."""
     count, characters = 1, np.frombuffer(body, dtype=np.uint8)
@@ -123,7 +134,7 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        return read_json(await self.body(), get_service(self.scope).max_json_values)
+        return read_body(await self.body(), get_service(self.scope))
 
 
 class DirectRoute(APIRoute):

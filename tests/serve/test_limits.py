@@ -210,13 +210,14 @@ def wrong_bodies() -> dict[str, tuple[str, bytes, int]]:
         "strings for pixels": ("/v2/models/linear/infer", tensor % long, 400),
         "zeros for pixels": ("/v2/models/linear/infer", tensor % many, 413),
         "many zeros for queries": (search, b'{"queries": %s}' % many, 413),
-        "zeros for queries": (search, b'{"queries": %s}' % few, 400),
+        "zeros for queries": (search, b'{"queries": %s}' % few, 413),
+        "queries of nothing": (search, b'{"queries": [%s{}]}' % (b"{}," * 30_000), 413),
         "unknown keys": (search, keys, 400),
         "unknown keys of a query": (search, b'{"query": %s}' % keys, 400),
         "strings for a vector": (search, b'{"query": {"vector": %s}}' % few.replace(b"0", b'""'), 400),
-        "empty inputs": ("/v1/embeddings", b'{"inputs": %s}' % few.replace(b"0", b'""'), 400),
+        "empty inputs": ("/v1/embeddings", b'{"inputs": %s}' % few.replace(b"0", b'""'), 413),
         "metadata of nothing": (persons, b'{"metadata": %s}' % keys.replace(b": 0", b": null"), 400),
-        "persons of nothing": (persons, b'{"persons": %s}' % few, 400),
+        "persons of nothing": (persons, b'{"persons": %s}' % few, 413),
         "objects in objects": (search, b'{"queries": [%s]}' % b",".join([nested] * (BODY // len(nested))), 413),
     }
 

@@ -128,7 +128,6 @@ async def embeddings(
     service: Served,
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
-    service.check_inputs(len(body.inputs))
     names = [f"inputs[{index}]" for index in range(len(body.inputs))]
     vectors = await service.vectors(body.inputs, names, service.deadline(None))
     answer = {

@@ -19,7 +19,7 @@ from plsc.serve.routing import (
     content_type,
     get_service,
     query_parameters,
-    read_json,
+    read_body,
     require_json,
     requires,
 )
@@ -150,10 +150,9 @@ async def _read_image(request: Request, service: Service, collection: str) -> tu
 async def _read_inputs(request: Request, service: Service, collection: str) -> tuple[Search, float]:
     """The search for inputs in a JSON body, and its deadline."""
     require_json(content_type(request.scope))
-    form = _parse(SearchBody, read_json(await request.body(), service.max_json_values))
+    form = _parse(SearchBody, read_body(await request.body(), service))
     deadline, filter = service.deadline(form.deadline_ms), parse_filter(form.filter)
     inputs = [form.query] if form.query is not None else form.queries or []
-    service.check_inputs(len(inputs))
     _check_k(service, form.k, len(inputs))
     names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
     vectors = await service.vectors(inputs, names, deadline)
