@@ -22,8 +22,8 @@ from plsc import models
 from plsc.data.avatars import AvatarDataset
 from plsc.data.convert import convert
 from plsc.data.dataset import ImageDataset, open_dataset
-from plsc.embed.embedder import Embedder, open_embedder
-from plsc.embed.extract import extract
+from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.extract import extract
 from plsc.parallel import Mesh
 
 

@@ -20,7 +20,7 @@ import torch
 from results_file import add_row
 from torch import nn
 
-from plsc.embed.embedder import CPU_BATCH
+from plsc.embedding.embedder import CPU_BATCH
 from plsc.models import create
 from plsc.native.allocator import keep_freed_memory
 

@@ -24,7 +24,7 @@ SUBJECTS = {
     "gallery": "durable stores of persons",
     "index": "exact, approximate search",
     "evaluation": "verification, identification",
-    "embed": "embedders, sets, export",
+    "embedding": "embedders, sets, export",
     "data": "datasets, readers, transforms",
     "models": "backbones and their weights",
     "optim": "SGD, AdamW, clipping",

@@ -169,7 +169,7 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.alignment import AlignedImages
     from plsc.data.convert import convert
     from plsc.data.dataset import open_dataset
-    from plsc.embed.sources import locator
+    from plsc.embedding.sources import locator
 
     _at_least(args.size, 1, "--size")
     _at_least(args.workers, 0, "--workers")

@@ -103,9 +103,9 @@ def _argv(args: argparse.Namespace) -> list[str]:
 
 
 def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
-    from plsc.embed.embedder import open_embedder
-    from plsc.embed.extract import extract
-    from plsc.embed.sources import open_images
+    from plsc.embedding.embedder import open_embedder
+    from plsc.embedding.extract import extract
+    from plsc.embedding.sources import open_images
     from plsc.native.allocator import keep_freed_memory
 
     keep_freed_memory()

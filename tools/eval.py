@@ -159,7 +159,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", images: int) -> None:
-    from plsc.embed.embedder import contract_of
+    from plsc.embedding.embedder import contract_of
     from plsc.evaluation.calibration import calibrate, write_calibration
 
     contract = contract_of(embed, FLIP[args.flip] is True)
@@ -179,7 +179,7 @@ def _embedder(args: argparse.Namespace, device: torch.device) -> tuple[Callable[
         from plsc.evaluation import raw_pixels
 
         return raw_pixels, args.image_size
-    from plsc.embed.embedder import open_embedder
+    from plsc.embedding.embedder import open_embedder
 
     embedder = open_embedder(args.model, device=device, precision=args.precision)
     return embedder, embedder.image_size

@@ -35,8 +35,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Export, and print the largest difference between the file's embeddings and the backbone's."""
-    from plsc.embed import export
-    from plsc.embed.embedder import model_file
+    from plsc.embedding import export
+    from plsc.embedding.embedder import model_file
     from plsc.models import load_model
 
     model = load_model(model_file(args.model))

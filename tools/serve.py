@@ -144,7 +144,7 @@ def _threshold(args: argparse.Namespace) -> float | None:
 def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") -> "Service":
     import torch
 
-    from plsc.embed.embedder import contract_of, open_embedder
+    from plsc.embedding.embedder import contract_of, open_embedder
     from plsc.gallery.store import open_store
     from plsc.serve.service import Service
 
@@ -156,7 +156,7 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
         _check_calibration(args.calibration, contract_of(embedder, args.flip))
     detector = None
     if args.detector is not None:
-        from plsc.embed.detector import open_detector
+        from plsc.embedding.detector import open_detector
 
         detector = open_detector(args.detector)
     store = open_store(args.store, precision=args.precision, latency_ms=args.latency_ms)

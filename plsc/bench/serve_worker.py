@@ -42,7 +42,7 @@ def make_gallery(task: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from plsc.embed.embedder import open_embedder
+    from plsc.embedding.embedder import open_embedder
     from plsc.gallery.store import open_store
     from plsc.models import create, save_model
 

@@ -1,6 +1,6 @@
 """Galleries to plain files and back, whatever store they live in: embedding sets, and copies of a server's store.
 
-**Embedding sets.** :func:`export_set` writes a collection as a plsc.embed.embedding_set with a row for each face: its
+**Embedding sets.** :func:`export_set` writes a collection as an embedding set with a row for each face: its
 id is the face's, its label the person, its key "person/ID/face/ID". Names and metadata lie beside it in persons.jsonl,
 a line {"id", "name", "metadata", "created"} for each label, whose hash the set's manifest holds under "gallery"; other
 readers see the names as class names, made unique. :func:`import_set` enrols such a set, or any other.
@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from plsc.embed.columns import open_array
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.set_writer import SetWriter, ShardRows
+from plsc.embedding.columns import open_array
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
 from plsc.files import (
     Manifest,

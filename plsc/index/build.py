@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from plsc.embed.columns import ChainedStringColumn, save_array, save_strings
-from plsc.embed.embedding_set import EmbeddingSet, same_contract
+from plsc.embedding.columns import ChainedStringColumn, save_array, save_strings
+from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, describe_files, holds_manifest, make_folder, write_manifest
 from plsc.index import ann

@@ -4,7 +4,7 @@
       manifest.json         with its own digest: kind, rows, held_out, dim, contract_id, model, parameters, recall, …
       vectors.npy           (N, dim) float32, of length 1; the last ``held_out`` rows are not in index.faiss
       ids.npy, labels.npy   (N,) int64; labels into class_names, -1 for none
-      keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embed.columns)
+      keys.npy, keys.offsets.npy, class_names.npy, class_names.offsets.npy  string columns (plsc.embedding.columns)
       index.faiss           kinds ivf, hnsw and pq: the approximate structure over the first N − held_out rows
       index.ivfdata         its cells, where they were larger than the memory allowed; searching maps them
 
@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy.typing as npt
 
-from plsc.embed.columns import open_array, open_strings, string_files
-from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embedding.columns import open_array, open_strings, string_files
+from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import UsageError
 from plsc.files import read_manifest, verify_files
 from plsc.index import ann

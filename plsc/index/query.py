@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from plsc.embed.embedding_set import EmbeddingSet, require_contract
+from plsc.embedding.embedding_set import EmbeddingSet, require_contract
 from plsc.errors import DataError, UsageError
 from plsc.files import MANIFEST
 from plsc.index.index import Index
@@ -16,7 +16,7 @@ from plsc.index.rows import Float32, searchable
 if TYPE_CHECKING:
     from plsc.client import Client, Input, Match
     from plsc.data import ImageDataset
-    from plsc.embed.embedder import Embedder
+    from plsc.embedding.embedder import Embedder
 
 EMBEDDED_AT_ONCE = 64  # images
 SEARCHED_AT_ONCE = 1024  # queries
@@ -128,7 +128,7 @@ def _unsearchable(vectors: Float32) -> dict[int, str]:
 
 
 def _open_model(index: Index, model: str | Path | None) -> "Embedder":
-    from plsc.embed.embedder import open_embedder
+    from plsc.embedding.embedder import open_embedder
 
     remembered = index.manifest["model"]
     if model is None and remembered is None:
@@ -139,8 +139,8 @@ def _open_model(index: Index, model: str | Path | None) -> "Embedder":
 
 
 def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Queries:
-    from plsc.embed.embedder import contract_of
-    from plsc.embed.sources import open_images
+    from plsc.embedding.embedder import contract_of
+    from plsc.embedding.sources import open_images
 
     flip = index.contract_id == contract_of(embedder, True)
     require_contract(contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder))
@@ -160,7 +160,7 @@ def _embed(
 ) -> None:
     import torch
 
-    from plsc.embed.embedder import embed_images
+    from plsc.embedding.embedder import embed_images
 
     decoded = {}
     for position in positions:
@@ -176,7 +176,7 @@ _ServiceQuery = tuple[str, "Input | DataError"]  # its name, and what is sent or
 
 
 def _service_queries(client: "Client", source: str | Path) -> Iterator[_ServiceQuery]:
-    from plsc.embed.sources import open_pictures
+    from plsc.embedding.sources import open_pictures
 
     if (Path(source) / MANIFEST).is_file():
         embedded = EmbeddingSet(source, verify=True)

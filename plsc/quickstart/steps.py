@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from plsc import config as configuration
-from plsc.embed.embedder import Embedder, backbone_engine, open_embedder
-from plsc.embed.export import export_onnx
+from plsc.embedding.embedder import Embedder, backbone_engine, open_embedder
+from plsc.embedding.export import export_onnx
 from plsc.errors import PlscError
 from plsc.evaluation import evaluate, raw_pixels
 from plsc.files import make_folder, read_json, write_json

@@ -10,7 +10,7 @@ import torch
 
 from plsc.data.alignment import align_face
 from plsc.data.codec import decode_image, resize_image
-from plsc.embed.detector import Detector
+from plsc.embedding.detector import Detector
 from plsc.errors import DataError
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input

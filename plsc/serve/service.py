@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from plsc.embed.embedder import Embedder, contract_of, embed_images
+from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
 from plsc.gallery.store import Collection, Store
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from plsc.data import normalize
-from plsc.embed.embedder import Embedder, TorchEngine, backbone_engine, open_embedder
-from plsc.embed.export import export_onnx
-from plsc.embed.preprocessing import Preprocessing
+from plsc.embedding.embedder import Embedder, TorchEngine, backbone_engine, open_embedder
+from plsc.embedding.export import export_onnx
+from plsc.embedding.preprocessing import Preprocessing
 from plsc.models import create
 
 # Every pixel value, as images (2, 3, 32, 32).
@@ -65,7 +65,7 @@ def test_a_model_sees_the_same_bits_in_training_and_when_it_embeds(precision: st
 @pytest.mark.slow
 def test_an_exported_onnx_model_sees_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its graph takes normalised values; the engine that feeds it makes them by the same function."""
-    import plsc.embed.onnx_engine as onnx_engine
+    import plsc.embedding.onnx_engine as onnx_engine
 
     model = create("resnet8", embedding_dim=8, image_size=32).eval()
     export_onnx(model, tmp_path / "model.onnx")

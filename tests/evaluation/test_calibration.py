@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.embed.embedder import open_embedder
+from plsc.embedding.embedder import open_embedder
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.evaluation.calibration import Calibration, calibrate, read_calibration, write_calibration
 from plsc.evaluation.roc import roc_from_scores

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.set_writer import write_embedding_set
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import Collection, NewPerson, Person
 from plsc.gallery.transfer import write_copy

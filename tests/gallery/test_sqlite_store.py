@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.set_writer import write_embedding_set
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import ConflictError, DataError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite import compaction

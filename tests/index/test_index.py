@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.set_writer import write_embedding_set
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import read_manifest, write_manifest
 from plsc.index import Index

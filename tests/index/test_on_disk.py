@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from plsc.embed.columns import open_strings, save_strings
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.set_writer import write_embedding_set
+from plsc.embedding.columns import open_strings, save_strings
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import IntegrityError, UsageError
 from plsc.index import Index, ann
 from plsc.index.build import build

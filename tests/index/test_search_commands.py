@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plsc import models
-from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.tools.entry import main
 
 PEOPLE = "avatars:12x4"

@@ -5,7 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from plsc.embed.set_writer import write_embedding_set
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError
 from plsc.index import Index, ann
 from plsc.index.ann import ApproximateSearch

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.live_service import CONTRACT, Live, image_input, live_service, picture, vectors
 
-from plsc.embed.set_writer import write_embedding_set
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.serve.tokens import add_token
 from plsc.tools.entry import main
 

@@ -17,7 +17,7 @@ import torch
 from support.live_service import live_service
 
 import plsc
-from plsc.embed.embedder import open_embedder
+from plsc.embedding.embedder import open_embedder
 from plsc.evaluation.calibration import Calibration, OperatingPoint, write_calibration
 from plsc.models import create, save_model
 from plsc.tools.entry import main

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from plsc.embed.embedder import Embedder
-from plsc.embed.preprocessing import Preprocessing
+from plsc.embedding.embedder import Embedder
+from plsc.embedding.preprocessing import Preprocessing
 from plsc.gallery.store import open_store
 from plsc.serve.observability import Metrics
 from plsc.serve.server import Server

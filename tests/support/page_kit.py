@@ -12,8 +12,8 @@ import numpy.typing as npt
 from PIL import Image
 from torch import Tensor
 
-from plsc.embed.embedder import Embedder
-from plsc.embed.preprocessing import Preprocessing
+from plsc.embedding.embedder import Embedder
+from plsc.embedding.preprocessing import Preprocessing
 from plsc.gallery.store import NewPerson, open_store
 from plsc.serve.observability import Metrics
 from plsc.serve.server import Server

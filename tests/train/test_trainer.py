@@ -331,7 +331,7 @@ def rotation_tta(mesh: Any, out: Path) -> tuple[str, dict[str, Any], dict[str, A
     """A run with rotation TTA; what it says of itself, what its model is found to do, and a run from its weights."""
     from safetensors.torch import load_file
 
-    from plsc.embed.embedder import open_embedder
+    from plsc.embedding.embedder import open_embedder
     from plsc.evaluation import evaluate
     from plsc.models import load_model
 

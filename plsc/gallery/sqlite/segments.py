@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.embed.columns import open_array, save_array
+from plsc.embedding.columns import open_array, save_array
 from plsc.errors import DataError, IntegrityError
 from plsc.files import Manifest, atomic_replace_dir, describe_files, digest, read_manifest, verify_files, write_manifest
 from plsc.gallery.sqlite.records import Faces, StoredCollection

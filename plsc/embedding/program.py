@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plsc.embed.preprocessing import Preprocessing, contract_id
+from plsc.embedding.preprocessing import Preprocessing, contract_id
 from plsc.errors import DataError, first_line
 
 CONTRACT_FILE = "plsc.json"

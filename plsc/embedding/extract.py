@@ -21,10 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.data import ImageDataset
-from plsc.embed.embedder import Embedder, contract_of, embed_images
-from plsc.embed.embedding_set import EmbeddingSet, shard_name
-from plsc.embed.pipeline import Embedded, StallTimes, decode_loader, embedded_batches
-from plsc.embed.set_writer import SetWriter, ShardRows, sole_writer
+from plsc.embedding.embedder import Embedder, contract_of, embed_images
+from plsc.embedding.embedding_set import EmbeddingSet, shard_name
+from plsc.embedding.pipeline import Embedded, StallTimes, decode_loader, embedded_batches
+from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, barrier, broadcast_object

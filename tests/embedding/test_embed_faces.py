@@ -11,8 +11,8 @@ from support.scrfd import stand_in
 from plsc import models
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import read_image
-from plsc.embed.embedder import open_embedder
-from plsc.embed.embedding_set import EmbeddingSet
+from plsc.embedding.embedder import open_embedder
+from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.tools.entry import main
 
 POINTS = (TEMPLATE - 56) / 32

@@ -2,7 +2,7 @@
 
     EMB/
       manifest.json              with its own digest; begun with "complete": false, ended with true
-      class_names.npy, class_names.offsets.npy    the name of each label (string column: plsc.embed.columns)
+      class_names.npy, class_names.offsets.npy    the name of each label (string column: plsc.embedding.columns)
       shard-00000/               rows [0, shard_rows); the next shard follows; only the last may be shorter
         manifest.json            with its own digest: start, rows, errors, and {file: {"bytes", "sha256"}}
         embeddings.npy           (n, dim) float32 or float16, as the model gave them: NOT normalised,
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plsc.embed.columns import ChainedStringColumn, open_array, open_strings, string_files
+from plsc.embedding.columns import ChainedStringColumn, open_array, open_strings, string_files
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import Manifest, read_manifest, verify_files
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from plsc.embed.embedder import open_embedder
+from plsc.embedding.embedder import open_embedder
 from plsc.errors import DataError
 
 CPU = torch.device("cpu")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plsc.embed.columns import save_array, save_strings, string_files
-from plsc.embed.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
+from plsc.embedding.columns import save_array, save_strings, string_files
+from plsc.embedding.embedding_set import FORMAT, SHARD_FILES, SHARD_FORMAT, VERSION, EmbeddingSet, shard_name
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import (
     Manifest,

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from plsc.data.alignment import align_face
-from plsc.embed.onnx_engine import INPUT_TYPES, load_graph, open_session, run_session
+from plsc.embedding.onnx_engine import INPUT_TYPES, load_graph, open_session, run_session
 from plsc.errors import DataError, UsageError
 from plsc.files import sha256
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import plsc.models
-from plsc.embed.embedder import Embedder, open_embedder
-from plsc.embed.export import export_insightface, export_onnx, export_torch
+from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.export import export_insightface, export_onnx, export_torch
 from plsc.errors import DataError, UsageError
 
 CPU = torch.device("cpu")

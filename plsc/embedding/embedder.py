@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from plsc.embed.preprocessing import Preprocessing, contract_id, state_digest
+from plsc.embedding.preprocessing import Preprocessing, contract_id, state_digest
 from plsc.errors import DataError, UsageError
 from plsc.models import Backbone, load_model
 
@@ -37,7 +37,8 @@ class Embedder:
         embedding_dim: D.
         image_size: S in pixels.
         contract_id: embeddings with the same id may be compared. A run, its .safetensors, the state_dict and what
-            :mod:`plsc.embed.export` made of them share one; any other file has its own, by weights and preprocessing.
+            :mod:`plsc.embedding.export` made of them share one; any other file has its own, by weights and
+            preprocessing.
         precision: of the computation: "fp32", "bf16" or "fp16".
         source: the file or run directory that was opened.
     """
@@ -179,10 +180,10 @@ def model_file(source: str | Path) -> Path:
 
 
 def _engine(path: Path, device: torch.device, precision: str, architecture: str | None) -> Engine:
-    from plsc.embed.program import is_program, open_program
+    from plsc.embedding.program import is_program, open_program
 
     if path.suffix == ".onnx":
-        from plsc.embed.onnx_engine import OnnxEngine
+        from plsc.embedding.onnx_engine import OnnxEngine
 
         if precision != "fp32":
             raise UsageError(f"{path} runs in the precision it was exported in; leave {precision} out")

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.embed.preprocessing import Preprocessing, contract_id
+from plsc.embedding.preprocessing import Preprocessing, contract_id
 from plsc.errors import DataError, first_line
 
 FORMAT = "plsc-onnx-1"

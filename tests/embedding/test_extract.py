@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from plsc.data import ImageDataset
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.extract import default_shard_rows, extract
-from plsc.embed.set_writer import sole_writer
-from plsc.embed.sources import open_images
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.extract import default_shard_rows, extract
+from plsc.embedding.set_writer import sole_writer
+from plsc.embedding.sources import open_images
 from plsc.errors import DataError, UsageError
 from plsc.parallel import Mesh
 

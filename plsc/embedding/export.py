@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.embed.embedder import Engine, TorchEngine, backbone_engine
-from plsc.embed.onnx_engine import FORMAT as ONNX_FORMAT
-from plsc.embed.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
-from plsc.embed.program import FORMAT as PROGRAM_FORMAT
-from plsc.embed.program import open_program, save_program
+from plsc.embedding.embedder import Engine, TorchEngine, backbone_engine
+from plsc.embedding.onnx_engine import FORMAT as ONNX_FORMAT
+from plsc.embedding.onnx_engine import METADATA_PREFIX, MULTIPLICATIONS, SUBTRACTIONS, OnnxEngine, fingerprint
+from plsc.embedding.program import FORMAT as PROGRAM_FORMAT
+from plsc.embedding.program import open_program, save_program
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models import Backbone, load_model

@@ -9,7 +9,7 @@ from onnx import TensorProto, helper
 from support.scrfd import BOX, POINTS, stand_in, write_model
 
 from plsc.data.alignment import TEMPLATE
-from plsc.embed.detector import Face, open_detector
+from plsc.embedding.detector import Face, open_detector
 from plsc.errors import DataError, UsageError
 
 COLOURS = {8: 0, 16: 1, 32: 2}

@@ -45,11 +45,11 @@ def open_images(
         source: the images.
         image_size: S. Images are taken for aligned faces and resized, unless one of the next two aligns them.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
-        detector: ``onnx:FILE`` (see :mod:`plsc.embed.detector`).
+        detector: ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
 
     Raises:
         UsageError: there is no such source, or both landmarks and a detector are given. Otherwise as
-            :class:`plsc.data.alignment.FileLandmarks` and :func:`plsc.embed.detector.open_detector`.
+            :class:`plsc.data.alignment.FileLandmarks` and :func:`plsc.embedding.detector.open_detector`.
     """
     if landmarks is None and detector is None:
         return _open(source, image_size)
@@ -68,7 +68,7 @@ def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None
     """The locator of the faces in ``pictures``: the file of ``landmarks``, or the ``detector`` if that is None."""
     if landmarks is not None:
         return FileLandmarks(landmarks, pictures)
-    from plsc.embed.detector import DetectedLandmarks
+    from plsc.embedding.detector import DetectedLandmarks
 
     return DetectedLandmarks(detector or "")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import plsc.models
-from plsc.embed import export
+from plsc.embedding import export
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import plsc.models
-from plsc.embed.embedder import open_embedder
-from plsc.embed.export import export_torch
+from plsc.embedding.embedder import open_embedder
+from plsc.embedding.export import export_torch
 from plsc.errors import DataError
 
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plsc.embed.columns import open_strings, save_strings
-from plsc.embed.embedding_set import EmbeddingSet, same_contract
-from plsc.embed.set_writer import sole_writer, write_embedding_set
+from plsc.embedding.columns import open_strings, save_strings
+from plsc.embedding.embedding_set import EmbeddingSet, same_contract
+from plsc.embedding.set_writer import sole_writer, write_embedding_set
 from plsc.errors import DataError, IntegrityError, UsageError
 
 

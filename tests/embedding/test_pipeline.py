@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from plsc import models
-from plsc.embed.embedder import CPU_BATCH, open_embedder
-from plsc.embed.embedding_set import EmbeddingSet
-from plsc.embed.pipeline import StallTimes, embedded_batches
+from plsc.embedding.embedder import CPU_BATCH, open_embedder
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.pipeline import StallTimes, embedded_batches
 from plsc.errors import DataError
 from plsc.tools.entry import main
 
@@ -46,7 +46,7 @@ def test_the_next_batch_is_read_while_the_model_computes():
 
 def test_time_that_reading_takes_is_told_as_such(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("plsc.embed.pipeline.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("plsc.embedding.pipeline.time.monotonic", lambda: clock[0])
 
     def stream():
         for batch in batches(4):
