@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
 import draw_architecture as architecture  # noqa: E402
+import write_configuration  # noqa: E402
 
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
@@ -73,6 +74,11 @@ def test_imports_are_absolute():
 def test_the_drawing_of_the_architecture_is_up_to_date():
     committed = (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8")
     assert committed == architecture.draw(), "run: python docs/draw_architecture.py"
+
+
+def test_the_reference_of_configuration_keys_is_up_to_date():
+    committed = write_configuration.PAGE.read_text(encoding="utf-8")
+    assert committed == write_configuration.page(), "run: python docs/write_configuration.py"
 
 
 def test_every_file_that_the_architecture_names_exists():
