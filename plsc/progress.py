@@ -1,4 +1,4 @@
-"""Progress line of a long-running command: count, rate and remaining time."""
+"""Progress line of a long-running command: count, rate and remaining time; counts and durations as text."""
 
 import sys
 import time
@@ -73,3 +73,21 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+def counted(number: int, noun: str, plural: str | None = None) -> str:
+    """Format a count with its noun: ``counted(1, "image")`` is "1 image", ``counted(4324, "image")`` "4,324 images".
+
+    Args:
+        number: how many.
+        noun: in the singular; an adjective may stand before it.
+        plural: of ``noun``, if it is irregular.
+    """
+    if number == 1:
+        return f"1 {noun}"
+    if plural is None:
+        if noun.endswith("y") and noun[-2] not in "aeiou":
+            plural = f"{noun[:-1]}ies"
+        else:
+            plural = f"{noun}es" if noun.endswith(("s", "x", "ch", "sh")) else f"{noun}s"
+    return f"{number:,} {plural}"

@@ -10,6 +10,7 @@ from plsc.bench.head_baselines import ROOFLINE
 from plsc.bench.serve import BARE, BARE_AT_BATCH, BATCHED, LABELS, UNBATCHED
 from plsc.evaluation.report import COLOURS
 from plsc.files import atomic_write
+from plsc.progress import counted
 
 Row = Mapping[str, Any]
 _GRID, _INK = "#d9d9d9", "#333333"
@@ -47,7 +48,7 @@ def head_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
         first = at_size[0]
         lines += [
             f"{first['classes']:,} classes x {first['dim']}, {first['batch_per_rank']} samples on each of "
-            f"{_count(first['nproc'], 'rank')}, {_count(first['threads'], 'thread')} each; per step and rank:",
+            f"{counted(first['nproc'], 'rank')}, {counted(first['threads'], 'thread')} each; per step and rank:",
             f"  {'':<{width}}  {'CPU s':>9} {'wall ms':>9} {'MiB':>9} {'roofline':>9}",
             *(_head_line(row, width) for row in at_size),
             "",
@@ -110,7 +111,7 @@ def draw_heads(rows: Sequence[Row], path: Path) -> None:
         else:
             _head_panel(time_axes, at_batch, "wall_s", 1000, "milliseconds per step")
         _head_panel(memory_axes, at_batch, "memory_mib", 1, "MiB per rank at the peak, above the libraries'")
-        _title(time_axes, f"{batch} samples a rank, {_count(first['nproc'], 'rank')}, D = {first['dim']}")
+        _title(time_axes, f"{batch} samples a rank, {counted(first['nproc'], 'rank')}, D = {first['dim']}")
     lines, texts = panels[0][0].get_legend_handles_labels()
     figure.legend(lines, texts, loc="outside upper left", ncols=3, frameon=False, fontsize=10)
     _save(figure, path)
@@ -165,8 +166,8 @@ def search_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     width = max(len(row["label"]) for row in rows)
     first = rows[0]
     lines = [
-        f"{first['rows']:,} rows x {first['dim']}, {_count(first['threads'], 'thread')}, "
-        f"the ten best, medians of {_count(first['rounds'], 'round')}:"
+        f"{first['rows']:,} rows x {first['dim']}, {counted(first['threads'], 'thread')}, "
+        f"the ten best, medians of {counted(first['rounds'], 'round')}:"
     ]
     for batch in dict.fromkeys(row["batch"] for row in rows):
         columns = f"{'queries/s':>10} {'p50 ms':>9} {'p99 ms':>9} {'recall@10':>10} {'MiB':>7}"
@@ -217,7 +218,7 @@ def serve_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     width = max(len(row["label"]) for row in rows)
     lines = [
         f"{first['rows']:,} persons x {first['dim']}, {first['threads']} threads, callers on the same machine, "
-        f"medians of {_count(first['rounds'], 'round')}:"
+        f"medians of {counted(first['rounds'], 'round')}:"
     ]
     for ratio in ratios:
         clients = int(ratio["clients"])
@@ -260,10 +261,6 @@ def draw_serving(rows: Sequence[Row], path: Path) -> None:
 
 
 # What they share ----------------------------------------------------------------------------------------------------
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
 
 
 def _figure(width: float, height: float) -> Any:

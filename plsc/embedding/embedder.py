@@ -10,7 +10,8 @@ from plsc.embedding.preprocessing import Preprocessing, contract_id, state_diges
 from plsc.errors import DataError, UsageError
 from plsc.models import Backbone, load_model
 
-RUN_MODEL = "model.safetensors"
+RUN_MODEL, RUN_BEST = "model.safetensors", "best.safetensors"
+RUN_RULE = f"a run directory stands for its {RUN_MODEL}, the last weights; --best takes {RUN_BEST}"
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"
@@ -132,6 +133,7 @@ def open_embedder(
     device: torch.device | None = None,
     precision: str = "fp32",
     architecture: str | None = None,
+    best: bool = False,
 ) -> Embedder:
     """Open a model for embedding.
 
@@ -142,6 +144,7 @@ def open_embedder(
         precision: "fp32", or "bf16" or "fp16" by autocast; "auto" is bf16 on a GPU and fp32 on a CPU. An .onnx file
             runs in the precision that it was exported in, for which "fp32" stands.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
+        best: of a run directory, open the weights of the best evaluation instead of the last (:func:`model_file`).
 
     Raises:
         UsageError: there is no such file, or the request does not fit it.
@@ -150,10 +153,10 @@ def open_embedder(
     if precision not in (AUTO, *PRECISIONS):
         raise UsageError(f"precision is {precision!r}; it has to be one of {', '.join((AUTO, *PRECISIONS))}")
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path = model_file(source)
+    path = model_file(source, best=best)
     if precision == AUTO:
         precision = "bf16" if device.type == "cuda" and path.suffix != ".onnx" else "fp32"
-    return Embedder(_engine(path, device, precision, architecture), str(source))
+    return Embedder(_engine(path, device, precision, architecture), str(path if best else source))
 
 
 def backbone_engine(
@@ -167,16 +170,27 @@ def backbone_engine(
     )
 
 
-def model_file(source: str | Path) -> Path:
-    """The model file that ``source`` names: itself, or the one in a run directory."""
+def model_file(source: str | Path, *, best: bool = False) -> Path:
+    """Return the model file that ``source`` names.
+
+    A run directory stands for the weights at the end of the training (``model.safetensors``), or with ``best`` for
+    those of the best evaluation (``best.safetensors``); a file stands for itself.
+
+    Raises:
+        UsageError: there is no such file, or ``best`` is asked of a file, or of a run without an evaluation.
+    """
     path = Path(source)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; name a run directory or a model file")
     if not path.is_dir():
-        if not path.exists():
-            raise UsageError(f"{path} does not exist; name a run directory or a model file")
+        if best:
+            raise UsageError(f"{path} is a file: --best chooses among the weights of a run directory; leave it out")
         return path
     if not (path / RUN_MODEL).is_file():
         raise UsageError(f"{path} is no run directory: it has no {RUN_MODEL}; name the model file itself")
-    return path / RUN_MODEL
+    if best and not (path / RUN_BEST).is_file():
+        raise UsageError(f"{path} has no {RUN_BEST}: it was trained without [eval] sets; leave --best out")
+    return path / (RUN_BEST if best else RUN_MODEL)
 
 
 def _engine(path: Path, device: torch.device, precision: str, architecture: str | None) -> Engine:
