@@ -6,20 +6,32 @@ the wrong type or out of range is a :class:`UsageError` that names the key and t
 """
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc import losses, strict_toml
+from plsc import strict_toml
 from plsc.errors import UsageError
-from plsc.head.host_memory import mapped_file
-from plsc.optim.schedules import SCHEDULES
 from plsc.strict_toml import Key, key, toml_value
 
-# The keys of [head] that each margin takes; what is not given keeps the margin's own default.
-MARGINS = {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in losses.MARGINS.items()}
+# torch is imported within functions only: --help and mistyped keys are answered without it.
+
+
+@functools.cache
+def margin_keys() -> dict[str, tuple[str, ...]]:
+    """The keys of [head] that each margin takes; one that is unset keeps the margin's own default."""
+    from plsc.losses import MARGINS
+
+    return {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in MARGINS.items()}
+
+
+def _schedules() -> tuple[str, ...]:
+    from plsc.optim.schedules import SCHEDULES
+
+    return tuple(SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -56,7 +68,7 @@ class DataConfig:
 class HeadConfig:
     """[head]: the class head; the number of classes comes from the data."""
 
-    margin: str = key("arcface", "the margin of the softmax", choices=tuple(MARGINS))
+    margin: str = key("arcface", "the margin of the softmax", choices=lambda: tuple(margin_keys()))
     s: float | None = key(None, "scale of the cosines; unset: the margin's own (64)", above=0)
     m: float | None = key(None, "margin; unset: its own default (arcface 0.5, cosface 0.4, …)", least=0)
     m1: float | None = key(None, "combined: factor of the angle, cos(m1·θ + m2) − m3", above=0)
@@ -110,7 +122,7 @@ class OptimConfig:
     schedule: str = key(
         "polynomial",
         "how the rate falls after the warm-up",
-        choices=tuple(SCHEDULES),
+        choices=_schedules,
     )
     warmup_epochs: float | None = key(None, "linear warm-up in epochs; unset: none", least=0)
     warmup_steps: int | None = key(None, "linear warm-up in steps (instead of warmup_epochs)", least=0)
@@ -316,15 +328,23 @@ def _check_together(config: Config) -> None:
         raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
     if config.optim.name == "adamw" and config.head.momentum_dtype == "none":
         raise UsageError('head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8')
+    _check_head(config)
+    _check_backbone(config.backbone)
+
+
+def _check_head(config: Config) -> None:
+    from plsc.head.host_memory import mapped_file
+
     try:
         mapped_file(config.head.placement)
     except UsageError as error:
         raise UsageError(f"head.{error}") from None
-    for name in dict.fromkeys(name for names in MARGINS.values() for name in names):
-        if getattr(config.head, name) is not None and name not in MARGINS[config.head.margin]:
-            takes = ", ".join(MARGINS[config.head.margin])
-            raise UsageError(f"head.{name} is no key of the margin {config.head.margin}, which takes {takes}")
-    _check_backbone(config.backbone)
+    takes = margin_keys()[config.head.margin]
+    for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
+        if getattr(config.head, name) is not None and name not in takes:
+            raise UsageError(
+                f"head.{name} is no key of the margin {config.head.margin}, which takes {', '.join(takes)}"
+            )
 
 
 def _check_backbone(name: str) -> None:

@@ -16,7 +16,7 @@ import tomllib
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,19 @@ def key(
     default: Any,
     doc: str,
     *,
-    choices: Sequence[str] = (),
+    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
     above: float | None = None,
     least: float | None = None,
     most: float | None = None,
     below: float | None = None,
     renamed_from: str = "",
 ) -> Any:
-    """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one."""
+    """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
+
+    ``choices`` may be a function, called when they are first needed: those of a module that is slow to import.
+    """
     limits = {"above": above, "at least": least, "at most": most, "below": below}
-    metadata = {"doc": doc, "choices": tuple(choices), "limits": limits, "renamed_from": renamed_from}
+    metadata = {"doc": doc, "choices": choices, "limits": limits, "renamed_from": renamed_from}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -49,9 +52,15 @@ class Key:
     hint: Any
     default: Any
     doc: str
-    choices: tuple[str, ...]
+    choices_or_function: Sequence[str] | Callable[[], Sequence[str]]
     limits: Mapping[str, float | None]
     renamed_from: str
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that the key takes; empty where limits or nothing bound them."""
+        listed = self.choices_or_function
+        return tuple(listed() if callable(listed) else listed)
 
     @property
     def kind(self) -> type:
@@ -140,7 +149,16 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
         if dataclasses.is_dataclass(hint):
             yield from keys_of(typing.cast(type, hint), f"{prefix}{field.name}.")
         else:
-            yield Key(prefix + field.name, hint, field.default, **field.metadata)
+            metadata = field.metadata
+            yield Key(
+                prefix + field.name,
+                hint,
+                field.default,
+                metadata["doc"],
+                metadata["choices"],
+                metadata["limits"],
+                metadata["renamed_from"],
+            )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """The command's frame: overview, exit codes, one line per mistake."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
+import plsc
 from plsc.tools.entry import COMMANDS, main
 
 
@@ -51,3 +55,69 @@ def test_result_is_written(tmp_path, capsys):
 def test_a_keys_value_is_not_taken_for_a_positional_argument(capsys):
     assert main(["plan", "--embedding_dim", "256", "--classes", "100000", "--backbone", "resnet8"]) == 0
     assert "100,000 classes x 256" in capsys.readouterr().out
+
+
+ONE_OF_EACH = [
+    (["serve", "--model", "m"], "plsc serve: error: the following arguments are required: --store"),
+    (["export", "m", "--format", "onx", "--out", "o"], "plsc export: error: --format: invalid choice: 'onx'"),
+    (["train", "x.toml", "--nproc", "two"], "plsc train: error: --nproc: invalid int value: 'two'"),
+    (["index", "search", "x", "--qery", "y"], "there is no option --qery; did you mean --query?"),
+    (["data", "convert", "a", "b", "--nope"], "plsc data convert: error: there is no option --nope (see"),
+    (["export", "m", "stray", "--format", "onnx", "--out", "o"], "plsc export: error: unexpected stray"),
+    (["gallery", "check"], "plsc gallery check: error: the following arguments are required: STORE"),
+    (["tokens"], "plsc tokens: error: the following arguments are required: add|list|remove"),
+    (["data", "conver"], "plsc data: error: COMMAND: invalid choice: 'conver'"),
+]
+
+
+@pytest.mark.parametrize(("argv", "message"), ONE_OF_EACH, ids=lambda value: " ".join(value[:2]) if value else "")
+def test_wrong_arguments_are_one_line_that_names_command_problem_and_help(argv, message, capsys):
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    command = captured.err.partition(": error:")[0]
+    assert captured.err.endswith(f"(see {command} --help)\n")
+
+
+def test_help_and_wrong_arguments_import_nothing_heavy():
+    lines = [["--help"], ["--version"], ["trian"], *([name, "--help"] for name in COMMANDS)]
+    lines += [*(argv for argv, _ in ONE_OF_EACH), ["train", "fine_tune", "--optim.lrr", "1"], ["plan", "x", "y", "z"]]
+    code = f"""
+import contextlib, sys
+from plsc.tools.entry import main
+for argv in {lines}:
+    with contextlib.suppress(SystemExit):
+        main(argv)
+    heavy = {{"torch", "torchvision", "PIL", "fastapi", "faiss", "matplotlib"}} & set(sys.modules)
+    assert not heavy, (argv, heavy)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_only_the_first_of_a_machines_ranks_prints_and_tells_torchrun_why(tmp_path):
+    """Both ranks make the same mistake; the launcher ends the others when the first has ended."""
+    ranks = []
+    for rank in range(2):
+        environment = {"WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment["TORCHELASTIC_ERROR_FILE"] = str(tmp_path / f"{rank}.json")
+        command = [sys.executable, "-m", "plsc.tools.entry", "train", "x.toml", "--nproc", "two"]
+        ranks.append(subprocess.Popen(command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True))
+    line = ranks[0].communicate()[1]
+    assert ranks[0].returncode == 2
+    assert line.count("\n") == 1
+    assert json.loads((tmp_path / "0.json").read_text())["message"] == line.rstrip()
+    ranks[1].terminate()
+    assert ranks[1].communicate()[1] == ""
+    assert not (tmp_path / "1.json").exists()
+
+
+def test_every_public_name_is_there_and_imported_at_its_first_use_only():
+    code = "import sys, plsc; assert 'torch' not in sys.modules; plsc.ArcFace; assert 'torch' in sys.modules; plsc.head"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert all(hasattr(plsc, name) for name in plsc.__all__)
+    assert set(plsc.__all__) <= set(dir(plsc))
+    with pytest.raises(AttributeError, match="no attribute 'Arcface'"):
+        _ = plsc.Arcface

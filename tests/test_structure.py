@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import plsc
+from plsc.losses import margins
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 
@@ -109,6 +112,19 @@ def test_collectives_are_called_in_one_module_only():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Attribute) and node.attr in calls and isinstance(node.value, ast.Name):
                 assert node.value.id not in ("dist", "distributed"), f"{name}:{node.lineno} calls {node.attr}"
+
+
+def test_the_public_names_are_those_that_type_checkers_see():
+    tree = ast.parse((ROOT / "plsc" / "__init__.py").read_text(encoding="utf-8"))
+    imported = {
+        (node.module, name.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("plsc.")
+        for name in node.names
+    }
+    imported.remove(("plsc.losses.margins", "*"))
+    imported |= {("plsc.losses.margins", name) for name in margins.__all__}
+    assert imported == {(module, name) for module, names in plsc._EXPORTS.items() for name in names}
 
 
 def test_packages_and_their_data_are_listed():

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from plsc.errors import UsageError
 
 HELP = "measure the class head, the search or the service beside its baselines"
@@ -123,6 +121,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _head(args: argparse.Namespace) -> dict[str, Any]:
+    import torch
+
     from plsc.bench.head import HeadComparison, compare_heads
     from plsc.bench.head_baselines import IMPLEMENTATIONS, NEED_PARTIAL_FC, ROOFLINE
     from plsc.bench.report import draw_heads, head_table

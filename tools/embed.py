@@ -19,11 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import plsc.parallel as parallel
 from plsc.errors import UsageError
 from plsc.files import make_folder, read_json
-from plsc.parallel.launch import launch, launched
-from plsc.tools.entry import main
+from plsc.tools.entry import is_launched, main
 
 HELP = "turn images into an embedding set"
 
@@ -71,7 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         raise UsageError(f"--batch-size {args.batch_size}: at least one image is needed")
     if args.workers is None:
         args.workers = max(min((os.cpu_count() or 1) // args.nproc - 1, 8), 0)
-    if args.nproc > 1 and not launched():
+    if args.nproc > 1 and not is_launched():
         return _on_ranks(args)
     summary = _embed(args)
     if summary is not None:
@@ -81,6 +79,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 def _on_ranks(args: argparse.Namespace) -> dict[str, Any]:
     """Run this command as ``--nproc`` ranks and return the first one's summary."""
+    from plsc.parallel.launch import launch
+
     for path in (args.model, args.data):
         if not Path(path).exists() and ":" not in path:
             raise UsageError(f"there is no {path}")
@@ -107,9 +107,10 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.embedding.extract import extract
     from plsc.embedding.sources import open_images
     from plsc.native.allocator import keep_freed_memory
+    from plsc.parallel import init, shutdown
 
     keep_freed_memory()
-    mesh = parallel.init()
+    mesh = init()
     try:
         embedder = open_embedder(args.model, device=mesh.device, precision=args.precision)
         summary = extract(
@@ -124,7 +125,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
             precision=embedder.precision,
         )
     finally:
-        parallel.shutdown()
+        shutdown()
     return {"out": str(args.out), **summary} if mesh.is_main else None
 
 

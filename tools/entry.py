@@ -2,23 +2,76 @@
 
 Every other module of this package is a command: it defines ``HELP`` (a line for the overview), ``configure(parser)``
 and ``run(args)``, whose result ``--json`` writes; ``accepts_overrides = True`` gives it ``args.overrides``.
+
+A command imports torch, and whatever imports it, in ``run`` only: help and usage errors take no time then.
 """
 
 import argparse
+import contextlib
+import difflib
 import importlib
 import itertools
+import json
 import os
 import pkgutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any, NoReturn
 
-from plsc.errors import PlscError
+from plsc.errors import PlscError, UsageError
 from plsc.files import make_folder, write_json
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
 COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
+# A rank other than its machine's first holds its error back for so long: where the first one fails for the same reason,
+# the launcher has ended this rank by then, and one line is printed instead of one per rank.
+_HOLD_SECONDS = 5.0
+
+
+class ArgumentError(UsageError):
+    """Wrong arguments of the command ``prog``."""
+
+    def __init__(self, prog: str, message: str) -> None:
+        super().__init__(f"{message} (see {prog} --help)")
+        self.prog = prog
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's parser, whose errors are one line as all others; sub-commands' parsers are of this class too."""
+
+    accepts_unknown = False  # what it does not know is the tool's business: --KEY VALUE pairs
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse; of a command without sub-commands, what it does not know is an error that names the nearest option.
+
+        argparse would leave that to the parser above it, which knows other options, and would ask for a required
+        option before it names the misspelt one.
+        """
+        words = list(args if args is not None else sys.argv[1:])
+        strict = self._subparsers is None and not self.accepts_unknown
+        if strict:
+            self._refuse_unknown_options(words)
+        parsed, unknown = super().parse_known_args(words, namespace)
+        if strict and unknown:
+            self.error(f"unexpected {' '.join(unknown)}")
+        return parsed, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Raise :class:`ArgumentError` in place of printing the usage and ending the process."""
+        raise ArgumentError(self.prog, message.removeprefix("argument "))
+
+    def _refuse_unknown_options(self, words: list[str]) -> None:
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if name.startswith("--") and name not in known:
+                near = difflib.get_close_matches(name[2:], [option[2:] for option in known], n=1)
+                self.error(f"there is no option {name}" + (f"; did you mean --{near[0]}?" if near else ""))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -63,7 +116,7 @@ def _split_overrides(argv: list[str], options: set[str]) -> tuple[list[str], lis
 
 
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog=f"plsc {name}",
         description=tool.__doc__,
         allow_abbrev=False,
@@ -71,19 +124,16 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     )
     tool.configure(parser)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
-    if getattr(tool, "accepts_overrides", False):  # --KEY VALUE pairs that the tool itself knows
-        own, overrides = _split_overrides(argv, {name for action in parser._actions for name in action.option_strings})
-        args, unknown = parser.parse_known_args(own)
-        args.overrides = overrides + unknown
-    else:
-        args = parser.parse_args(argv)
     try:
+        args = _parse(parser, argv, overrides=getattr(tool, "accepts_overrides", False))
         if args.json is not None:
             make_folder(args.json.absolute().parent)  # found out now, not after hours of work
         result = tool.run(args)
         if args.json is not None and result is not None:
             write_json(args.json, result)
         return 0
+    except ArgumentError as error:
+        return _fail(error.prog, str(error), error.exit_code)
     except PlscError as error:
         return _fail(f"plsc {name}", str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -96,12 +146,41 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
         return _fail(f"plsc {name}", f"{file}{error.strerror or error}", 1)
 
 
-def _fail(who: str, message: str, code: int) -> int:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _parse(parser: ArgumentParser, argv: list[str], *, overrides: bool) -> argparse.Namespace:
+    """Parse ``argv``; with ``overrides``, --KEY VALUE pairs that the parser does not know become args.overrides."""
+    if not overrides:
+        return parser.parse_args(argv)
+    parser.accepts_unknown = True
+    own, pairs = _split_overrides(argv, {name for action in parser._actions for name in action.option_strings})
+    args, unknown = parser.parse_known_args(own)
+    args.overrides = pairs + unknown
+    return args
+
+
+def is_launched() -> bool:
+    """Return whether this process is one of several ranks already (started by ``--nproc`` or torchrun)."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _fail(command: str, message: str, code: int) -> int:
+    """Print the one line of a failure and return its exit code; of several ranks, one prints."""
+    line = f"{command}: error: {' '.join(message.split())}"
+    if is_launched():
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(_HOLD_SECONDS)
         # The launcher ends all ranks when one has failed; its SIGTERM must not keep this line from being printed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    print(f"{who}: error: {' '.join(message.split())}", file=sys.stderr)
+        _write_error_file(line)
+    print(line, file=sys.stderr)
     return code
+
+
+def _write_error_file(line: str) -> None:
+    """Tell torchrun the reason, for the report that it prints of a failed rank (torch.distributed.elastic's format)."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from plsc.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
+
     from plsc.evaluation.roc import Roc
 
 HELP = "evaluate a model: verification, identification, IJB"
@@ -62,10 +62,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Evaluate, print the table on the first rank, and return ``{"model", "sets"}`` there."""
-    from plsc.parallel.launch import launch, launched
+    from plsc.parallel.launch import launch
+    from plsc.tools.entry import is_launched
 
     _check(args)
-    if args.nproc > 1 and not launched():
+    if args.nproc > 1 and not is_launched():
         if code := launch(_argv(args), args.nproc):
             raise SystemExit(code)
         return None
@@ -173,7 +174,7 @@ def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", ima
     )
 
 
-def _embedder(args: argparse.Namespace, device: torch.device) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+def _embedder(args: argparse.Namespace, device: "torch.device") -> "tuple[Callable[[torch.Tensor], torch.Tensor], int]":
     """Return the embedder to evaluate and the side of the images that it takes."""
     if args.model == RAW_PIXELS:
         from plsc.evaluation import raw_pixels

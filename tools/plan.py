@@ -52,10 +52,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, and print it."""
+    config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
     from plsc.plan import plan
     from plsc.plan.planner import as_text
 
-    config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
     hardware = _machine(args)
     classes, images = _counts(config, args)
     result = plan(

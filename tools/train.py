@@ -26,9 +26,7 @@ from typing import Any
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
-from plsc.parallel.launch import launch, launched
-from plsc.parallel.mesh import check_head_ranks
-from plsc.tools.entry import main
+from plsc.tools.entry import is_launched, main
 
 HELP = "train a backbone and a class head from a TOML configuration"
 
@@ -63,8 +61,11 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
     config = _load(args)
-    if args.nproc == 1 or launched():
+    if args.nproc == 1 or is_launched():
         return _train_here(config, args)
+    from plsc.parallel.launch import launch
+    from plsc.parallel.mesh import check_head_ranks
+
     check_head_ranks(config.head_ranks, args.nproc)
     code = launch(_rank_arguments(args), args.nproc)
     if code:
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _load(args: argparse.Namespace) -> Config:
     """Read the configuration; of a launcher and its ranks, the first rank alone warns of keys' former names."""
     with warnings.catch_warnings():
-        if os.environ.get("RANK", "0") != "0" or (args.nproc > 1 and not launched()):
+        if os.environ.get("RANK", "0") != "0" or (args.nproc > 1 and not is_launched()):
             warnings.simplefilter("ignore", FutureWarning)
         return configuration.load(args.config, configuration.parse_arguments(args.overrides))
 

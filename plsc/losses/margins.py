@@ -52,9 +52,9 @@ class TargetLogit:
 class Margin:
     """The interface of all margins. ``s`` scales cosines to logits.
 
-    To add a margin, define its subclass in this module and name it in ``__all__``: ``plsc.NAME``, ``plsc.losses.NAME``
-    and the configuration's ``margin = "name"`` follow. Fields of a new name also need their key in
-    :class:`plsc.config.HeadConfig`, which documents every key.
+    To add a margin, define its subclass in this module and name it in ``__all__`` and in plsc/__init__.py:
+    ``plsc.NAME``, ``plsc.losses.NAME`` and the configuration's ``margin = "name"`` follow. Fields of a new name also
+    need their key in :class:`plsc.config.HeadConfig`, which documents every key.
 
     ``gradient="straight_through"`` takes dφ/dt as 1, which is what arcface_torch computes; "exact" differentiates φ.
     """

@@ -48,11 +48,6 @@ def launch(argv: list[str], nproc: int) -> int:
     return code
 
 
-def launched() -> bool:
-    """Return whether this process is one of several ranks already (started by :func:`launch` or torchrun)."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
 class _Listener:
     """Pass a rank's standard error on, but hold its error lines back: all ranks often fail for one reason."""
 

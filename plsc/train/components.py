@@ -11,14 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plsc.config import MARGINS, Config, DataConfig, HeadConfig
+from plsc.config import Config, DataConfig, HeadConfig, margin_keys
 from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import RotatedDataset
 from plsc.errors import UsageError
 from plsc.head.sharded_head import ShardedHead
-from plsc.losses.margins import MARGINS as MARGIN_TYPES
-from plsc.losses.margins import Margin
+from plsc.losses.margins import MARGINS, Margin
 from plsc.models import create, load_weights
 from plsc.models.weights import unwrapped
 from plsc.models.wrappers import RotationTTA
@@ -168,9 +167,9 @@ def make_loader(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainLoade
 
 def make_margin(head: HeadConfig) -> Margin:
     """The margin that [head] describes; UsageError for values that it does not take."""
-    parameters = {name: getattr(head, name) for name in MARGINS[head.margin]}
+    parameters = {name: getattr(head, name) for name in margin_keys()[head.margin]}
     try:
-        return MARGIN_TYPES[head.margin](**{name: value for name, value in parameters.items() if value is not None})
+        return MARGINS[head.margin](**{name: value for name, value in parameters.items() if value is not None})
     except UsageError as error:
         raise UsageError(f"[head] margin {head.margin}: {error}") from None
 
