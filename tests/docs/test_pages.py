@@ -1,0 +1,87 @@
+"""The pages of the documentation: every shell and Python block runs as written."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support import page_files
+from support.page_runner import ROOT, PageRun, blocks_of, options_of
+
+from plsc.tools.entry import COMMANDS
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a page needs: files that it takes as given, names of its Python blocks, and what a test cannot afford."""
+
+    files: str = ""
+    names: dict[str, Any] = field(default_factory=dict)
+    replaced: dict[str, str] = field(default_factory=dict)
+    parsed_only: tuple[str, ...] = ()
+
+
+# Commands that are parsed and not run, with the reason.
+TOO_LONG = (
+    "quickstart",  # minutes; tests/quickstart runs it on fewer identities
+    "bench",  # minutes; tests/bench runs it on small tables
+)
+SETTINGS = {
+    "README.md": Setting(
+        files="CONFIG.toml faces/ unseen/ photos/ someone.jpg lfw.bin cfp_fp.bin faces.rec",
+        names={"backbone": torch.nn.Linear(4, 512), "loader": [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))]},
+        replaced={"10_000_000": "1_000"},  # the table of ten million classes takes 15 GB
+    ),
+    "faces.md": Setting(
+        files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors",
+        names={"image": torch.from_numpy(np.array(page_files.photo(1))).permute(2, 0, 1)},
+        replaced={"--fmr 1e-4": "--fmr 1e-1"},  # which takes 100,000 pairs
+    ),
+    "serving.md": Setting(
+        files="model.safetensors ada.jpg unknown.jpg",
+        replaced={"112": str(page_files.SIDE)},  # a small model
+    ),
+}
+
+
+def run_page(page: Path, folder: Path) -> PageRun:
+    setting = SETTINGS.get(page.name, Setting())
+    page_files.make(folder, setting.files)
+    run = PageRun(page, folder, setting.replaced, (*TOO_LONG, *setting.parsed_only), dict(setting.names))
+    run.run()
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
+def test_every_block_runs_as_written(page: Path, tmp_path: Path) -> None:
+    run_page(page, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_stand_in_blocks_that_run(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for block in blocks_of(page):
+        assert block.language, f"{page.name}:{block.line}: the block has no language"
+        if block.language not in ("sh", "python"):
+            found = re.search(r"^\s*(\$ )?(plsc|torchrun|curl|pip) .*", block.text, flags=re.MULTILINE)
+            assert not found, f"{page.name}:{block.line}: {found[0]}"
+    outside = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert not re.findall(r"^ {4,}(?:plsc|torchrun|curl|pip) .*", outside, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_commands_in_sentences_have_the_options_that_they_show(page: Path) -> None:
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    for span in re.findall(r"`(plsc [^`]+)`", text):
+        command = span.split()[1].split("|")[0]
+        if command not in COMMANDS:
+            assert command.isupper() or command.startswith("-"), span
+            continue
+        for option in re.findall(r"--[\w.-]+", span):
+            assert option in options_of(command) | {"--help", "--KEY"}, span

@@ -1,0 +1,146 @@
+"""Small stand-ins for the files that pages of the documentation name: pictures, sets, models, runs."""
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from plsc.data.avatars import render_avatar
+from support import scrfd
+
+PERSONS, PICTURES, SIDE = 6, 4, 32
+LANDMARKS = scrfd.POINTS * 8 + 36  # of the face that the stand-in detector finds in `photo`
+
+
+def crops(folder: Path, first: int = 0) -> None:
+    """Write a folder per identity, with drawn faces."""
+    for person in range(PERSONS):
+        (folder / f"person-{person}").mkdir(parents=True)
+        for number in range(PICTURES):
+            picture = Image.fromarray(render_avatar(first + person, number, SIDE))
+            picture.save(folder / f"person-{person}" / f"{number}.jpg")
+
+
+def photo(seed: int) -> Image.Image:
+    """Draw a photo in which the stand-in detector finds one face, whose points are LANDMARKS."""
+    pixels = np.random.default_rng(seed).integers(0, 90, (96, 96, 3), dtype=np.uint8)
+    pixels[:, :, 0] = 0
+    pixels[32:40, 32:40] = (255, 0, 0)
+    return Image.fromarray(pixels)
+
+
+def photos(folder: Path) -> None:
+    """Write a folder per person, with photos."""
+    for person in range(PERSONS):
+        (folder / f"person-{person}").mkdir(parents=True)
+        for number in range(PICTURES):
+            photo(100 * person + number).save(folder / f"person-{person}" / f"{number}.jpg", quality=95)
+
+
+def landmarks(path: Path) -> None:
+    """Write the landmarks of the photos of ``photos``."""
+    numbers = ",".join(f"{value:.1f}" for value in LANDMARKS.ravel())
+    keys = [f"person-{person}/{number}.jpg" for person in range(PERSONS) for number in range(PICTURES)]
+    path.write_text("".join(f"{key},{numbers}\n" for key in keys))
+
+
+def pairs(path: Path) -> None:
+    """Write a verification set, as insightface's .bin."""
+    from plsc.data.pairs import write_pairs
+
+    same = [index % 2 == 0 for index in range(40)]
+    images = []
+    for index, is_same in enumerate(same):
+        for identity, number in ((index, 0), (index if is_same else index + 100, 1)):
+            file = io.BytesIO()
+            Image.fromarray(render_avatar(identity, number, SIDE)).save(file, "JPEG")
+            images.append(file.getvalue())
+    write_pairs(path, images, same)
+
+
+def records(path: Path) -> None:
+    """Write a .rec with its .idx."""
+    plsc("data", "convert", f"avatars:{PERSONS}x{PICTURES}", str(path), "--size", str(SIDE))
+
+
+def model(path: Path) -> None:
+    """Write an untrained backbone: .safetensors, or a bare state_dict under any other suffix."""
+    from plsc.models import create, save_model
+
+    torch.manual_seed(0)
+    backbone = create("resnet8", embedding_dim=16, image_size=SIDE)
+    if path.suffix == ".safetensors":
+        save_model(backbone, path)
+    else:
+        torch.save(backbone.state_dict(), path)
+
+
+def onnx_model(path: Path) -> None:
+    """Write an untrained backbone as ONNX."""
+    source = path.with_name("exported.safetensors")
+    model(source)
+    plsc("export", str(source), "--format", "onnx", "--out", str(path))
+    source.unlink()
+
+
+def detector(path: Path) -> None:
+    """Write a stand-in for an SCRFD detector."""
+    scrfd.stand_in(path)
+
+
+def picture(path: Path) -> None:
+    """Write one drawn face."""
+    Image.fromarray(render_avatar(7, len(path.stem), SIDE)).save(path)
+
+
+def calibration(path: Path) -> None:
+    """Measure the thresholds of the model of ``onnx_model`` beside it."""
+    crops(path.parent / "calibrated")
+    source = path.with_name("model.onnx")
+    plsc("eval", str(source), "--data", str(path.parent / "calibrated"), "--calibration", str(path))
+    shutil.rmtree(path.parent / "calibrated")
+
+
+def plsc(*argv: str) -> None:
+    """Run a command in this process."""
+    from plsc.tools.entry import main
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as errors:
+        code = main(list(argv))
+    assert code == 0, errors.getvalue()
+
+
+def configuration(path: Path) -> None:
+    """Write a configuration that reads faces.rec."""
+    path.write_text(f"[data]\ntrain = {json.dumps('faces.rec')}\n[eval]\nsets = ['lfw.bin']\n")
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "faces/": crops,
+    "unseen/": lambda path: crops(path, first=5000),
+    "photos/": photos,
+    ".rec": records,
+    ".csv": landmarks,
+    ".bin": pairs,
+    ".onnx": onnx_model,
+    ".safetensors": model,
+    ".pth": model,
+    ".jpg": picture,
+    ".calibration.json": calibration,
+    ".toml": configuration,
+}
+
+
+def make(folder: Path, names: str) -> None:
+    """Make the files of ``names``, separated by spaces, in ``folder``; how is said by the name or its ending."""
+    for name in names.split():
+        kind = next(kind for kind in MAKERS if name == kind or (kind.startswith(".") and name.endswith(kind)))
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (detector if "scrfd" in name or "det_" in name else MAKERS[kind])(path)
