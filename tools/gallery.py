@@ -77,6 +77,8 @@ def _opened(spec: str, *, create: bool = False) -> Iterator[Store]:
 
     folder = store_folder(spec)
     if not create and folder is not None and not holds_store(folder):
+        if folder.is_dir():
+            raise UsageError(f"{spec} holds no gallery: name the folder that plsc serve --store was given")
         raise UsageError(f"there is no store {spec}")
     store = open_store(spec)
     try:
@@ -100,8 +102,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
         return {"snapshot": args.store, "collections": collections}
     with _opened(args.store) as store:
         result = store.check()
-    figures = ", ".join(f"{value:,} {name.replace('_', ' ')}" for name, value in result.items())
-    print(f"{args.store}: sound; {figures}")
+    print(f"{args.store}: sound; {', '.join(_figure(name, value) for name, value in result.items())}")
     return {"store": args.store, **result}
 
 
@@ -110,7 +111,7 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
         store.compact(args.collection)
         result = store.statistics()
     for name, figures in result.items():
-        print(f"{name}: {int(figures['rows']):,} faces")
+        print(f"{name}: {_count(int(figures['rows']), 'face')}")
     return {"store": args.store, "collections": result}
 
 
@@ -118,7 +119,7 @@ def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
     with _opened(args.store) as store:
         store.snapshot(args.out)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    print(f"{args.out}: {size:,} bytes")
+    print(f"{args.out}: {_count(size, 'byte')}")
     return {"snapshot": str(args.out), "bytes": size}
 
 
@@ -144,7 +145,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
 
     with _opened(args.store) as store:
         written = export_set(store, args.collection, args.out)
-    print(f"{args.out}: {len(written):,} faces of {len(written.class_names):,} persons")
+    print(f"{args.out}: {_count(len(written), 'face')} of {_count(len(written.class_names), 'person')}")
     return {"out": str(args.out), "faces": len(written), "persons": len(written.class_names)}
 
 
@@ -154,15 +155,31 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
     with _opened(args.store, create=True) as store:
         result = import_set(store, args.collection, args.set)
     print(
-        f"{args.collection}: {result['faces']:,} faces of {result['persons']:,} persons enrolled, "
-        f"{result['left_out']:,} rows left out"
+        f"{args.collection}: {_count(result['faces'], 'face')} of {_count(result['persons'], 'person')} enrolled, "
+        f"{_count(result['left_out'], 'row')} left out"
     )
     return {"store": args.store, "collection": args.collection, **result}
 
 
 def _counts(collections: list[dict[str, Any]]) -> str:
-    counts = [f"{info['name']}: {info['persons']:,} persons, {info['faces']:,} faces" for info in collections]
+    counts = [
+        f"{info['name']}: {_count(info['persons'], 'person')}, {_count(info['faces'], 'face')}" for info in collections
+    ]
     return "; ".join(counts) or "no collections"
+
+
+def _figure(name: str, value: int | bool) -> str:
+    """A figure of a store's check in words."""
+    if name.startswith("forgotten"):
+        held_by = "snapshots" if name == "forgotten_in_snapshots" else "the store's files until the next compaction"
+        return f"{_count(value, 'deleted face')} still in {held_by}"
+    if isinstance(value, bool):
+        return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
+    return _count(value, name.removesuffix("s"))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     opened.close()
     assert gallery("check", store, "--json", report) == 0
     assert json.loads(report.read_text())["forgotten"] == 3
+    told = capsys.readouterr().out
+    assert "1 collection, 3 persons, 5 faces, 3 deleted faces still in the store's files until the next" in told
     assert gallery("compact", store, "--collection", "people") == 0
     assert gallery("compact", store) == 0
     assert gallery("check", store, "--json", report) == 0
@@ -63,7 +65,7 @@ def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.Captur
     about = Collection("people", 3, "m", "2026-01-01T00:00:00.000Z", 1, 2)
     write_copy(tmp_path / "copy", [(about, [(ann, np.eye(3, dtype=np.float32)[:2])])])
     assert gallery("check", tmp_path / "copy") == 0
-    assert "a sound copy; people: 1 persons, 2 faces" in capsys.readouterr().out
+    assert "a sound copy; people: 1 person, 2 faces" in capsys.readouterr().out
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
     store = SqliteStore(tmp_path / "new")
     (one,) = store.persons("people")
@@ -75,7 +77,7 @@ def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.Captur
     ("words", "code", "line"),
     [
         (["check", "nowhere"], 2, "there is no store nowhere"),
-        (["check", "."], 2, "there is no store ."),
+        (["check", "."], 2, ". holds no gallery: name the folder that plsc serve --store was given"),
         (["compact", "store", "--collection", "others"], 2, "no collection 'others'"),
         (["snapshot", "store", "--out", "people.emb"], 2, "people.emb exists already"),
         (["restore", "people.emb", "--store", "new"], 1, "no plsc gallery snapshot"),
