@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=Path, metavar="FILE", help="who may call: a file made by plsc tokens")
     add("--metrics-port", type=int, metavar="N", help="show Prometheus metrics there (default: nowhere)")
     judge = parser.add_argument_group("judging")
-    judge.add_argument("--threshold", type=float, metavar="T", help="cosine from which two are the same person")
+    judge.add_argument("--threshold", type=float, metavar="T", help="cosine from which two may be one person")
     judge.add_argument("--fmr", type=float, metavar="R", help="or the false-match rate that it is to hold")
     judge.add_argument("--calibration", type=Path, metavar="FILE", help="what plsc eval --calibration wrote; for --fmr")
     model = parser.add_argument_group("model")
@@ -60,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--drain-seconds", type=float, default=20.0, metavar="S", help="for the end (20)")
     add("--decode-threads", type=int, metavar="N", help="(half the cores, at least 1)")
     add("--snapshots", type=Path, metavar="DIR", help="(STORE/snapshots where the store is a folder)")
+    add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
     add("--audit", type=Path, metavar="FILE", help="(STORE/audit.jsonl, else standard error)")
 
 
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
         return _load(args, settings, metrics)
 
     def ready(service: "Service") -> None:
-        judge = "no threshold" if settings.threshold is None else f"same person from {settings.threshold:.4f}"
+        judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
         model = f"model {args.model} ({service.contract_id}), {judge}"
@@ -102,6 +103,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
         if args.decode_threads is None
         else _positive(args, "decode_threads"),
         snapshots=folder / "snapshots" if folder is not None and args.snapshots is None else args.snapshots,
+        link_key=args.link_key,
         audit=folder / "audit.jsonl" if folder is not None and args.audit is None else args.audit,
         limits=_limits(args),
     )

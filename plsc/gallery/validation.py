@@ -17,7 +17,9 @@ from plsc.index.rows import unit_vectors
 MAX_DIM = 16_384
 MAX_ID = 2**63 - 1
 MAX_NAME = 1024  # characters of a person's name
-_COLLECTION = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+COLLECTION_NAME = r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"
+COLLECTION_NAME_RULE = "a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most"
+_COLLECTION = re.compile(COLLECTION_NAME)
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,7 @@ def now() -> str:
 def check_collection(name: str, dim: int, contract_id: str) -> None:
     """Raise :class:`UsageError` unless a collection may have this name, dimension and contract id."""
     if not isinstance(name, str) or not _COLLECTION.fullmatch(name):
-        raise UsageError(
-            f"no collection can be named {ascii(name)[:80]}: a name is 1 to 64 letters, digits, _, - or ., "
-            "beginning with a letter"
-        )
+        raise UsageError(f"no collection can be named {ascii(name)[:80]}: {COLLECTION_NAME_RULE}")
     if not _is_integer(dim) or not 1 <= dim <= MAX_DIM:
         raise UsageError(f"a collection's dim is 1 to {MAX_DIM}, not {ascii(dim)[:80]}")
     if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not is_storable(contract_id):

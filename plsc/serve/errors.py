@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from plsc.errors import ConflictError, DataError, NotFoundError, PlscError, StorageError, UsageError
+from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 
 Code = Literal[
     "bad_request",
@@ -109,6 +110,8 @@ def to_response(path: str, error: HTTPException) -> Response:
 def first_error(problems: Sequence[Any]) -> str:
     """The first of pydantic's errors as one line that names its location."""
     first = problems[0]
+    if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == COLLECTION_NAME:
+        return f"{COLLECTION_NAME_RULE}, unlike {ascii(first['input'])[:80]}"
     location = ".".join(str(part) for part in first["loc"] if part != "body")
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{location + ': ' if location else ''}{first['msg'].removeprefix('Value error, ')}{more}"[:500]

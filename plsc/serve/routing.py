@@ -13,12 +13,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
+from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.errors import ApiError
 from plsc.serve.service import Service
 from plsc.serve.tokens import Role
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else
-COLLECTION = r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"
 _SCANNED = 1 << 16  # bytes of JSON counted together
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
@@ -54,7 +54,7 @@ async def _service(request: Request) -> Service:
 
 
 Served = Annotated[Service, Depends(_service)]
-CollectionName = Annotated[str, Path(pattern=COLLECTION, description="A collection's name", examples=["staff"])]
+CollectionName = Annotated[str, Path(pattern=COLLECTION_NAME, description="A collection's name", examples=["staff"])]
 Id = Annotated[int, Path(ge=1, le=LARGEST_ID, examples=[1])]
 
 

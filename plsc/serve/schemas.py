@@ -29,6 +29,9 @@ def _check_metadata(value: Any) -> Any:
 
 Metadata = Annotated[dict[str, Scalar], BeforeValidator(_check_metadata), Field(examples=[{"city": "Bern", "age": 31}])]
 FilterBody = Annotated[dict[str, Any], Field(examples=[FILTER], description="Conditions that all must hold")]
+Warnings = Annotated[
+    list[str], Field(description="What is probably not what was meant, a line each; left out where there is nothing")
+]
 Point = Annotated[list[float], Field(min_length=2, max_length=2, fail_fast=True)]
 
 

@@ -14,7 +14,9 @@ import torch
 
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
+from plsc.gallery.filters import Filter
 from plsc.gallery.store import Collection, Store
+from plsc.serve.answer_warnings import unknown_fields
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.errors import ApiError
 from plsc.serve.inputs import Float32, check_direction, decode, image_bytes, input_vector
@@ -140,6 +142,10 @@ class Service:
         statistics = await self._remember("", self.store.statistics)
         found: Mapping[str, float] = statistics.get(collection, {})
         return found
+
+    async def unknown_fields(self, collection: str, filter: Filter | None) -> list[str]:
+        """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.unknown_fields`."""
+        return [] if filter is None else await self.in_store(unknown_fields, self.store, collection, filter)
 
     def forget(self, collection: str) -> None:
         """Drop what is remembered of a collection, which was created or deleted."""

@@ -49,7 +49,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder."""
+    """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder.
+
+    ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -64,6 +67,7 @@ class Settings:
     drain_seconds: float = 20.0
     snapshots: Path | None = None
     audit: Path | None = None
+    link_key: str | None = None
     limits: Limits = field(default_factory=Limits)
 
 

@@ -34,7 +34,11 @@ def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) 
 
     page.locator("#browse-filter").fill("!even, number >= 3")
     page.locator("#browse-filter").press("Enter")
-    expect(page.locator("#browse-summary")).to_have_text("Nobody here fits.")
+    expect(page.locator("#browse-summary")).to_have_text("Nobody here fits the filter.")
+    expect(page.locator("#browse-warning")).to_be_empty()
+    page.locator("#browse-filter").fill("evn = true")
+    page.locator("#browse-filter").press("Enter")
+    expect(page.locator("#browse-warning")).to_have_text('no person has a field "evn"; fields: even, number.')
     page.locator("#browse-filter").fill("even = false, number >= 51")
     page.locator("#browse-filter").press("Enter")
     expect(names).to_have_text([f"Person of {number}" for number in (51, 53, 55, 57, 59)])
@@ -63,12 +67,15 @@ def test_a_collection_is_made_by_mouse_and_by_keyboard(visit: Any, people: str, 
     page = visit(people)
     page.get_by_role("button", name="New…").click()
     dialog = page.get_by_role("dialog", name="New collection")
-    for name, status in ((people, 409), ("no spaces", 400)):
+    for name, status in ((people, 409), ("My Staff!", 400)):
         dialog.get_by_label("Name").fill(name)
         with page.expect_response("**/v1/collections") as answer:
             dialog.get_by_role("button", name="Create").click()
         assert answer.value.status == status
         expect(page.locator("#making-error")).to_have_text(answer.value.json()["error"]["message"])
+    expect(page.locator("#making-error")).to_have_text(
+        "a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most, unlike 'My Staff!'"
+    )
     dialog.get_by_role("button", name="Cancel").click()
     expect(dialog).to_be_hidden()
 

@@ -24,7 +24,7 @@ def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, c
         page.locator("#search-picture input").set_input_files(broken)
     message = answer.value.json()["error"]["message"]
     assert told in message
-    expect(page.locator("#search-error")).to_have_text(message)
+    expect(page.locator("#search-error")).to_have_text(message.replace("query", "broken.png", 1))
     expect(page.locator("#search-picture .blind")).to_have_text("no preview of broken.png")
     page.locator("#search-picture input").set_input_files(chosen(ADA))
     expect(page.locator("#matches > li")).to_have_count(4)
@@ -33,11 +33,11 @@ def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, c
     page.get_by_role("tab", name="Compare").click()
     page.locator("#compare-a input").set_input_files(broken)
     page.locator("#compare-b input").set_input_files(chosen(ADA))
-    expect(page.locator("#compare-error")).to_contain_text(told.replace("query", "a"))
+    expect(page.locator("#compare-error")).to_contain_text("broken.png ")
     page.get_by_role("tab", name="Enrol").click()
     page.locator("#enrol-pictures input").set_input_files([chosen(ADA), broken])
     page.get_by_role("button", name="Enrol", exact=True).click()
-    expect(page.locator("#enrol-error")).to_contain_text("faces[1]")
+    expect(page.locator("#enrol-error")).to_contain_text("broken.png ")
     expect(page.locator("#enrol-pictures li")).to_have_count(2)
 
 

@@ -55,7 +55,7 @@ def test_every_control_has_a_name_and_every_message_a_live_region(visit: Any, pe
               || it.textContent.trim())).map((it) => it.outerHTML)"""
     )
     assert nameless == []
-    for kind, role in (("error", "alert"), ("summary", "status")):
+    for kind, role in (("error", "alert"), ("summary", "status"), ("warning", "status")):
         roles = page.locator(f".{kind}").evaluate_all("all => all.map((it) => it.getAttribute('role'))")
         assert set(roles) == {role}
 

@@ -1,11 +1,12 @@
 """The page in a real browser: enrolling and deleting; what it did is compared with the store."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, HOSTILE, KURT, choose_by_keyboard, open_tab_by_keyboard, tab_to
-from support.page_kit import PageService, chosen, draw, embedding
+from support.page_kit import PageService, chosen, cosine, draw, embedding
 
 pytestmark = pytest.mark.slow
 
@@ -79,13 +80,92 @@ def test_a_searched_picture_becomes_a_face_of_a_match_or_a_new_person(
     page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
     page.get_by_role("button", name="Add this picture to Ada Lovelace").click()
     expect(page.locator("#matches .number").first).to_have_text("1.000")
-    expect(page.locator("#search-summary")).to_contain_text("of Ada Lovelace")
-    assert len(service.store.persons(people)[0].faces) == 2
+    (_, face) = service.store.persons(people)[0].faces
+    expect(page.locator("#search-done")).to_have_text(f"The picture is now face {face} of Ada Lovelace. Undo")
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#search-done")).to_have_text(f"Undone: face {face} of Ada Lovelace is deleted.")
+    expect(page.locator("#matches .number").first).to_have_text(f"{cosine(ADA, ADA_AGAIN):.3f}")
+    assert len(service.store.persons(people)[0].faces) == 1
     page.get_by_role("button", name="Enrol this picture as a new person").click()
     expect(page.locator("#enrol-pictures img")).to_have_count(1)
     page.get_by_role("button", name="Enrol", exact=True).click()
     expect(page.locator("#enrol-done")).to_contain_text("with 1 face")
     assert len(service.store.persons(people)) == 5
+
+
+def test_a_picture_is_added_below_the_threshold_only_after_a_question(
+    visit: Any, people: str, service: PageService
+) -> None:
+    page = visit(people)
+    page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
+    score = max(cosine(ADA_AGAIN, KURT), cosine(ADA_AGAIN, draw(20)))
+    question = page.get_by_role("alertdialog", name="Add this picture to Kurt Gödel?")
+    page.get_by_role("button", name="Add this picture to Kurt Gödel").click()
+    expect(question).to_contain_text(
+        f"The picture scores {score:.3f} with Kurt Gödel: below the threshold of 0.500. "
+        f"The nearest is Ada Lovelace at {cosine(ADA, ADA_AGAIN):.3f}."
+    )
+    question.get_by_role("button", name="Do not add").click()
+    expect(question).to_be_hidden()
+    assert len(service.store.persons(people)[2].faces) == 2
+    page.get_by_role("button", name="Add this picture to Kurt Gödel").click()
+    question.get_by_role("button", name="Add it to Kurt Gödel").click()
+    expect(page.locator("#search-done")).to_contain_text("of Kurt Gödel")
+    assert len(service.store.persons(people)[2].faces) == 3
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#search-done")).to_be_empty()  # another picture's undo would be a trap
+
+
+def test_enrolling_searching_a_wrong_click_and_its_undo_by_keyboard_alone(
+    visit: Any, people: str, service: PageService
+) -> None:
+    page = visit(people)
+    open_tab_by_keyboard(page, "Enrol")
+    choose_by_keyboard(page, page.get_by_role("button", name="Pictures of the person"), chosen(draw(70)))
+    tab_to(page, page.locator("#enrol-name"))
+    page.keyboard.type("Hedy")
+    page.keyboard.press("Enter")
+    expect(page.locator("#enrol-done")).to_contain_text("Enrolled Hedy")
+    open_tab_by_keyboard(page, "Search")
+    choose_by_keyboard(page, page.get_by_role("button", name="A picture to search by"), chosen(draw(71, like=draw(70))))
+    expect(page.locator("#matches > li")).to_have_count(5)
+    tab_to(page, page.get_by_role("button", name="Add this picture to Ada Lovelace"))
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Do not add")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("button", name="Add this picture to Ada Lovelace")).to_be_focused()
+    page.keyboard.press("Enter")
+    tab_to(page, page.get_by_role("button", name="Add it to Ada Lovelace"), back=True)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Undo")).to_be_focused()
+    assert len(service.store.persons(people)[0].faces) == 2
+    page.keyboard.press("Enter")
+    expect(page.locator("#search-done")).to_contain_text("Undone")
+    expect(page.get_by_role("button", name="Search", exact=True)).to_be_focused()
+    assert len(service.store.persons(people)[0].faces) == 1
+    assert service.store.persons(people)[-1].name == "Hedy"
+
+
+def test_an_address_under_the_link_key_is_a_link_and_nothing_else_is(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path, link_key="record")
+    try:
+        staff = service.collection("staff")
+        service.enrol(staff, "Ada", [ADA], record="https://files.example.org/ada", city="https://example.org/")
+        service.enrol(staff, "Kurt", [KURT], record="javascript:alert(1)")
+        page = visit(staff, at=service)
+        page.locator("#search-picture input").set_input_files(chosen(ADA))
+        links = page.locator("main a")
+        expect(links).to_have_count(1)
+        expect(links).to_have_text("https://files.example.org/ada")
+        assert [links.get_attribute(name) for name in ("href", "rel", "target")] == [
+            "https://files.example.org/ada",
+            "noopener noreferrer",
+            "_blank",
+        ]
+        page.get_by_role("button", name="Ada", exact=True).click()
+        expect(page.locator("#person a")).to_have_text("https://files.example.org/ada")
+    finally:
+        service.stop()
 
 
 def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, service: PageService) -> None:
@@ -133,6 +213,11 @@ def test_a_face_is_added_and_one_deleted(visit: Any, people: str, service: PageS
     page.get_by_role("button", name="Kurt Gödel", exact=True).click()
     page.locator("#person-add input").set_input_files(chosen(draw(50)))
     expect(page.locator("#person-done")).to_contain_text("Added face")
+    expect(page.locator("#person-faces li")).to_have_count(3)
+    page.get_by_role("button", name="Undo").click()
+    expect(page.locator("#person-done")).to_have_text("Undone: 1 face deleted.")
+    expect(page.locator("#person-faces li")).to_have_count(2)
+    page.locator("#person-add input").set_input_files(chosen(draw(50)))
     expect(page.locator("#person-faces li")).to_have_count(3)
     kept = list(service.store.persons(people)[2].faces)
     page.get_by_role("button", name=f"Delete face {kept.pop(0)}").click()

@@ -29,7 +29,12 @@ def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: st
     chooser.value.set_files(chosen(ADA_AGAIN))
     expect(page.locator("#matches > li")).to_have_count(4)
     assert shown_matches(page) == expected_matches(ADA_AGAIN)
-    expect(page.locator("#search-summary")).to_contain_text("4 matches; the best is Ada Lovelace")
+    expect(page.locator("#search-summary")).to_have_text(
+        f"1 above the threshold among 4 persons searched; the best is Ada Lovelace at {cosine(ADA, ADA_AGAIN):.3f}."
+    )
+    expect(page.locator("#search-odds")).to_have_text(
+        "At this threshold about 5 in 1,000 strangers would find somebody here."  # five faces, one in 1,000 each
+    )
     assert page.locator("#search-picture img").evaluate("image => image.naturalWidth") == ADA.shape[1]
     hostile = page.locator("#matches > li").filter(has_text=HOSTILE)
     expect(hostile).to_contain_text("<script>alert(2)</script>")
@@ -89,6 +94,14 @@ def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any,
     page.locator("#search-filter").fill('city = "Vienna", age > 40')
     page.locator("#search-filter").press("Enter")
     expect(page.locator("#matches button.name")).to_have_text(["Kurt Gödel"])
+    expect(page.locator("#search-summary")).to_contain_text("No match among those who fit the filter; the nearest is")
+    for typo, fields in (("ctiy = Vienna", "ctiy"), ("age >= 30, set lfw", "set lfw")):
+        page.locator("#search-filter").fill(typo)
+        page.locator("#search-filter").press("Enter")
+        expect(page.locator("#search-warning")).to_have_text(
+            f'no person has a field "{fields}"; fields: <b>note</b>, age, city.'
+        )
+        expect(page.locator("#search-summary")).to_have_text("Nobody in this collection fits the filter.")
     page.locator("#search-filter").fill('{"city": {"near": "Bern"}}')
     page.get_by_role("button", name="Search", exact=True).click()
     expect(page.locator("#search-error")).to_contain_text("knows no 'near'")
@@ -105,15 +118,17 @@ def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, 
     page = visit(people)
     page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
     best = page.locator("#matches > li").first.locator(".judgement")
-    expect(best).to_have_text("same person")
-    expect(page.locator("#search-threshold")).to_contain_text("the service's own: 0.500, where one in 1,000 strangers")
-    slider = page.get_by_label("Same person from").first
+    expect(best).to_have_text("possible match")
+    expect(page.locator("#search-threshold")).to_contain_text("own: 0.500; one in 1,000 pairs of strangers reaches it")
+    slider = page.get_by_label("Match from").first
     slider.focus()
     page.keyboard.press("End")
     expect(page.locator("#search-threshold output")).to_have_text("1.000")
-    expect(best).to_have_text("someone else")
+    expect(best).to_have_text("below threshold")
+    expect(page.locator("#search-summary")).to_contain_text("No match among 4 persons; the nearest is Ada Lovelace at")
+    expect(page.locator("#search-odds")).to_be_empty()  # the rate is known of the service's own threshold alone
     page.keyboard.press("Home")
-    assert {verdict for _, score, verdict in shown_matches(page) if float(score) >= 0} == {"same person"}
+    assert {verdict for _, score, verdict in shown_matches(page) if float(score) >= 0} == {"possible match"}
     page.get_by_role("tab", name="Compare").click()
     expect(page.locator("#compare-threshold output")).to_have_text("0.000")
     page.get_by_role("button", name="Back to the service's 0.500").click()
@@ -128,9 +143,9 @@ def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, tmp
         page = visit("staff", at=service)
         page.locator("#search-picture input").set_input_files(chosen(ADA))
         expect(page.locator("#matches .judgement")).to_have_text("no threshold")
-        page.get_by_label("Same person from").first.press("ArrowRight")
-        expect(page.locator("#matches .judgement")).to_have_text("same person")
-        page.get_by_role("button", name="Judge no more").click()
+        page.get_by_label("Match from").first.press("ArrowRight")
+        expect(page.locator("#matches .judgement")).to_have_text("possible match")
+        page.get_by_role("button", name="Stop judging").click()
         expect(page.locator("#matches .judgement")).to_have_text("no threshold")
     finally:
         service.stop()
@@ -143,10 +158,10 @@ def test_two_pictures_are_compared_by_mouse(visit: Any, people: str) -> None:
     expect(page.locator("#compare-verdict")).to_be_empty()
     page.locator("#compare-b input").set_input_files(chosen(ADA_AGAIN))
     expect(page.locator("#compare-verdict .number")).to_have_text(f"{cosine(ADA, ADA_AGAIN):.3f}")
-    expect(page.locator("#compare-verdict .judgement")).to_have_text("same person")
+    expect(page.locator("#compare-verdict .judgement")).to_have_text("possible match")
     page.locator("#compare-b input").set_input_files(chosen(KURT))
     expect(page.locator("#compare-verdict .number")).to_have_text(f"{cosine(ADA, KURT):.3f}")
-    expect(page.locator("#compare-verdict .judgement")).to_have_text("someone else")
+    expect(page.locator("#compare-verdict .judgement")).to_have_text("below threshold")
     page.locator("#compare-a").get_by_role("button", name="Remove").click()
     expect(page.locator("#compare-verdict")).to_be_empty()
 

@@ -343,3 +343,33 @@ def test_vectors_whose_squares_leave_float32_are_taken_in_silence(number):
 def test_vectors_without_a_direction_are_refused(number, told):
     with pytest.raises(ApiError, match=told):
         check_direction(np.full(512, number, dtype=np.float32), "it")
+
+
+def test_a_field_that_nobody_has_is_named_where_a_filter_finds_nobody(live):
+    place = live.collection("typos")
+    people = [{"name": "Ada", "metadata": {"set": "lfw", "height": 3}, "faces": [{"vector": [1.0] * DIM}]}]
+    assert live.ask("POST", f"{place}/persons", {"persons": people}).is_success
+
+    def found(filter: dict) -> tuple[dict, dict]:
+        body = {"query": {"vector": [1.0] * DIM}, "filter": filter}
+        listed = live.ask("GET", f"{place}/persons", params={"filter": json.dumps(filter)})
+        return live.ask("POST", f"{place}/search", body).json(), listed.json()
+
+    for typo in ({"set lfw": {"exists": True}}, {"set lfw": "x", "height": 3}):
+        for answer in found(typo):
+            assert answer["warnings"] == ['no person has a field "set lfw"; fields: height, set']
+    for fine in ({"set": "lfw"}, {"set": "other"}, {"height": {"gt": 5}}):
+        for answer in found(fine):
+            assert "warnings" not in answer
+    assert live.ask("GET", f"{place}/persons").json()["persons"][0]["name"] == "Ada"
+    assert "warnings" not in live.ask("GET", f"{live.collection('nobody')}/persons").json()
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_collections_name_is_refused_in_words(live, method):
+    name, body = ("My Staff!", {"name": "My Staff!"}) if method == "POST" else ("1", None)
+    answer = live.ask(method, "/v1/collections" if body else f"/v1/collections/{name}", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == (
+        f"a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most, unlike {name!r}"
+    )

@@ -52,7 +52,7 @@ def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
     process, line = start(model, tmp_path / "store", "--threshold", "0.5")
     address = line.split()[2].rstrip(":")
     assert "this machine alone may call" in line
-    assert "same person from 0.5000" in line
+    assert "possible matches from 0.5000" in line
     with plsc.Client(address) as client:
         client.create_collection("staff")
         person = client.add_person("staff", "Ada", faces=[[1.0] * 16])

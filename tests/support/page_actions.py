@@ -25,7 +25,7 @@ def expected_matches(query: Any) -> list[tuple[str, ...]]:
     }
     scores = {name: max(cosine(query, face) for face in own) for name, own in faces.items()}
     return [
-        (name, f"{score:.3f}", "same person" if score >= 0.5 else "someone else")
+        (name, f"{score:.3f}", "possible match" if score >= 0.5 else "below threshold")
         for name, score in sorted(scores.items(), key=lambda item: -item[1])
     ]
 

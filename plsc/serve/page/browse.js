@@ -1,6 +1,6 @@
 // Looking through a collection, page by page, by metadata (the service filters) and by name (this page does).
 
-import { arrowKeyNav, byId, day, element, pluralize, runWithErrors } from "./dom.js";
+import { arrowKeyNav, byId, day, element, pluralize, runWithErrors, showWarnings } from "./dom.js";
 import { personHead } from "./person.js";
 import { readFilter, writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
@@ -11,6 +11,7 @@ const BATCH = 100;    // persons asked for at once while a name is looked for
 const ROUNDS = 20;    // batches before it asks whether to look on
 
 const error = byId("browse-error");
+const warning = byId("browse-warning");
 const list = byId("persons");
 let asked = { name: "", filter: null };
 let starts = [0];     // where each page so far began; the last is the one shown
@@ -70,8 +71,10 @@ async function load() {
 async function collect(after, signal) {
   const persons = [];
   let looked = 0;
+  showWarnings(warning);
   for (let round = 0; round < ROUNDS; round += 1) {
     const answer = await call("GET", `${inCollection(state.collection, "persons")}?${query(after)}`, { signal });
+    showWarnings(warning, answer.warnings);
     const fitting = answer.persons.filter((person) => folded(person.name ?? "").includes(asked.name));
     looked += answer.persons.length;
     persons.push(...fitting);
@@ -111,7 +114,7 @@ function empty(why) {
 function summaryText({ persons, looked }) {
   const page = starts.length > 1 ? `Page ${starts.length}: ` : "";
   if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${pluralize(looked, "person")} looked through.`;
-  if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here fits.";
+  if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here fits the filter.";
   const all = state.collections.find((one) => one.name === state.collection)?.persons;
   const whole = asked.filter === null && all !== undefined ? ` of ${all.toLocaleString("en")}` : "";
   const first = (starts.length - 1) * PAGE;

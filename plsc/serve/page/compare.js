@@ -1,6 +1,6 @@
 // Comparing two pictures.
 
-import { byId, clearError, element, runWithErrors } from "./dom.js";
+import { byId, clearError, element, runWithErrors, showWarnings } from "./dom.js";
 import { asInputs, Pictures } from "./picture.js";
 import { call } from "./service.js";
 import { on } from "./state.js";
@@ -39,13 +39,14 @@ async function compare() {
   const { signal } = running;
   await runWithErrors(error, async () => {
     const [a, b] = await asInputs(files);
-    const found = await call("POST", "v1/compare", { body: { a, b }, signal });
+    const found = await call("POST", "v1/compare", { body: { a, b }, signal, files: { a: files[0], b: files[1] } });
     if (!signal.aborted) answer = found;
   });
   show();
 }
 
 function show() {
+  showWarnings(byId("compare-warning"), answer?.warnings);
   const verdict = byId("compare-verdict");
   if (answer === null) return verdict.replaceChildren();
   return verdict.replaceChildren(

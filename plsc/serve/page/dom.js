@@ -62,19 +62,35 @@ export function arrowKeyNav(list, selector) {
 
 export const pluralize = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
+/** Show in a status line what was done, with a button that undoes it; `undo` resolves to the line that follows. */
+export function offerUndo(line, text, error, undo) {
+  const button = element("button", { type: "button", class: "quiet", onclick: async () => {
+    let done = "";
+    if (await runWithErrors(error, async () => { done = await undo(); }, button)) line.textContent = done;
+  } }, "Undo");
+  line.replaceChildren(`${text} `, button);
+}
+
+/** Show the warnings of an answer in `region`. */
+export function showWarnings(region, warnings = []) {
+  region.replaceChildren(...warnings.map((warning) => element("span", {}, `${warning}.`)));
+}
+
 /** A date as people read it; what is no date stays as it is. */
 export function day(iso) {
   const date = new Date(iso);
   return Number.isNaN(date.valueOf()) ? iso : date.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" });
 }
 
-/** Ask in a dialog before deleting; `action` runs on yes, and its error is shown there. Resolves to whether it was done. */
-export function confirmDeletion(title, text, action) {
+/** Ask in a dialog; `action` runs on `yes`, and its error is shown there. Resolves to whether it was done. */
+export function confirmAction({ title, text, yes: yesLabel, no: noLabel }, action) {
   const dialog = byId("confirm");
   const error = byId("confirm-error");
   const yes = byId("confirm-yes");
   byId("confirm-title").textContent = title;
   byId("confirm-text").textContent = text;
+  yes.textContent = yesLabel;
+  byId("confirm-no").textContent = noLabel;
   error.hidden = true;
   dialog.showModal();
   return new Promise((resolve) => {

@@ -1,9 +1,9 @@
 // Enrolling a new person from pictures, a name and metadata.
 
-import { byId, element, isolated, pluralize, runWithErrors, userError } from "./dom.js";
+import { byId, element, isolated, pluralize, runWithErrors, showWarnings, userError } from "./dom.js";
 import { MetadataEditor } from "./metadata.js";
 import { displayName, openPerson } from "./person.js";
-import { asInputs, Pictures } from "./picture.js";
+import { asInputs, faceFiles, Pictures } from "./picture.js";
 import { call, inCollection } from "./service.js";
 import { emit, hasRole, on, state } from "./state.js";
 
@@ -26,11 +26,13 @@ export const receive = (files) => pictures.take(files);
 
 async function enrol() {
   byId("enrol-done").replaceChildren();
+  showWarnings(byId("enrol-warning"));
   if (pictures.files.length === 0) throw userError("Choose a picture first.");
   const body = { metadata: editor.read(), faces: await asInputs(pictures.files) };
   const name = byId("enrol-name").value.trim();
   if (name !== "") body.name = name;
-  const person = await call("POST", inCollection(state.collection, "persons"), { body });
+  const person = await call("POST", inCollection(state.collection, "persons"), { body, files: faceFiles(pictures.files) });
+  showWarnings(byId("enrol-warning"), person.warnings);
   editor.write({});
   byId("enrol-name").value = "";
   pictures.clear();

@@ -2,6 +2,7 @@
 
 import { element, isolated, userError } from "./dom.js";
 import { kindOf, readScalar, writeScalar } from "./scalars.js";
+import { state } from "./state.js";
 
 /** The editor in `host`: read() gives the object, write(object) shows one. */
 export class MetadataEditor {
@@ -43,10 +44,16 @@ export class MetadataEditor {
   }
 }
 
-/** Metadata as a line of small labels, for lists. */
+/** Metadata as a line of small labels, for lists; the value under the service's link key is a link. */
 export function metadataLine(metadata) {
   const entries = Object.entries(metadata);
   if (entries.length === 0) return null;
   return element("ul", { class: "chips", "aria-label": "metadata" },
-    ...entries.map(([key, value]) => element("li", {}, isolated(key, { class: "key" }), " ", isolated(String(value)))));
+    ...entries.map(([key, value]) => element("li", {}, isolated(key, { class: "key" }), " ", linked(key, value) ?? isolated(String(value)))));
+}
+
+/** A link to the address that an entry holds, null where it is none. Nothing is fetched until somebody follows it. */
+export function linked(key, value) {
+  if (key !== state.info?.link_key || typeof value !== "string" || !/^https?:\/\//i.test(value) || !URL.canParse(value)) return null;
+  return element("a", { href: value, target: "_blank", rel: "noopener noreferrer" }, isolated(value));
 }

@@ -1,14 +1,15 @@
 // A person: as a row of a list, and in a dialog to change name and metadata, add and delete faces, delete the person.
 
-import { byId, clearError, confirmDeletion, day, element, isolated, pluralize, runWithErrors } from "./dom.js";
-import { MetadataEditor, metadataLine } from "./metadata.js";
-import { asInputs, Pictures } from "./picture.js";
+import { byId, clearError, confirmAction, day, element, isolated, offerUndo, pluralize, runWithErrors, showWarnings } from "./dom.js";
+import { linked, MetadataEditor, metadataLine } from "./metadata.js";
+import { asInputs, faceFiles, Pictures } from "./picture.js";
 import { writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { emit, hasRole, state } from "./state.js";
 
 const dialog = byId("person");
 const error = byId("person-error");
+const DELETION = { yes: "Delete for good", no: "Keep" };
 let shown = null;      // the person in the dialog
 let place = null;      // the path of the person
 let editor = null;
@@ -45,6 +46,7 @@ function show(person) {
   shown = person;
   byId("person-title").textContent = displayName(person);
   byId("person-facts").textContent = `#${person.id} in ${state.collection} · since ${day(person.created)}`;
+  byId("person-link").replaceChildren(...Object.entries(person.metadata).map(([key, value]) => linked(key, value)).filter(Boolean));
   byId("person-name").value = person.name ?? "";
   editor.write(person.metadata);
   byId("person-faces").replaceChildren(...person.faces.map(faceRow));
@@ -70,17 +72,29 @@ async function save() {
 async function addFaces(files) {
   if (files.length === 0) return;
   const added = await runWithErrors(error, async () => {
-    const answer = await call("POST", `${place}/faces`, { body: { faces: await asInputs(files) } });
+    const answer = await call("POST", `${place}/faces`, { body: { faces: await asInputs(files) }, files: faceFiles(files) });
     show(await call("GET", place));
-    tellDone(`Added ${answer.faces.map((face) => `face ${face.id}`).join(", ")}.`);
+    showWarnings(byId("person-warning"), answer.warnings);
+    const [path, faces] = [place, answer.faces.map((face) => face.id)];
+    offerUndo(byId("person-done"), `Added ${faces.map((face) => `face ${face}`).join(", ")}.`, error, () => undo(path, faces));
     emit("changed");
   });
   if (added) pictures.clear();
 }
 
+/** Delete the faces that were just added. */
+async function undo(path, faces) {
+  for (const face of faces) await call("DELETE", `${path}/faces/${face}`);
+  if (dialog.open && path === place) show(await call("GET", place));
+  byId("person-title").focus();
+  showWarnings(byId("person-warning"));
+  emit("changed");
+  return `Undone: ${pluralize(faces.length, "face")} deleted.`;
+}
+
 async function deleteFace(face) {
   const text = `Face ${face} of ${displayName(shown)} will no longer be found. There is no undo.`;
-  const done = await confirmDeletion("Delete this face?", text, () => call("DELETE", `${place}/faces/${face}`));
+  const done = await confirmAction({ title: "Delete this face?", text, ...DELETION }, () => call("DELETE", `${place}/faces/${face}`));
   if (!done) return;
   await runWithErrors(error, async () => show(await call("GET", place)));
   tellDone(`Face ${face} is deleted.`);
@@ -90,7 +104,7 @@ async function deleteFace(face) {
 
 async function deletePerson() {
   const text = `${displayName(shown)} (#${shown.id}) with ${pluralize(shown.faces.length, "face")} will no longer be found. There is no undo.`;
-  const done = await confirmDeletion("Delete this person?", text, () => call("DELETE", place));
+  const done = await confirmAction({ title: "Delete this person?", text, ...DELETION }, () => call("DELETE", place));
   if (!done) return;
   dialog.close();
   emit("changed");
@@ -98,6 +112,7 @@ async function deletePerson() {
 
 function tellDone(text) {
   byId("person-done").textContent = text;
+  showWarnings(byId("person-warning"));
 }
 
 export const displayName = (person) => person.name || `Person ${person.id}`;

@@ -2,6 +2,9 @@
 
 import { element, userError } from "./dom.js";
 
+/** What a picture is called in messages. */
+export const fileName = (file) => file.name || "the pasted picture";
+
 const TYPES = "image/jpeg,image/png,image/webp";
 
 /** A place for up to `capacity` pictures; one more than one takes the place of the last. `changed(files)` is called. */
@@ -67,8 +70,8 @@ export class Pictures {
   }
 
   thumbnail(file, index) {
-    const image = element("img", { src: URL.createObjectURL(file), alt: file.name || "pasted picture" });
-    image.addEventListener("error", () => image.replaceWith(element("p", { class: "blind" }, `no preview of ${file.name || "this file"}`)));
+    const image = element("img", { src: URL.createObjectURL(file), alt: fileName(file) });
+    image.addEventListener("error", () => image.replaceWith(element("p", { class: "blind" }, `no preview of ${fileName(file)}`)));
     const remove = element("button", { type: "button", class: "quiet", onclick: () => this.drop(index), "aria-label": `Remove ${image.alt}` }, "Remove");
     return element("li", {}, image, remove);
   }
@@ -102,3 +105,6 @@ export async function asInput(file) {
 }
 
 export const asInputs = (files) => Promise.all(files.map(asInput));
+
+/** Files by the names that the service gives to the inputs of the list "faces". */
+export const faceFiles = (files) => Object.fromEntries(files.map((file, index) => [`faces[${index}]`, file]));

@@ -1,21 +1,22 @@
 // Searching by a picture, and the matches.
 
-import { arrowKeyNav, byId, clearError, element, pluralize, runWithErrors, showError, userError } from "./dom.js";
+import { arrowKeyNav, byId, clearError, confirmAction, element, offerUndo, pluralize, runWithErrors, showError, showWarnings, userError } from "./dom.js";
 import { displayName, personHead } from "./person.js";
 import { asInput, Pictures } from "./picture.js";
 import { readFilter } from "./scalars.js";
 import { call, inCollection } from "./service.js";
-import { emit, hasRole, isMatch, on, state } from "./state.js";
-import { formatScore, judgement, scoreBar, thresholdSlider } from "./threshold.js";
+import { emit, hasRole, isMatch, on, state, threshold } from "./state.js";
+import { falseMatchNote, formatScore, judgement, scoreBar, thresholdSlider } from "./threshold.js";
 
 const error = byId("search-error");
 const summary = byId("search-summary");
 let pictures = null;
 let matches = null;     // null before the first search
+let searched = null;    // {k, filtered} of the search that found them
 let running = null;     // the AbortController of the search under way
 
 export function setUpSearch() {
-  pictures = new Pictures(byId("search-picture"), { label: "A picture to search by", changed: search });
+  pictures = new Pictures(byId("search-picture"), { label: "A picture to search by", changed: () => { forgetDone(); search(); } });
   thresholdSlider(byId("search-threshold"), "search");
   arrowKeyNav(byId("matches"), "button.name");
   byId("search-form").onsubmit = (event) => {
@@ -26,7 +27,8 @@ export function setUpSearch() {
   byId("search-enrol").onclick = () => emit("enrol", pictures.files);
   on("threshold", show);
   on("info", show);
-  on("collection", search);
+  on("collections", show);
+  on("collection", () => { forgetDone(); search(); });
   on("changed", (by) => by !== "search" && search());
 }
 
@@ -39,10 +41,13 @@ async function search() {
   const { signal } = running;
   byId("matches").setAttribute("aria-busy", "true");
   const done = await runWithErrors(error, async () => {
-    const body = { query: await asInput(pictures.files[0]), k: Number(byId("search-k").value), ...chosenFilter() };
-    const answer = await call("POST", inCollection(chosen(), "search"), { body, signal });
+    const [file] = pictures.files;
+    const body = { query: await asInput(file), k: Number(byId("search-k").value), ...chosenFilter() };
+    const answer = await call("POST", inCollection(chosen(), "search"), { body, signal, files: { query: file } });
     matches = answer.results[0].matches;
+    searched = { k: body.k, filtered: body.filter !== undefined };
     byId("search-foot").textContent = approximationNote(answer);
+    showWarnings(byId("search-warning"), answer.warnings);
   });
   if (signal.aborted) return;
   byId("matches").removeAttribute("aria-busy");
@@ -55,6 +60,10 @@ function forget() {
   byId("matches").removeAttribute("aria-busy");
   clearError(error);
   show();
+}
+
+function forgetDone() {
+  byId("search-done").replaceChildren();
 }
 
 function chosen() {
@@ -72,38 +81,72 @@ function show() {
   if (matches === null) {
     summary.textContent = error.hidden && pictures.files.length === 0 ? "The matches appear here." : "";
     byId("search-foot").textContent = "";
+    byId("search-odds").textContent = "";
+    showWarnings(byId("search-warning"));
     byId("matches").replaceChildren();
     return;
   }
   summary.textContent = summaryText();
+  byId("search-odds").textContent = matches.length === 0 ? "" : falseMatchNote(gallery().faces);
   byId("matches").replaceChildren(...matches.map(row));
 }
 
+const gallery = () => state.collections.find((one) => one.name === state.collection) ?? { persons: 0, faces: 0 };
+
 function summaryText() {
-  if (matches.length === 0) return "Nobody in this collection fits.";
+  if (matches.length === 0) return searched.filtered ? "Nobody in this collection fits the filter." : "Nobody is enrolled here yet.";
   const [best] = matches;
-  const same = isMatch(best.score, best.same_person);
-  const verdict = same === null ? "" : same ? ", the same person" : ", but someone else";
-  return `${pluralize(matches.length, "match", "matches")}; the best is ${displayName(best.person)} at ${formatScore(best.score)}${verdict}.`;
+  const nearest = `${displayName(best.person)} at ${formatScore(best.score)}`;
+  const among = searched.filtered ? "those who fit the filter" : pluralize(gallery().persons, "person");
+  if (threshold() === null) return `The nearest of ${among} is ${nearest}; there is no threshold to judge by.`;
+  const above = matches.filter((match) => isMatch(match.score, match.same_person)).length;
+  if (above === 0) return `No match among ${among}; the nearest is ${nearest}.`;
+  const more = above === searched.k ? " or more" : "";
+  return `${above}${more} above the threshold among ${among} searched; the best is ${nearest}.`;
 }
 
 function row(match) {
-  const add = element("button", { type: "button", class: "plain small", "aria-label": `Add this picture to ${displayName(match.person)}`, onclick: () => addFace(match.person, add) }, "Add this picture");
+  const add = element("button", { type: "button", class: "plain small", "aria-label": `Add this picture to ${displayName(match.person)}`, onclick: () => addFace(match, add) }, "Add this picture");
   const score = element("div", { class: "score" }, element("span", { class: "number" }, formatScore(match.score)), scoreBar(match.score), judgement(match.score, match.same_person));
   return element("li", {}, ...personHead(match.person, `face ${match.face}`), score, hasRole("write") ? add : null);
 }
 
-async function addFace(person, button) {
-  let face = null;
-  const done = await runWithErrors(error, async () => {
-    const faces = [await asInput(pictures.files[0])];
-    const answer = await call("POST", inCollection(state.collection, "persons", person.id, "faces"), { body: { faces } });
-    face = answer.faces[0].id;
-  }, button);
-  if (!done) return;
+/** Add the picture to a match; below the threshold only after a question, for one wrong face spoils later searches. */
+async function addFace(match, button) {
+  const send = () => sendFace(match.person);
+  const isAbove = isMatch(match.score, match.same_person) === true;
+  const added = await (isAbove ? runWithErrors(error, send, button) : confirmAction(question(match), send));
+  if (added) byId("search-done").querySelector("button")?.focus();   // the row that had the focus was drawn anew
+}
+
+function question({ person, score }) {
+  const name = displayName(person);
+  const limit = threshold();
+  const judged = limit === null ? "there is no threshold to judge by" : `below the threshold of ${formatScore(limit)}`;
+  const [best] = matches;
+  const nearest = best.person.id === person.id ? "Nobody here is nearer."
+    : `The nearest is ${displayName(best.person)} at ${formatScore(best.score)}.`;
+  const text = `The picture scores ${formatScore(score)} with ${name}: ${judged}. ${nearest} A picture of someone else would make later searches find ${name} wrongly.`;
+  return { title: `Add this picture to ${name}?`, text, yes: `Add it to ${name}`, no: "Do not add" };
+}
+
+async function sendFace(person) {
+  const [file] = pictures.files;
+  const path = inCollection(state.collection, "persons", person.id, "faces");
+  const answer = await call("POST", path, { body: { faces: [await asInput(file)] }, files: { "faces[0]": file } });
+  const [{ id }] = answer.faces;
+  offerUndo(byId("search-done"), `The picture is now face ${id} of ${displayName(person)}.`, error, async () => {
+    await call("DELETE", `${path}/${id}`);
+    await renew();
+    byId("search-again").focus();
+    return `Undone: face ${id} of ${displayName(person)} is deleted.`;
+  });
+  await renew();
+}
+
+async function renew() {
   emit("changed", "search");
   await search();
-  summary.textContent = `The picture is now face ${face} of ${displayName(person)}.`;
 }
 
 function approximationNote(answer) {

@@ -1,5 +1,6 @@
 // The only caller of the service. The token lives in sessionStorage: it ends with the tab.
 
+import { fileName } from "./picture.js";
 import { parseJson, writeJson } from "./scalars.js";
 import { emit, state } from "./state.js";
 
@@ -21,15 +22,20 @@ export const token = {
   forget: () => sessionStorage.removeItem(KEY),
 };
 
-/** Ask the service; answers its JSON, or null where it has nothing to say. Throws ServiceError, or AbortError. */
-export async function call(method, path, { body = null, signal = null } = {}) {
+/**
+ * Ask the service; answers its JSON, or null where it has nothing to say. Throws ServiceError, or AbortError.
+ * `files` are the files behind the body's inputs by the names that the service gives them: {query: file}.
+ */
+export async function call(method, path, { body = null, signal = null, files = {} } = {}) {
   const headers = {};
   if (token.get() !== null) headers.Authorization = `Bearer ${token.get()}`;
   if (body !== null) headers["Content-Type"] = "application/json";
   const answer = await reach(path, { method, headers, signal, body: body === null ? null : bodyOf(body) });
   const text = await readText(answer);
-  if (!answer.ok) throw toServiceError(answer, text);
-  return text === "" ? null : parseJson(text);
+  if (!answer.ok) throw toServiceError(answer, text, files);
+  const found = text === "" ? null : parseJson(text);
+  if (found?.warnings !== undefined) found.warnings = found.warnings.map((warning) => withFileName(warning, files));
+  return found;
 }
 
 /** The path of a collection, and of what is in it. */
@@ -74,7 +80,13 @@ function connectionError(error) {
   return new ServiceError("gone", `The service at ${BASE.host} does not answer; see whether it is running, then try again.`);
 }
 
-function toServiceError(answer, text) {
+/** A message that begins with an input's name, with the name of the file that the user chose instead. */
+function withFileName(message, files) {
+  const input = Object.keys(files).find((name) => message.startsWith(name) && /^(?:: | is | has | does not )/.test(message.slice(name.length)));
+  return input === undefined ? message : `${fileName(files[input])}${message.slice(input.length)}`;
+}
+
+function toServiceError(answer, text, files) {
   let error = null;
   try {
     error = JSON.parse(text).error;
@@ -83,5 +95,6 @@ function toServiceError(answer, text) {
   }
   const code = error?.code ?? `http ${answer.status}`;
   if (answer.status === 401) emit("unauthorized");
-  return new ServiceError(code, error?.message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
+  const message = error?.message === undefined ? undefined : withFileName(error.message, files);
+  return new ServiceError(code, message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
 }

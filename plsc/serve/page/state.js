@@ -29,7 +29,7 @@ export function threshold() {
   return state.tried ?? state.info?.threshold ?? null;
 }
 
-/** Whether `score` is one person's; while no threshold is tried, the service's own word `said` counts. */
+/** Whether `score` reaches the threshold, null without one; while none is tried, the service's own word `said` counts. */
 export function isMatch(score, said) {
   if (state.tried === null) return said;
   return score >= state.tried;

@@ -1,4 +1,5 @@
 // The slider that tries thresholds, with the service's own marked on it; and what a score means against it.
+// A score says how alike two pictures are, never who somebody is: the words here are "possible match" and "below".
 
 import { element } from "./dom.js";
 import { emit, isMatch, on, state, threshold } from "./state.js";
@@ -15,7 +16,7 @@ export function thresholdSlider(host, name) {
   const mark = element("span", { class: "mark", "aria-hidden": true });
   const own = element("p", { class: "hint" });
   const back = element("button", { type: "button", class: "quiet", onclick: () => { attemptThreshold(null); slider.focus(); } });
-  const head = element("div", { class: "threshold-head" }, element("label", { for: id }, "Same person from"), value, back);
+  const head = element("div", { class: "threshold-head" }, element("label", { for: id }, "Match from"), value, back);
   host.replaceChildren(element("div", { class: "threshold" }, head, element("div", { class: "track" }, slider, mark), own));
 
   const show = () => {
@@ -28,18 +29,32 @@ export function thresholdSlider(host, name) {
     mark.hidden = service === null;
     mark.style.setProperty("--at", service === null ? 0 : share(service, Number(slider.min)));
     back.hidden = state.tried === null;
-    back.textContent = service === null ? "Judge no more" : `Back to the service's ${formatScore(service)}`;
+    back.textContent = service === null ? "Stop judging" : `Back to the service's ${formatScore(service)}`;
   };
   on("threshold", show);
   on("info", show);
   show();
 }
 
-/** "same person", "someone else", or that nobody can say, and the class of its mark. */
+/** "possible match", "below threshold", or that there is no threshold, with the class of its mark. */
 export function judgement(score, said) {
-  const same = isMatch(score, said);
-  if (same === null) return element("span", { class: "judgement" }, "no threshold");
-  return element("span", { class: `judgement ${same ? "same" : "other"}` }, same ? "same person" : "someone else");
+  const above = isMatch(score, said);
+  if (above === null) return element("span", { class: "judgement" }, "no threshold");
+  return element("span", { class: `judgement ${above ? "above" : "below"}` }, above ? "possible match" : "below threshold");
+}
+
+/**
+ * How many strangers would find somebody in a search of `faces` faces, as a sentence; "" where no rate is known: the
+ * false-match rate is that of the service's own threshold, and is one comparison's. A search makes one with every face.
+ */
+export function falseMatchNote(faces) {
+  const rate = state.info?.false_match_rate ?? null;
+  if (rate === null || state.tried !== null || faces === 0) return "";
+  const share = 1 - (1 - rate) ** faces;
+  if (share > 0.95) return "At this threshold nearly every stranger would find somebody here: use a stricter one.";
+  const among = 10 ** Math.max(1, Math.ceil(-Math.log10(share)));
+  const many = Math.round(share * among);
+  return `At this threshold about ${many} in ${grouped(among)} strangers would find somebody here.`;
 }
 
 /** A score as a bar from 0 to 1 with the threshold ticked on it. */
@@ -61,8 +76,10 @@ function explained(service) {
   if (state.info === null) return "";
   if (service === null) return "The service has no threshold of its own: move the slider to try one.";
   const rate = state.info.false_match_rate;
-  const odds = rate ? `, where one in ${Math.round(1 / rate).toLocaleString("en")} strangers passes` : "";
+  const odds = rate ? `; one in ${grouped(Math.round(1 / rate))} pairs of strangers reaches it` : "";
   return `The mark is the service's own: ${formatScore(service)}${odds}.`;
 }
+
+const grouped = (number) => number.toLocaleString("en");
 
 const share = (value, from) => Math.min(Math.max((value - from) / (1 - from), 0), 1);

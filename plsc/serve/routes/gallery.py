@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.routing import (
-    COLLECTION,
     LARGEST_ID,
     CollectionName,
     Id,
@@ -26,7 +26,7 @@ from plsc.serve.routing import (
     record_ids,
     requires,
 )
-from plsc.serve.schemas import IMAGE, Body, Input, Metadata, Scalar, examples, parse_filter
+from plsc.serve.schemas import IMAGE, Body, Input, Metadata, Scalar, Warnings, examples, parse_filter
 from plsc.serve.service import Service
 
 MAX_PAGE = 1000
@@ -41,7 +41,7 @@ router = APIRouter(prefix="/v1/collections", route_class=JsonRoute)
 class NewCollection(Body):
     """A collection to make, for embeddings of the service's model."""
 
-    name: str = Field(pattern=COLLECTION, examples=["staff"])
+    name: str = Field(pattern=COLLECTION_NAME, examples=["staff"])
 
 
 class CollectionView(BaseModel):
@@ -122,6 +122,7 @@ class PersonsView(BaseModel):
 
     persons: list[PersonView]
     next: int | None = None
+    warnings: Warnings = Field(default_factory=list)
 
 
 class EnrolledView(BaseModel):
@@ -185,7 +186,12 @@ async def compact_collection(collection: CollectionName, service: Served) -> Com
     return CompactedView(collection=collection, statistics=statistics.get(collection, {}))
 
 
-@router.get("/{collection}/persons", tags=["persons"], responses=error_responses(404))
+@router.get(
+    "/{collection}/persons",
+    tags=["persons"],
+    responses=error_responses(404),
+    response_model_exclude_unset=True,  # of fields that are always set but "warnings"
+)
 @requires("read")
 async def list_persons(
     collection: CollectionName,
@@ -195,9 +201,15 @@ async def list_persons(
     filter: Annotated[str | None, Query(description="A filter as JSON text", examples=['{"city": "Bern"}'])] = None,
 ) -> PersonsView:
     """Persons by ascending id, a page at a time, which holds fewer where their metadata are long."""
-    read = partial(service.store.persons, collection, filter=read_filter(filter))
+    conditions = read_filter(filter)
+    read = partial(service.store.persons, collection, filter=conditions)
     page, following = await service.in_store(_read_page, read, after, limit, service.settings.limits.answer_bytes)
-    return PersonsView(persons=[_view(person) for person in page], next=following)
+    answer = PersonsView(persons=[_view(person) for person in page], next=following)
+    if not page and not after:
+        warnings = await service.unknown_fields(collection, conditions)
+        if warnings:
+            answer.warnings = warnings
+    return answer
 
 
 @router.post(

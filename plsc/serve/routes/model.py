@@ -47,6 +47,7 @@ class Info(BaseModel):
     false_match_rate: float | None
     limits: LimitsInfo
     detector: bool
+    link_key: str | None
     role: Literal["read", "write", "admin"]
 
 
@@ -100,6 +101,7 @@ async def info(service: Served, request: Request) -> Info:
         false_match_rate=settings.false_match_rate,
         limits=LimitsInfo(**limits),
         detector=service.detector is not None,
+        link_key=settings.link_key,
         role=caller_of(request.scope).role,
     )
 

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
 from plsc.serve.inputs import IMAGE_TYPES
 from plsc.serve.routes.gallery import read_filter
 from plsc.serve.routing import (
-    COLLECTION,
     DirectRoute,
     content_type,
     get_service,
@@ -23,10 +23,10 @@ from plsc.serve.routing import (
     require_json,
     requires,
 )
-from plsc.serve.schemas import FILTER, IMAGE, Body, FilterBody, Input, Scalar, Score, examples, parse_filter
+from plsc.serve.schemas import FILTER, IMAGE, Body, FilterBody, Input, Scalar, Score, Warnings, examples, parse_filter
 from plsc.serve.service import Service
 
-_IS_NAME = re.compile(COLLECTION).search
+_IS_NAME = re.compile(COLLECTION_NAME).search
 _MATCH_BYTES = 96  # of a match besides its person
 _MAX_DEADLINE_MS = 3_600_000
 _SEARCHES = {"queries": [{"image": IMAGE}, {"image": IMAGE}], "k": 5, "threshold": 0.4, "filter": FILTER}
@@ -72,7 +72,10 @@ class MatchedPerson(BaseModel):
 
 
 class MatchView(BaseModel):
-    """``score`` is the cosine with the person's best face, ``same_person`` whether it reaches the threshold."""
+    """``score`` is the cosine with the person's best face, ``same_person`` whether it reaches the threshold.
+
+    A search of N faces makes N comparisons: expect about N times the threshold's false-match rate of false matches.
+    """
 
     person: MatchedPerson
     face: int
@@ -93,13 +96,14 @@ class SearchView(BaseModel):
     threshold: float | None
     approximate: bool
     recall: float | None
+    warnings: Warnings = Field(default_factory=list)
 
 
 _COLLECTION_PARAMETER = {
     "name": "collection",
     "in": "path",
     "required": True,
-    "schema": {"type": "string", "pattern": COLLECTION},
+    "schema": {"type": "string", "pattern": COLLECTION_NAME},
     "example": "staff",
 }
 _BODY = {
@@ -127,7 +131,7 @@ async def search(request: Request) -> Response:
     """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
     service, collection = get_service(request.scope), request.path_params["collection"]
     if not _IS_NAME(collection):
-        raise ApiError(400, f"{ascii(collection)[:80]} is no collection's name")
+        raise ApiError(400, f"{COLLECTION_NAME_RULE}, unlike {ascii(collection)[:80]}")
     await service.require_collection(collection)
     read = _read_image if content_type(request.scope) in IMAGE_TYPES else _read_inputs
     search, deadline = await read(request, service, collection)
@@ -135,7 +139,8 @@ async def search(request: Request) -> Response:
     statistics = await service.statistics(collection)
     threshold = service.settings.threshold if search.threshold is None else search.threshold
     _check_size(answer, service.settings.limits.answer_bytes)
-    return Response(_to_json(answer, threshold, statistics), media_type="application/json")
+    warnings = [] if any(answer.matches) else await service.unknown_fields(collection, search.filter)
+    return Response(_to_json(answer, threshold, statistics, warnings), media_type="application/json")
 
 
 async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, float]:
@@ -182,7 +187,7 @@ def _check_size(answer: SearchAnswer, limit: int) -> None:
         raise answer_too_large(limit)
 
 
-def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any) -> bytes:
+def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any, warnings: list[str]) -> bytes:
     """A :class:`SearchView` as JSON, past pydantic: its models would cost as much as the search."""
     recall = float(statistics.get("recall", math.nan))
     results = [
@@ -206,6 +211,7 @@ def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any) -> 
             "threshold": threshold,
             "approximate": bool(statistics.get("approximate", False)),
             "recall": recall if math.isfinite(recall) else None,
+            **({"warnings": warnings} if warnings else {}),
         }
     )
 
