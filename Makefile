@@ -6,7 +6,7 @@ OLDEST_TORCH := 2.11.0
 STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: help install lock quickstart test test-fast test-oldest lint clean
+.PHONY: help install lock quickstart test test-fast test-oldest lint docs clean
 
 help:
 	@echo "make quickstart   train on built-in identities, evaluate on unseen ones, search; writes quickstart/report.html"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-fast    the tests without the slow ones, for the inner loop"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
 	@echo "make lint         ruff (rules and layout) and mypy --strict"
+	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make install      the virtual environment in $(VENV), with the versions of constraints.txt"
 	@echo "make lock         write constraints.txt anew from the newest versions that pyproject.toml admits"
 
@@ -64,6 +65,9 @@ lint: install
 	$(VENV)/bin/ruff check --no-cache .  # a cached verdict of a moved module outlives the move
 	$(VENV)/bin/ruff format --no-cache --check --quiet .
 	$(VENV)/bin/mypy
+
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict
 
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist *.egg-info quickstart
