@@ -1,5 +1,8 @@
 """Atomic writes, which no reader and no restart after kill -9 sees half done; manifests that detect damage."""
 
+import contextlib
+import ctypes
+import glob
 import hashlib
 import json
 import os
@@ -25,6 +28,50 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
     return path
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """:func:`make_folder`; if the block fails, the folders that were created and are still empty are removed again."""
+    created = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield make_folder(path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the innermost comes first; one that is not empty ends it
+            for folder in created:
+                folder.rmdir()
+        raise
+
+
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse to replace a file, or a folder that is not empty, with a :class:`UsageError` unless ``overwrite``."""
+    try:
+        exists = path.is_symlink() or (any(path.iterdir()) if path.is_dir() else path.exists())
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; name another place") from None
+    if exists and not overwrite:
+        raise UsageError(f"{path} exists already: give --overwrite to replace it")
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what processes that were killed while they wrote ``path`` have left: ``.NAME.PID.tmp`` beside it."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        process = leftover.name.removesuffix(".tmp").rpartition(".")[2]
+        if process.isdigit() and not _is_running(int(process)):
+            if leftover.is_dir():
+                shutil.rmtree(leftover, ignore_errors=True)
+            else:
+                leftover.unlink(missing_ok=True)
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # sends nothing
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 @contextmanager
@@ -153,18 +200,39 @@ def _manifest_text(content: Manifest) -> str:
 
 
 def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
-    """Publish a finished folder under its final name: from then on it exists whole, and survives a power cut."""
+    """Publish a finished folder under its final name: from then on it exists whole, and survives a power cut.
+
+    A folder that has this name already is replaced: by an exchange of the two where the system has one (Linux), so that
+    the name always stands for a whole folder; elsewhere the former is moved to ``.NAME.former`` before.
+    """
     for path in tmp_path.rglob("*"):
         if path.is_file():
             _sync(path)
     _sync(tmp_path)
     former = final.with_name(f".{final.name}.former")
-    if final.exists():  # a folder cannot be replaced in one move: keep the former whole until the new one stands
-        shutil.rmtree(former, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
+    if not final.exists():
+        tmp_path.replace(final)
+    elif _exchange(tmp_path, final):
+        tmp_path.replace(former)
+    else:
         final.replace(former)
-    tmp_path.replace(final)
+        tmp_path.replace(final)
     _sync(final.parent)
     shutil.rmtree(former, ignore_errors=True)
+
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two paths of one file system in a single step; False where the system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2  # Linux with glibc 2.28 or musl 1.2.4; Python has no function for it
+    except (AttributeError, OSError):
+        return False
+    names = [os.fsencode(path.absolute()) for path in (first, second)]
+    return bool(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
 def _sync(path: Path) -> None:

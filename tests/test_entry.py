@@ -50,6 +50,16 @@ def test_result_is_written(tmp_path, capsys):
     target = tmp_path / "new" / "x.json"
     assert main(["data", "stats", "avatars:2x2", "--json", str(target)]) == 0
     assert json.loads(target.read_text())["classes"] == 2
+    assert main(["data", "stats", "avatars:3x2", "--json", str(target)]) == 2
+    assert f"{target} exists already: give --overwrite to replace it" in capsys.readouterr().err
+    assert json.loads(target.read_text())["classes"] == 2
+    assert main(["data", "stats", "avatars:3x2", "--json", str(target), "--overwrite"]) == 0
+    assert json.loads(target.read_text())["classes"] == 3
+
+
+def test_a_failure_leaves_no_folder_for_its_result(tmp_path):
+    assert main(["data", "stats", "nowhere", "--json", str(tmp_path / "new" / "x.json")]) == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_keys_value_is_not_taken_for_a_positional_argument(capsys):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
+from plsc.tools.entry import add_result_options
 
 HELP = "measure the class head, the search or the service beside its baselines"
 _SIZES: dict[str, dict[str, list[int]]] = {
@@ -109,9 +110,7 @@ def _command(commands: Any, name: str, summary: str, description: str) -> argpar
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("--out", type=Path, metavar="FOLDER", help=f"write {name}.csv and {name}.png into it")
-    # The parser of `plsc bench` has --json as well, to stand before the sub-command; SUPPRESS keeps its value.
-    text = "write the result into FILE as JSON"
-    command.add_argument("--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help=text)
+    add_result_options(command, subcommand=True)
     return command
 
 

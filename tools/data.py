@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError, UsageError
+from plsc.tools.entry import add_result_options
 
 HELP = "convert, check, count and align sets of images; make verification pairs"
 
@@ -35,10 +36,7 @@ def _command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     parser.add_argument("source", metavar="SOURCE", help="a folder, a list, a .rec or avatars:IDSxIMAGES")
-    # The outer parser has --json too, before the sub-command; here it may follow.
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON"
-    )
+    add_result_options(parser, subcommand=True)
     return parser
 
 

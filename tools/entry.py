@@ -17,12 +17,14 @@ import pkgutil
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from plsc.errors import PlscError, UsageError
-from plsc.files import make_folder, write_json
+from plsc.files import check_output, new_folder, write_json
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
 COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
@@ -115,6 +117,22 @@ def _split_overrides(argv: list[str], options: set[str]) -> tuple[list[str], lis
     return own, pairs
 
 
+def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "FILE", subcommand: bool = False) -> None:
+    """Declare --json and --overwrite, unless the tool has; every command has both, with one meaning.
+
+    Args:
+        parser: of a command, or of one of its sub-commands.
+        replaces: the outputs that --overwrite replaces, for its help.
+        subcommand: the outer parser has both options too, to stand before the sub-command; keep its values.
+    """
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS} if subcommand else {}
+    if "--json" not in parser._option_string_actions:
+        parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON", **unset)
+    if "--overwrite" not in parser._option_string_actions:
+        text = f"replace what exists already ({replaces})"
+        parser.add_argument("--overwrite", action="store_true", help=text, **unset)
+
+
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     parser = ArgumentParser(
         prog=f"plsc {name}",
@@ -123,14 +141,11 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     tool.configure(parser)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result into FILE as JSON")
+    add_result_options(parser)
     try:
         args = _parse(parser, argv, overrides=getattr(tool, "accepts_overrides", False))
-        if args.json is not None:
-            make_folder(args.json.absolute().parent)  # found out now, not after hours of work
-        result = tool.run(args)
-        if args.json is not None and result is not None:
-            write_json(args.json, result)
+        with _result_file(args) as write:
+            write(tool.run(args))
         return 0
     except ArgumentError as error:
         return _fail(error.prog, str(error), error.exit_code)
@@ -144,6 +159,20 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     except OSError as error:
         file = f"{error.filename}: " if error.filename else ""
         return _fail(f"plsc {name}", f"{file}{error.strerror or error}", 1)
+
+
+@contextmanager
+def _result_file(args: argparse.Namespace) -> Iterator[Callable[[Any], None]]:
+    """Yield a function that writes the result into --json's file, which is checked now, not after hours of work."""
+    if args.json is None:
+        yield lambda result: None
+        return
+    if args.json.is_dir():
+        raise UsageError(f"--json {args.json} is a folder; name a file")
+    if getattr(args, "resume", None) is None:  # else the file is that of the run that goes on
+        check_output(args.json, overwrite=args.overwrite)
+    with new_folder(args.json.absolute().parent):
+        yield lambda result: write_json(args.json, result) if result is not None else None
 
 
 def _parse(parser: ArgumentParser, argv: list[str], *, overrides: bool) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.gallery.store import Store, open_store, store_folder
-from plsc.tools.entry import main
+from plsc.tools.entry import add_result_options, main
 
 HELP = "verify, compact, copy, export and import a gallery"
 
@@ -65,9 +65,7 @@ def _action(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.add_argument(first, metavar=metavar)
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON"
-    )
+    add_result_options(parser, subcommand=True)
     return parser
 
 

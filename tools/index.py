@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.tools.entry import main
+from plsc.tools.entry import add_result_options, main
 
 HELP = "build, search and check an index of embeddings"
 PRINTED = 20  # queries whose matches are printed
@@ -27,7 +27,7 @@ PRINTED = 20  # queries whose matches are printed
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|search|check")
-    build = _action(actions, "build", "make an index from embedding sets")
+    build = _action(actions, "build", "make an index from embedding sets", replaces="IDX, FILE")
     build.add_argument("sets", nargs="+", type=Path, metavar="EMB", help="embedding sets of one model")
     build.add_argument("--out", required=True, type=Path, metavar="IDX", help="folder to write")
     build.add_argument("--kind", choices=("auto", "exact", "ivf", "hnsw", "pq"), default="auto", help="(auto)")
@@ -80,20 +80,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"build": _build, "search": _search, "check": _check}[args.action](args)
 
 
-def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
+def _action(actions: Any, name: str, text: str, replaces: str = "FILE") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.add_argument(
         "--threads", type=int, metavar="N", help="CPU threads (default: OMP_NUM_THREADS, else all cores)"
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        type=Path,
-        default=argparse.SUPPRESS,
-        help="write the result into FILE as JSON",
-    )
+    add_result_options(parser, replaces=replaces, subcommand=True)
     return parser
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.serve.tokens import ROLES
-from plsc.tools.entry import main
+from plsc.tools.entry import add_result_options, main
 
 HELP = "manage the tokens of a service"
 
@@ -38,9 +38,7 @@ def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
     description = f"{text[0].upper()}{text[1:]}."
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=description, allow_abbrev=False)
     parser.add_argument("--file", type=Path, default=Path("tokens.toml"), metavar="FILE", help="(tokens.toml)")
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, default=argparse.SUPPRESS, help="write the result into FILE as JSON"
-    )
+    add_result_options(parser, subcommand=True)
     return parser
 
 

@@ -84,6 +84,7 @@ def _load(args: argparse.Namespace) -> Config:
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
     options = {"--out": args.out, "--resume": args.resume, "--json": args.json}
     arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    arguments += ["--overwrite"] if args.overwrite else []
     return ["train", str(args.config), *arguments, *args.overrides]
 
 

@@ -101,7 +101,7 @@ def test_check_finds_everything(faces: Path, tmp_path: Path, capsys: pytest.Capt
     shutil.copy(faces / "ann/0.jpg", faces / "zoe/9.jpg")
     (faces / "nobody").mkdir()
     for workers in ("0", "2"):
-        assert main(["data", "check", str(faces), "--json", str(report), "--workers", workers]) == 1
+        assert main(["data", "check", str(faces), "--json", str(report), "--overwrite", "--workers", workers]) == 1
         result = json.loads(report.read_text())
         counts = {name: result[name] for name in ("images", "broken", "duplicates", "duplicates_across_classes")}
         assert counts == {"images": 11, "broken": 1, "duplicates": 2, "duplicates_across_classes": 1}

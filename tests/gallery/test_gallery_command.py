@@ -34,13 +34,13 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     opened = SqliteStore(store)
     opened.delete_person("people", opened.persons("people")[0].id)
     opened.close()
-    assert gallery("check", store, "--json", report) == 0
+    assert gallery("check", store, "--json", report, "--overwrite") == 0
     assert json.loads(report.read_text())["forgotten"] == 3
     told = capsys.readouterr().out
     assert "1 collection, 3 persons, 5 faces, 3 deleted faces still in the store's files until the next" in told
     assert gallery("compact", store, "--collection", "people") == 0
     assert gallery("compact", store) == 0
-    assert gallery("check", store, "--json", report) == 0
+    assert gallery("check", store, "--json", report, "--overwrite") == 0
     assert json.loads(report.read_text()) == {
         "store": str(store),
         "collections": 1,
@@ -55,7 +55,10 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert gallery("check", tmp_path / "copy") == 0
     assert "a sound snapshot; people: 3 persons, 5 faces" in capsys.readouterr().out
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
-    assert gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", report) == 0
+    assert (
+        gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", report, "--overwrite")
+        == 0
+    )
     assert json.loads(report.read_text()) == {"out": str(tmp_path / "new.emb"), "faces": 5, "persons": 3}
     assert list(EmbeddingSet(tmp_path / "new.emb", verify=True).class_names)[:2] == ["B", "C"]
 

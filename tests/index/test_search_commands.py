@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(folder: Path, *argv: str) -> Any:
     """Run a command in which @name means folder/name; its JSON result."""
     result = folder / "result.json"
+    result.unlink(missing_ok=True)
     assert main([text.replace("@", f"{folder}/") for text in (*argv, "--json", "@result.json")]) == 0
     return json.loads(result.read_text())
 

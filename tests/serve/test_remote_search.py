@@ -35,6 +35,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 def search(live: Live, query: Path | str, *more: str) -> Any:
     result = live.folder / "result.json"
+    result.unlink(missing_ok=True)
     code = main(
         [
             "index",
