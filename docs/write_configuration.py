@@ -74,7 +74,7 @@ def _takes(key: Key) -> str:
 
 
 def _meaning(key: Key) -> str:
-    former = f" (formerly `{key.renamed_from}`)" if key.renamed_from else ""
+    former = f" Formerly `{key.renamed_from}`." if key.renamed_from else ""
     return key.doc + former
 
 

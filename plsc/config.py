@@ -36,30 +36,33 @@ def _schedules() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: the images to learn from."""
+    """[data]: the images to train on."""
 
     train: str = key(
         "avatars:2000x30",
-        "a folder per class, a list file (path<TAB>label), a .rec, or avatars:IDENTITIESxIMAGES (built in)",
+        "Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or "
+        "avatars:IDENTITIESxIMAGES, which plsc draws.",
     )
-    image_size: int = key(112, "pixels of a side that pictures are resized to", least=16)
-    batch_size: int = key(128, "pictures per rank and micro-batch", least=1)
+    image_size: int = key(112, "Side of the square, in pixels, that images are resized to.", least=16)
+    batch_size: int = key(
+        128, "Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.", least=1
+    )
     augment: str = key(
         "flip",
-        "flip mirrors half of the pictures; affine bends them a little and mirrors none; standard is the usual "
-        "stronger set",
+        "Augmentation: flip mirrors half of the images; affine rotates, scales, shears and shifts slightly without "
+        "mirroring; standard adds crop, colour, greyscale, blur, low resolution, JPEG and erasing to flip and affine.",
         choices=("none", "flip", "affine", "standard"),
     )
     rotation_classes: bool = key(
         False,
-        "every class also rotated by 90, 180 and 270 degrees, as classes of their own: epochs four times as long",
+        "Add every class rotated by 90, 180 and 270 degrees as a class of its own; epochs take four times as long.",
         renamed_from="turned_classes",
     )
-    workers: int = key(2, "decoding processes per rank; 0 decodes in the training process", least=0)
-    max_bad_records: int = key(1000, "unreadable pictures to skip before the run gives up", least=0)
+    workers: int = key(2, "Decoding processes per rank; 0 decodes in the training process.", least=0)
+    max_bad_records: int = key(1000, "Unreadable images to skip before the run stops with an error.", least=0)
     cache: str = key(
         "auto",
-        "keep decoded pictures in memory; auto: where they take little of it",
+        "Keep decoded images in memory between epochs; auto does so where they take a small part of it.",
         choices=("auto", "always", "never"),
     )
 
@@ -68,135 +71,177 @@ class DataConfig:
 class HeadConfig:
     """[head]: the class head; the number of classes comes from the data."""
 
-    margin: str = key("arcface", "the margin of the softmax", choices=lambda: tuple(margin_keys()))
-    s: float | None = key(None, "scale of the cosines; unset: the margin's own (64)", above=0)
-    m: float | None = key(None, "margin; unset: its own default (arcface 0.5, cosface 0.4, …)", least=0)
-    m1: float | None = key(None, "combined: factor of the angle, cos(m1·θ + m2) − m3", above=0)
-    m2: float | None = key(None, "combined: added to the angle, in radians", least=0)
-    m3: float | None = key(None, "combined: taken from the cosine", least=0)
-    h: float | None = key(None, "adaface: how strongly the embedding's norm moves the margin", above=0)
-    rate: float | None = key(
-        None, "adaface, curricularface: weight of a new batch in the running statistics", above=0, most=1
+    margin: str = key("arcface", "Margin of the softmax.", choices=lambda: tuple(margin_keys()))
+    s: float | None = key(None, "Scale of the cosines; unset: 64.", above=0)
+    m: float | None = key(
+        None,
+        "Margin; unset: 0.5 (arcface, curricularface, elasticface), 0.4 (cosface, adaface), 1.7 (sphereface).",
+        least=0,
     )
-    m_low: float | None = key(None, "magface: margin at norm_low", least=0)
-    m_high: float | None = key(None, "magface: margin at norm_high", least=0)
-    norm_low: float | None = key(None, "magface: smallest embedding norm", above=0)
-    norm_high: float | None = key(None, "magface: largest embedding norm", above=0)
-    penalty_weight: float | None = key(None, "magface: weight of the penalty on small norms", least=0)
-    std: float | None = key(None, "elasticface: standard deviation of the drawn margins", least=0)
-    base: str | None = key(None, "elasticface: margin on the angle or on the cosine", choices=("arc", "cos"))
-    plus: bool | None = key(None, "elasticface: largest margins to smallest cosines (ElasticFace+)")
+    m1: float | None = key(None, "combined: m1 of cos(m1·θ + m2) − m3; unset: 1.", above=0)
+    m2: float | None = key(None, "combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.", least=0)
+    m3: float | None = key(None, "combined: m3 of cos(m1·θ + m2) − m3; unset: 0.", least=0)
+    h: float | None = key(
+        None, "adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.", above=0
+    )
+    rate: float | None = key(
+        None,
+        "adaface, curricularface: weight of the newest batch in the running statistics; unset: 0.01.",
+        above=0,
+        most=1,
+    )
+    m_low: float | None = key(None, "magface: margin at norm_low, in radians; unset: 0.45.", least=0)
+    m_high: float | None = key(None, "magface: margin at norm_high, in radians; unset: 0.8.", least=0)
+    norm_low: float | None = key(None, "magface: smallest embedding norm; unset: 10.", above=0)
+    norm_high: float | None = key(None, "magface: largest embedding norm; unset: 110.", above=0)
+    penalty_weight: float | None = key(None, "magface: weight of the penalty on small norms; unset: 35.", least=0)
+    std: float | None = key(
+        None, "elasticface: standard deviation of the margins drawn per sample; unset: 0.0125.", least=0
+    )
+    base: str | None = key(
+        None, "elasticface: margin on the angle (arc) or on the cosine (cos); unset: arc.", choices=("arc", "cos")
+    )
+    plus: bool | None = key(
+        None, "elasticface: give the largest margins to the smallest cosines (ElasticFace+); unset: false."
+    )
     gradient: str | None = key(
         None,
-        "gradient of the margin; straight_through is arcface_torch's; unset: exact",
+        "Gradient through the margin: exact, or straight_through, which applies the margin without gradient as "
+        "arcface_torch does; unset: exact.",
         choices=("exact", "straight_through"),
     )
-    centers: int = key(1, "sub-centres per class", least=1)
+    centers: int = key(1, "Sub-centres per class.", least=1)
     sample_rate: float = key(
         1.0,
-        "share of the classes in a step (Partial FC); 1 is exact, 0 takes the batch's own classes alone",
+        "Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the classes of "
+        "the batch alone.",
         least=0,
         most=1,
     )
-    weight_dtype: str = key("float32", "class weights' storage", choices=("float32", "bfloat16"))
+    weight_dtype: str = key(
+        "float32",
+        "Storage type of the class weights; bfloat16 is rounded stochastically.",
+        choices=("float32", "bfloat16"),
+    )
     momentum_dtype: str = key(
-        "float32", "momentum's storage; none trains without", choices=("float32", "bfloat16", "int8", "none")
+        "float32",
+        "Storage type of the class weights' momentum (adamw: of both moments); none trains without momentum.",
+        choices=("float32", "bfloat16", "int8", "none"),
     )
     placement: str = key(
         "device",
-        "where class weights and momentum lie: device; host, in its memory; mmap:FILE, in a file per rank",
+        "Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a mapped "
+        "file per rank).",
     )
 
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """[optim]: the optimizers of backbone and head, and their schedule."""
+    """[optim]: the optimizers of backbone and head, and their learning-rate schedule."""
 
-    name: str = key("sgd", "optimizer of backbone and head", choices=("sgd", "adamw"))
-    lr: float = key(0.1, "peak learning rate", above=0)
-    head_lr: float | None = key(None, "the head's peak learning rate; unset: lr", above=0)
-    momentum: float = key(0.9, "sgd: momentum", least=0, below=1)
-    weight_decay: float = key(5e-4, "weight decay of every weight, the head's too", least=0)
-    betas: tuple[float, ...] = key((0.9, 0.999), "adamw: decay of the two moments", least=0, below=1)
-    eps: float = key(1e-8, "adamw: added to the root of the second moment", above=0)
-    schedule: str = key(
-        "polynomial",
-        "how the rate falls after the warm-up",
-        choices=_schedules,
-    )
-    warmup_epochs: float | None = key(None, "linear warm-up in epochs; unset: none", least=0)
-    warmup_steps: int | None = key(None, "linear warm-up in steps (instead of warmup_epochs)", least=0)
-    power: float = key(1.0, "polynomial: (1 − progress)^power", above=0)
+    name: str = key("sgd", "Optimizer of backbone and head.", choices=("sgd", "adamw"))
+    lr: float = key(0.1, "Peak learning rate; it is not scaled with the batch size.", above=0)
+    head_lr: float | None = key(None, "Peak learning rate of the head; unset: lr.", above=0)
+    momentum: float = key(0.9, "sgd: momentum.", least=0, below=1)
+    weight_decay: float = key(5e-4, "Weight decay of all weights, the head's included.", least=0)
+    betas: tuple[float, ...] = key((0.9, 0.999), "adamw: decay rates of the two moments.", least=0, below=1)
+    eps: float = key(1e-8, "adamw: added to the square root of the second moment.", above=0)
+    schedule: str = key("polynomial", "Course of the learning rate after the warm-up.", choices=_schedules)
+    warmup_epochs: float | None = key(None, "Epochs of linear warm-up; unset: none.", least=0)
+    warmup_steps: int | None = key(None, "Steps of linear warm-up, in place of warmup_epochs; unset: none.", least=0)
+    power: float = key(1.0, "polynomial: exponent of (1 − progress)^power; 1 is a straight line.", above=0)
     min_lr_ratio: float = key(
-        0.0, "polynomial, cosine: the last rate as a share of the peak", least=0, most=1, renamed_from="final"
+        0.0,
+        "polynomial, cosine: learning rate at the end, as a share of the peak.",
+        least=0,
+        most=1,
+        renamed_from="final",
     )
-    milestones: tuple[float, ...] = key((), "step: epochs at which the rate is multiplied by gamma", above=0)
-    gamma: float = key(0.1, "step: factor at each milestone", above=0, most=1)
-    clip_norm: float = key(0.0, "clip the gradient's norm to this; 0 does not clip", least=0)
-    clip_head: bool = key(False, "count and clip the head's gradient too (unset: the backbone's alone)")
-    accumulate: int = key(1, "micro-batches per step; a step is that of one large batch", least=1)
+    milestones: tuple[float, ...] = key((), "step: epochs at which the learning rate is multiplied by gamma.", above=0)
+    gamma: float = key(0.1, "step: factor of the learning rate at each milestone.", above=0, most=1)
+    clip_norm: float = key(0.0, "Largest norm of the gradient, to which it is clipped; 0: no clipping.", least=0)
+    clip_head: bool = key(
+        False, "Include the head's gradient in the norm and clip it too; false: the backbone's gradient alone."
+    )
+    accumulate: int = key(
+        1, "Micro-batches per step (gradient accumulation); the step equals that of one large batch.", least=1
+    )
 
 
 @dataclass(frozen=True)
 class EvalConfig:
     """[eval]: evaluation during training, on classes that are not trained on."""
 
-    sets: tuple[str, ...] = key((), ".bin pair sets, folders of unseen classes, or avatars:NxM@FIRST")
-    every_steps: int = key(2000, "steps between evaluations; 0: only at the end", least=0)
-    batch_size: int = key(64, "pictures per rank and forward pass", least=1)
+    sets: tuple[str, ...] = key(
+        (), "Evaluation sets: .bin verification sets, folders of unseen classes, or avatars:NxM@FIRST."
+    )
+    every_steps: int = key(2000, "Steps between evaluations; 0: at the end only.", least=0)
+    batch_size: int = key(64, "Images per rank and forward pass.", least=1)
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """[checkpoint]: when to save, and how many to keep."""
 
-    every_steps: int = key(1000, "steps between checkpoints; 0: only at the end", least=0)
-    keep: int = key(3, "how many of the newest stay", least=1)
+    every_steps: int = key(1000, "Steps between checkpoints; 0: at the end only.", least=0)
+    keep: int = key(3, "Number of newest checkpoints to keep.", least=1)
 
 
 @dataclass(frozen=True)
 class LogConfig:
     """[log]: metrics.jsonl and TensorBoard."""
 
-    every_steps: int = key(10, "steps between lines of metrics.jsonl", least=1)
-    tensorboard: bool = key(True, "write RUN/tensorboard too")
+    every_steps: int = key(10, "Steps between lines of metrics.jsonl and points of TensorBoard.", least=1)
+    tensorboard: bool = key(True, "Write RUN/tensorboard as well.")
 
 
 @dataclass(frozen=True)
 class Config:
     """A training run. ``epochs`` and ``steps`` exclude each other."""
 
-    backbone: str = key("iresnet50", "a name in models/ (iresnet100, mobilefacenet, vit_base…) or timm:NAME")
-    embedding_dim: int = key(512, "length of an embedding", least=2)
-    precision: str = key("bf16", "arithmetic of the backbone; fp16 scales the loss", choices=("fp32", "bf16", "fp16"))
-    epochs: int | None = key(None, "passes over the data; 20 where steps are not given either", least=1)
-    steps: int | None = key(None, "steps to train (instead of epochs)", least=1)
-    seed: int = key(0, "everything random follows from it", least=0, below=2**31)
-    init_weights: str = key("", "weights to fine-tune from: .safetensors, arcface_torch's .pt; empty: none")
+    backbone: str = key(
+        "iresnet50", "Backbone: iresnet18 to iresnet200, mobilefacenet, vit_small, vit_base, …, or timm:NAME."
+    )
+    embedding_dim: int = key(512, "Length of an embedding.", least=2)
+    precision: str = key(
+        "bf16",
+        "Arithmetic of the backbone; bf16 and fp16 are autocast, fp16 with loss scaling.",
+        choices=("fp32", "bf16", "fp16"),
+    )
+    epochs: int | None = key(None, "Passes over the data; unset: 20, unless steps is given.", least=1)
+    steps: int | None = key(None, "Steps to train, in place of epochs.", least=1)
+    seed: int = key(0, "Seed of weights, order of the data, augmentation and sampling.", least=0, below=2**31)
+    init_weights: str = key(
+        "",
+        "Backbone weights to start from: a .safetensors of a run, or arcface_torch's .pt; the head begins anew; "
+        "empty: none.",
+    )
     head_ranks: int = key(
         0,
-        "ranks over which the class table is sharded, a divisor of all; the others hold replicas of it; 0: all",
+        "Ranks that share one class table, a divisor of all ranks; the other groups hold replicas of it; 0: all ranks.",
         least=0,
     )
     sync_batchnorm: bool = key(
-        False, "batch normalisation over the batch of all ranks; in fp32 on CPUs, all sums over samples in float64"
+        False, "Batch normalisation over all ranks; in fp32 on CPUs, sums over samples then run in float64."
     )
-    channels_last: bool = key(False, "memory format NHWC (faster convolutions on GPUs)")
-    compile: bool = key(False, "torch.compile the backbone")
+    channels_last: bool = key(False, "Memory format NHWC, which speeds up convolutions on GPUs.")
+    compile: bool = key(False, "Compile the backbone with torch.compile.")
     ema_decay: float = key(
         0.0,
-        "decay of the moving average of the weights, which is evaluated and exported; 0: off",
+        "Decay of the moving average of the backbone's weights, which is then evaluated and exported; 0: off.",
         least=0,
         below=1,
         renamed_from="ema",
     )
     rotation_tta: bool = key(
         False,
-        "evaluate and export the backbone on four positions of each picture, its embeddings side by side (four "
-        "times as long); goes with data.rotation_classes",
+        "Evaluate and export the backbone on each image in four rotations, the embeddings concatenated (four times the "
+        "time and length); goes with data.rotation_classes.",
         renamed_from="turned_views",
     )
-    max_skipped_steps: int = key(20, "steps in a row that a non-finite loss may cost before the run gives up", least=1)
+    max_skipped_steps: int = key(
+        20, "Consecutive steps with a non-finite loss or gradient after which the run stops with an error.", least=1
+    )
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)

@@ -87,7 +87,7 @@ class Key:
         """Accepted values, in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        limits = [f"{word} {limit:g}" for word, limit in self.limits.items() if limit is not None]
+        limits = [f"{word} {limit:.12g}" for word, limit in self.limits.items() if limit is not None]
         return " ".join([self.type_name, " and ".join(limits)]).rstrip()
 
     def checked(self, value: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plsc import config
+from plsc import config, losses
 from plsc.config import KEYS, Config
 from plsc.errors import UsageError
 from plsc.strict_toml import Key
@@ -224,6 +224,19 @@ def test_every_key_is_listed_with_its_meaning() -> None:
     for name, entry in KEYS.items():
         assert f"{name} " in text
         assert entry.doc in text
+
+
+@pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
+def test_every_meaning_is_a_sentence_and_names_the_default_of_an_unset_key(entry: Key) -> None:
+    start, _, rest = entry.doc.partition(": ")
+    names = {*config.margin_keys(), "sgd", "adamw", "polynomial", "cosine", "step"}
+    sentence = rest if set(start.split(", ")) <= names else entry.doc
+    assert entry.doc.endswith(".")
+    assert entry.doc.count("; unset: ") == (entry.default is None and entry.name != "steps")
+    assert sentence[0].isupper() or set(start.split(", ")) <= names
+    fields = [field for kind in losses.MARGINS.values() for field in dataclasses.fields(kind)]
+    defaults = {field.default for field in fields if f"head.{field.name}" == entry.name}
+    assert all(str(default).lower().removesuffix(".0") in entry.doc.lower() for default in defaults)
 
 
 @given(st.text())
