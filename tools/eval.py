@@ -10,8 +10,9 @@ input and one output, or raw-pixels: a baseline that compares the pixels themsel
 
 Accuracy is the LFW protocol's: ten folds; on .bin and IJB sets each image is embedded together with its mirror
 image (--flip no leaves that out of .bin sets; --flip yes does it with --data too). TAR at FAR f is the share of
-same pairs accepted when a share f of the different pairs is; it is a dash where the set has fewer than 1/f
-different pairs.
+same pairs accepted when a share f of the different pairs is; it is given where the set has 10/f different pairs
+or more, since fewer than ten accepted ones are chance. Thresholds are cosines everywhere: in the table, in JSON
+(threshold_cosine), in the histogram, in the calibration and in `plsc serve`.
 
 --calibration FILE writes which cosine holds which false-match rate, by all pairs of the --data and --pairs sets, for
 `plsc serve --calibration FILE --fmr 1e-4`. Choose people like those that will be searched for, and many: ten different

@@ -21,15 +21,14 @@ from typing import Any
 import numpy as np
 
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.evaluation.roc import Roc, merge_rocs
+from plsc.evaluation.roc import MINIMUM_IMPOSTORS, Roc, allowed_impostors, merge_rocs
 from plsc.files import digest, read_json, write_json
 
 FORMAT = "plsc calibration"
 VERSION = 1
-MINIMUM_IMPOSTORS = 10
 # Parsed from text: float("5e-05") is nearest to the decimal, 5 * 10.0**-5 need not be.
 RATES = (0.1, *(float(f"{digit}e-{power}") for power in range(2, 10) for digit in (5, 2, 1)))
-_ROUNDING = 1 + 1e-12  # rates are decimal; see plsc.evaluation.roc.tar_at_far
+_ROUNDING = 1 + 1e-12  # rates are decimal; see plsc.evaluation.roc.allowed_impostors
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def calibrate(rocs: Mapping[str, Roc], *, contract_id: str, model: str, images: 
 
 def _operating_point(roc: Roc, fmr: float) -> OperatingPoint | None:
     """Return the lowest score at which at most ``fmr`` of the different pairs match; None without enough of them."""
-    allowed = int(fmr * roc.impostor_pairs * _ROUNDING)
+    allowed = allowed_impostors(roc, fmr)
     if allowed < MINIMUM_IMPOSTORS:
         return None
     reached = int(np.searchsorted(roc.impostors, allowed, side="right"))

@@ -98,7 +98,7 @@ def evaluate(
 
     Returns:
         By the set's name (:func:`set_names`), in the order of ``sets``: {"accuracy", "accuracy_std",
-        "threshold", "tar@far_folds", "auc", "eer", "tar@far", "impostor_pairs", "genuine_pairs", "rank1",
+        "threshold_cosine", "tar@far_folds", "auc", "eer", "tar@far", "impostor_pairs", "genuine_pairs", "rank1",
         "rank5", "open_set", "images", "identities", "unreadable"}, with None for what a set cannot give.
 
     Raises:

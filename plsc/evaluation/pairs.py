@@ -36,9 +36,10 @@ def verification(embeddings: NDArray[np.floating], is_same: NDArray[np.bool_]) -
     Returns:
         ``accuracy`` and ``accuracy_std``: mean and standard deviation over ten unshuffled, contiguous folds, each
         scored at the squared distance (0 to 4 in steps of 0.01) that is best for the other nine, the smallest among
-        equals. ``threshold``: the mean of those ten. ``tar@far_folds``: insightface's TAR at FAR 1e-3. ``auc``, ``eer``
-        and ``tar@far``: from the exact ROC of all pairs. A value is None if the pairs cannot give it: fewer than ten
-        pairs, one kind missing, or FAR < 1 / impostor pairs.
+        equals. ``threshold_cosine``: the mean of those ten, as a cosine. ``tar@far_folds``: insightface's TAR at FAR
+        1e-3, whatever the number of pairs behind it. ``auc``, ``eer`` and ``tar@far``: from the exact ROC of all pairs.
+        A value is None if the pairs cannot give it: fewer than ten pairs, one kind missing, or FAR < 10 / impostor
+        pairs.
 
     Raises:
         DataError: the number of rows is not twice that of pairs, or a value is not finite.
@@ -89,12 +90,12 @@ def check_finite(embeddings: NDArray[np.floating], name: str = "embeddings") -> 
 def ten_folds(distances: NDArray[np.float64], is_same: NDArray[np.bool_]) -> dict[str, Any]:
     """Return the ten folds' accuracy, its standard deviation, the threshold, and TAR at FAR 1e-3."""
     if is_same.size < FOLDS or is_same.all() or not is_same.any():
-        return {"accuracy": None, "accuracy_std": None, "threshold": None, "tar@far_folds": None}
+        return {"accuracy": None, "accuracy_std": None, "threshold_cosine": None, "tar@far_folds": None}
     accuracies, thresholds = _fold_accuracies(distances, is_same)
     return {
         "accuracy": float(accuracies.mean()),
         "accuracy_std": float(accuracies.std()),
-        "threshold": float(thresholds.mean()),
+        "threshold_cosine": float(1.0 - thresholds.mean() / 2.0),  # |x - y|^2 = 2 - 2 cos for unit vectors
         "tar@far_folds": _fold_tar(distances, is_same, 1e-3),
     }
 

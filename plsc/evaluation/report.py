@@ -8,12 +8,16 @@ from plsc.errors import UsageError
 from plsc.evaluation.roc import FARS
 from plsc.files import atomic_write
 
+_NONE = "–"
+
 
 def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Format :func:`plsc.evaluation.evaluate`'s ``results`` as a table: a column per set, a dash for None."""
-    rows = [["", *results]]
-    rows += [[label, *(cell(result) for result in results.values())] for label, cell in _measures().items()]
-    return "\n".join(_aligned(rows))
+    """Format :func:`plsc.evaluation.evaluate`'s ``results`` as a table: a column per set, a dash for None.
+
+    A row for which no set has a value is left out.
+    """
+    rows = [[label, *(cell(result) for result in results.values())] for label, cell in _measures().items()]
+    return "\n".join(_aligned([["", *results], *(row for row in rows if set(row[1:]) != {_NONE})]))
 
 
 def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
@@ -23,6 +27,7 @@ def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
         "images": lambda result: _count(result["images"]),
         "identities": lambda result: _count(result["identities"]),
         "accuracy, %": _accuracy,
+        "threshold, cosine": lambda result: _cosine(result["threshold_cosine"]),
         "area under ROC, %": lambda result: percent(result["auc"]),
         "equal error rate, %": lambda result: percent(result["eer"]),
         **rates,
@@ -38,10 +43,14 @@ def _accuracy(result: Mapping[str, Any]) -> str:
     return f"{percent(result['accuracy'])} ± {100 * result['accuracy_std']:.2f}"
 
 
+def _cosine(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.4f}"
+
+
 def percent(value: float | None) -> str:
     """Format ``0.98765`` as ``98.77``, None as a dash. Only 1 becomes ``100.00``, and only 0 ``0.00``."""
     if value is None:
-        return "–"
+        return _NONE
     text = f"{100 * value:.2f}"
     if text == "100.00" and value < 1:
         return "99.99"
@@ -49,7 +58,7 @@ def percent(value: float | None) -> str:
 
 
 def _count(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
+    return _NONE if value is None else f"{value:,}"
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -80,7 +89,9 @@ def roc_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes
     """
     drawn = {name: result for name, result in results.items() if result.get("roc")}
     if not drawn:
-        raise UsageError("no set has both same and different pairs: there is no ROC curve to draw")
+        raise UsageError(
+            "no set has same pairs and ten different ones: there is no ROC curve to draw; leave --plot out"
+        )
     figure, axes = canvas(1)
     for number, (name, result) in enumerate(drawn.items()):
         curve = result["roc"]
@@ -118,7 +129,7 @@ def score_figure(results: Mapping[str, Mapping[str, Any]], target: Path | IO[byt
     """
     drawn = {name: result for name, result in results.items() if result.get("scores")}
     if not drawn:
-        raise UsageError("no set has pairs: there is no histogram of scores to draw")
+        raise UsageError("no set has pairs: there is no histogram of scores to draw; leave --histogram out")
     figure, axes = canvas(len(drawn))
     for axis, (name, result) in zip(axes, drawn.items(), strict=True):
         _draw_scores(axis, result)
@@ -147,8 +158,8 @@ def _draw_scores(axis: Any, result: Mapping[str, Any]) -> None:
         shares = [100 * count / total for count in scores[kind]]
         axis.stairs(shares, scores["edges"], fill=True, color=colour, alpha=0.35, linewidth=0)
         axis.stairs(shares, scores["edges"], color=colour, linewidth=1.6, label=f"{kind} ({total:,})")
-    if result.get("threshold") is not None:
-        cosine = 1 - result["threshold"] / 2
+    cosine = result.get("threshold_cosine")
+    if cosine is not None:
         axis.axvline(cosine, color=_INK, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {cosine:.2f}")
     axis.set_ylim(bottom=0)
     axis.set_ylabel("% of pairs")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+MINIMUM_IMPOSTORS = 10  # different pairs that have to match for a rate to be reported: fewer are chance
 FARS: Mapping[str, float] = {f"1e-{power}": 10.0**-power for power in range(1, 7)}
 
 
@@ -67,14 +68,19 @@ def area_under_curve(roc: Roc) -> float | None:
     return float(np.sum(np.diff(impostors) * (genuine[1:] + genuine[:-1])) / 2)
 
 
+def allowed_impostors(roc: Roc, far: float) -> int:
+    """Return the number of different pairs that may match at a false accept rate of ``far``."""
+    # Rates are decimal: 1e-3 of 30,000 pairs must allow 30 of them, although 1e-3 is not exact in binary.
+    return int(far * roc.impostor_pairs * (1 + 1e-12))
+
+
 def tar_at_far(roc: Roc, far: float) -> float | None:
     """Return the largest share of same pairs accepted while at most ``far`` of the different pairs are.
 
-    None with fewer than ``1 / far`` different pairs, or no same pair.
+    None with fewer than ``10 / far`` different pairs, since fewer than ten accepted ones are chance, or no same pair.
     """
-    # Rates are decimal: 1e-3 of 3,000 pairs must allow 3 of them, although 1e-3 is not exact in binary.
-    allowed = int(far * roc.impostor_pairs * (1 + 1e-12))
-    if allowed < 1 or not roc.genuine_pairs:
+    allowed = allowed_impostors(roc, far)
+    if allowed < MINIMUM_IMPOSTORS or not roc.genuine_pairs:
         return None
     points = int(np.searchsorted(roc.impostors, allowed, side="right"))
     return float(roc.genuine[points - 1] / roc.genuine_pairs) if points else 0.0
@@ -94,10 +100,13 @@ def equal_error_rate(roc: Roc) -> float | None:
 
 
 def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | None:
-    """Sample ``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``1 / impostor pairs`` to 1."""
-    if not roc.genuine_pairs or not roc.impostor_pairs:
+    """Sample ``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``10 / impostor pairs`` to 1.
+
+    None without a same pair or with fewer than ten different ones.
+    """
+    if not roc.genuine_pairs or roc.impostor_pairs < MINIMUM_IMPOSTORS:
         return None
-    lowest = max(np.log10(1.0 / roc.impostor_pairs), -6.0)
+    lowest = max(np.log10(MINIMUM_IMPOSTORS / roc.impostor_pairs), -6.0)
     far = np.logspace(lowest, 0.0, max(int(-lowest * per_decade), 1) + 1).tolist()
     points = [(value, tar) for value in far if (tar := tar_at_far(roc, value)) is not None]
     return {"far": [value for value, _ in points], "tar": [tar for _, tar in points]}

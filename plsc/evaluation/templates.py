@@ -21,7 +21,7 @@ from plsc.evaluation.roc import roc_from_scores
 from plsc.parallel.mesh import Mesh
 
 _FACES, _TEMPLATES, _PAIRS = "_name_5pts_score.txt", "_face_tid_mid.txt", "_template_pair_label.txt"
-_UNDEFINED = ("accuracy", "accuracy_std", "threshold", "tar@far_folds", "rank1", "rank5", "open_set")
+_UNDEFINED = ("accuracy", "accuracy_std", "threshold_cosine", "tar@far_folds", "rank1", "rank5", "open_set")
 _TEMPLATES_AT_A_TIME = 512
 _PAIRS_AT_A_TIME = 4096  # two chunks of 512 float32 fit a processor's cache
 

@@ -69,7 +69,7 @@ def test_a_bin_set_is_judged_on_its_own_pairs(pairs):
     result = judge(raw_pixels, [path])["people"]
     expected = verification(both_sides(decoded(images)), np.array([True, False] * 20))
     assert set(result) >= KEYS
-    for key in ("accuracy", "accuracy_std", "auc", "tar@far", "impostor_pairs", "threshold"):
+    for key in ("accuracy", "accuracy_std", "auc", "tar@far", "impostor_pairs", "threshold_cosine"):
         assert result[key] == expected[key]
     assert (result["images"], result["impostor_pairs"]) == (80, 20)
     assert result["rank1"] is result["rank5"] is result["identities"] is None

@@ -60,8 +60,17 @@ def test_folds_choose_their_threshold_without_looking_at_themselves():
     pairs = [at_distance(d) for _ in range(9) for d in (0.095, 1.005)] + [at_distance(0.505), at_distance(1.005)]
     result = verification(np.array(pairs).reshape(-1, 2), np.tile([True, False], 10))
     assert result["accuracy"] == pytest.approx((9 * 1.0 + 0.5) / 10)
-    assert result["threshold"] == pytest.approx((9 * 0.51 + 0.10) / 10)  # the others have the tenth to satisfy
-    assert result["tar@far"] == dict.fromkeys(["1e-2", "1e-3", "1e-4", "1e-5", "1e-6"], None) | {"1e-1": 1.0}
+    squared = (9 * 0.51 + 0.10) / 10  # the others have the tenth to satisfy
+    assert result["threshold_cosine"] == pytest.approx(1 - squared / 2)
+    assert result["tar@far"] == dict.fromkeys(["1e-1", "1e-2", "1e-3", "1e-4", "1e-5", "1e-6"], None)
+
+
+def test_accuracy_is_that_of_the_cosine_threshold():
+    embeddings, is_same = noisy_pairs(2000, 1.0)
+    result = verification(embeddings, is_same)
+    unit = embeddings / np.linalg.norm(embeddings, axis=1, keepdims=True)
+    accepted = np.sum(unit[0::2] * unit[1::2], axis=1) > result["threshold_cosine"]
+    assert np.mean(accepted == is_same) == pytest.approx(result["accuracy"], abs=0.01)
 
 
 def test_the_first_folds_take_the_surplus():
@@ -97,7 +106,7 @@ def test_scale_and_the_order_of_the_two_images_do_not_matter(seed, scale):
 def test_perfect_and_meaningless_embeddings():
     embeddings, is_same = noisy_pairs(3000, 0.01)
     perfect = verification(embeddings, is_same)
-    assert perfect["accuracy"] == perfect["auc"] == perfect["tar@far"]["1e-3"] == 1.0
+    assert perfect["accuracy"] == perfect["auc"] == perfect["tar@far"]["1e-2"] == 1.0
     assert perfect["accuracy_std"] == perfect["eer"] == 0.0
     noise = verification(np.random.default_rng(0).normal(size=(6000, 16)), is_same)
     assert abs(noise["accuracy"] - 0.5) < 0.04

@@ -23,7 +23,7 @@ def results():
         found[name] = {
             "accuracy": 0.98765,
             "accuracy_std": 0.0034,
-            "threshold": 1.4,
+            "threshold_cosine": 0.3,
             "rank1": None,
             "rank5": None,
             "images": 8000,
@@ -75,7 +75,17 @@ def test_the_table_has_a_column_for_each_set(results):
     rows = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in lines}
     assert rows["accuracy, %"] == "98.77 ± 0.34"
     assert rows["images"] == "8,000"
-    assert rows["rank-1, %"] == rows["TAR at FAR 1e-6, %"] == "–"
+    assert rows["threshold, cosine"] == "0.3000"
+
+
+def test_the_table_has_no_row_of_dashes(results):
+    assert not {"rank-1, %", "identities", "TAR at FAR 1e-6, %"} & {row.split("  ")[0] for row in rows_of(results)}
+    partly = {**results, "hard": {**results["hard"], "rank1": 0.5}}
+    assert next(row for row in rows_of(partly) if row.startswith("rank-1")).split()[-2:] == ["–", "50.00"]
+
+
+def rows_of(results):
+    return results_table(results).splitlines()[1:]
 
 
 @pytest.mark.parametrize(

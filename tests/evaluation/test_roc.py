@@ -45,9 +45,9 @@ def test_area_is_the_chance_that_a_same_pair_outscores_a_different_one(pairs):
 
 @given(SCORED, st.sampled_from([0.5, 0.3, 0.1, 0.05]))
 def test_tar_is_the_best_over_all_thresholds_within_the_far(pairs, far):
-    scores, is_same = split(pairs)
+    scores, is_same = (np.repeat(values, 10) for values in split(pairs))  # in tens, of which each rate needs one
     tar = tar_at_far(roc_from_scores(scores, is_same), far)
-    if not is_same.any() or far * np.sum(~is_same) < 1 - 1e-9:
+    if not is_same.any() or far * np.sum(~is_same) < 10 - 1e-9:
         assert tar is None
     else:
         assert tar == pytest.approx(brute_tar(scores, is_same, far))
@@ -74,16 +74,17 @@ def test_a_case_worked_by_hand():
     assert roc.genuine.tolist() == [1, 2, 2, 3, 4, 4, 4]
     assert roc.impostors.tolist() == [0, 0, 1, 2, 2, 3, 4]
     assert area_under_curve(roc) == pytest.approx((4 + 4 + 2.5 + 2) / 16)
-    assert tar_at_far(roc, 0.25) == 0.5
-    assert tar_at_far(roc, 0.5) == 1.0
-    assert tar_at_far(roc, 0.2) is None
+    tens = roc_from_scores(np.repeat(scores, 10), np.repeat(np.array([True] * 4 + [False] * 4), 10))
+    assert tar_at_far(tens, 0.25) == 0.5
+    assert tar_at_far(tens, 0.5) == 1.0
+    assert tar_at_far(tens, 0.2) is None
     # From (FAR, FRR) = (.25, .5) to (.5, .25): they meet in the middle.
     assert equal_error_rate(roc) == pytest.approx(0.375)
 
 
-def test_a_far_of_exactly_one_impostor_is_told_and_less_is_not():
-    scores = np.concatenate([np.full(10, 0.9), np.linspace(0, 0.5, 1000)])
-    roc = roc_from_scores(scores, np.arange(1010) < 10)
+def test_a_far_of_exactly_ten_impostors_is_told_and_less_is_not():
+    scores = np.concatenate([np.full(10, 0.9), np.linspace(0, 0.5, 10_000)])
+    roc = roc_from_scores(scores, np.arange(10_010) < 10)
     assert tar_at_far(roc, 1e-3) == 1.0
     assert tar_at_far(roc, 9.99e-4) is None
 
