@@ -231,6 +231,7 @@ class ClassTable(ABC):
         self.notice_writes()
         return self._stored_inverse_norm()
 
+    @torch.inference_mode(False)  # norms that are made in it could not be renewed outside of it
     @torch.no_grad()
     def notice_writes(self) -> None:
         """Renew all norms, and forget what was fetched ahead, if the rows were written to from outside."""

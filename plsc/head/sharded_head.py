@@ -1,24 +1,29 @@
 """ShardedHead: the class table, one shard per rank, and its exact margin softmax."""
 
 import logging
-import math
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
+from plsc.head.arguments import (
+    check_integers,
+    check_sample_rate,
+    check_sizes,
+    check_storage,
+    to_momentum_dtype,
+    to_weight_dtype,
+)
 from plsc.head.backends import HeadBackend, HeadShape, choose_backend
-from plsc.head.class_table import Chunk, ClassTable, OptimizerState, class_range
-from plsc.head.host_memory import mapped_file
+from plsc.head.class_table import class_range
 from plsc.head.host_table import create_table
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import ClassSampler
-from plsc.head.sharded_softmax import HeadLoss, PendingBackward, ShardedSoftmax
-from plsc.losses.margins import ArcFace, Margin, State
+from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
+from plsc.losses.margins import Margin, State, to_margin
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.mesh import Mesh
+from plsc.parallel.mesh import Mesh, require_mesh
 
 _LOG = logging.getLogger("plsc")
 
@@ -43,10 +48,12 @@ class ShardedHead(nn.Module):
         dim: width D of embeddings and class weights.
         num_classes: C. Rank r of a head group of K owns a contiguous range; the first C mod K own one class more.
         mesh: from :func:`plsc.init`; a single process where left out.
-        margin: one of :mod:`plsc.losses`; ArcFace(s=64, m=0.5) by default.
+        margin: such as ``plsc.CosFace(s=64, m=0.35)``, or a name with its paper's values: "softmax", "sphereface",
+            "cosface", "arcface", "combined", "adaface", "magface", "curricularface", "elasticface". None is
+            ArcFace(s=64, m=0.5).
         sample_rate: 1 computes the exact softmax; below 1, all positives and this share of the shard's classes take
             part in a step (Partial FC); 0 takes positives only. Rows that take no part are neither read nor moved.
-        weight_dtype: float64, float32 or bfloat16 (rounded stochastically by the update).
+        weight_dtype: float64, float32 or bfloat16 (rounded stochastically by the update), as a dtype or its name.
         momentum_dtype: of the optimizer's state: float64, float32, bfloat16, int8, or None for no momentum.
         centers: sub-centres K per class; a class's cosine is that of its nearest (Deng et al., ECCV 2020).
         seed: of first weights, sampling and rounding.
@@ -64,6 +71,7 @@ class ShardedHead(nn.Module):
         weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
             device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
+        dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
 
     Raises:
@@ -81,10 +89,10 @@ class ShardedHead(nn.Module):
         dim: int,
         num_classes: int,
         mesh: Mesh | None = None,
-        margin: Margin | None = None,
+        margin: Margin | str | None = None,
         sample_rate: float = 1.0,
-        weight_dtype: torch.dtype = torch.float32,
-        momentum_dtype: torch.dtype | None = torch.float32,
+        weight_dtype: torch.dtype | str = torch.float32,
+        momentum_dtype: torch.dtype | str | None = torch.float32,
         centers: int = 1,
         seed: int = 0,
         update: Literal["fused", "autograd"] = "fused",
@@ -93,12 +101,18 @@ class ShardedHead(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        _check_arguments(dim, num_classes, sample_rate, weight_dtype, centers, update, chunk_classes, placement)
+        check_sizes(dim=dim, num_classes=num_classes, centers=centers)
+        check_integers(seed=seed)
+        if chunk_classes is not None:
+            check_sizes(chunk_classes=chunk_classes)
+        check_sample_rate(sample_rate)
+        check_storage(placement, update)
+        weight_dtype = to_weight_dtype(weight_dtype)
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
-        self.mesh = mesh if mesh is not None else Mesh(0, 1, 0, torch.device("cpu"))
-        self.margin = margin if margin is not None else ArcFace()
+        self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
+        self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
-        self.momentum_dtype, self.placement = momentum_dtype, placement
+        self.momentum_dtype, self.placement = to_momentum_dtype(momentum_dtype), placement
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         device = self.mesh.device
         self.backend: HeadBackend = choose_backend(
@@ -106,7 +120,7 @@ class ShardedHead(nn.Module):
         )
         if self.mesh.rank == 0:
             _LOG.info("class head: %s", self.backend.describe())
-        self.table: ClassTable = create_table(
+        table = create_table(
             placement,
             self.mesh,
             num_classes=num_classes,
@@ -116,26 +130,24 @@ class ShardedHead(nn.Module):
             seed=seed,
             requires_grad=update == "autograd",
         )
-        self.weight = self.table.parameter
+        self.weight = table.parameter
         sampler = ClassSampler(*self.class_range, sample_rate, seed, device)
-        self._softmax = ShardedSoftmax(
-            self.mesh, self.margin, self.table, self.backend, sampler, num_classes, chunk_classes
-        )
+        self._softmax = ShardedSoftmax(self.mesh, self.margin, table, self.backend, sampler, num_classes, chunk_classes)
         # backward() must reach the head even where the embeddings need no gradient
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def __getattr__(self, name: str) -> Any:
         # only what nn.Module holds comes here, and of that only the weight may have updates on their way to it
-        if name == "weight" and "table" in self.__dict__:
-            self.table.settle()
+        if name == "weight" and "_softmax" in self.__dict__:
+            self._softmax.table.settle()
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        self.table.settle()
+        self._softmax.table.settle()
         super()._save_to_state_dict(*arguments)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        self.table.settle()
+        self._softmax.table.settle()
         super()._load_from_state_dict(*arguments)
 
     def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
@@ -150,12 +162,20 @@ class ShardedHead(nn.Module):
 
         Raises:
             LabelError: a label is out of range, on whatever rank: every rank raises it, and it names the label.
-            UsageError: shapes or dtypes do not fit (likewise on every rank).
+            UsageError: shapes or dtypes do not fit (likewise on every rank); or batches before this one went through
+                backward(), and the head has no optimizer, or the backbone's has stepped since and the head's has not.
+                Several backward() before the step of both accumulate. Under no_grad() and in eval mode nothing waits.
         """
-        weight = self.table.parameter if self.update == "autograd" else None
-        loss: Tensor = HeadLoss.apply(
-            embeddings, self._anchor, weight, labels, self._softmax, torch.is_grad_enabled(), self.training
-        )
+        if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor):
+            kinds = f"{type(embeddings).__name__} and {type(labels).__name__}"
+            raise UsageError(f"the head takes tensors of embeddings (b, {self.dim}) and labels (b,), not {kinds}")
+        weight = self._softmax.table.parameter if self.update == "autograd" else None
+        differentiate = torch.is_grad_enabled()
+        # norms and statistics outlive this call: made in inference mode, no later training step could change them
+        with torch.inference_mode(False), torch.set_grad_enabled(differentiate):
+            loss: Tensor = HeadLoss.apply(
+                embeddings, self._anchor, weight, labels, self._softmax, differentiate, self.training
+            )
         return loss
 
     @torch.no_grad()
@@ -176,27 +196,12 @@ class ShardedHead(nn.Module):
 
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""
-        return self.table.inverse_norms()
+        return self._softmax.table.inverse_norms()
 
     def mean_norm(self) -> float:
         """The mean ‖W‖ over all classes and sub-centres of all shards; a norm that keeps growing is a bad sign."""
         sums = self.inverse_norms().reciprocal().sum(dtype=torch.float64).reshape(1).to(self.mesh.device)
         return float(all_reduce_sum(sums, self.mesh.head) / (self.num_classes * self.centers))
-
-    # For the optimizers.
-
-    @property
-    def pending(self) -> list[PendingBackward]:
-        """The batches that went through backward() and wait for the update."""
-        return self._softmax.pending
-
-    def gradient_chunks(
-        self, pending: list[PendingBackward], update: OptimizerState | None = None
-    ) -> Iterator[tuple[Chunk, Tensor]]:
-        """Run pass 2 over ``pending``: see :meth:`ShardedSoftmax.gradient_chunks`."""
-        return self._softmax.gradient_chunks(pending, update)
-
-    # State.
 
     @property
     def margin_state(self) -> State:
@@ -209,7 +214,7 @@ class ShardedHead(nn.Module):
 
     def sharded_state(self) -> dict[str, RowShard]:
         """The table for torch.distributed.checkpoint, which loads it at any number of ranks."""
-        return {"weight": self.table.weight_shard()}
+        return {"weight": self._softmax.table.weight_shard()}
 
     def get_extra_state(self) -> dict[str, Any]:
         """Small state, equal on all ranks: the margin's statistics and the number of batches seen."""
@@ -226,34 +231,14 @@ class ShardedHead(nn.Module):
         first, stop = self.class_range
         return (
             f"dim={self.dim}, num_classes={self.num_classes}, classes [{first}, {stop}) here, {self.margin}, "
-            f"sample_rate={self.sample_rate}, {self.table.parameter.dtype}, on {self.placement}, {self.backend.name}"
+            f"sample_rate={self.sample_rate}, {self.weight.dtype}, on {self.placement}, {self.backend.name}"
         )
 
 
-def _check_arguments(
-    dim: int,
-    num_classes: int,
-    sample_rate: float,
-    weight_dtype: torch.dtype,
-    centers: int,
-    update: str,
-    chunk_classes: int | None,
-    placement: str,
-) -> None:
-    mapped_file(placement)
-    if placement != "device" and update != "fused":
-        raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
-    for name, value in (
-        ("dim", dim),
-        ("num_classes", num_classes),
-        ("centers", centers),
-        ("chunk_classes", 1 if chunk_classes is None else chunk_classes),
-    ):
-        if value < 1:
-            raise UsageError(f"the head's {name} must be at least 1, not {value}")
-    if not (0 <= sample_rate <= 1 and math.isfinite(sample_rate)):
-        raise UsageError(f"sample_rate is a share from 0 to 1, not {sample_rate}")
-    if weight_dtype not in (torch.float64, torch.float32, torch.bfloat16):
-        raise UsageError(f"weights are float64, float32 or bfloat16, not {weight_dtype}")
-    if update not in ("fused", "autograd"):
-        raise UsageError(f"update is 'fused' or 'autograd', not {update!r}")
+def softmax_of(head: ShardedHead) -> ShardedSoftmax:
+    """The internals of ``head``: table, backend, waiting batches and passes.
+
+    For the optimizers of :mod:`plsc.optim`, benchmarks and tests, which are written against them; a training script
+    has no use for them.
+    """
+    return head._softmax

@@ -4,7 +4,6 @@ The notation is DESIGN's: x̂ unit embeddings (B, D), W rows of the table, ρ = 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -14,32 +13,11 @@ from plsc.head.backends import HeadBackend
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, backward_through_normalize, is_bounded
 from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows, ClassTable, OptimizerState, default_chunk_size
 from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
+from plsc.head.pending import PendingBackward, PendingBatches
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.losses.margins import Margin, State, TargetLogit
 from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
-
-
-@dataclass
-class PendingBackward:
-    """A batch between its forward and the update: pass 2 needs the batch, log Z and the loss's derivative.
-
-    The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
-    ``scale`` and ``target_grad`` (b,) are derivatives by cosines, see :meth:`TorchBackend.second_pass`.
-    ``grad_loss`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
-    table's when the batch was seen, and ``rows`` what pass 1 saw of it.
-    """
-
-    batch: Batch
-    labels: Tensor
-    selected: Tensor | None
-    log_z: Tensor
-    scale: Tensor
-    target_grad: Tensor
-    version: int
-    largest_group: int
-    rows: ClassRows
-    grad_loss: Tensor | None = None
 
 
 class ShardedSoftmax:
@@ -75,7 +53,7 @@ class ShardedSoftmax:
         self.dim = table.parameter.shape[1]
         self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
         self.forwards = 0
-        self.pending: list[PendingBackward] = []
+        self.pending = PendingBatches(table)
 
     def chunk_size(self, batch: int) -> int:
         """Classes per chunk for this many samples."""
@@ -97,8 +75,13 @@ class ShardedSoftmax:
 
         Returns:
             The loss; this rank's embedding gradient (b, D) if ``differentiate``; what the update needs.
+
+        Raises:
+            UsageError: no optimizer took the batches before this one (:meth:`PendingBatches.check_taken`).
         """
         training = training and differentiate
+        if training:
+            self.pending.check_taken()
         gathered = gather_batch(
             embeddings,
             labels,
@@ -318,7 +301,7 @@ class HeadLoss(torch.autograd.Function):
         if ctx.dense:
             by_weight = softmax.dense_gradient(pending)
         elif ctx.training:
-            softmax.pending.append(pending)
+            softmax.pending.add(pending)
         # data parallelism averages over the ranks, but this is a sum's part: the number of ranks makes up for it
         by_embeddings = (gradient * (grad * softmax.mesh.world_size)).to(ctx.dtype)
         return by_embeddings, None, by_weight, None, None, None, None

@@ -6,7 +6,8 @@ others are s·cos. The derivative dφ/dt comes from autograd on these scalars, o
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Literal
 
 import torch
@@ -71,6 +72,10 @@ class Margin:
             MARGINS[cls.__name__.lower()] = cls
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is float and (isinstance(value, bool) or not isinstance(value, Real)):
+                raise UsageError(f"{type(self).__name__}'s {field.name} must be a number, not {value!r}")
         _require(self.s > 0, f"s must be positive, not {self.s}")
         _require(
             self.gradient in ("exact", "straight_through"),
@@ -332,6 +337,23 @@ class ElasticFace(Margin):
         else:
             margin = drawn
         return _shifted_angle(cos, margin) if self.base == "arc" else cos - margin
+
+
+def to_margin(margin: Margin | str) -> Margin:
+    """``margin`` itself, or the one of that name in configurations, with its own values.
+
+    Raises:
+        UsageError: there is no such margin; the message lists the names.
+    """
+    if isinstance(margin, str) and margin in MARGINS:
+        return MARGINS[margin]()
+    if isinstance(margin, Margin):
+        return margin
+    if isinstance(margin, type) and issubclass(margin, Margin):
+        raise UsageError(f"margin is the class {margin.__name__}; give an instance: plsc.{margin.__name__}()")
+    raise UsageError(
+        f"there is no margin {margin!r}: give one of {', '.join(sorted(MARGINS))}, or an instance like plsc.ArcFace()"
+    )
 
 
 def _require(condition: bool, message: str) -> None:

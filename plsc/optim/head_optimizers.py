@@ -3,9 +3,10 @@
 The arithmetic of a chunk is in :mod:`plsc.head.update_rules` and in the head's backend.
 """
 
+import numbers
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import Chunk
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.row_shard import RowShard
-from plsc.head.sharded_head import ShardedHead
+from plsc.head.sharded_head import ShardedHead, softmax_of
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 
@@ -53,15 +54,20 @@ class HeadOptimizer(torch.optim.Optimizer):
     ) -> None:
         if head.update != "fused":
             raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
+        if rounding not in get_args(Rounding):
+            raise UsageError(f'rounding must be "stochastic" or "nearest", not {rounding!r}')
         for name in ("lr", "weight_decay"):
-            if not defaults[name] >= 0:
+            if not _number(name, defaults[name]) >= 0:
                 raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
-        super().__init__([head.table.parameter], defaults)
+        self._softmax = softmax_of(head)
+        self._table, self._pending = self._softmax.table, self._softmax.pending
+        super().__init__([self._table.parameter], defaults)
         self.head, self.rounding = head, rounding
         self.steps = 0
         self.skipped = False
-        self._state = head.table.new_state(state_dtypes, rounding)
+        self._state = self._table.new_state(state_dtypes, rounding)
         self._updater = head.backend.updater(self.rule_type, list(state_dtypes.values()), rounding)
+        self._pending.attach(self)
 
     @property
     def tables(self) -> dict[str, RowState]:
@@ -83,7 +89,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.head.pending:
+        if not self._pending.batches:
             return loss
         self._check_version()
         self.skipped = not self._finite()
@@ -91,26 +97,26 @@ class HeadOptimizer(torch.optim.Optimizer):
             self.steps += 1
             scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler sets it for the length of this call
             self._update_rows(1.0 if scale is None else 1.0 / float(scale))
-        self.head.pending.clear()
+        self._pending.clear()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the batches seen since the last step."""
-        self.head.pending.clear()
+        self._pending.clear()
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
         """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2."""
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
-        if self.head.pending:
-            for chunk, gradient in self.head.gradient_chunks(self.head.pending):
+        if self._pending.batches:
+            for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
                 total += backward_through_normalize(gradient, chunk).double().square().sum()
         return all_reduce_sum(total, self.head.mesh.head).sqrt()
 
     def scale_gradients(self, factor: Tensor | float) -> None:
         """Multiply the gradient that step() will apply."""
-        for pending in self.head.pending:
+        for pending in self._pending.batches:
             assert pending.grad_loss is not None
             pending.grad_loss *= factor
 
@@ -138,18 +144,18 @@ class HeadOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def _update_rows(self, factor: float) -> None:
-        for chunk, gradient in self.head.gradient_chunks(self.head.pending, self._state):
+        for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches, self._state):
             self._update_chunk(chunk, gradient, factor)
-        self.head.table.norms_are_current()
+        self._table.norms_are_current()
 
     def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
         """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
         head = self.head
-        update = Update(self._rule(), factor, self.rounding, head.seed, self.steps, head.table.first_row)
+        update = Update(self._rule(), factor, self.rounding, head.seed, self.steps, self._table.first_row)
         self._updater(chunk, unit_gradient, self._state.of(chunk), update)
 
     def _check_version(self) -> None:
-        if any(pending.version != self.head.table.version for pending in self.head.pending):
+        if any(pending.version != self._table.version for pending in self._pending.batches):
             raise PlscError(
                 "head.weight was written to between a loss and its step(); write after step() or zero_grad()"
             )
@@ -158,7 +164,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         """The verdict of all ranks, as head groups see other samples. Moves 8 bytes, and waits for the device."""
         facts = [
             torch.stack([p.log_z.sum(), p.target_grad.sum(), cast(Tensor, p.grad_loss).double()])
-            for p in self.head.pending
+            for p in self._pending.batches
         ]
         bad = torch.tensor(float(getattr(self, "found_inf", 0.0)), device=self.head.mesh.device)
         if facts:
@@ -194,7 +200,8 @@ class HeadSGD(HeadOptimizer):
         nesterov: bool = False,
         rounding: Rounding = "stochastic",
     ) -> None:
-        if not 0 <= momentum < 1:
+        _check_head(head, "HeadSGD", "SGD")
+        if not 0 <= _number("momentum", momentum) < 1:
             raise UsageError(f"momentum lies in [0, 1), not {momentum}")
         if momentum and head.momentum_dtype is None:
             raise UsageError("the head keeps no momentum (momentum_dtype=None); pass momentum=0")
@@ -239,8 +246,11 @@ class HeadAdamW(HeadOptimizer):
         weight_decay: float = 1e-2,
         rounding: Rounding = "stochastic",
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise UsageError(f"betas lie in [0, 1), not {betas}")
+        _check_head(head, "HeadAdamW", "AdamW")
+        if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= _number("betas", b) < 1 for b in betas):
+            raise UsageError(f"betas are two numbers in [0, 1), not {betas!r}")
+        if not _number("eps", eps) >= 0:
+            raise UsageError(f"eps must not be negative, but is {eps}")
         if head.momentum_dtype is None:
             raise UsageError("AdamW keeps moments; give the head a momentum_dtype")
         low = head.momentum_dtype in (torch.bfloat16, torch.int8)
@@ -252,3 +262,18 @@ class HeadAdamW(HeadOptimizer):
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
         return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.steps)
+
+
+def _check_head(head: object, optimizer: str, torch_optimizer: str) -> None:
+    if not isinstance(head, ShardedHead):
+        raise UsageError(
+            f"plsc.{optimizer} takes the plsc.ShardedHead itself, not a {type(head).__name__}; "
+            f"parameters of other modules are for torch.optim.{torch_optimizer}"
+        )
+
+
+def _number(name: str, value: object) -> float:
+    """``value``, which a Tensor may hold, as torch's optimizers admit; UsageError if it is no number."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, Tensor)):
+        raise UsageError(f"{name} must be a number, not {value!r}")
+    return float(value)

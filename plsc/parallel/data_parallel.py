@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
+from plsc.errors import UsageError
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.mesh import Mesh
+from plsc.parallel.mesh import Mesh, require_mesh
 
 
 class Float64Gradients:
@@ -74,7 +75,13 @@ def data_parallel(module: nn.Module, mesh: Mesh, gradients: Float64Gradients | N
 
     Returns:
         ``module`` itself where there is one rank, else the DDP wrapper (``.module`` is the original).
+
+    Raises:
+        UsageError: ``module`` is no module, or ``mesh`` no mesh.
     """
+    require_mesh(mesh)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"data_parallel takes a torch.nn.Module, not {module!r}")
     module = module.to(mesh.device)
     if mesh.world_size == 1:
         return module

@@ -53,8 +53,8 @@ def init(device: str | torch.device | None = None, head_ranks: int = 0) -> Mesh:
         The mesh. The backend is NCCL on GPUs and gloo elsewhere; a process group that exists already is used.
 
     Raises:
-        UsageError: torchrun's environment is incomplete or contradicts itself, there are fewer GPUs than ranks, or
-            ``head_ranks`` does not divide the number of ranks.
+        UsageError: torchrun's environment is incomplete or contradicts itself, there is no such device, there are
+            fewer GPUs than ranks, or ``head_ranks`` does not divide the number of ranks.
     """
     return with_head_groups(_joined(device, head_ranks), head_ranks)
 
@@ -110,8 +110,17 @@ def _submesh(mesh: Mesh, parts: list[range]) -> Mesh:
     return submesh
 
 
+def require_mesh(mesh: object) -> Mesh:
+    """``mesh``; UsageError unless it is a Mesh."""
+    if not isinstance(mesh, Mesh):
+        raise UsageError(f"mesh must be what plsc.init() returns, not {mesh!r}")
+    return mesh
+
+
 def check_head_ranks(head_ranks: int, world_size: int) -> None:
     """UsageError unless ``head_ranks`` divides the number of ranks, or is 0."""
+    if isinstance(head_ranks, bool) or not isinstance(head_ranks, int):
+        raise UsageError(f"head_ranks must be an integer, not {head_ranks!r}")
     if head_ranks < 0 or (head_ranks and world_size % head_ranks):
         divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise UsageError(
@@ -124,7 +133,7 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
     rank, world_size, local_rank = (
         _integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    chosen = torch.device(device) if device is not None else _default_device(local_rank)
+    chosen = _default_device(local_rank) if device is None else _checked_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_available() and dist.is_initialized():
@@ -162,6 +171,19 @@ def _default_device(local_rank: int) -> torch.device:
             "or hide the GPUs (CUDA_VISIBLE_DEVICES=) to compute on the CPU"
         )
     return torch.device("cuda", local_rank)
+
+
+def _checked_device(device: str | torch.device, local_rank: int) -> torch.device:
+    """``device``; "cuda" without a number is this rank's GPU."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise UsageError(f'there is no device {device!r}: give "cpu", "cuda" or "cuda:N"') from None
+    if chosen.type != "cuda":
+        return chosen
+    if not torch.cuda.is_available():
+        raise UsageError(f"torch finds no GPU for device {str(device)!r}: give cpu, or leave it out")
+    return _default_device(local_rank) if chosen.index is None else chosen
 
 
 def _integer(name: str, default: int) -> int:

@@ -194,19 +194,14 @@ def _sums_exactly(config: Config, mesh: Mesh) -> bool:
 def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
     """The class head that [head] describes; with ``exact``, a float32 table becomes float64, and so do all sums."""
     head = config.head
-    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "none": None}
-    weight_dtype = dtypes[head.weight_dtype]
-    assert weight_dtype is not None
-    if exact and weight_dtype == torch.float32:
-        weight_dtype = torch.float64
     return ShardedHead(
         dim=config.embedding_dim,
         num_classes=num_classes,
         mesh=mesh,
         margin=make_margin(head),
         sample_rate=head.sample_rate,
-        weight_dtype=weight_dtype,
-        momentum_dtype=dtypes[head.momentum_dtype],
+        weight_dtype="float64" if exact and head.weight_dtype == "float32" else head.weight_dtype,
+        momentum_dtype=head.momentum_dtype,
         centers=head.centers,
         seed=config.seed,
         placement=head.placement,

@@ -7,6 +7,7 @@ from reference import Oracle, relative_error
 
 import plsc
 from plsc.errors import LabelError, UsageError
+from plsc.head.sharded_head import softmax_of
 from plsc.optim import GradScaler, clip_grad_norm_
 from plsc.parallel import Mesh, with_head_groups
 from plsc.parallel.collectives import all_gather_rows, broadcast_object
@@ -140,9 +141,11 @@ def test_a_group_without_samples_and_fewer_classes_than_ranks(ranks):
 
 def chunks_of_the_update(mesh: Mesh) -> list[tuple[int, int]]:
     head = plsc.ShardedHead(24, 53, mesh)
-    head._softmax.chunk_size = lambda batch: max(batch, 1)  # as many classes as the batch has samples
+    softmax_of(head).chunk_size = lambda batch: max(batch, 1)  # as many classes as the batch has samples
     head(*batch_of(make_problem(), 0, mesh, uneven(12, mesh.world_size))).backward()
-    return [(chunk.start, chunk.stop) for chunk, _ in head.gradient_chunks(head.pending)]
+    return [
+        (chunk.start, chunk.stop) for chunk, _ in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
+    ]
 
 
 def test_replicas_visit_the_same_chunks_whatever_their_batches(ranks):

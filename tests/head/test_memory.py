@@ -21,6 +21,7 @@ import plsc
 from plsc.head import row_shard
 from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.host_memory import HostMemory
+from plsc.head.sharded_head import softmax_of
 
 MIB = 2**20
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
@@ -156,9 +157,9 @@ def test_rows_beyond_element_2_to_31_are_updated_and_their_neighbours_are_not():
     values = torch.randn(len(FAR), 512).bfloat16()
     with torch.no_grad():
         head.weight[FAR] = values
-    head.table._inverse_norm = torch.zeros(ROWS)
-    renew_norms(ClassRows(head.weight.detach(), head.table._inverse_norm), FAR)
-    head.table.norms_are_current()
+    softmax_of(head).table._inverse_norm = torch.zeros(ROWS)
+    renew_norms(ClassRows(head.weight.detach(), softmax_of(head).table._inverse_norm), FAR)
+    softmax_of(head).table.norms_are_current()
     small, small_optimizer = make(len(FAR), 512, rate=0.0)
     with torch.no_grad():
         small.weight.copy_(values)

@@ -1,0 +1,155 @@
+"""Batches between backward() and the step of the head's optimizer, and the errors where no optimizer takes them.
+
+Without these checks a training loop that forgets the head would run to its end with a table that never learns.
+"""
+
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from plsc.errors import UsageError
+from plsc.head.backends.torch_backend import Batch
+from plsc.head.class_table import ClassRows, ClassTable
+
+MOST_WAITING = 1024  # micro-batches; nobody accumulates so many, and each keeps its embeddings in memory
+
+
+@dataclass
+class PendingBackward:
+    """A batch between its forward and the update: pass 2 needs the batch, log Z and the loss's derivative.
+
+    The batch is this rank's head group's; ``largest_group`` is the number of samples in the largest group's.
+    ``scale`` and ``target_grad`` (b,) are derivatives by cosines, see :meth:`TorchBackend.second_pass`.
+    ``grad_loss`` is the derivative that backward() brought for the mean loss, a scalar tensor; ``version`` is the
+    table's when the batch was seen, and ``rows`` what pass 1 saw of it.
+    """
+
+    batch: Batch
+    labels: Tensor
+    selected: Tensor | None
+    log_z: Tensor
+    scale: Tensor
+    target_grad: Tensor
+    version: int
+    largest_group: int
+    rows: ClassRows
+    grad_loss: Tensor | None = None
+
+
+class PendingBatches:
+    """The batches of one table that wait for its optimizer.
+
+    Several backward() before one step() accumulate, as with any torch optimizer. Accumulation has been forgotten
+    about, instead, where no optimizer of the table exists, or where another optimizer (the backbone's) has stepped
+    since the oldest of them: the next training batch, or that other optimizer's step, then raises.
+
+    Args:
+        table: the rows that the update is for.
+
+    Attributes:
+        batches: in the order of their backward().
+    """
+
+    def __init__(self, table: ClassTable) -> None:
+        self.batches: list[PendingBackward] = []
+        self._table = table
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped_without_head = ""  # the type of the optimizer that stepped while batches waited
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle as the queue of the copied table: empty, and with no optimizer yet."""
+        return PendingBatches, (self._table,)
+
+    def add(self, batch: PendingBackward) -> None:
+        """Let ``batch`` wait, whose backward() has run."""
+        _watch_steps_of(self)
+        self.batches.append(batch)
+
+    def clear(self) -> None:
+        """Forget all batches: an update took them, or they are not wanted."""
+        self.batches.clear()
+        self._stepped_without_head = ""
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Name an optimizer that takes the batches. Several may; none is kept alive by it."""
+        _watch_steps_of(self)
+        self._optimizers.add(optimizer)
+
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Return whether ``optimizer`` takes these batches."""
+        return optimizer in self._optimizers
+
+    def check_taken(self) -> None:
+        """Refuse a further training batch where those that wait have been forgotten.
+
+        Raises:
+            UsageError: the head has no optimizer; another optimizer stepped, but not the head's; or more than
+                ``MOST_WAITING`` batches wait.
+        """
+        if not self.batches:
+            return
+        names = " or ".join(sorted(f"{type(optimizer).__name__}.step()" for optimizer in self._optimizers))
+        if not names:
+            raise UsageError(
+                "a batch went through backward(), but the head has no optimizer that learns from it: make "
+                "plsc.HeadSGD(head) or plsc.HeadAdamW(head) before training and call its step() "
+                "(head.eval() computes losses for a table that is to stay as it is)"
+            )
+        if self._stepped_without_head:
+            raise UsageError(
+                f"{self._stepped_without_head}.step() was called, but the head's {names} was not: "
+                "call both after backward(), or the head learns nothing"
+            )
+        if len(self.batches) >= MOST_WAITING:
+            raise UsageError(
+                f"{len(self.batches):,} batches went through backward() without a step of the head: call {names} "
+                "after each backward(), or after the few that accumulate gradients"
+            )
+
+    def notice_step(self, optimizer: Optimizer) -> None:
+        """Take note of the coming step of an optimizer that is no head's.
+
+        Raises:
+            UsageError: it holds the table's parameter, which has no gradient, and no optimizer of the head exists.
+        """
+        if not self._optimizers and _holds(optimizer, self._table.parameter):
+            raise UsageError(
+                f"head.weight is a parameter of {type(optimizer).__name__}, which finds no gradient in it: leave "
+                "head.parameters() out and step plsc.HeadSGD(head) or plsc.HeadAdamW(head) beside it, or make the "
+                'head with update="autograd"'
+            )
+        if self.batches and not self._stepped_without_head:
+            self._stepped_without_head = type(optimizer).__name__
+
+
+def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
+    return any(held is parameter for group in optimizer.param_groups for held in group["params"])
+
+
+_WATCHED: "weakref.WeakSet[PendingBatches]" = weakref.WeakSet()
+
+
+def _watch_steps_of(pending: PendingBatches) -> None:
+    """Let ``pending`` notice every optimizer's steps from now on."""
+    _install_step_hook()
+    _WATCHED.add(pending)
+
+
+@functools.cache
+def _install_step_hook() -> None:
+    """Look at the steps of all torch optimizers of this process: once, and for as long as it lives."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    watched = list(_WATCHED)
+    # a head's optimizer may step alone, as where two heads take turns
+    if any(pending.belongs_to(optimizer) for pending in watched):
+        return
+    for pending in watched:
+        pending.notice_step(optimizer)
