@@ -95,11 +95,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The cosine of two inputs."""
+    """The cosine of two inputs; ``warnings`` are the server's about pictures that seem to be no aligned crops."""
 
     score: float
     threshold: float | None
     same_person: bool | None
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.gallery.store import Store, open_store, store_folder
+from plsc.progress import counted
 from plsc.tools.entry import add_result_options, main
 
 HELP = "verify, compact, copy, export and import a gallery"
@@ -109,7 +110,7 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
         store.compact(args.collection)
         result = store.statistics()
     for name, figures in result.items():
-        print(f"{name}: {_count(int(figures['rows']), 'face')}")
+        print(f"{name}: {counted(int(figures['rows']), 'face')}")
     return {"store": args.store, "collections": result}
 
 
@@ -117,7 +118,7 @@ def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
     with _opened(args.store) as store:
         store.snapshot(args.out)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    print(f"{args.out}: {_count(size, 'byte')}")
+    print(f"{args.out}: {counted(size, 'byte')}")
     return {"snapshot": str(args.out), "bytes": size}
 
 
@@ -143,7 +144,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
 
     with _opened(args.store) as store:
         written = export_set(store, args.collection, args.out)
-    print(f"{args.out}: {_count(len(written), 'face')} of {_count(len(written.class_names), 'person')}")
+    print(f"{args.out}: {counted(len(written), 'face')} of {counted(len(written.class_names), 'person')}")
     return {"out": str(args.out), "faces": len(written), "persons": len(written.class_names)}
 
 
@@ -153,15 +154,16 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
     with _opened(args.store, create=True) as store:
         result = import_set(store, args.collection, args.set)
     print(
-        f"{args.collection}: {_count(result['faces'], 'face')} of {_count(result['persons'], 'person')} enrolled, "
-        f"{_count(result['left_out'], 'row')} left out"
+        f"{args.collection}: {counted(result['faces'], 'face')} of {counted(result['persons'], 'person')} enrolled, "
+        f"{counted(result['left_out'], 'row')} left out"
     )
     return {"store": args.store, "collection": args.collection, **result}
 
 
 def _counts(collections: list[dict[str, Any]]) -> str:
     counts = [
-        f"{info['name']}: {_count(info['persons'], 'person')}, {_count(info['faces'], 'face')}" for info in collections
+        f"{info['name']}: {counted(info['persons'], 'person')}, {counted(info['faces'], 'face')}"
+        for info in collections
     ]
     return "; ".join(counts) or "no collections"
 
@@ -170,14 +172,10 @@ def _figure(name: str, value: int | bool) -> str:
     """A figure of a store's check in words."""
     if name.startswith("forgotten"):
         held_by = "snapshots" if name == "forgotten_in_snapshots" else "the store's files until the next compaction"
-        return f"{_count(value, 'deleted face')} still in {held_by}"
+        return f"{counted(value, 'deleted face')} still in {held_by}"
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
-    return _count(value, name.removesuffix("s"))
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return counted(value, name.removesuffix("s"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Inputs of requests made ready for the model: images decoded within limits, vectors checked."""
 
 import binascii
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +12,20 @@ import torch
 from plsc.data.alignment import align_face
 from plsc.data.codec import decode_image, resize_image
 from plsc.embedding.detector import Detector
+from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
 Float32 = npt.NDArray[np.float32]
 IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
+
+
+class DecodedImage(NamedTuple):
+    """An image as the model expects it: uint8 (3, size, size), and warnings about it, a line each."""
+
+    pixels: torch.Tensor
+    warnings: Sequence[str]
 
 
 def image_bytes(item: Input, name: str) -> bytes:
@@ -29,15 +38,12 @@ def image_bytes(item: Input, name: str) -> bytes:
 
 def decode(
     data: bytes, name: str, size: int, max_pixels: int, landmarks: Any, detector: Detector | None
-) -> torch.Tensor:
+) -> DecodedImage:
     """Decode a JPEG, PNG or WEBP file as the model expects it.
 
     Args:
         landmarks: (5, 2) points to align by; without them ``detector`` finds the main face, and without that the
-            image is taken as an aligned crop and resized.
-
-    Returns:
-        uint8 (3, size, size).
+            image is taken as an aligned crop and resized, with warnings where it does not look like one.
 
     Raises:
         ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
@@ -49,10 +55,14 @@ def decode(
         raise ApiError(413 if "allowed" in str(error) else 422, str(error)) from None
     try:
         if landmarks is not None:
-            return align_face(image, landmarks, size, name)
-        return resize_image(image, size) if detector is None else detector.aligned(image, size, name)
+            return DecodedImage(align_face(image, landmarks, size, name), ())
+        if detector is not None:
+            return DecodedImage(detector.aligned(image, size, name), ())
     except DataError as error:
         raise ApiError(422, str(error)) from None
+    found = picture_warnings(image, size)
+    expected = f"the model expects an aligned crop of {size}x{size}"
+    return DecodedImage(resize_image(image, size), [f"{name}: {warning.message}; {expected}" for warning in found])
 
 
 def check_format(data: bytes, name: str) -> None:

@@ -1,6 +1,6 @@
 """Schemas that several resources share: inputs, metadata, filters; and examples that are valid as they stand."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -32,6 +32,7 @@ FilterBody = Annotated[dict[str, Any], Field(examples=[FILTER], description="Con
 Warnings = Annotated[
     list[str], Field(description="What is probably not what was meant, a line each; left out where there is nothing")
 ]
+Answer = TypeVar("Answer", bound=BaseModel)
 Point = Annotated[list[float], Field(min_length=2, max_length=2, fail_fast=True)]
 
 
@@ -77,6 +78,11 @@ class Input(Body):
         if self.landmarks is not None and self.image is None:
             raise ValueError("landmarks belong to an image")
         return self
+
+
+def with_warnings(answer: Answer, warnings: list[str]) -> Answer:
+    """Set the warnings of an answer; without any they stay unset, and ``response_model_exclude_unset`` omits them."""
+    return answer.model_copy(update={"warnings": warnings}) if warnings else answer
 
 
 def parse_filter(value: Any) -> Filter | None:

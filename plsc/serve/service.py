@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from plsc.gallery.store import Collection, Store
 from plsc.serve.answer_warnings import unknown_fields
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.errors import ApiError
-from plsc.serve.inputs import Float32, check_direction, decode, image_bytes, input_vector
+from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
 from plsc.serve.observability import Audit, Metrics
 from plsc.serve.schemas import Input
 from plsc.serve.settings import Settings
@@ -30,6 +30,13 @@ STORE_THREADS = 8
 _REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
 _STORE_SECONDS = 2.0  # a store that takes longer to say what it holds is lost
 _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
+
+
+class Embedded(NamedTuple):
+    """Vectors (n, D) float32 of inputs, and warnings about their images, a line each."""
+
+    vectors: Float32
+    warnings: list[str]
 
 
 class Service:
@@ -73,11 +80,8 @@ class Service:
         finally:
             self.metrics.stage("store", time.monotonic() - begun)
 
-    async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Float32:
+    async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Embedded:
         """Vectors of inputs, images embedded.
-
-        Returns:
-            (n, D) float32.
 
         Raises:
             ApiError: an input that cannot be used, by its name.
@@ -88,18 +92,16 @@ class Service:
             for item, name in zip(inputs, names, strict=True)
         ]
         images = [index for index, vector in enumerate(vectors) if vector is None]
+        warnings: list[str] = []
         if images:
             encoded = [(image_bytes(inputs[index], names[index]), inputs[index].landmarks) for index in images]
-            embedded = await self.embed(encoded, [names[index] for index in images], deadline)
+            embedded, warnings = await self.embed(encoded, [names[index] for index in images], deadline)
             for index, vector in zip(images, embedded, strict=True):
                 vectors[index] = vector
-        return np.array(vectors, dtype=np.float32).reshape(len(inputs), dim)
+        return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings)
 
-    async def embed(self, images: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Float32:
+    async def embed(self, images: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Embedded:
         """Embed encoded images, each with landmarks or None.
-
-        Returns:
-            (n, D) float32.
 
         Raises:
             ApiError: an image that cannot be used, by its name.
@@ -110,14 +112,15 @@ class Service:
             for (data, landmarks), name in zip(images, names, strict=True)
         ]
         try:
-            pixels = torch.stack(await asyncio.gather(*decoding))
+            decoded = await asyncio.gather(*decoding)
         finally:
             for future in decoding:
                 future.cancel()  # those still queued, where one failed or the caller disconnected
+        pixels = torch.stack([image.pixels for image in decoded])
         vectors = await self.worker.submit("embed", pixels, len(pixels), deadline)
         for vector, name in zip(vectors, names, strict=True):
             check_direction(vector, name)
-        return np.asarray(vectors)
+        return Embedded(np.asarray(vectors), [warning for image in decoded for warning in image.warnings])
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
         """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
@@ -187,7 +190,7 @@ class Service:
         if failed and self._remembered.get(key, (0.0, None))[1] is asking:
             del self._remembered[key]
 
-    def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> torch.Tensor:
+    def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> DecodedImage:
         begun = time.monotonic()
         if begun > deadline:
             raise ApiError(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")

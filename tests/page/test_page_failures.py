@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from support.page_actions import ADA
-from support.page_kit import PageService, chosen
+from support.page_kit import PageService, chosen, draw
 
 from plsc.serve.settings import Limits
 from plsc.serve.tokens import add_token
@@ -39,6 +39,29 @@ def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, c
     page.get_by_role("button", name="Enrol", exact=True).click()
     expect(page.locator("#enrol-error")).to_contain_text("broken.png ")
     expect(page.locator("#enrol-pictures li")).to_have_count(2)
+
+
+def test_a_picture_that_is_no_crop_is_doubted_by_its_name(visit: Any, people: str) -> None:
+    page = visit(people)
+    wide = chosen(draw(80)[:8], "group photo.png")
+    told = "group photo.png: 16x8 pixels are not square; the model expects an aligned crop of 16x16."
+    page.locator("#search-picture input").set_input_files(wide)
+    expect(page.locator("#matches > li")).to_have_count(4)
+    expect(page.locator("#search-warning")).to_have_text(told)
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#search-warning")).to_be_empty()
+    page.get_by_role("tab", name="Compare").click()
+    page.locator("#compare-a input").set_input_files(wide)
+    page.locator("#compare-b input").set_input_files(chosen(ADA))
+    expect(page.locator("#compare-warning")).to_have_text(told)
+    page.get_by_role("tab", name="Enrol").click()
+    page.locator("#enrol-pictures input").set_input_files([chosen(ADA), wide])
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-warning")).to_have_text(told)
+    page.get_by_role("tab", name="Browse").click()
+    page.get_by_role("button", name="Ada Lovelace", exact=True).click()
+    page.locator("#person-add input").set_input_files(wide)
+    expect(page.locator("#person-warning")).to_have_text(told)
 
 
 def test_a_picture_beyond_the_limit_is_not_sent(visit: Any, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The service through HTTP: what is enrolled is found, as a dictionary and float64 say; what is wrong is told."""
 
+import io
 import json
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
 
 from plsc.data.alignment import TEMPLATE, align_face
@@ -363,6 +365,43 @@ def test_a_field_that_nobody_has_is_named_where_a_filter_finds_nobody(live):
             assert "warnings" not in answer
     assert live.ask("GET", f"{place}/persons").json()["persons"][0]["name"] == "Ada"
     assert "warnings" not in live.ask("GET", f"{live.collection('nobody')}/persons").json()
+
+
+def encoded(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_a_picture_that_is_no_crop_gets_a_warning_and_its_answer(live):
+    place = live.collection("doubtful")
+    wide = encoded(np.random.default_rng(0).integers(0, 256, (20, 40, 3), dtype=np.uint8))
+    wide_told = f"40x20 pixels are not square; the model expects an aligned crop of {SIZE}x{SIZE}"
+    dark = encoded(np.full((SIZE, SIZE, 3), 9, dtype=np.uint8))
+    dark_told = f"it is nearly uniform; the model expects an aligned crop of {SIZE}x{SIZE}"
+    bad, good = image_input(wide), image_input(picture(1))
+
+    one = live.ask("POST", f"{place}/persons", {"name": "Ada", "faces": [good, bad]}).json()
+    assert one["warnings"] == [f"faces[1]: {wide_told}"]
+    several = {"persons": [{"faces": [good]}, {"faces": [image_input(dark)]}]}
+    assert live.ask("POST", f"{place}/persons", several).json()["warnings"] == [f"persons[1].faces[0]: {dark_told}"]
+    path = f"{place}/persons/{one['id']}"
+    assert live.ask("POST", f"{path}/faces", {"faces": [bad]}).json()["warnings"] == [f"faces[0]: {wide_told}"]
+    assert "warnings" not in live.ask("POST", f"{path}/faces", {"faces": [good]}).json()
+    assert "warnings" not in live.ask("GET", path).json()
+
+    searched = live.ask("POST", f"{place}/search", {"queries": [good, bad]}).json()
+    assert searched["warnings"] == [f"queries[1]: {wide_told}"]
+    assert len(searched["results"]) == 2
+    assert "warnings" not in live.ask("POST", f"{place}/search", {"query": good}).json()
+    raw = live.http.post(f"{place}/search", content=wide, headers={"Content-Type": "image/png"})
+    assert raw.json()["warnings"] == [f"the body: {wide_told}"]
+    assert live.ask("POST", "/v1/compare", {"a": bad, "b": good}).json()["warnings"] == [f"a: {wide_told}"]
+    assert "warnings" not in live.ask("POST", "/v1/compare", {"a": good, "b": good}).json()
+    assert live.ask("POST", "/v1/embeddings", {"inputs": [bad]}).json()["warnings"] == [f"inputs[0]: {wide_told}"]
+    points = (TEMPLATE * SIZE / 112 + 2).tolist()
+    aligned = {"a": {**bad, "landmarks": points}, "b": good}
+    assert "warnings" not in live.ask("POST", "/v1/compare", aligned).json()  # it is cut to a crop
 
 
 @pytest.mark.parametrize("method", ["POST", "GET"])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import orjson
@@ -26,8 +26,8 @@ from plsc.serve.routing import (
     record_ids,
     requires,
 )
-from plsc.serve.schemas import IMAGE, Body, Input, Metadata, Scalar, Warnings, examples, parse_filter
-from plsc.serve.service import Service
+from plsc.serve.schemas import IMAGE, Body, Input, Metadata, Scalar, Warnings, examples, parse_filter, with_warnings
+from plsc.serve.service import Embedded, Service
 
 MAX_PAGE = 1000
 _READ_TOGETHER = 128  # persons; with the longest metadata, 32 MiB
@@ -105,6 +105,7 @@ class FacesView(BaseModel):
     """Faces that were added."""
 
     faces: list[FaceView]
+    warnings: Warnings = Field(default_factory=list)
 
 
 class PersonView(BaseModel):
@@ -125,10 +126,17 @@ class PersonsView(BaseModel):
     warnings: Warnings = Field(default_factory=list)
 
 
+class EnrolledPersonView(PersonView):
+    """A person as enrolled."""
+
+    warnings: Warnings = Field(default_factory=list)
+
+
 class EnrolledView(BaseModel):
     """Persons enrolled together."""
 
     persons: list[PersonView]
+    warnings: Warnings = Field(default_factory=list)
 
 
 @router.get("", tags=["collections"], responses=error_responses())
@@ -190,7 +198,7 @@ async def compact_collection(collection: CollectionName, service: Served) -> Com
     "/{collection}/persons",
     tags=["persons"],
     responses=error_responses(404),
-    response_model_exclude_unset=True,  # of fields that are always set but "warnings"
+    response_model_exclude_unset=True,
 )
 @requires("read")
 async def list_persons(
@@ -204,17 +212,14 @@ async def list_persons(
     conditions = read_filter(filter)
     read = partial(service.store.persons, collection, filter=conditions)
     page, following = await service.in_store(_read_page, read, after, limit, service.settings.limits.answer_bytes)
-    answer = PersonsView(persons=[_view(person) for person in page], next=following)
-    if not page and not after:
-        warnings = await service.unknown_fields(collection, conditions)
-        if warnings:
-            answer.warnings = warnings
-    return answer
+    warnings = [] if page or after else await service.unknown_fields(collection, conditions)
+    return with_warnings(PersonsView(persons=[_view(person) for person in page], next=following), warnings)
 
 
 @router.post(
     "/{collection}/persons",
     status_code=201,
+    response_model_exclude_unset=True,
     tags=["persons"],
     responses=error_responses(404, 409, 413, 415, 422, 504),
 )
@@ -227,17 +232,19 @@ async def add_persons(
     ],
     service: Served,
     request: Request,
-) -> PersonView | EnrolledView:
+) -> EnrolledPersonView | EnrolledView:
     """Enrol one person, or several: all or none. They are stored and found by searches when this answers."""
     several = isinstance(body, PersonsBody)
     persons = body.persons if isinstance(body, PersonsBody) else [body]
     limit = service.settings.limits.inputs
     if len(persons) > limit:
         raise ApiError(413, f"{len(persons)} persons; at most {limit} are enrolled in a request")
-    new = await _embed_persons(service, collection, persons, several)
+    new, warnings = await _embed_persons(service, collection, persons, several)
     added = await service.in_store(service.store.add_persons, collection, new, service.contract_id)
     record_ids(request, [person.id for person in added])
-    return EnrolledView(persons=[_view(person) for person in added]) if several else _view(added[0])
+    if several:
+        return with_warnings(EnrolledView(persons=[_view(person) for person in added]), warnings)
+    return with_warnings(EnrolledPersonView.model_construct(**dict(_view(added[0]))), warnings)
 
 
 @router.get("/{collection}/persons/{person}", tags=["persons"], responses=error_responses(404))
@@ -285,6 +292,7 @@ async def delete_person(collection: CollectionName, person: Id, service: Served,
 @router.post(
     "/{collection}/persons/{person}/faces",
     status_code=201,
+    response_model_exclude_unset=True,
     tags=["persons"],
     responses=error_responses(404, 409, 413, 415, 422, 504),
 )
@@ -299,9 +307,9 @@ async def add_faces(
     """Add faces to a person."""
     record_ids(request, [person])
     await service.require_collection(collection)
-    vectors = await _embed_groups(service, [("faces", body.faces)])
+    vectors, warnings = await _embed_groups(service, [("faces", body.faces)])
     added = await service.in_store(service.store.add_faces, collection, person, vectors, service.contract_id)
-    return FacesView(faces=[FaceView(id=face) for face in added])
+    return with_warnings(FacesView(faces=[FaceView(id=face) for face in added]), warnings)
 
 
 @router.delete(
@@ -352,16 +360,19 @@ def _view(person: Person) -> PersonView:
 
 async def _embed_persons(
     service: Service, collection: str, persons: Sequence[PersonBody], several: bool
-) -> list[NewPerson]:
-    """The persons with the vectors of their inputs, all embedded together."""
+) -> tuple[list[NewPerson], list[str]]:
+    """The persons with the vectors of their inputs, all embedded together, and warnings about the inputs."""
     await service.require_collection(collection)
     names = [f"persons[{index}].faces" if several else "faces" for index in range(len(persons))]
-    vectors = await _embed_groups(service, [(name, person.faces) for name, person in zip(names, persons, strict=True)])
+    vectors, warnings = await _embed_groups(
+        service, [(name, person.faces) for name, person in zip(names, persons, strict=True)]
+    )
     parts = np.split(vectors, np.cumsum([len(person.faces) for person in persons])[:-1])
-    return [NewPerson(part, person.name, person.metadata) for part, person in zip(parts, persons, strict=True)]
+    new = [NewPerson(part, person.name, person.metadata) for part, person in zip(parts, persons, strict=True)]
+    return new, warnings
 
 
-async def _embed_groups(service: Service, groups: Sequence[tuple[str, Sequence[Input]]]) -> Any:
+async def _embed_groups(service: Service, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:
     inputs = [item for _, faces in groups for item in faces]
     names = [f"{name}[{index}]" for name, faces in groups for index in range(len(faces))]
     service.check_inputs(len(inputs))

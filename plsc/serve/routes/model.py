@@ -13,7 +13,7 @@ from plsc.serve.admission import caller_of
 from plsc.serve.errors import error_responses
 from plsc.serve.routes.search import is_match
 from plsc.serve.routing import JsonRoute, Served, requires
-from plsc.serve.schemas import IMAGE, Body, Input, examples
+from plsc.serve.schemas import IMAGE, Body, Input, Warnings, examples, with_warnings
 
 router = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["model"])
 
@@ -64,6 +64,7 @@ class CompareView(BaseModel):
     score: float
     threshold: float | None
     same_person: bool | None
+    warnings: Warnings = Field(default_factory=list)
 
 
 class EmbeddingsBody(Body):
@@ -78,6 +79,7 @@ class EmbeddingsView(BaseModel):
     contract_id: str
     dim: int
     embeddings: list[list[float]]
+    warnings: Warnings = Field(default_factory=list)
 
 
 @router.get("/info", responses=error_responses())
@@ -106,7 +108,7 @@ async def info(service: Served, request: Request) -> Info:
     )
 
 
-@router.post("/compare", responses=error_responses(413, 415, 422, 504))
+@router.post("/compare", responses=error_responses(413, 415, 422, 504), response_model_exclude_unset=True)
 @requires("read")
 async def compare(
     body: Annotated[
@@ -116,11 +118,12 @@ async def compare(
     service: Served,
 ) -> CompareView:
     """The cosine of two inputs, and whether it reaches the service's threshold."""
-    vectors = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
+    vectors, warnings = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
     a, b = vectors.astype(np.float64)
     score = float(np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1))
     threshold = service.settings.threshold
-    return CompareView(score=score, threshold=threshold, same_person=is_match(score, threshold))
+    answer = CompareView(score=score, threshold=threshold, same_person=is_match(score, threshold))
+    return with_warnings(answer, warnings)
 
 
 @router.post("/embeddings", response_model=EmbeddingsView, responses=error_responses(413, 415, 422, 504))
@@ -131,10 +134,11 @@ async def embeddings(
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
     names = [f"inputs[{index}]" for index in range(len(body.inputs))]
-    vectors = await service.vectors(body.inputs, names, service.deadline(None))
+    vectors, warnings = await service.vectors(body.inputs, names, service.deadline(None))
     answer = {
         "contract_id": service.contract_id,
         "dim": service.embedder.embedding_dim,
         "embeddings": vectors.tolist(),
+        **({"warnings": warnings} if warnings else {}),
     }
     return Response(to_json(answer), media_type="application/json")

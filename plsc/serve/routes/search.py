@@ -134,34 +134,35 @@ async def search(request: Request) -> Response:
         raise ApiError(400, f"{COLLECTION_NAME_RULE}, unlike {ascii(collection)[:80]}")
     await service.require_collection(collection)
     read = _read_image if content_type(request.scope) in IMAGE_TYPES else _read_inputs
-    search, deadline = await read(request, service, collection)
+    search, warnings, deadline = await read(request, service, collection)
     answer = await service.search(search, deadline)
     statistics = await service.statistics(collection)
     threshold = service.settings.threshold if search.threshold is None else search.threshold
     _check_size(answer, service.settings.limits.answer_bytes)
-    warnings = [] if any(answer.matches) else await service.unknown_fields(collection, search.filter)
+    if not any(answer.matches):
+        warnings += await service.unknown_fields(collection, search.filter)
     return Response(_to_json(answer, threshold, statistics, warnings), media_type="application/json")
 
 
-async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, float]:
-    """The search for an image that is the body itself, and its deadline."""
+async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
+    """The search for an image that is the body itself, warnings about it, and the deadline."""
     form = _parse(SearchQuery, dict(request.query_params))
     deadline, filter = service.deadline(form.deadline_ms), read_filter(form.filter)
     _check_k(service, form.k, 1)
-    vectors = await service.embed([(await request.body(), None)], ["the body"], deadline)
-    return Search(collection, vectors, form.k, form.threshold, filter), deadline
+    vectors, warnings = await service.embed([(await request.body(), None)], ["the body"], deadline)
+    return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
 
 
-async def _read_inputs(request: Request, service: Service, collection: str) -> tuple[Search, float]:
-    """The search for inputs in a JSON body, and its deadline."""
+async def _read_inputs(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
+    """The search for inputs in a JSON body, warnings about them, and the deadline."""
     require_json(content_type(request.scope))
     form = _parse(SearchBody, read_body(await request.body(), service))
     deadline, filter = service.deadline(form.deadline_ms), parse_filter(form.filter)
     inputs = [form.query] if form.query is not None else form.queries or []
     _check_k(service, form.k, len(inputs))
     names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
-    vectors = await service.vectors(inputs, names, deadline)
-    return Search(collection, vectors, form.k, form.threshold, filter), deadline
+    vectors, warnings = await service.vectors(inputs, names, deadline)
+    return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
 
 
 def _parse(form: type[Form], value: Any) -> Form:
