@@ -30,7 +30,8 @@ MIB = 2**20
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
-    add("--model", required=True, metavar="FILE", help="a model file or run directory")
+    add("--model", required=True, metavar="FILE", help="a model file, or a run directory: its last weights")
+    add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--store", required=True, metavar="DIR", help=f"a gallery's folder, {SPEC_FORMS}")
     add("--port", type=int, default=8080, metavar="N", help="0 takes a free one (8080)")
     add("--host", default="127.0.0.1", metavar="H", help="address to listen on (127.0.0.1)")
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> None:
         judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
-        model = f"model {args.model} ({service.contract_id}), {judge}"
+        model = f"model {service.embedder.source} ({service.contract_id}), {judge}"
         print(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}", flush=True)
 
     server.run(load, ready)
@@ -153,7 +154,7 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
     device = None if args.device is None else torch.device(args.device)
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
-    embedder = open_embedder(args.model, device=device, precision=args.model_precision)
+    embedder = open_embedder(args.model, device=device, precision=args.model_precision, best=args.best)
     if args.calibration is not None:
         _check_calibration(args.calibration, contract_of(embedder, args.flip))
     detector = None

@@ -43,7 +43,11 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
     app = FastAPI(
         title="plsc",
         version=__version__,
-        description="Search a gallery of persons by pictures or vectors.",
+        description=(
+            "Search a gallery of persons by pictures or vectors. Scores are cosines; `same_person` says whether a score "
+            "reaches the service's threshold: a possible match, for people to judge. `x-role` of an operation is the "
+            "role that a token needs for it."
+        ),
         openapi_url=None,
         redirect_slashes=False,
         routes=routes,

@@ -36,6 +36,22 @@ def test_the_page_is_served_under_a_strict_policy(service: PageService) -> None:
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=|https?://", page.text)
 
 
+def test_the_interface_is_described_at_docs_without_another_host(visit: Any, people: str) -> None:
+    page = visit(people)  # which fails where another host is asked, or the policy is broken
+    with page.expect_response("**/docs/swagger-ui-bundle.js") as script:
+        page.get_by_role("link", name="API: every request").click()
+    policy = script.value.headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    expect(page.get_by_role("heading", name="plsc")).to_be_visible()
+    page.get_by_role("button", name="POST /v1/compare Compare").click()
+    expect(page.get_by_text("The cosine of two inputs, and whether").first).to_be_visible()
+    page.get_by_role("button", name="Try it out").click()
+    with page.expect_response("**/v1/compare") as answer:
+        page.get_by_role("button", name="Execute").click()
+    assert answer.value.json()["score"] == pytest.approx(1)  # the example is two times one picture
+
+
 def test_not_even_a_mistake_of_its_own_makes_text_markup(chromium: Any, service: PageService) -> None:
     page = chromium.new_page()
     page.goto(service.url)

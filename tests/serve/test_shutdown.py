@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -76,7 +77,12 @@ def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
     assert (process.returncode, out, err) == (0, "", "")
 
     path = points(tmp_path / "calibration.json", open_embedder(model).contract_id)
-    process, line = start(model, tmp_path / "store", "--fmr", "1e-3", "--calibration", str(path))
+    (model.parent / "run").mkdir()
+    for name in ("model.safetensors", "best.safetensors"):
+        shutil.copy(model, model.parent / "run" / name)
+    of_a_run = ("--model", str(model.parent / "run"), "--best")
+    process, line = start(model, tmp_path / "store", *of_a_run, "--fmr", "1e-3", "--calibration", str(path))
+    assert f"model {model.parent}/run/best.safetensors (" in line
     with plsc.Client(line.split()[2].rstrip(":")) as client:
         assert client.person("staff", person.id) == person
         info = client.info()
@@ -148,6 +154,8 @@ def test_what_is_wrong_at_the_start_is_one_line(model, tmp_path, capsys):
         (["--port", "99999"], 2, "port"),
         (["--audit", str(tmp_path / "no" / "audit")], 2, "audit"),
         (["--model", str(other)], 1, "other.json"),
+        (["--best"], 2, "--best chooses among the weights of a run directory"),
+        (["--model", str(model.parent), "--best"], 2, "has no best.safetensors"),
     ):
         given = ["serve", "--model", str(model), "--store", store, "--port", "0", *arguments]
         assert main(given) == code, arguments

@@ -291,7 +291,7 @@ def test_nothing_unknown_is_open(live, secrets):
     for method, path in (
         *[
             ("GET", path)
-            for path in ("/v1", "/v3", "/page/a/b", "/docs", "/redoc", "/health", "/health/live/x", "/metrics")
+            for path in ("/v1", "/v3", "/page/a/b", "/docs/a/b", "/redoc", "/health", "/health/live/x", "/metrics")
         ],
         ("POST", "/"),
         ("PUT", "/health/live"),
