@@ -44,9 +44,9 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
         title="plsc",
         version=__version__,
         description=(
-            "Search a gallery of persons by pictures or vectors. Scores are cosines; `same_person` says whether a score "
-            "reaches the service's threshold: a possible match, for people to judge. `x-role` of an operation is the "
-            "role that a token needs for it."
+            "Search a gallery of persons by pictures or vectors. Scores are cosines; `same_person` says whether a "
+            "score reaches the service's threshold: a possible match, for people to judge. `x-role` of an operation "
+            "is the role that a token needs for it."
         ),
         openapi_url=None,
         redirect_slashes=False,
