@@ -1,6 +1,7 @@
 """The pages of the documentation: every shell and Python block runs as written."""
 
 import re
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from support import page_files
 from support.page_runner import ROOT, PageRun, blocks_of, options_of
 
+from plsc import config
 from plsc.tools.entry import COMMANDS
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -42,6 +44,9 @@ SETTINGS = {
         names={"image": torch.from_numpy(np.array(page_files.photo(1))).permute(2, 0, 1)},
         replaced={"--fmr 1e-4": "--fmr 1e-1"},  # which takes 100,000 pairs
     ),
+    "first-data-set.md": Setting(
+        replaced={"-ge 10": "-ge 4", "tail -n 30": "tail -n 5", "--fmr 1e-3": "--fmr 1e-1"},  # 8 people
+    ),
     "serving.md": Setting(
         files="model.safetensors ada.jpg unknown.jpg",
         replaced={"112": str(page_files.SIDE)},  # a small model
@@ -68,6 +73,8 @@ def test_commands_stand_in_blocks_that_run(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for block in blocks_of(page):
         assert block.language, f"{page.name}:{block.line}: the block has no language"
+        if block.language == "toml":
+            config.from_dict(tomllib.loads(block.text))
         if block.language not in ("sh", "python"):
             found = re.search(r"^\s*(\$ )?(plsc|torchrun|curl|pip) .*", block.text, flags=re.MULTILINE)
             assert not found, f"{page.name}:{block.line}: {found[0]}"

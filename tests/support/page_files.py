@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import shutil
+import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from PIL import Image
 from plsc.data.avatars import render_avatar
 from support import scrfd
 
-PERSONS, PICTURES, SIDE = 6, 4, 32
+PERSONS, PICTURES, SIDE = 8, 4, 32
 LANDMARKS = scrfd.POINTS * 8 + 36  # of the face that the stand-in detector finds in `photo`
 
 
@@ -94,6 +96,27 @@ def detector(path: Path) -> None:
     scrfd.stand_in(path)
 
 
+def lfw_archive(path: Path) -> None:
+    """Write an archive of photos with LFW's folders and names."""
+    with tarfile.open(path, "w:gz") as archive:
+        for person in range(PERSONS):
+            for number in range(PICTURES):
+                file = io.BytesIO()
+                photo(100 * person + number).save(file, "JPEG", quality=95)
+                entry = tarfile.TarInfo(f"lfw/person-{person}/person-{person}_{number + 1:04}.jpg")
+                entry.size = file.tell()
+                file.seek(0)
+                archive.addfile(entry, file)
+
+
+def detector_archive(path: Path) -> None:
+    """Write an archive with a stand-in detector, as insightface's model packs have it."""
+    detector(path.with_name("det_10g.onnx"))
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(path.with_name("det_10g.onnx"), "det_10g.onnx")
+    path.with_name("det_10g.onnx").unlink()
+
+
 def picture(path: Path) -> None:
     """Write one drawn face."""
     Image.fromarray(render_avatar(7, len(path.stem), SIDE)).save(path)
@@ -122,6 +145,8 @@ def configuration(path: Path) -> None:
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
+    "lfw.tgz": lfw_archive,
+    "buffalo_l.zip": detector_archive,
     "faces/": crops,
     "unseen/": lambda path: crops(path, first=5000),
     "photos/": photos,

@@ -9,6 +9,7 @@ takes; pipes, variables and redirections are bash's own. A Python block is execu
 """
 
 import contextlib
+import fnmatch
 import io
 import json
 import os
@@ -17,9 +18,11 @@ import shlex
 import socket
 import subprocess
 import sys
+import textwrap
 import threading
 import tomllib
 import traceback
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,11 +31,16 @@ from typing import Any
 
 import pytest
 
+from support import page_files
+
 ROOT = Path(__file__).parents[2]
 PORT = "8080"  # of the service, on every page
-STAND_INS = ("plsc", "python", "torchrun", "make", "pip", "git", "python-block")
+STAND_INS = ("plsc", "python", "torchrun", "make", "pip", "git", "curl", "unzip", "python-block", "file-block")
 _STAND_IN = """#!{python} -SI
 import json, os, socket, sys
+if os.path.basename(sys.argv[0]) == "curl" and not any(word.startswith("https://") for word in sys.argv):
+    os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
+    os.execvp("curl", sys.argv)
 link = socket.socket(socket.AF_UNIX)
 link.connect(os.environ["PAGE_SOCKET"])
 variables = {{name: value for name, value in os.environ.items() if name.startswith("PLSC_")}}
@@ -47,9 +55,10 @@ sys.exit(code)
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: its language, its text and the line at which it begins."""
+    """A fenced block of a page: its language, the file that it shows (or ""), its text, the line at which it begins."""
 
     language: str
+    title: str
     text: str
     line: int
 
@@ -57,10 +66,15 @@ class Block:
 def blocks_of(page: Path) -> list[Block]:
     """Read the fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", text, flags=re.DOTALL | re.MULTILINE)
+    fence = r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]*)")?\n(?P<text>.*?)^(?P=indent)```$'
     return [
-        Block(match[2], re.sub(f"^{match[1]}", "", match[3], flags=re.MULTILINE), text[: match.start()].count("\n") + 1)
-        for match in found
+        Block(
+            match["language"],
+            match["title"] or "",
+            textwrap.dedent(match["text"]),
+            text[: match.start()].count("\n") + 1,
+        )
+        for match in re.finditer(fence, text, flags=re.DOTALL | re.MULTILINE)
     ]
 
 
@@ -111,9 +125,13 @@ class PageRun:
         """The page's blocks as one script for bash."""
         parts = ["set -Eeuo pipefail", "trap 'echo \"at $AT: $BASH_COMMAND\" >&2' ERR"]
         for index, block in enumerate(self._blocks):
-            if block.language in ("sh", "python"):
-                parts.append(f"AT={self.page.name}:{block.line}")
-                parts.append(self._adapted(block.text) if block.language == "sh" else f"python-block {index}")
+            parts.append(f"AT={self.page.name}:{block.line}")
+            if block.title:
+                parts.append(f"file-block {index}")
+            elif block.language == "python":
+                parts.append(f"python-block {index}")
+            elif block.language == "sh":
+                parts.append(self._adapted(block.text))
         return "\n".join(parts)
 
     def _adapted(self, text: str) -> str:
@@ -246,6 +264,24 @@ class PageRun:
         """Make the folder that a clone would make. Tests do not clone."""
         assert argv[0] == "clone", argv
         Path(argv[-1]).mkdir()
+        return 0
+
+    def _curl(self, argv: list[str]) -> int:
+        """Make a stand-in for a file of another host. Tests ask no other host; the service's requests are made."""
+        page_files.make(Path(), argv[argv.index("-o") + 1])
+        return 0
+
+    def _unzip(self, argv: list[str]) -> int:
+        """Extract a file without its folders, for machines that have no unzip."""
+        assert argv[:2] == ["-q", "-j"], argv
+        with zipfile.ZipFile(argv[2]) as archive:
+            for name in fnmatch.filter(archive.namelist(), argv[3]):
+                Path(Path(name).name).write_bytes(archive.read(name))
+        return 0
+
+    def _file_block(self, argv: list[str]) -> int:
+        block = self._blocks[int(argv[0])]
+        Path(block.title).write_text(block.text, encoding="utf-8")
         return 0
 
     def _python_block(self, argv: list[str]) -> int:
