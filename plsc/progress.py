@@ -1,15 +1,48 @@
 """Progress line of a long-running command: count, rate and remaining time; counts and durations as text."""
 
+import shutil
 import sys
 import time
 from typing import TextIO
 
 
-class Progress:
-    """Prints at most one line every ``interval`` seconds: count, share, rate and time to go.
+class StatusLine:
+    """A line that changes while a command works, and other lines beside it.
 
-    On a terminal the line is rewritten in place; in a log each report is a line of its own.
+    On a terminal it is rewritten in place, cut to the terminal's width; elsewhere each state is a line of its own.
     """
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = file if file is not None else sys.stderr
+        self.rewrites = self._file.isatty()
+        self._is_shown = False
+
+    def update(self, text: str) -> None:
+        """Show ``text`` in place of the line's former state."""
+        if self.rewrites:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
+            self._file.write(f"\r\x1b[K{text}")
+            self._is_shown = True
+        else:
+            self._file.write(text + "\n")
+        self._file.flush()
+
+    def print(self, text: str) -> None:
+        """Write ``text`` as a line that stays, in place of the changing one."""
+        self._file.write(("\r\x1b[K" if self._is_shown else "") + text + "\n")
+        self._is_shown = False
+        self._file.flush()
+
+    def close(self) -> None:
+        """End a line that is shown, so that what others print begins a line of its own."""
+        if self._is_shown:
+            self._file.write("\n")
+            self._file.flush()
+            self._is_shown = False
+
+
+class Progress:
+    """Prints at most one line every ``interval`` seconds: count, share, rate and time to go."""
 
     def __init__(
         self,
@@ -24,8 +57,8 @@ class Progress:
     ) -> None:
         self.what, self.total, self.unit, self.interval = what, total, unit, interval
         self.count = self._first = done
-        self.file = file if file is not None else sys.stderr
         self.quiet = quiet
+        self._status = StatusLine(file)
         self._start = time.monotonic()
         self._last = self._start
 
@@ -40,30 +73,24 @@ class Progress:
         now = time.monotonic()
         if not self.quiet and now - self._last >= self.interval:
             self._last = now
-            self._print(self.line(note), final=False)
+            self._status.update(self.line(note))
 
     def finish(self, note: str = "") -> None:
         """Print the closing line."""
         if not self.quiet:
-            self._print(self.line(note), final=True)
+            self._status.print(self.line(note))
 
     def line(self, note: str = "") -> str:
         """Format the report."""
         if self.total is None:
             position = f"{self.count:,} {self.unit}"
         else:
-            position = f"{self.count:,}/{self.total:,} {self.unit} ({self.count / max(self.total, 1):.0%})"
+            share = min(self.count / max(self.total, 1), 1.0)
+            position = f"{self.count:,}/{self.total:,} {self.unit} ({share:.0%})"
         parts = [f"{self.what}: {position}", f"{self.rate:,.1f} {self.unit}/s"]
         if self.total is not None and self.rate > 0 and self.count < self.total:
             parts.append(f"{duration((self.total - self.count) / self.rate)} to go")
         return ", ".join([*parts, note] if note else parts)
-
-    def _print(self, line: str, *, final: bool) -> None:
-        if self.file.isatty():
-            self.file.write(f"\r\x1b[K{line}" + ("\n" if final else ""))
-        else:
-            self.file.write(line + "\n")
-        self.file.flush()
 
 
 def duration(seconds: float) -> str:

@@ -94,6 +94,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.parallel import shutdown
     from plsc.train import train
     from plsc.train.failures import as_lost_rank, is_reporting_rank, wait_for_reporter
+    from plsc.train.report import closing_lines
 
     keep_freed_memory()
     mesh = plsc.init(head_ranks=config.head_ranks)
@@ -116,7 +117,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
         raise SystemExit(lost.exit_code) from None
     if not mesh.is_main:
         return None
-    print(f"trained {result['steps']:,} steps ({result['epochs']:.2f} epochs) in {out}: {out / 'model.safetensors'}")
+    print("\n".join(closing_lines(out, result)))
     return result
 
 

@@ -1,6 +1,5 @@
 """The training run, top to bottom: from a configuration to a run directory, in one go or in as many as it takes."""
 
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,13 @@ from plsc.errors import PlscError, UsageError
 from plsc.files import atomic_write, make_folder
 from plsc.optim.schedules import advance, schedule, scheduler
 from plsc.parallel import Mesh
-from plsc.progress import Progress
+from plsc.progress import counted
 from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import build, open_training_data
 from plsc.train.evaluate import BEST, MODEL, check_sets, evaluate_sets, mean_accuracy, save_weights, summary
 from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
 from plsc.train.metrics import METRICS, MetricsLog, StepMeter
+from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
 from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
 from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
 
@@ -33,11 +33,11 @@ def train(
         config: see :mod:`plsc.config`.
         mesh: the ranks, from :func:`plsc.init`, with the head groups that ``config.head_ranks`` asks for. They share
             one file system.
-        out: config.toml, classes.json, metrics.jsonl, tensorboard/, checkpoints/, model.safetensors (the last
-            weights) and best.safetensors (those of the best mean accuracy).
+        out: config.toml, classes.json, train.log, metrics.jsonl, tensorboard/, checkpoints/, model.safetensors (the
+            last weights) and best.safetensors (those of the best mean accuracy).
         resume: None begins a run; "auto" goes on from the newest checkpoint of ``out``, or begins where there
             is none; else a checkpoint's folder, or a run's.
-        quiet: print nothing.
+        quiet: print nothing; train.log is written.
 
     Returns:
         {"out", "steps", "epochs", "loss", "skipped_steps", "images", "seconds", "images_per_second",
@@ -55,8 +55,12 @@ def train(
         trainer = Trainer(config, mesh, Path(out), resume, quiet)
         try:
             return trainer.run(stop)
+        except PlscError as error:
+            trainer.report.log(f"ended: {error}")
+            raise
         finally:
             trainer.metrics.close()
+            trainer.report.close()
 
 
 class Trainer:
@@ -64,7 +68,6 @@ class Trainer:
 
     def __init__(self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool) -> None:
         self.config, self.mesh, self.out = config, mesh, out
-        self.quiet = quiet or not mesh.is_main
         _check_groups(config, mesh)
         raise_on_all_ranks(mesh, lambda: _check_folder(out, resume))
         dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config.data))
@@ -73,16 +76,19 @@ class Trainer:
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         self.position = Position()
         self._saved_at = -1
+        stored = self._find_checkpoint(resume)  # a wrong one leaves no empty folder
+        start = begins_anew(config) if stored is None else self._resume_from(stored)
         raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
-        stored = self._find_checkpoint(resume)
-        if stored is not None:
-            self._resume_from(stored)
         raise_on_all_ranks(mesh, self._write_descriptions)
         self._set_schedule()
         self.stepper = Stepper(self.components)
         self.metrics = MetricsLog(
             out, step=self.position.step, tensorboard=config.log.tensorboard, enabled=mesh.is_main
         )
+        self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
+        for line in header(self.components, self._last_step(), start):
+            self.report.line(line)
+        self._report_resumption(stored)
         self.last_loss: float | None = None
         self._skipped_in_a_row = 0
         self._results: dict[str, dict[str, Any]] = {}
@@ -91,7 +97,8 @@ class Trainer:
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Take the steps that are left; evaluate, log and save on the way."""
         start, images = time.monotonic(), 0
-        progress = self._progress()
+        last_step = self._last_step()
+        progress = StepProgress(self.report, self.position, last_step)
         meter = StepMeter()
         for group in self._groups():
             result = self.stepper.step(group, self.position.step, stop.signal)
@@ -99,7 +106,7 @@ class Trainer:
             self._after_step(result)
             meter.update(result)
             self._log(meter, result)
-            progress.advance(result.images, self._note(result))
+            progress.advance(result.images, epoch=self.epochs_done, lr=self.rates[0], loss=self.last_loss)
             if result.stop:
                 self._save()
                 raise Interrupted(
@@ -107,14 +114,19 @@ class Trainer:
                     f"written: --resume auto goes on",
                     result.stop,
                 )
-            if _is_due(self.position.step, self.config.eval.every_steps):
-                self._evaluate()
-            if _is_due(self.position.step, self.config.checkpoint.every_steps):
-                self._save()
-        progress.finish(self._note(None))
+            with progress.paused():
+                # The last step's evaluation comes before its checkpoint, which stores the best accuracy.
+                if _is_due(self.position.step, self.config.eval.every_steps) or self.position.step >= last_step:
+                    self._evaluate()
+                if _is_due(self.position.step, self.config.checkpoint.every_steps):
+                    self._save()
+        progress.finish()
         self._evaluate()
         self._save()
-        return self._result(time.monotonic() - start, images)
+        summary = self._result(time.monotonic() - start, images)
+        for line in closing_lines(self.out, summary):
+            self.report.log(line)
+        return summary
 
     @property
     def epochs_done(self) -> float:
@@ -141,17 +153,22 @@ class Trainer:
             raise UsageError(f"{path} holds no finished checkpoint; --resume auto begins anew where there is none")
         return stored
 
-    def _resume_from(self, stored: StoredCheckpoint) -> None:
+    def _resume_from(self, stored: StoredCheckpoint) -> str:
+        """Restore the run's state; returns what it starts from, in words."""
         self.position = raise_on_all_ranks(self.mesh, lambda: restore(self.components, stored))
         if stored.path.parent.resolve() == self.checkpoints.folder.resolve():
             self._saved_at = self.position.step
-        self._print(
-            f"resumed from {stored.path} (step {self.position.step:,}, saved by {stored.state['world_size']} ranks)"
-        )
+        ranks = counted(stored.state["world_size"], "rank")
+        return f"resumed from {stored.path} (step {self.position.step:,}, saved by {ranks})"
+
+    def _report_resumption(self, stored: StoredCheckpoint | None) -> None:
+        """Report the keys that changed, and set aside checkpoints of later steps, which this run will write anew."""
+        if stored is None:
+            return
         for change in changed_keys(stored.state["config"], self.config):
-            self._print(f"changed on resume: {change}")
+            self.report.line(f"changed on resume: {change}")
         for later in self.checkpoints.set_aside_after(self.position.step):
-            self._print(f"set aside as superseded-{later.name}: it is of a later step")
+            self.report.line(f"set aside as superseded-{later.name}: it is of a later step")
 
     def _write_descriptions(self) -> None:
         if self.mesh.is_main:
@@ -182,6 +199,10 @@ class Trainer:
             return self.config.steps
         assert self.config.epochs is not None
         return self.config.epochs * steps_per_epoch(self.components)
+
+    def _last_step(self) -> int:
+        """The number of the run's last step. ``step`` and ``schedule_step`` part when the batch size changes."""
+        return self.position.step + max(self._total_steps() - self.position.schedule_step, 0)
 
     # Steps.
 
@@ -227,10 +248,11 @@ class Trainer:
         self._results = evaluate_sets(self.components)
         self.metrics.write(self.position.step, {"epoch": self.epochs_done, "eval": summary(self._results)})
         for name, result in self._results.items():
-            self._print(f"step {self.position.step:,}: {name}: " + _format_result(result))
+            self.report.line(f"step {self.position.step:,}: {name}: " + _format_result(result))
         accuracy = mean_accuracy(self._results)
         if accuracy is not None and accuracy > self.position.best.get("accuracy", -1.0):
             self.position.best = {"step": self.position.step, "accuracy": accuracy}
+            self._saved_at = -1  # a checkpoint of this step does not know of it yet
             save_weights(self.components, self.out / BEST)
 
     def _save(self) -> None:
@@ -262,27 +284,6 @@ class Trainer:
             "images_per_second": images_per_second,
         }
         self.metrics.write(self.position.step, values)
-
-    def _progress(self) -> Progress:
-        images = len(self.components.dataset)
-        done = round(self.epochs_done * images)
-        total = None
-        if self.config.epochs is not None:
-            total = self.config.epochs * images
-        elif self.config.steps is not None:
-            left = max(self.config.steps - self.position.step, 0)
-            per_step = images / steps_per_epoch(self.components)
-            total = done + round(left * per_step)
-        return Progress("train", total, done=done, quiet=self.quiet)
-
-    def _note(self, result: StepResult | None) -> str:
-        loss = result.loss if result is not None else self.last_loss
-        note = f"step {self.position.step:,}" + (f", loss {loss:.3f}" if loss is not None else "")
-        return note + (f", {self.position.skipped} skipped" if self.position.skipped else "")
-
-    def _print(self, line: str) -> None:
-        if not self.quiet:
-            print(f"train: {line}", file=sys.stderr, flush=True)
 
     def _result(self, seconds: float, images: int) -> dict[str, Any]:
         return {

@@ -64,6 +64,7 @@ def test_one_line_and_exit_code_2(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]  # no empty run directory
 
 
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,7 @@ def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         "config.toml",
+        "train.log",
         "metrics.jsonl",
         "tensorboard",
         "checkpoints",

@@ -1,0 +1,213 @@
+"""Report of a run for its user: header, progress line, closing lines; on standard error and in RUN/train.log."""
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from plsc.config import Config
+from plsc.losses.margins import Margin
+from plsc.parallel import Mesh
+from plsc.progress import StatusLine, counted, duration
+from plsc.train.components import TrainComponents
+from plsc.train.evaluate import BEST, MODEL
+from plsc.train.state import Position, steps_per_epoch
+
+LOG = "train.log"
+_LINE_SECONDS = 5.0  # between lines of the log, and of a pipe
+_TERMINAL_SECONDS = 0.5  # between two states of a terminal's line
+
+
+class RunReport:
+    """Writes lines and progress to standard error, and with a timestamp each to RUN/train.log, which it appends to.
+
+    Args:
+        out: the run directory.
+        enabled: False on all ranks but the first: nothing is written.
+        quiet: write the log alone.
+    """
+
+    def __init__(self, out: Path, *, enabled: bool, quiet: bool = False) -> None:
+        self._log = (out / LOG).open("a", encoding="utf-8") if enabled else None
+        self._status = StatusLine() if enabled and not quiet else None
+
+    def line(self, text: str) -> None:
+        """Write a line that stays."""
+        self.log(text)
+        if self._status is not None:
+            self._status.print(f"train: {text}")
+
+    def log(self, text: str) -> None:
+        """Write to train.log alone."""
+        if self._log is not None:
+            self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
+            self._log.flush()
+
+    def status(self, text: str, *, log: bool) -> None:
+        """Show the state of the progress line; ``log`` when it is also one for the log, and for a pipe."""
+        if log:
+            self.log(text)
+        if self._status is not None and (log or self._status.rewrites):
+            self._status.update(f"train: {text}")
+
+    def close(self) -> None:
+        """End the progress line, and close the log."""
+        if self._status is not None:
+            self._status.close()
+        if self._log is not None:
+            self._log.close()
+
+
+class StepProgress:
+    """The progress line: step, epoch, learning rate, loss, images per second, time to go, best accuracy so far.
+
+    Images per second are those since the last line of the log, without evaluations and checkpoints; the time to go is
+    what the steps so far took, with them.
+    """
+
+    def __init__(self, report: RunReport, position: Position, total_steps: int) -> None:
+        self._report, self._position, self._total = report, position, total_steps
+        self._first_step = position.step
+        self._start = self._window_start = self._last_shown = time.monotonic()
+        self._images = 0
+        self._state: list[str] = []  # of the last step
+
+    def advance(self, images: int, *, epoch: float, lr: float, loss: float | None) -> None:
+        """Count a step of ``images``, which ``position`` counts already, and report when it is time."""
+        self._images += images
+        self._state = [f"epoch {epoch:.2f}", f"lr {lr:.4g}", *([f"loss {loss:.3f}"] if loss is not None else [])]
+        now = time.monotonic()
+        if now - self._last_shown < _TERMINAL_SECONDS:
+            return
+        self._last_shown = now
+        is_for_log = now - self._window_start >= _LINE_SECONDS
+        self._report.status(self._text(now), log=is_for_log)
+        if is_for_log:
+            self._window_start, self._images = now, 0
+
+    def finish(self) -> None:
+        """Report the last step."""
+        if self._state:
+            self._report.line(self._text(time.monotonic()))
+
+    def _text(self, now: float) -> str:
+        step, total = self._position.step, max(self._total, self._position.step)
+        parts = [f"step {step:,}/{total:,}", *self._state]
+        if self._images:
+            parts.append(f"{self._images / max(now - self._window_start, 1e-9):,.0f} images/s")
+        if step < total:
+            left = (total - step) * (now - self._start) / (step - self._first_step)
+            parts.append(f"{duration(left)} to go")
+        if best := self._position.best:
+            parts.append(f"best {best['accuracy']:.4f} at step {best['step']:,}")
+        if self._position.skipped:
+            parts.append(f"{counted(self._position.skipped, 'step')} skipped")
+        return ", ".join(parts)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of an evaluation or a checkpoint out of the images per second."""
+        start = time.monotonic()
+        yield
+        self._window_start += time.monotonic() - start
+
+
+def header(components: TrainComponents, total_steps: int, start: str) -> list[str]:
+    """The lines at the start of a run: data, model, head, ranks, length, evaluation, and what it starts from."""
+    config, dataset = components.config, components.dataset
+    data = config.data
+    images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
+    lines = {
+        "data": f"{images} from {data.train}, {data.image_size} px, augment {data.augment}",
+        "model": _model(components),
+        "head": _head(components),
+        "ranks": _ranks(config, components.mesh),
+        "length": _length(components, total_steps),
+        "eval": _evaluation(config),
+        "start": start,
+    }
+    return [f"{name:<8}{line}" for name, line in lines.items()]
+
+
+def closing_lines(out: Path, result: dict[str, Any]) -> list[str]:
+    """The lines at the end of a run: which file holds what, and the command that comes next."""
+    trained = f"trained {counted(result['steps'], 'step')} ({result['epochs']:.2f} epochs)"
+    lines = [f"{trained} in {duration(result['seconds'])}: {out / MODEL} holds the last weights"]
+    best = result["best"]
+    choice = ""
+    if best is not None:
+        lines.append(f"best: {out / BEST}, of step {best['step']:,}, mean accuracy {best['accuracy']:.4f}")
+        choice = " (takes the last weights; --best takes the best)"
+    return [*lines, f"next: plsc eval {out} --data UNSEEN, or plsc export {out} --format onnx --out FILE{choice}"]
+
+
+def begins_anew(config: Config) -> str:
+    """What a run that is not resumed starts from."""
+    if config.init_weights:
+        return f"backbone from init_weights = {config.init_weights}; class head, optimizers and schedule begin anew"
+    return f"random weights of seed {config.seed}"
+
+
+def _model(components: TrainComponents) -> str:
+    config = components.config
+    parameters = sum(parameter.numel() for parameter in components.backbone.parameters())
+    extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
+    extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
+    model = f"{config.backbone}, {parameters / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"
+    return ", ".join([model, config.precision, *extras])
+
+
+def _head(components: TrainComponents) -> str:
+    head, options = components.head, components.config.head
+    kind = "exact" if options.sample_rate == 1 else f"sampled at {options.sample_rate:g}"
+    centers = f", {options.centers} centers" if options.centers > 1 else ""
+    storage = f"{options.weight_dtype} + {options.momentum_dtype} on {options.placement}"
+    return f"{_margin(head.margin)}{centers}, {kind}, {storage}; {head.backend.describe()}"
+
+
+def _margin(margin: Margin) -> str:
+    values = {field.name: getattr(margin, field.name) for field in dataclasses.fields(margin)}
+    if values["gradient"] == "exact":
+        del values["gradient"]
+    shown = ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in values.items()
+    )
+    return f"{type(margin).__name__.lower()} ({shown})"
+
+
+def _ranks(config: Config, mesh: Mesh) -> str:
+    device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    backend = f" ({dist.get_backend(mesh.group)})" if mesh.world_size > 1 else ""
+    factors = f"{config.data.batch_size} x {counted(mesh.world_size, 'rank')}"
+    accumulate = config.optim.accumulate
+    factors += f" x {accumulate} accumulated" if accumulate > 1 else ""
+    batch = config.data.batch_size * mesh.world_size * accumulate
+    groups = f", class table over {counted(mesh.head.world_size, 'rank')}" if mesh.head_group is not None else ""
+    return f"{counted(mesh.world_size, 'rank')} on {device}{backend}{groups}; global batch {batch:,} = {factors}"
+
+
+def _length(components: TrainComponents, total_steps: int) -> str:
+    optim, per_epoch = components.config.optim, steps_per_epoch(components)
+    rate = f"lr {optim.lr:g}" + (f" (head {optim.head_lr:g})" if optim.head_lr is not None else "")
+    epochs = f"{total_steps / per_epoch:.2f}".rstrip("0").rstrip(".")
+    epochs += " epoch" if epochs == "1" else " epochs"
+    warmup = ""
+    if optim.warmup_steps:
+        warmup = f" after {counted(optim.warmup_steps, 'step')} of warm-up"
+    elif optim.warmup_epochs:
+        warmup = f" after {optim.warmup_epochs:g} epochs of warm-up"
+    length = f"{counted(total_steps, 'step')} = {epochs} of {counted(per_epoch, 'step')}"
+    return f"{length}; {optim.name}, {rate}, {optim.schedule}{warmup}"
+
+
+def _evaluation(config: Config) -> str:
+    if not config.eval.sets:
+        return "none (eval.sets is empty, so there will be no best.safetensors)"
+    every = f"every {counted(config.eval.every_steps, 'step')} and " if config.eval.every_steps else ""
+    return f"{', '.join(config.eval.sets)}, {every}at the end"
