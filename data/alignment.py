@@ -10,7 +10,7 @@ any order, in one of three forms, recognised line by line:
     {"path": "ann/1.jpg", "landmarks": [[x1, y1], … [x5, y5]]}       JSON lines
 
 A first line of names (path,x1,…) and empty lines are ignored. Paths are the images' keys: below the folder, as the list
-has them, or the record's number in a .rec.
+has them, or in a .rec the path in its keys file or the record's number.
 """
 
 import csv
@@ -207,11 +207,12 @@ class FileLandmarks:
         landmarks = read_landmarks(path)
         self.path = path
         self.fingerprint = f"landmarks {sha256(path)[:16]}"
-        keys = (dataset.key(index).removeprefix("./") for index in range(len(dataset)))
         missing = (float("nan"),) * FIELDS
-        rows = np.fromiter(
-            (landmarks.get(key, missing) for key in keys), dtype=(np.float64, FIELDS), count=len(dataset)
+        found = (
+            landmarks.get(dataset.key(index).removeprefix("./")) or landmarks.get(dataset.record_key(index), missing)
+            for index in range(len(dataset))
         )
+        rows = np.fromiter(found, dtype=(np.float64, FIELDS), count=len(dataset))
         if np.isnan(rows[:, 0]).all():
             raise DataError(
                 f"{path} names none of the {len(dataset):,} images of {dataset.source}: its first line is "

@@ -1,26 +1,36 @@
-"""Conversion of any data set to a ``.rec``, or to a folder per identity with a list of its images."""
+"""Conversion of any data set to a ``.rec``, or to a folder per identity with a list of its images.
 
+Images keep the paths that they have in their source. A ``.rec`` has them in its keys file
+(:mod:`plsc.data.record_keys`). In a folder an image has its own path, below the folder of its class, with another
+suffix where the format changes; ``images.tsv`` lists them, a line ``path<TAB>class<TAB>path in the source`` each, with
+the last column escaped as in a keys file.
+"""
+
+import itertools
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from plsc.data.codec import Encoding, image_pixels, suffix_of
+from plsc.data.codec import IMAGE_SUFFIXES, Encoding, image_pixels, suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
 from plsc.data.loader import map_in_workers
-from plsc.data.recordio import record_writer
+from plsc.data.record_keys import write_key
+from plsc.data.recordio import check_records, record_writer
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_replace_dir, atomic_write, make_folder
+from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
 from plsc.progress import Progress
 
 LIST_NAME = "images.tsv"
 _SAFE_NAME = re.compile(rb"[^./\\\0][^/\\\0\t\n\r]{0,199}").fullmatch
+_FORMATS = {".jpeg": ".jpg"}  # suffixes by which a format goes, other than codec.suffix_of's
 _log = logging.getLogger("plsc.data")
 
 
@@ -33,6 +43,7 @@ def convert(
     workers: int = 0,
     label: str = "convert",
     quiet: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write ``dataset`` to ``out``.
 
@@ -44,35 +55,55 @@ def convert(
         workers: processes that read and encode; 0: this one.
         label: what the progress line begins with.
         quiet: print no progress.
+        overwrite: replace a ``.rec``, or a folder that this function wrote, once the new one is complete.
 
     Returns:
         ``{"out", "images", "classes", "left_out"}``.
 
     Raises:
-        UsageError: ``out`` cannot be written, or is a folder that is not empty.
+        UsageError: ``out`` cannot be written, exists, or holds the images themselves.
         DataError: no image, or too few of them, can be read.
     """
+    check_out(dataset.source, out, overwrite=overwrite)
     images = _Images(dataset, encoding, max_bad_records, workers, Progress(label, len(dataset), quiet=quiet))
-    write = _to_records if out.suffix == ".rec" else _to_folder
-    classes = write(images, out)
+    with new_folder(out.absolute().parent):
+        classes = _to_records(images, out, overwrite) if out.suffix == ".rec" else _to_folder(images, out)
     return {"out": str(out), "images": images.count, "classes": classes, "left_out": len(images.left_out)}
 
 
+def check_out(source: str, out: Path, *, overwrite: bool) -> None:
+    """Raise :class:`UsageError` unless ``out`` may be written: new, or with ``overwrite`` of :func:`convert`'s making.
+
+    Never an output that is, or holds, the ``source``.
+    """
+    target = out.resolve()
+    if target in (Path(source).resolve(), *Path(source).resolve().parents) and Path(source).exists() and out.exists():
+        raise UsageError(f"{out} holds the source {source}; name another output")
+    if out.suffix == ".rec":
+        check_records(out, overwrite=overwrite)
+        return
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file; name a folder, or X.rec")
+    check_output(out, overwrite=overwrite)
+    if out.is_dir() and any(out.iterdir()) and not (out / LIST_NAME).is_file():
+        raise UsageError(f"{out} has no {LIST_NAME}, so it was not written by plsc, and is not replaced; name another")
+
+
 class _Images:
-    """The readable images of a data set in order of class; iteration reads and encodes them."""
+    """The readable images of a data set in ``order``, that of their classes; iteration reads and encodes them."""
 
     def __init__(
         self, dataset: ImageDataset, encoding: Encoding, max_bad_records: int | None, workers: int, progress: Progress
     ) -> None:
         self.dataset, self._limit, self._progress = dataset, max_bad_records, progress
-        self._order = np.argsort(dataset.labels, kind="stable")
-        self._encoded = map_in_workers(_Encoder(dataset, encoding), _FixedOrder(self._order), workers)
+        self.order = np.argsort(dataset.labels, kind="stable")
+        self._encoded = map_in_workers(_Encoder(dataset, encoding), _FixedOrder(self.order), workers)
         self.count = 0
         self.left_out: dict[str, str] = dict(dataset.skipped)
 
     def __iter__(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield (index, label, encoded image) in order of label."""
-        for index, (data, error) in zip(self._order, self._encoded, strict=True):
+        for index, (data, error) in zip(self.order, self._encoded, strict=True):
             self._progress.advance()
             if data is None:
                 self._leave_out(int(index), error)
@@ -122,42 +153,92 @@ class _FixedOrder:
         return map(int, self._order)
 
 
-def _to_records(images: _Images, out: Path) -> int:
+def _to_records(images: _Images, out: Path, overwrite: bool) -> int:
     """Write a ``.rec``, numbering the classes that have a readable image; return their number."""
     names: list[str] = []
-    make_folder(out.parent)
-    with record_writer(out, names, expected=len(images.dataset)) as writer:
+    with record_writer(out, names, expected=len(images.dataset), overwrite=overwrite) as writer:
         previous = -1
-        for _, label, data in images:
+        for index, label, data in images:
             if label != previous:
                 names.append(images.dataset.class_names[label])
                 previous = label
-            writer.add(data, len(names) - 1)
+            writer.add(data, len(names) - 1, images.dataset.key(index))
             if images.count == 1:
                 writer.height, writer.width = image_pixels(data)
     return writer.num_classes
 
 
 def _to_folder(images: _Images, out: Path) -> int:
-    """Write ``out/CLASS/NUMBER.jpg`` and ``out/images.tsv``, atomically; return the number of classes."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not an empty folder; name another")
-    make_folder(out.parent)
-    tmp_path = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(tmp_path, ignore_errors=True)  # leftovers of an interrupted run
+    """Write ``out/CLASS/…`` and ``out/images.tsv``, atomically; return the number of classes."""
+    remove_leftovers(out)
+    tmp_path = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     tmp_path.mkdir()
-    folders: dict[int, str] = {}
-    used: set[str] = set()
-    with atomic_write(tmp_path / LIST_NAME) as list_path, list_path.open("w", encoding="utf-8") as lines:
-        for index, label, data in images:
-            if label not in folders:
-                folders[label] = _folder_name(images.dataset.class_names[label], label, used)
-                (tmp_path / folders[label]).mkdir(exist_ok=True)
-            name = f"{folders[label]}/{index:08d}{suffix_of(data)}"
-            (tmp_path / name).write_bytes(data)
-            lines.write(f"{name}\t{folders[label]}\n")
-    atomic_replace_dir(tmp_path, out)
-    return len(folders)
+    try:
+        names = _OutputNames(images.dataset, images.order)
+        with (tmp_path / LIST_NAME).open("wb") as lines:
+            for index, label, data in images:
+                name = names.add(index, label, suffix_of(data) or "")
+                (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+                (tmp_path / name).write_bytes(data)
+                write_key(lines, name, names.folders[label], images.dataset.key(index))
+        atomic_replace_dir(tmp_path, out)
+    finally:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+    return len(names.folders)
+
+
+class _OutputNames:
+    """Chooses the path of each image in the output folder, no two alike; images come grouped by class.
+
+    Attributes:
+        folders: the folder of each class so far, by label.
+    """
+
+    def __init__(self, dataset: ImageDataset, order: NDArray[np.int64]) -> None:
+        self._dataset, self._order = dataset, order
+        self._ends = np.append(0, np.cumsum(np.bincount(dataset.labels, minlength=dataset.num_classes)))
+        self.folders: dict[int, str] = {}
+        self._used_folders: set[str] = set()
+        self._own: set[str] = set()
+        self._used: set[str] = set()
+
+    def add(self, index: int, label: int, suffix: str) -> str:
+        """Return the path of image ``index``, whose encoded form has ``suffix``, with slashes."""
+        if label not in self.folders:
+            class_name = self._dataset.class_names[label]
+            self.folders[label] = _folder_name(class_name, label, self._used_folders)
+            members = self._order[self._ends[label] : self._ends[label + 1]]
+            self._own = {self._below_class(int(member), label) for member in members}
+            self._used = set()
+        name = self._unused(self._below_class(index, label), suffix)
+        self._used.update((name, *map(str, PurePosixPath(name).parents)))
+        return f"{self.folders[label]}/{name}"
+
+    def _below_class(self, index: int, label: int) -> str:
+        """Return the source's path of image ``index``, below its class; a number where it has none that is safe."""
+        key = self._dataset.key(index)
+        if key.isdecimal():  # a record without a path
+            return f"{int(key):08d}"
+        parts = key.split("/")
+        class_name = self._dataset.class_names[label]
+        if class_name in parts[:-1]:
+            parts = parts[parts.index(class_name) + 1 :]
+        for name in ([part for part in parts if part != "."], parts[-1:]):
+            if name and all(_SAFE_NAME(part.encode("utf-8", "surrogateescape")) for part in name):
+                return "/".join(name)
+        return f"{index:08d}"
+
+    def _unused(self, name: str, suffix: str) -> str:
+        """Return ``name`` with ``suffix``, if no other image has or will have it; otherwise one derived from it."""
+        path = PurePosixPath(name)
+        keeps = _FORMATS.get(path.suffix.lower(), path.suffix.lower()) == suffix or suffix not in IMAGE_SUFFIXES
+        if keeps and path.suffix and name not in self._used:
+            return name
+        replaced = str(path.with_suffix(suffix)) if path.suffix.lower() in IMAGE_SUFFIXES else name + suffix
+        if replaced not in self._used and replaced not in self._own:
+            return replaced
+        candidates = (f"{name}{f'-{number}' if number > 1 else ''}{suffix}" for number in itertools.count(1))
+        return next(name for name in candidates if name not in self._used and name not in self._own)
 
 
 def _folder_name(name: str, label: int, used: set[str]) -> str:

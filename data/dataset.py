@@ -68,6 +68,10 @@ class ImageDataset(ABC):
     def key(self, index: int) -> str:
         """Return the readable id of image ``index``: its path, or its record's key."""
 
+    def record_key(self, index: int) -> str:
+        """Return the record's key of an image in a ``.rec`` even if its path is known; elsewhere :meth:`key`."""
+        return self.key(index)
+
     def save_label_map(self, path: Path) -> None:
         """Write ``{"source", "classes"}`` as JSON; ``classes[c]`` is the source's name of class c."""
         write_json(path, {"source": self.source, "classes": list(self.class_names)})

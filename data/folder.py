@@ -55,6 +55,9 @@ class FolderDataset(EncodedDataset):
 class ListDataset(EncodedDataset):
     """A text file with a line ``path<TAB>label`` per image, in that order.
 
+    If the first line has a third column (as in the ``images.tsv`` of ``plsc data convert``), every line has to have
+    one, which is ignored; not in a ``.lst``, whose columns are in another order in MXNet's tools.
+
     Paths are relative to the list's own folder, or absolute. If every label is a plain integer, classes are ordered by
     number, otherwise by name. Empty lines are ignored. The image files are not opened before they are read.
 
@@ -108,6 +111,7 @@ def _no_image_error(folder: Path) -> str:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
+    columns = 0
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             try:
@@ -117,6 +121,7 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
             if line.strip() == "":
                 continue
             fields = line.split("\t")
-            if len(fields) != 2 or not fields[0].strip() or not fields[1].strip() or "\0" in line:
+            columns = columns or (3 if len(fields) == 3 and path.suffix != ".lst" else 2)
+            if len(fields) != columns or not fields[0].strip() or not fields[1].strip() or "\0" in line:
                 raise DataError(f"{path} line {number} is {line[:80]!r}; each line is path<TAB>label")
             yield fields[0], fields[1].strip()

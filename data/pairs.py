@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from plsc.data.codec import Encoding, decode_image
 from plsc.data.dataset import ImageDataset, encoded_image
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_write
+from plsc.files import atomic_write, check_output, remove_leftovers
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ def read_pairs(path: str | Path) -> PairSet:
 
 
 def write_pairs(path: str | Path, images: Sequence[bytes], is_same: Sequence[bool] | NDArray[np.bool_]) -> None:
-    """Write 2N encoded images and N truth values as a ``.bin`` that insightface's tools can read."""
+    """Write 2N encoded images and N truth values as a ``.bin`` that insightface's tools can read, atomically."""
+    remove_leftovers(Path(path))
     if len(images) != 2 * len(is_same):
         raise UsageError(f"{len(images)} images do not make {len(is_same)} pairs; give two for each")
     with atomic_write(Path(path)) as tmp_path, tmp_path.open("wb") as file:
@@ -237,7 +238,13 @@ def _truth(value: Any, path: Path) -> bool:
 
 
 def make_pairs(
-    dataset: ImageDataset, out: Path, *, pairs: int, seed: int = 0, encoding: Encoding = "jpeg"
+    dataset: ImageDataset,
+    out: Path,
+    *,
+    pairs: int,
+    seed: int = 0,
+    encoding: Encoding = "jpeg",
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Draw a verification set of ``pairs`` distinct pairs, half of one identity each, and write it as a ``.bin``.
 
@@ -250,14 +257,16 @@ def make_pairs(
         pairs: number of pairs, at least 2.
         seed: determines the draw.
         encoding: of re-encoded images.
+        overwrite: replace ``out`` if it exists.
 
     Returns:
         ``{"out", "pairs", "same", "images", "identities"}``.
 
     Raises:
-        UsageError: the data set does not have that many pairs.
+        UsageError: the data set does not have that many pairs, or ``out`` exists.
         DataError: an image does not decode.
     """
+    check_output(out, overwrite=overwrite)
     if pairs < 2:
         raise UsageError(f"{pairs} pairs are too few; ask for at least 2")
     draws = _PairSampler(dataset.labels, np.random.default_rng(seed), dataset.source)
@@ -266,8 +275,9 @@ def make_pairs(
     drawn = np.empty((pairs, 2), dtype=np.int64)
     drawn[0::2], drawn[1::2] = same, different
     used = np.unique(drawn)
-    images = {int(index): _encoded_and_checked(dataset, int(index), encoding) for index in used}
-    write_pairs(out, [images[int(index)] for index in drawn.reshape(-1)], np.arange(pairs) % 2 == 0)
+    images = {int(index): encoded_and_checked(dataset, int(index), encoding) for index in used}
+    drawn_images = [images[int(index)] for index in drawn.reshape(-1)]
+    write_pairs(out, drawn_images, np.arange(pairs) % 2 == 0)
     return {
         "out": str(out),
         "pairs": pairs,
@@ -277,7 +287,8 @@ def make_pairs(
     }
 
 
-def _encoded_and_checked(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:
+def encoded_and_checked(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:
+    """Return image ``index`` as :func:`plsc.data.dataset.encoded_image`; :class:`DataError` if it does not decode."""
     data = encoded_image(dataset, index, encoding)
     decode_image(data, f"image {dataset.key(index)} of {dataset.source}")
     return data

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from plsc.data.codec import suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, map_numbers
+from plsc.data.record_keys import RecordKeys, keys_path
 from plsc.data.recordio import ImageRecord, RecordFile, label_map_path
 from plsc.data.string_column import NumberStringColumn, PackedStringColumn
 from plsc.errors import DataError, UsageError
@@ -37,8 +38,8 @@ class RecordDataset(EncodedDataset):
 
     Both conventions of insightface are read: a header record 0 that announces the images' keys, or every key an image.
     A label is the record's own, or the first of its array; gaps between the numbers are closed. Class names come from
-    ``X.classes.json`` (as ``save_label_map`` writes it) if there is one. ``skipped`` holds the fault of each record
-    left out, by key.
+    ``X.classes.json`` (as ``save_label_map`` writes it) if there is one, images' names from ``X.keys.tsv``
+    (:mod:`plsc.data.record_keys`). ``skipped`` holds the fault of each record left out, by key.
 
     Raises:
         UsageError: the file does not exist.
@@ -52,6 +53,7 @@ class RecordDataset(EncodedDataset):
         table = record_table(self._file)
         damaged = table.labels == DAMAGED
         self._check_damage(table, damaged, max_bad_records)
+        self._paths = RecordKeys(keys_path(path)) if keys_path(path).is_file() else None
         self._keys, self._offsets = table.keys[~damaged], table.offsets[~damaged]
         labels, numbers = map_numbers(table.labels[~damaged])
         super().__init__(str(path), labels, _class_names(path, numbers), image_size)
@@ -60,6 +62,10 @@ class RecordDataset(EncodedDataset):
         self._report()
 
     def key(self, index: int) -> str:
+        """Return the image's path in its source if the keys file has it, else the record's key in the index."""
+        return self.record_key(index) if self._paths is None else self._paths[int(self._keys[index])]
+
+    def record_key(self, index: int) -> str:
         """Return the record's key in the index."""
         return str(self._keys[index])
 
@@ -68,7 +74,7 @@ class RecordDataset(EncodedDataset):
         try:
             return self._file.read_image(int(self._offsets[index])).image
         except ValueError as error:
-            raise DataError(f"record {self.key(index)} of {self.source} is damaged: {error}") from None
+            raise DataError(f"record {self.record_key(index)} of {self.source} is damaged: {error}") from None
 
     def _check_damage(self, table: "RecordTable", damaged: NDArray[np.bool_], max_bad_records: int | None) -> None:
         count, path = int(damaged.sum()), self._file.path

@@ -7,13 +7,15 @@ part, and reading can resume anywhere in a damaged file.
 
 The content of an image record is a header (flag uint32, label float32, id uint64, id2 uint64), then ``flag`` labels
 of float32, then the encoded image. insightface puts ``X.idx`` (lines ``key<TAB>offset``) and ``property`` beside
-``X.rec``; we add ``X.classes.json`` with the class names.
+``X.rec``; we add ``X.classes.json`` with the class names and ``X.keys.tsv`` with the images' names in their source
+(:mod:`plsc.data.record_keys`).
 """
 
+import json
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -21,8 +23,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from plsc.data.record_keys import HEADER, keys_path, write_key
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_write, write_json
+from plsc.files import atomic_write, atomic_write_group, check_output, remove_leftovers
 
 MAGIC = 0xCED7230A
 HEADER_BYTES = 24
@@ -192,27 +195,30 @@ def _split_at_magic(content: bytes) -> Iterator[bytes]:
 
 
 class RecordWriter:
-    """Appends images to a ``.rec`` and its ``.idx``; created by :func:`record_writer`.
+    """Appends images to a ``.rec``, its ``.idx`` and its ``.keys.tsv``; created by :func:`record_writer`.
 
     Record 0 is the header: flag 2, labels (N+1, N+1+C). Images have the keys 1 … N; after them comes a record per
     class, with flag 2 and labels (first key, last key + 1). If ``expected`` images are too many to number in float32,
     there is no header, and every record is an image: insightface's other convention.
     """
 
-    def __init__(self, records: BinaryIO, index: BinaryIO, expected: int) -> None:
-        self._records, self._index = records, index
+    def __init__(
+        self, records: BinaryIO, index: BinaryIO, keys: BinaryIO, class_names: Sequence[str], expected: int
+    ) -> None:
+        self._records, self._index, self._keys, self._class_names = records, index, keys, class_names
         self.count = 0
+        self.has_paths = False
         self.height = self.width = 112  # for the property file
         self._first_keys: list[int] = []
         self._has_header = 2 * expected < LARGEST_FLOAT
         if self._has_header:
             self._append_labels(0, 0.0, 0.0)  # a placeholder of the same size; finish() overwrites it
 
-    def add(self, image: bytes, label: int) -> None:
-        """Append one encoded image.
+    def add(self, image: bytes, label: int, path: str | None = None) -> None:
+        """Append one encoded image, with its path in the source for the keys file, if all images have one.
 
         Raises:
-            ValueError: labels do not ascend from 0 without gaps.
+            ValueError: labels do not ascend from 0 without gaps, or some images have a path and some not.
             UsageError: ``label`` cannot be stored in float32.
         """
         if label > LARGEST_FLOAT:
@@ -223,7 +229,17 @@ class RecordWriter:
         elif label != len(self._first_keys) - 1:
             raise ValueError(f"label {label} after label {len(self._first_keys) - 1}: group images by class")
         self._append(key, pack_image(ImageRecord(0, (float(label),), (key, 0), image)))
+        self._append_path(key, label, path)
         self.count += 1
+
+    def _append_path(self, key: int, label: int, path: str | None) -> None:
+        if self.count == 0 and path is not None:
+            self.has_paths = True
+            write_key(self._keys, *HEADER)
+        if self.has_paths != (path is not None):
+            raise ValueError("some images have a path and some not")
+        if path is not None:
+            write_key(self._keys, str(key), self._class_names[label], path)
 
     @property
     def num_classes(self) -> int:
@@ -254,25 +270,54 @@ def _pack_labels(key: int, first: float, second: float) -> bytes:
 
 
 @contextmanager
-def record_writer(path: Path, class_names: Sequence[str], *, expected: int) -> Iterator[RecordWriter]:
-    """Write ``path`` (``X.rec``) and its companion files atomically: they appear when the block ends without an error.
+def record_writer(
+    path: Path, class_names: Sequence[str], *, expected: int, overwrite: bool = False
+) -> Iterator[RecordWriter]:
+    """Write ``path`` (``X.rec``) and its companion files: they appear together when the block ends without an error.
+
+    ``property`` is one file for a folder, so it is written only if ``X.rec`` is the only ``.rec`` there.
 
     Args:
         path: ends in ``.rec``.
-        class_names: names of the classes in order of label, each of which gets images; read when the block ends.
+        class_names: names of the classes in order of label, each of which gets images; one is read when its first
+            image is added.
         expected: upper bound on the number of images.
+        overwrite: replace a ``.rec`` that exists, with its companions.
+
+    Raises:
+        UsageError: ``path`` does not end in ``.rec``, or one of the files exists and ``overwrite`` is False.
     """
+    check_records(path, overwrite=overwrite)
+    paths = _files_of(path)
+    for file in (*paths, path.with_name("property")):
+        remove_leftovers(file)
+    with atomic_write_group(paths) as (tmp_records, tmp_index, tmp_names, tmp_keys):
+        with tmp_records.open("wb") as records, tmp_index.open("wb") as index, tmp_keys.open("wb") as keys:
+            writer = RecordWriter(records, index, keys, class_names, expected)
+            yield writer
+            writer.finish()
+        if not writer.has_paths:
+            tmp_keys.unlink()
+        names = {"source": str(path), "classes": list(class_names)}
+        tmp_names.write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
+    if list(path.parent.glob("*.rec")) == [path]:
+        with atomic_write(path.with_name("property")) as tmp_path:
+            tmp_path.write_text(f"{writer.num_classes},{writer.height},{writer.width}\n", encoding="ascii")
+
+
+def check_records(path: Path, *, overwrite: bool) -> None:
+    """Raise :class:`UsageError` if ``path`` cannot be a new ``.rec``, or with ``overwrite`` one that is replaced."""
     if path.suffix != ".rec":
         raise UsageError(f"{path} does not end in .rec")
-    with ExitStack() as stack:
-        tmp_paths = [stack.enter_context(atomic_write(name)) for name in (path.with_suffix(".idx"), path)]
-        index, records = (stack.enter_context(tmp_path.open("wb")) for tmp_path in tmp_paths)
-        writer = RecordWriter(records, index, expected)
-        yield writer
-        writer.finish()
-    with atomic_write(path.with_name("property")) as tmp_path:
-        tmp_path.write_text(f"{writer.num_classes},{writer.height},{writer.width}\n", encoding="ascii")
-    write_json(label_map_path(path), {"source": str(path), "classes": list(class_names)})
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file")
+    for file in _files_of(path):
+        check_output(file, overwrite=overwrite)
+
+
+def _files_of(records: Path) -> list[Path]:
+    """Return a ``.rec`` and its companions, without ``property``."""
+    return [records, records.with_suffix(".idx"), label_map_path(records), keys_path(records)]
 
 
 def label_map_path(records: Path) -> Path:

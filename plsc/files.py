@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,17 +91,54 @@ def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary neighbour of ``path`` to write to; on success it replaces ``path`` atomically."""
     tmp_path = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield tmp_path
-        _sync(tmp_path)
-        tmp_path.replace(path)
-        _sync(path.parent)
+        with _writing(path):
+            yield tmp_path
+            _sync(tmp_path)
+            tmp_path.replace(path)
+            _sync(path.parent)
+    finally:
+        if tmp_path.is_file():
+            tmp_path.unlink()
+
+
+@contextmanager
+def atomic_write_group(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield temporary neighbours of files that belong together, the main one first; on success they replace all.
+
+    No file system replaces several files in one step. A kill in between may leave the new main file without some of
+    the others, but never the old main file with new ones, or the other way round: readers have to get by without the
+    others. A neighbour that was not written has its file removed.
+    """
+    main, *others = paths
+    tmp_paths = [path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in paths]
+    try:
+        with _writing(main):
+            yield tmp_paths
+            for tmp_path in filter(Path.exists, tmp_paths):
+                _sync(tmp_path)
+            for path in others:
+                path.unlink(missing_ok=True)
+            _sync(main.parent)  # before the next step: else a power cut may undo the removals alone
+            tmp_paths[0].replace(main)
+            _sync(main.parent)
+            for tmp_path, path in zip(tmp_paths[1:], others, strict=True):
+                if tmp_path.exists():
+                    tmp_path.replace(path)
+            _sync(main.parent)
+    finally:
+        for tmp_path in tmp_paths:
+            tmp_path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Translate errors of a wrong path into a :class:`UsageError` that names it."""
+    try:
+        yield
     except FileNotFoundError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; make its folder first") from None
     except (PermissionError, NotADirectoryError, IsADirectoryError) as error:
         raise UsageError(f"cannot write {path}: {error.strerror}; name another place") from None
-    finally:
-        if tmp_path.is_file():
-            tmp_path.unlink()
 
 
 def write_json(path: Path, value: Any) -> None:

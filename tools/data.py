@@ -7,7 +7,11 @@ that holds train.rec), or avatars:IDSxIMAGES[@FIRST], the built-in drawings.
   plsc data check faces.rec                    decode everything; find duplicates and empty classes
   plsc data stats faces/ --plot classes.png    images per class
   plsc data pairs unseen/ unseen.bin           a verification set for `plsc eval`, half of its pairs the same identity
+  plsc data pairs lfw-aligned/ lfw.bin --list pairs.txt             LFW's own pairs and folds
   plsc data align photos/ --out faces.rec --landmarks points.csv    cut out the faces, aligned as models expect them
+
+Images keep their paths below SOURCE: in a folder with another suffix where the format changes, in a .rec by the keys
+file X.keys.tsv beside it (lines key<TAB>class<TAB>path). An output that exists is refused, unless --overwrite is given.
 """
 
 import argparse
@@ -16,32 +20,38 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError, UsageError
+from plsc.files import check_output
+from plsc.progress import counted
 from plsc.tools.entry import add_result_options
 
+DRAWN_PAIRS = 6000
 HELP = "convert, check, count and align sets of images; make verification pairs"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands."""
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    _configure_convert(_command(commands, "convert", "write SOURCE as a .rec, or as a folder per identity"))
+    _configure_convert(
+        _command(commands, "convert", "write SOURCE as a .rec, or as a folder per identity", "OUT, FILE")
+    )
     _configure_check(_command(commands, "check", "decode every image; find duplicates and empty classes"))
-    _configure_stats(_command(commands, "stats", "show how many images the classes have"))
-    _configure_pairs(_command(commands, "pairs", "draw a .bin of verification pairs from SOURCE"))
-    _configure_align(_command(commands, "align", "cut the faces out of SOURCE's pictures, aligned by five landmarks"))
+    _configure_stats(_command(commands, "stats", "show how many images the classes have", "the plot, FILE"))
+    _configure_pairs(_command(commands, "pairs", "write a .bin of verification pairs of SOURCE", "OUT, FILE"))
+    align = "cut the faces out of SOURCE's pictures, aligned by five landmarks"
+    _configure_align(_command(commands, "align", align, "OUT, FILE"))
 
 
-def _command(commands: Any, name: str, summary: str) -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, summary: str, replaces: str = "FILE") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     parser.add_argument("source", metavar="SOURCE", help="a folder, a list, a .rec or avatars:IDSxIMAGES")
-    add_result_options(parser, subcommand=True)
+    add_result_options(parser, replaces=replaces, subcommand=True)
     return parser
 
 
 def _configure_convert(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", type=Path, help="X.rec, or a folder that is new or empty")
+    parser.add_argument("out", metavar="OUT", type=Path, help="X.rec, or a folder")
     _add_encoding(parser)
     parser.add_argument(
         "--max-bad-records", type=int, default=1000, metavar="N", help="give up past N broken images (1000)"
@@ -58,13 +68,19 @@ def _configure_stats(parser: argparse.ArgumentParser) -> None:
 
 def _configure_pairs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", type=Path, help="the .bin to write")
-    parser.add_argument("--pairs", type=int, default=6000, metavar="N", help="number of pairs (6000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed draws other pairs (0)")
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help="take the pairs of this list, in LFW's form (pairs.txt), by the images' names (NAME/NAME_0001.jpg)",
+    )
+    parser.add_argument("--pairs", type=int, metavar="N", help=f"number of pairs that are drawn ({DRAWN_PAIRS})")
+    parser.add_argument("--seed", type=int, metavar="N", help="another seed draws other pairs (0)")
     _add_encoding(parser)
 
 
 def _configure_align(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a new or empty folder")
+    parser.add_argument("--out", required=True, metavar="OUT", type=Path, help="X.rec, or a folder")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--landmarks",
@@ -97,14 +113,21 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _convert(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.data.convert import convert
+    from plsc.data.convert import check_out, convert
     from plsc.data.dataset import open_dataset
 
     _at_least(args.max_bad_records, 0, "--max-bad-records")
+    check_out(args.source, args.out, overwrite=args.overwrite)
     dataset = open_dataset(args.source, image_size=_size(args), max_bad_records=args.max_bad_records)
-    result = convert(dataset, args.out, encoding=args.encoding, max_bad_records=args.max_bad_records)
+    result = convert(
+        dataset,
+        args.out,
+        encoding=args.encoding,
+        max_bad_records=args.max_bad_records,
+        overwrite=args.overwrite,
+    )
     left_out = f", {result['left_out']:,} left out" if result["left_out"] else ""
-    print(f"{result['out']}: {result['images']:,} images of {result['classes']:,} classes{left_out}")
+    print(f"{result['out']}: {_images_of_classes(result)}{left_out}")
     return result
 
 
@@ -115,7 +138,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 
     _at_least(args.workers, 0, "--workers")
     result = check(open_dataset(args.source, image_size=None, max_bad_records=None), workers=args.workers)
-    print(f"{result['source']}: {result['images']:,} images of {result['classes']:,} classes")
+    print(f"{result['source']}: {_images_of_classes(result)}")
     for item in result["broken_images"]:
         print(f"  broken: {item['key']}: {item['why']}")
     for item in result["duplicate_images"]:
@@ -123,8 +146,9 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     for name in result["empty_classes"][:100]:
         print(f"  empty class: {name}")
     counts = (
-        f"{result['broken']:,} broken, {result['duplicates']:,} duplicates ({result['duplicates_across_classes']:,} "
-        f"across classes), {len(result['empty_classes']):,} empty classes"
+        f"{result['broken']:,} broken, {counted(result['duplicates'], 'duplicate')} "
+        f"({result['duplicates_across_classes']:,} across classes), "
+        f"{counted(len(result['empty_classes']), 'empty class')}"
     )
     if result["broken"]:
         if args.json is not None:
@@ -140,6 +164,8 @@ def _stats(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot} ends in neither .png nor .svg")
+    if args.plot is not None:
+        check_output(args.plot, overwrite=args.overwrite)
     result = stats(open_dataset(args.source, image_size=None, max_bad_records=None))
     print(stats_text(result))
     if args.plot is not None:
@@ -153,19 +179,43 @@ def _pairs(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.out.suffix != ".bin":
         raise UsageError(f"{args.out} does not end in .bin")
-    _at_least(args.seed, 0, "--seed")
+    check_output(args.out, overwrite=args.overwrite)
+    if args.list is not None:
+        return _listed_pairs(args)
+    seed = 0 if args.seed is None else args.seed
+    _at_least(seed, 0, "--seed")
     dataset = open_dataset(args.source, image_size=_size(args))
-    result = make_pairs(dataset, args.out, pairs=args.pairs, seed=args.seed, encoding=args.encoding)
-    print(
-        f"{result['out']}: {result['pairs']:,} pairs, {result['same']:,} of them the same identity, from "
-        f"{result['images']:,} images of {result['identities']:,} identities"
-    )
+    pairs = DRAWN_PAIRS if args.pairs is None else args.pairs
+    result = make_pairs(dataset, args.out, pairs=pairs, seed=seed, encoding=args.encoding, overwrite=args.overwrite)
+    print(_pairs_text(result))
     return result
+
+
+def _listed_pairs(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.data.pair_list import pairs_of_list, read_pair_list
+    from plsc.embedding.sources import open_images, open_pictures
+
+    if args.pairs is not None or args.seed is not None:
+        raise UsageError("--list takes all pairs of the list; leave --pairs and --seed out")
+    pair_list = read_pair_list(args.list)
+    size = _size(args)
+    dataset = open_pictures(args.source) if size is None else open_images(args.source, size)
+    result = pairs_of_list(dataset, pair_list, args.out, encoding=args.encoding, overwrite=args.overwrite)
+    folds = f", in {counted(result['folds'], 'fold')}" if result["folds"] else ""
+    print(f"{_pairs_text(result)}{folds}")
+    return result
+
+
+def _pairs_text(result: dict[str, Any]) -> str:
+    return (
+        f"{result['out']}: {counted(result['pairs'], 'pair')}, {result['same']:,} of them the same identity, from "
+        f"{counted(result['images'], 'image')} of {counted(result['identities'], 'identity')}"
+    )
 
 
 def _align(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.alignment import AlignedImages
-    from plsc.data.convert import convert
+    from plsc.data.convert import check_out, convert
     from plsc.data.dataset import open_dataset
     from plsc.embedding.sources import locator
 
@@ -173,6 +223,7 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
     _at_least(args.workers, 0, "--workers")
     if args.max_bad_records is not None:
         _at_least(args.max_bad_records, 0, "--max-bad-records")
+    check_out(args.source, args.out, overwrite=args.overwrite)
     pictures = open_dataset(args.source, image_size=None, max_bad_records=args.max_bad_records)
     faces = AlignedImages(pictures, locator(pictures, args.landmarks, args.detector), args.size)
     result = convert(
@@ -182,10 +233,15 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
         max_bad_records=args.max_bad_records,
         workers=args.workers,
         label="align",
+        overwrite=args.overwrite,
     )
-    left_out = f", {result['left_out']:,} pictures left out" if result["left_out"] else ""
-    print(f"{result['out']}: {result['images']:,} faces of {result['classes']:,} classes{left_out}")
+    left_out = f", {counted(result['left_out'], 'picture')} left out" if result["left_out"] else ""
+    print(f"{result['out']}: {_images_of_classes(result, 'face')}{left_out}")
     return result
+
+
+def _images_of_classes(result: dict[str, Any], noun: str = "image") -> str:
+    return f"{counted(result['images'], noun)} of {counted(result['classes'], 'class')}"
 
 
 def _size(args: argparse.Namespace) -> int | None:

@@ -60,7 +60,7 @@ def test_convert_resizes(faces: Path, tmp_path: Path) -> None:
     shown = open_dataset(tmp_path / "small", image_size=None)
     expected = open_dataset(faces, image_size=16)
     assert all((shown.image(i) == expected.image(i)).all() for i in range(9))
-    assert read_image(tmp_path / "small/ann/00000000.png").shape == (3, 16, 16)
+    assert read_image(tmp_path / "small/ann/0.png").shape == (3, 16, 16)
 
 
 def test_convert_the_built_in_drawings(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_check_finds_everything(faces: Path, tmp_path: Path, capsys: pytest.Capt
         assert result["empty_classes"] == ["nobody"]
     shown = capsys.readouterr()
     assert "broken: bob/1.png" in shown.out
-    assert "1 broken, 2 duplicates (1 across classes), 1 empty classes" in shown.err
+    assert "1 broken, 2 duplicates (1 across classes), 1 empty class;" in shown.err
 
 
 def test_check_of_a_damaged_rec(faces: Path, tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_no_pair_is_drawn_twice(tmp_path: Path, counts: list[int], pairs: int, s
     possible_different = (len(labels) ** 2 - sum(count**2 for count in counts)) // 2
     if (pairs + 1) // 2 > possible_same or pairs // 2 > possible_different:
         with pytest.raises(UsageError, match="request fewer"):
-            make_pairs(data, tmp_path / "x.bin", pairs=pairs, seed=seed)
+            make_pairs(data, tmp_path / "x.bin", pairs=pairs, seed=seed, overwrite=True)
         return
-    make_pairs(data, tmp_path / "x.bin", pairs=pairs, seed=seed, encoding="png")
+    make_pairs(data, tmp_path / "x.bin", pairs=pairs, seed=seed, encoding="png", overwrite=True)
     found = read_pairs(tmp_path / "x.bin")
     number = {data.png(index): index for index in range(len(data))}
     drawn = [frozenset({number[a], number[b]}) for a, b in zip(found.images[::2], found.images[1::2], strict=True)]
@@ -206,7 +206,8 @@ MISTAKES: list[tuple[list[Any], int, str]] = [
     (["stats", "nowhere.rec"], 2, "nowhere.rec"),
     (["stats", "FACES", "--plot", "x.txt"], 2, "x.txt"),
     (["stats", "FACES", "--plot", "no/such/x.png"], 2, "x.png"),
-    (["convert", "FACES", "FACES"], 2, "not an empty folder"),
+    (["convert", "FACES", "FACES"], 2, "holds the source"),
+    (["convert", "FACES", "FACES", "--overwrite"], 2, "holds the source"),
     (["convert", "FACES", "x.rec", "--size", "0"], 2, "--size"),
     (["convert", "FACES", "x.rec", "--max-bad-records", "-1"], 2, "--max-bad-records"),
     (["pairs", "FACES", "x.bin", "--pairs", "1"], 2, "1 pairs"),

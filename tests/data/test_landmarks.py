@@ -143,15 +143,16 @@ def test_data_align_writes_crops_for_training(target, workers, photos, tmp_path,
     points = written(tmp_path / "p.csv", list(lines(photos))[1:], "csv", header=True)
     argv = ["data", "align", str(photos), "--out", str(tmp_path / target), "--landmarks", str(points)]
     assert main([*argv, "--encoding", "png", "--workers", workers]) == 0
-    assert "5 faces of 2 classes, 1 pictures left out" in capsys.readouterr().out
+    assert "5 faces of 2 classes, 1 picture left out" in capsys.readouterr().out
     made = open_dataset(tmp_path / target, image_size=None)
     keys = [key for key, _ in lines(photos)][1:]
     assert made.labels.tolist() == [0, 0, 1, 1, 1]
     assert all(torch.equal(made.image(i), cut_out(photos, key)) for i, key in enumerate(keys))
     assert list(made.class_names) == ["ann", "bob, jr"]
+    assert [made.key(i) for i in range(5)] == keys
 
 
-def test_records_are_named_by_their_numbers(photos, tmp_path):
+def test_records_may_be_named_by_their_numbers(photos, tmp_path):
     assert main(["data", "convert", str(photos), str(tmp_path / "photos.rec")]) == 0
     rows = [(str(number), numbers) for number, (_, numbers) in enumerate(lines(photos), 1)]
     points = written(tmp_path / "p.json", rows, "json")

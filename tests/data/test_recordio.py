@@ -330,7 +330,9 @@ def test_an_interrupted_writer_leaves_the_old_file(tmp_path: Path) -> None:
     with record_writer(path, ["a"], expected=1) as writer:
         writer.add(image_bytes(1), 0)
     before = path.read_bytes()
-    with contextlib.suppress(RuntimeError), record_writer(path, ["a"], expected=9) as writer:
+    with pytest.raises(UsageError, match="exists already"), record_writer(path, ["a"], expected=9):
+        pass
+    with contextlib.suppress(RuntimeError), record_writer(path, ["a"], expected=9, overwrite=True) as writer:
         writer.add(image_bytes(2), 0)
         raise RuntimeError("cut off")
     assert path.read_bytes() == before

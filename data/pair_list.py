@@ -1,0 +1,146 @@
+"""Verification sets from a published list of pairs, in the form of LFW's ``pairs.txt``.
+
+The first line may give the number of folds and that of same, and of different, pairs in each: ``10<TAB>300``, or
+``1100`` for a single fold. Each further line is a pair; fields are separated by tabs or blanks::
+
+    NAME<TAB>1<TAB>4                    images 1 and 4 of one person
+    NAME_A<TAB>1<TAB>NAME_B<TAB>2       image 1 of a person and image 2 of another
+
+Image 4 of NAME is the file NAME_0004, with any suffix and in any folder; in LFW, ``NAME/NAME_0004.jpg``. Pairs are
+written in the order of the list: ``plsc eval`` takes ten contiguous folds of equal size, which are the list's own if it
+has ten. Huang et al., "Labeled Faces in the Wild", 2007.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plsc.data.codec import Encoding
+from plsc.data.dataset import ImageDataset
+from plsc.data.pairs import encoded_and_checked, write_pairs
+from plsc.errors import DataError, UsageError
+from plsc.files import check_output
+from plsc.progress import counted
+
+FORM = "NAME i j, or NAME i OTHER j"
+_SHOWN = 5  # names of missing images in an error
+
+
+@dataclass(frozen=True)
+class PairList:
+    """Pairs of image names without suffix, their truth bool (N,), and the number of folds (0: not given)."""
+
+    names: list[tuple[str, str]]
+    is_same: NDArray[np.bool_]
+    folds: int
+
+
+def read_pair_list(path: Path) -> PairList:
+    """Read a list of pairs.
+
+    Raises:
+        UsageError: there is no such file.
+        DataError: it is no text, a line has another form, or the number of pairs is not that of the first line.
+    """
+    if not path.is_file():
+        raise UsageError(f"there is no list of pairs {path}")
+    folds = per_fold = 0
+    names: list[tuple[str, str]] = []
+    truth: list[bool] = []
+    for number, fields in _lines(path):
+        if not names and not folds and len(fields) < 3 and all(field.isdecimal() for field in fields):
+            folds, per_fold = (1, int(fields[0])) if len(fields) == 1 else (int(fields[0]), int(fields[1]))
+            continue
+        names.append(_pair(fields, path, number))
+        truth.append(len(fields) == 3)
+    if not names:
+        raise DataError(f"{path} lists no pair; each line is {FORM}")
+    if folds and len(names) != 2 * folds * per_fold:
+        raise DataError(
+            f"{path} announces {counted(folds, 'fold')} of {per_fold} same and {per_fold} different pairs, and lists "
+            f"{counted(len(names), 'pair')}; use another copy"
+        )
+    return PairList(names, np.array(truth), folds)
+
+
+def pairs_of_list(
+    dataset: ImageDataset, pair_list: PairList, out: Path, *, encoding: Encoding = "jpeg", overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the pairs of a list, in its order, as a ``.bin``.
+
+    Args:
+        dataset: has the images; they are copied as stored if its ``image_size`` is None, otherwise resized and
+            re-encoded.
+        pair_list: of :func:`read_pair_list`.
+        out: the file to write.
+        encoding: of re-encoded images.
+        overwrite: replace ``out`` if it exists.
+
+    Returns:
+        ``{"out", "pairs", "same", "images", "identities", "folds"}``; folds are None if the list does not say.
+
+    Raises:
+        UsageError: ``out`` exists, or cannot be written.
+        DataError: images of the list are missing in the data set, or have a name that two have, or do not decode.
+    """
+    check_output(out, overwrite=overwrite)
+    wanted = sorted({name for pair in pair_list.names for name in pair})
+    index_of = _indices(dataset, set(wanted))
+    missing = [name for name in wanted if name not in index_of]
+    if missing:
+        raise DataError(_missing_error(dataset, missing, len(wanted)))
+    images = {name: encoded_and_checked(dataset, index, encoding) for name, index in index_of.items()}
+    write_pairs(out, [images[name] for pair in pair_list.names for name in pair], pair_list.is_same)
+    return {
+        "out": str(out),
+        "pairs": len(pair_list.names),
+        "same": int(pair_list.is_same.sum()),
+        "images": len(wanted),
+        "identities": len({name.rpartition("_")[0] for name in wanted}),
+        "folds": pair_list.folds or None,
+    }
+
+
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number and the fields of each line that is not empty."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+    for number, line in enumerate(lines, 1):
+        fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
+        if any(fields):
+            yield number, fields
+
+
+def _pair(fields: list[str], path: Path, number: int) -> tuple[str, str]:
+    if len(fields) == 3:
+        fields = [fields[0], fields[1], fields[0], fields[2]]
+    if len(fields) != 4 or not (fields[0] and fields[2] and fields[1].isdecimal() and fields[3].isdecimal()):
+        raise DataError(f"{path} line {number} is {' '.join(fields)[:80]!r}; each line is {FORM}")
+    return f"{fields[0]}_{int(fields[1]):04d}", f"{fields[2]}_{int(fields[3]):04d}"
+
+
+def _indices(dataset: ImageDataset, wanted: set[str]) -> dict[str, int]:
+    """Return the index of each wanted image by its name."""
+    found: dict[str, int] = {}
+    for index in range(len(dataset)):
+        name = PurePosixPath(dataset.key(index)).stem
+        if name in wanted and found.setdefault(name, index) != index:
+            raise DataError(
+                f"{dataset.source} has two images named {name}: {dataset.key(found[name])} and {dataset.key(index)}; "
+                "keep one of them"
+            )
+    return found
+
+
+def _missing_error(dataset: ImageDataset, missing: list[str], total: int) -> str:
+    names = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
+    problem = f"{len(missing):,} of the list's {counted(total, 'image')} are missing in {dataset.source}: {names}"
+    if len(missing) < total:
+        return f"{problem}; add them, since the protocol takes every pair"
+    return f"{problem}; images are found by their names (NAME_0001.jpg), and its first is {dataset.key(0)}"
