@@ -52,6 +52,13 @@ sys.stderr.write(err)
 sys.exit(code)
 """
 
+# Slurm's programs, as far as a page uses them: a job of one task, on this machine.
+_CLUSTER = {
+    "sbatch": '#!/bin/sh\nSLURM_JOB_ID=1 SLURM_JOB_NODELIST=node-0 exec bash -euo pipefail "$1"\n',
+    "scontrol": '#!/bin/sh\necho "$3"\n',
+    "srun": '#!/bin/sh\nexec "$@"\n',
+}
+
 
 @dataclass(frozen=True)
 class Block:
@@ -110,6 +117,9 @@ class PageRun:
         programs.mkdir()
         for name in STAND_INS:
             (programs / name).write_text(_STAND_IN.format(python=sys.executable))
+            (programs / name).chmod(0o755)
+        for name, text in _CLUSTER.items():
+            (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         try:
             with socket.socket(socket.AF_UNIX) as listener:
@@ -281,7 +291,7 @@ class PageRun:
 
     def _file_block(self, argv: list[str]) -> int:
         block = self._blocks[int(argv[0])]
-        Path(block.title).write_text(block.text, encoding="utf-8")
+        Path(block.title).write_text(self._adapted(block.text), encoding="utf-8")
         return 0
 
     def _python_block(self, argv: list[str]) -> int:
