@@ -61,6 +61,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument("--drain-seconds", type=float, default=20.0, metavar="S", help="for the end (20)")
     add("--decode-threads", type=int, metavar="N", help="(half the cores, at least 1)")
     add("--snapshots", type=Path, metavar="DIR", help="(STORE/snapshots where the store is a folder)")
+    add(
+        "--keep-thumbnails", action="store_true", help="keep a small picture of each enrolled face, until it is deleted"
+    )
+    add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
     add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
     add("--audit", type=Path, metavar="FILE", help="(STORE/audit.jsonl, else standard error)")
 
@@ -89,6 +93,8 @@ def _settings(args: argparse.Namespace) -> "Settings":
     from plsc.serve.settings import Settings
 
     folder = store_folder(args.store)
+    if args.keep_thumbnails and folder is None and args.thumbnails is None:
+        raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
     return Settings(
         host=args.host,
         port=args.port,
@@ -104,6 +110,8 @@ def _settings(args: argparse.Namespace) -> "Settings":
         if args.decode_threads is None
         else _positive(args, "decode_threads"),
         snapshots=folder / "snapshots" if folder is not None and args.snapshots is None else args.snapshots,
+        thumbnails=folder / "thumbnails" if folder is not None and args.thumbnails is None else args.thumbnails,
+        keep_thumbnails=args.keep_thumbnails,
         link_key=args.link_key,
         audit=folder / "audit.jsonl" if folder is not None and args.audit is None else args.audit,
         limits=_limits(args),

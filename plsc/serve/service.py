@@ -16,6 +16,7 @@ from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Collection, Store
+from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.serve.answer_warnings import unknown_fields
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.errors import ApiError
@@ -33,10 +34,14 @@ _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
 
 
 class Embedded(NamedTuple):
-    """Vectors (n, D) float32 of inputs, and warnings about their images, a line each."""
+    """Vectors (n, D) float32 of inputs, warnings about their images, and the crops that were embedded.
+
+    A crop is uint8 (3, S, S), None for an input that is a vector.
+    """
 
     vectors: Float32
     warnings: list[str]
+    crops: list[torch.Tensor | None]
 
 
 class Service:
@@ -54,6 +59,7 @@ class Service:
         self.contract_id = contract_of(embedder, settings.flip)
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
+        self.thumbnails = ThumbnailStore(store, settings.thumbnails, keep=settings.keep_thumbnails)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = Audit(settings.audit)
         self._decoders = ThreadPoolExecutor(settings.decode_threads, "plsc-decode")
@@ -93,12 +99,14 @@ class Service:
         ]
         images = [index for index, vector in enumerate(vectors) if vector is None]
         warnings: list[str] = []
+        crops: list[torch.Tensor | None] = [None] * len(inputs)
         if images:
             encoded = [(image_bytes(inputs[index], names[index]), inputs[index].landmarks) for index in images]
-            embedded, warnings = await self.embed(encoded, [names[index] for index in images], deadline)
-            for index, vector in zip(images, embedded, strict=True):
-                vectors[index] = vector
-        return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings)
+            embedded = await self.embed(encoded, [names[index] for index in images], deadline)
+            warnings = embedded.warnings
+            for index, vector, crop in zip(images, embedded.vectors, embedded.crops, strict=True):
+                vectors[index], crops[index] = vector, crop
+        return Embedded(np.array(vectors, dtype=np.float32).reshape(len(inputs), dim), warnings, crops)
 
     async def embed(self, images: Sequence[tuple[bytes, Any]], names: Sequence[str], deadline: float) -> Embedded:
         """Embed encoded images, each with landmarks or None.
@@ -120,7 +128,8 @@ class Service:
         vectors = await self.worker.submit("embed", pixels, len(pixels), deadline)
         for vector, name in zip(vectors, names, strict=True):
             check_direction(vector, name)
-        return Embedded(np.asarray(vectors), [warning for image in decoded for warning in image.warnings])
+        warnings = [warning for image in decoded for warning in image.warnings]
+        return Embedded(np.asarray(vectors), warnings, [image.pixels for image in decoded])
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:
         """Embed uint8 (n, 3, S, S); returns (n, D) float32."""

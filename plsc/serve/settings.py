@@ -51,6 +51,7 @@ class Limits:
 class Settings:
     """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder.
 
+    ``thumbnails`` is the folder of thumbnails, which are deleted with their faces also by a service that keeps none;
     ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
     """
 
@@ -68,6 +69,8 @@ class Settings:
     snapshots: Path | None = None
     audit: Path | None = None
     link_key: str | None = None
+    thumbnails: Path | None = None
+    keep_thumbnails: bool = False
     limits: Limits = field(default_factory=Limits)
 
 

@@ -404,6 +404,33 @@ def test_a_picture_that_is_no_crop_gets_a_warning_and_its_answer(live):
     assert "warnings" not in live.ask("POST", "/v1/compare", aligned).json()  # it is cut to a crop
 
 
+@pytest.mark.slow
+def test_thumbnails_are_kept_shown_and_deleted_only_where_they_are_asked_for(tmp_path, live):
+    assert live.ask("GET", "/v1/info").json()["thumbnails"] is False
+    place = live.collection("plain")
+    face = live.ask("POST", f"{place}/persons", {"faces": [image_input(picture(1))]}).json()
+    assert live.ask("GET", f"{place}/persons/{face['id']}/faces/{face['faces'][0]['id']}/thumbnail").status_code == 404
+    with live_service(tmp_path, thumbnails=tmp_path / "thumbnails", keep_thumbnails=True) as keeping:
+        assert keeping.ask("GET", "/v1/info").json()["thumbnails"] is True
+        place = keeping.collection("staff")
+        wide = encoded(np.full((20, 40, 3), 130, dtype=np.uint8))
+        people = [{"faces": []}, {"faces": [{"vector": [1.0] * DIM}, image_input(picture(1))]}]
+        _, ada = keeping.ask("POST", f"{place}/persons", {"persons": people}).json()["persons"]
+        path = f"{place}/persons/{ada['id']}"
+        added = keeping.ask("POST", f"{path}/faces", {"faces": [image_input(wide)]}).json()["faces"]
+        answers = [keeping.ask("GET", f"{path}/faces/{one['id']}/thumbnail") for one in [*ada["faces"], *added]]
+        assert [answer.status_code for answer in answers] == [404, 200, 200]
+        assert answers[1].headers["content-type"] == "image/jpeg"
+        assert answers[1].headers["cache-control"] == "no-store"
+        assert decode_image(answers[2].content, "it").shape == (3, SIZE, SIZE)
+        assert keeping.ask("DELETE", f"{path}/faces/{added[0]['id']}").status_code == 204
+        assert keeping.ask("GET", f"{path}/faces/{added[0]['id']}/thumbnail").status_code == 404
+        assert keeping.ask("POST", f"{place}/compact").is_success
+        assert len(list((tmp_path / "thumbnails").rglob("*.jpg"))) == 1
+        assert keeping.ask("DELETE", place).status_code == 204
+        assert list((tmp_path / "thumbnails").iterdir()) == []
+
+
 @pytest.mark.parametrize("method", ["POST", "GET"])
 def test_a_collections_name_is_refused_in_words(live, method):
     name, body = ("My Staff!", {"name": "My Staff!"}) if method == "POST" else ("1", None)

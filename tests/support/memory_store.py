@@ -62,6 +62,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._rows: dict[str, _Rows] = {}
+        self._created = 0
         self._lock = threading.RLock()
 
     def _rows_of(self, collection: str) -> _Rows:
@@ -94,7 +95,9 @@ class MemoryStore:
             raise UsageError("dim")
         if name in self._rows:
             raise ConflictError("exists")
-        self._rows[name] = _Rows(Collection(name, dim, contract_id, "2026-01-01T00:00:00Z", 0, 0))
+        self._created += 1  # no two collections are of one moment
+        created = f"2026-01-01T00:00:00.{self._created:03}Z"
+        self._rows[name] = _Rows(Collection(name, dim, contract_id, created, 0, 0))
         return self.collection(name)
 
     @_alone

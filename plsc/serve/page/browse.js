@@ -121,7 +121,7 @@ function summaryText({ persons, looked }) {
   return `${(first + 1).toLocaleString("en")} to ${(first + persons.length).toLocaleString("en")}${whole}.`;
 }
 
-const row = (person) => element("li", {}, ...personHead(person, pluralize(person.faces.length, "face"), `since ${day(person.created)}`));
+const row = (person) => element("li", {}, ...personHead(person, person.faces[0]?.id, pluralize(person.faces.length, "face"), `since ${day(person.created)}`));
 
 /** Letters without case and accents. */
 const folded = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();

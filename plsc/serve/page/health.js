@@ -52,12 +52,16 @@ function show() {
     "Embedding": `${info.model.embedding_dim} numbers from ${info.model.image_size} × ${info.model.image_size} pixels`,
     "Contract": info.model.contract_id,
     "Threshold": threshold(info),
+    "Thumbnails": info.thumbnails ? "kept with each face enrolled by a picture" : "none are kept",
     "Detector": info.detector ? "finds the face in a picture" : "none: pictures have to be aligned crops",
     "Your role": info.role,
     "Version": info.version,
   });
   fill("service-limits", Object.fromEntries(Object.entries(info.limits).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
   byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
+  byId("kept").textContent = info.thumbnails
+    ? "The service keeps a small crop of each enrolled picture, until its face is deleted."
+    : "The service keeps no photographs, only what the model makes of them: persons are shown by initials and numbers.";
   for (const hint of document.querySelectorAll(".crops")) showCrops(hint, info);
 }
 

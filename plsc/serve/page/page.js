@@ -10,6 +10,7 @@ import * as person from "./person.js";
 import * as search from "./search.js";
 import { call, token } from "./service.js";
 import { emit, on, state } from "./state.js";
+import { setUpThumbnails } from "./thumbnail.js";
 
 const VIEWS = { search, compare, enrol, browse, service: {} };
 const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -116,7 +117,7 @@ async function start() {
 }
 
 for (const setUp of [search.setUpSearch, compare.setUpCompare, enrol.setUpEnrol, browse.setUpBrowse, person.setUpPerson,
-  setUpCollections, setUpTabs, setUpPictures, setUpToken]) setUp();
+  setUpThumbnails, setUpCollections, setUpTabs, setUpPictures, setUpToken]) setUp();
 setUpHealth(async () => {
   await load();
   await look();

@@ -6,6 +6,7 @@ import { asInputs, faceFiles, Pictures } from "./picture.js";
 import { writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { emit, hasRole, state } from "./state.js";
+import { faceThumbnail, portrait } from "./thumbnail.js";
 
 const dialog = byId("person");
 const error = byId("person-error");
@@ -56,7 +57,7 @@ function show(person) {
 
 function faceRow(face) {
   const remove = element("button", { type: "button", class: "quiet", "aria-label": `Delete face ${face.id}`, onclick: () => deleteFace(face.id) }, "Delete…");
-  return element("li", {}, element("span", {}, `face ${face.id}`), hasRole("write") ? remove : null);
+  return element("li", {}, faceThumbnail(shown.id, face.id), element("span", {}, `face ${face.id}`), hasRole("write") ? remove : null);
 }
 
 async function save() {
@@ -123,11 +124,11 @@ function initials(name) {
   return words.length === 0 ? "#" : [...new Set([0, words.length - 1])].map((at) => words[at]).join("").toUpperCase();
 }
 
-/** The beginning of a row: initials, and the name as a button that opens the person. */
-export function personHead(person, ...facts) {
+/** The beginning of a row: the thumbnail of `face` or initials, and the name as a button that opens the person. */
+export function personHead(person, face, ...facts) {
   const open = element("button", { type: "button", class: "name", onclick: () => openPerson(person.id) }, isolated(displayName(person)));
   return [
-    element("span", { class: "initials", "aria-hidden": true }, initials(person.name)),
+    portrait(person.id, face, initials(person.name)),
     element("div", { class: "who" },
       element("div", { class: "line" }, open, element("span", { class: "facts" }, [`#${person.id}`, ...facts].join(" · "))),
       metadataLine(person.metadata)),

@@ -108,7 +108,7 @@ function summaryText() {
 function row(match) {
   const add = element("button", { type: "button", class: "plain small", "aria-label": `Add this picture to ${displayName(match.person)}`, onclick: () => addFace(match, add) }, "Add this picture");
   const score = element("div", { class: "score" }, element("span", { class: "number" }, formatScore(match.score)), scoreBar(match.score), judgement(match.score, match.same_person));
-  return element("li", {}, ...personHead(match.person, `face ${match.face}`), score, hasRole("write") ? add : null);
+  return element("li", {}, ...personHead(match.person, match.face, `face ${match.face}`), score, hasRole("write") ? add : null);
 }
 
 /** Add the picture to a match; below the threshold only after a question, for one wrong face spoils later searches. */

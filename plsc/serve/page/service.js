@@ -27,8 +27,7 @@ export const token = {
  * `files` are the files behind the body's inputs by the names that the service gives them: {query: file}.
  */
 export async function call(method, path, { body = null, signal = null, files = {} } = {}) {
-  const headers = {};
-  if (token.get() !== null) headers.Authorization = `Bearer ${token.get()}`;
+  const headers = authorization();
   if (body !== null) headers["Content-Type"] = "application/json";
   const answer = await reach(path, { method, headers, signal, body: body === null ? null : bodyOf(body) });
   const text = await readText(answer);
@@ -37,6 +36,18 @@ export async function call(method, path, { body = null, signal = null, files = {
   if (found?.warnings !== undefined) found.warnings = found.warnings.map((warning) => withFileName(warning, files));
   return found;
 }
+
+/** The object URL of a picture that the service has, null where it has none. */
+export async function callForPicture(path) {
+  try {
+    const answer = await reach(path, { headers: authorization() });
+    return answer.ok ? URL.createObjectURL(await answer.blob()) : null;
+  } catch {
+    return null;   // the requests beside it tell that the service is gone
+  }
+}
+
+const authorization = () => (token.get() === null ? {} : { Authorization: `Bearer ${token.get()}` });
 
 /** The path of a collection, and of what is in it. */
 export const inCollection = (name, ...parts) => ["v1/collections", encodeURIComponent(name), ...parts].join("/");

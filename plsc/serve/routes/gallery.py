@@ -7,6 +7,7 @@ from typing import Annotated
 
 import numpy as np
 import orjson
+import torch
 from fastapi import APIRouter, Query, Request
 from fastapi import Body as BodyParameter
 from pydantic import BaseModel, Field
@@ -180,7 +181,7 @@ async def get_collection(collection: CollectionName, service: Served) -> Collect
 @requires("admin")
 async def delete_collection(collection: CollectionName, service: Served) -> Response:
     """Delete a collection with everybody in it."""
-    await service.in_store(service.store.delete_collection, collection)
+    await service.in_store(service.thumbnails.delete_collection, collection)
     service.forget(collection)
     return Response(status_code=204)
 
@@ -189,7 +190,7 @@ async def delete_collection(collection: CollectionName, service: Served) -> Resp
 @requires("admin")
 async def compact_collection(collection: CollectionName, service: Served) -> CompactedView:
     """Bring what was added and deleted into the searched files: deleted embeddings are then in none of them."""
-    await service.in_store(service.store.compact, collection)
+    await service.in_store(service.thumbnails.compact, collection)
     statistics = await service.in_store(service.store.statistics)
     return CompactedView(collection=collection, statistics=statistics.get(collection, {}))
 
@@ -239,8 +240,8 @@ async def add_persons(
     limit = service.settings.limits.inputs
     if len(persons) > limit:
         raise ApiError(413, f"{len(persons)} persons; at most {limit} are enrolled in a request")
-    new, warnings = await _embed_persons(service, collection, persons, several)
-    added = await service.in_store(service.store.add_persons, collection, new, service.contract_id)
+    new, crops, warnings = await _embed_persons(service, collection, persons, several)
+    added = await service.in_store(service.thumbnails.add_persons, collection, new, service.contract_id, crops)
     record_ids(request, [person.id for person in added])
     if several:
         return with_warnings(EnrolledView(persons=[_view(person) for person in added]), warnings)
@@ -285,7 +286,7 @@ async def update_person(
 async def delete_person(collection: CollectionName, person: Id, service: Served, request: Request) -> Response:
     """Delete a person with all faces: no search finds them from now on."""
     record_ids(request, [person])
-    await service.in_store(service.store.delete_person, collection, person)
+    await service.in_store(service.thumbnails.delete_person, collection, person)
     return Response(status_code=204)
 
 
@@ -307,8 +308,9 @@ async def add_faces(
     """Add faces to a person."""
     record_ids(request, [person])
     await service.require_collection(collection)
-    vectors, warnings = await _embed_groups(service, [("faces", body.faces)])
-    added = await service.in_store(service.store.add_faces, collection, person, vectors, service.contract_id)
+    vectors, warnings, crops = await _embed_groups(service, [("faces", body.faces)])
+    add = service.thumbnails.add_faces
+    added = await service.in_store(add, collection, person, vectors, service.contract_id, crops)
     return with_warnings(FacesView(faces=[FaceView(id=face) for face in added]), warnings)
 
 
@@ -323,8 +325,21 @@ async def add_faces(
 async def delete_face(collection: CollectionName, person: Id, face: Id, service: Served, request: Request) -> Response:
     """Delete one face."""
     record_ids(request, [person, face])
-    await service.in_store(service.store.delete_face, collection, person, face)
+    await service.in_store(service.thumbnails.delete_face, collection, person, face)
     return Response(status_code=204)
+
+
+@router.get(
+    "/{collection}/persons/{person}/faces/{face}/thumbnail",
+    tags=["persons"],
+    responses={200: {"content": {"image/jpeg": {}}, "description": "The crop"}, **error_responses(404)},
+    response_class=Response,
+)
+@requires("read")
+async def get_thumbnail(collection: CollectionName, person: Id, face: Id, service: Served) -> Response:
+    """The crop that a face was enrolled from, where the service keeps thumbnails (--keep-thumbnails)."""
+    thumbnail = await service.in_store(service.thumbnails.read, collection, person, face)
+    return Response(thumbnail, media_type="image/jpeg")
 
 
 def read_filter(text: str | None) -> Filter | None:
@@ -360,16 +375,18 @@ def _view(person: Person) -> PersonView:
 
 async def _embed_persons(
     service: Service, collection: str, persons: Sequence[PersonBody], several: bool
-) -> tuple[list[NewPerson], list[str]]:
-    """The persons with the vectors of their inputs, all embedded together, and warnings about the inputs."""
+) -> tuple[list[NewPerson], list[list[torch.Tensor | None]], list[str]]:
+    """The persons with the vectors of their inputs, all embedded together; their faces' crops; and warnings."""
     await service.require_collection(collection)
     names = [f"persons[{index}].faces" if several else "faces" for index in range(len(persons))]
-    vectors, warnings = await _embed_groups(
+    vectors, warnings, crops = await _embed_groups(
         service, [(name, person.faces) for name, person in zip(names, persons, strict=True)]
     )
-    parts = np.split(vectors, np.cumsum([len(person.faces) for person in persons])[:-1])
+    stops = np.cumsum([len(person.faces) for person in persons]).tolist()
+    parts = np.split(vectors, stops[:-1])
     new = [NewPerson(part, person.name, person.metadata) for part, person in zip(parts, persons, strict=True)]
-    return new, warnings
+    own_crops = [crops[stop - len(person.faces) : stop] for person, stop in zip(persons, stops, strict=True)]
+    return new, own_crops, warnings
 
 
 async def _embed_groups(service: Service, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:

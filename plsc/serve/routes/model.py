@@ -47,6 +47,7 @@ class Info(BaseModel):
     false_match_rate: float | None
     limits: LimitsInfo
     detector: bool
+    thumbnails: bool
     link_key: str | None
     role: Literal["read", "write", "admin"]
 
@@ -103,6 +104,7 @@ async def info(service: Served, request: Request) -> Info:
         false_match_rate=settings.false_match_rate,
         limits=LimitsInfo(**limits),
         detector=service.detector is not None,
+        thumbnails=service.thumbnails.keeps,
         link_key=settings.link_key,
         role=caller_of(request.scope).role,
     )
@@ -118,7 +120,7 @@ async def compare(
     service: Served,
 ) -> CompareView:
     """The cosine of two inputs, and whether it reaches the service's threshold."""
-    vectors, warnings = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
+    vectors, warnings, _ = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
     a, b = vectors.astype(np.float64)
     score = float(np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1))
     threshold = service.settings.threshold
@@ -134,7 +136,7 @@ async def embeddings(
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
     names = [f"inputs[{index}]" for index in range(len(body.inputs))]
-    vectors, warnings = await service.vectors(body.inputs, names, service.deadline(None))
+    vectors, warnings, _ = await service.vectors(body.inputs, names, service.deadline(None))
     answer = {
         "contract_id": service.contract_id,
         "dim": service.embedder.embedding_dim,

@@ -149,7 +149,7 @@ async def _read_image(request: Request, service: Service, collection: str) -> tu
     form = _parse(SearchQuery, dict(request.query_params))
     deadline, filter = service.deadline(form.deadline_ms), read_filter(form.filter)
     _check_k(service, form.k, 1)
-    vectors, warnings = await service.embed([(await request.body(), None)], ["the body"], deadline)
+    vectors, warnings, _ = await service.embed([(await request.body(), None)], ["the body"], deadline)
     return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
 
 
@@ -161,7 +161,7 @@ async def _read_inputs(request: Request, service: Service, collection: str) -> t
     inputs = [form.query] if form.query is not None else form.queries or []
     _check_k(service, form.k, len(inputs))
     names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
-    vectors, warnings = await service.vectors(inputs, names, deadline)
+    vectors, warnings, _ = await service.vectors(inputs, names, deadline)
     return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
 
 

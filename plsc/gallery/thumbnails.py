@@ -1,0 +1,172 @@
+"""Thumbnails of enrolled crops, for people to verify a match by: files beside any store, which hold pictures of faces.
+
+FOLDER/NAME@CREATED/BUCKET/PERSON-FACE.jpg      one per face; NAME@CREATED is the collection, BUCKET is PERSON // 1000
+
+A store's own files, snapshots, copies and exports never hold one, so a deleted face has a thumbnail nowhere: it is
+removed before the face is deleted, and a crash in between leaves a face without a thumbnail, never the reverse.
+"""
+
+import os
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+
+import numpy.typing as npt
+import torch
+
+from plsc.data.codec import encode_image
+from plsc.errors import NotFoundError
+from plsc.files import storage_errors
+from plsc.gallery.store import NewPerson, Person, Store
+
+_BUCKET_PERSONS = 1000  # of one folder: file systems and people dislike a million entries
+_COLLECTION = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}@\d+")
+_NAME = re.compile(r"(\d+)-(\d+)\.jpg")
+
+Crop = torch.Tensor | None
+
+
+class ThumbnailStore:
+    """The changes of a store that touch faces, each together with the faces' thumbnails.
+
+    Every other method is called on ``store`` itself. Faces that other processes delete from a shared store are shown
+    no more at once, and their files are removed by :meth:`compact`.
+
+    Args:
+        store: the store to change.
+        folder: where the thumbnails are; None: there are none.
+        keep: write thumbnails of new faces and show them. Without it those that an earlier service wrote are still
+            deleted with their faces.
+    """
+
+    def __init__(self, store: Store, folder: Path | None, *, keep: bool) -> None:
+        self._store, self._folder = store, folder
+        self.keeps = keep and folder is not None
+        # A deletion must not come between an enrolment's commit and the writing of its thumbnails.
+        self._lock: AbstractContextManager[object] = nullcontext() if folder is None else threading.Lock()
+
+    def add_persons(
+        self, collection: str, persons: Sequence[NewPerson], contract_id: str, crops: Sequence[Sequence[Crop]]
+    ) -> list[Person]:
+        """Enrol ``persons``; ``crops`` holds uint8 (3, S, S) for each face of each, None where there is no image."""
+        with self._lock:
+            added = self._store.add_persons(collection, persons, contract_id)
+            for person, own in zip(added, crops, strict=True):
+                self._write(collection, person.id, person.faces, own)
+        return added
+
+    def add_faces(
+        self, collection: str, person: int, vectors: npt.ArrayLike, contract_id: str, crops: Sequence[Crop]
+    ) -> list[int]:
+        """Add faces to a person; returns their ids. ``crops`` as for :meth:`add_persons`."""
+        with self._lock:
+            faces = self._store.add_faces(collection, person, vectors, contract_id)
+            self._write(collection, person, faces, crops)
+        return faces
+
+    def delete_person(self, collection: str, person: int) -> None:
+        """Delete a person with all faces and thumbnails."""
+        with self._lock:
+            if self._folder is not None:
+                self._remove(self._folder, collection, person, self._store.person(collection, person).faces)
+            self._store.delete_person(collection, person)
+
+    def delete_face(self, collection: str, person: int, face: int) -> None:
+        """Delete a face and its thumbnail."""
+        with self._lock:
+            if self._folder is not None and face in self._store.person(collection, person).faces:
+                self._remove(self._folder, collection, person, [face])
+            self._store.delete_face(collection, person, face)
+
+    def delete_collection(self, collection: str) -> None:
+        """Delete a collection with everybody and all thumbnails in it."""
+        with self._lock:
+            if self._folder is not None:
+                _remove_folder(self._collection_folder(self._folder, collection))
+            self._store.delete_collection(collection)
+
+    def compact(self, collection: str) -> None:
+        """Compact the collection, and remove thumbnails of faces that somebody else deleted."""
+        self._store.compact(collection)
+        if self._folder is not None and self._folder.is_dir():
+            with self._lock:
+                self._sweep(self._folder, collection)
+
+    def read(self, collection: str, person: int, face: int) -> bytes:
+        """Return the thumbnail of a face, a JPEG file; :class:`NotFoundError` if there is no such face or file."""
+        if self._folder is not None and self.keeps and face in self._store.person(collection, person).faces:
+            with suppress(FileNotFoundError):
+                return _path(self._collection_folder(self._folder, collection), person, face).read_bytes()
+        raise NotFoundError(f"there is no thumbnail of face {face} of person {person} in {collection}")
+
+    def _write(self, collection: str, person: int, faces: Sequence[int], crops: Sequence[Crop]) -> None:
+        if self._folder is None or not self.keeps:
+            return
+        folder = self._collection_folder(self._folder, collection)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            for face, crop in zip(faces, crops, strict=True):
+                if crop is not None:
+                    path = _path(folder, person, face)
+                    path.parent.mkdir(exist_ok=True)
+                    path.write_bytes(encode_image(crop))
+        except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
+            print(f"plsc gallery: a thumbnail was not kept: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _remove(self, root: Path, collection: str, person: int, faces: Iterable[int]) -> None:
+        folder = self._collection_folder(root, collection)
+        paths = [_path(folder, person, face) for face in faces]
+        with storage_errors(root):
+            for path in paths:
+                path.unlink(missing_ok=True)
+            for parent in {path.parent for path in paths if path.parent.is_dir()}:
+                _sync_folder(parent)
+
+    def _sweep(self, root: Path, collection: str) -> None:
+        """Remove files of faces that the store does not hold, and folders of collections that it does not hold."""
+        known = {self._collection_folder(root, info.name) for info in self._store.collections()}
+        for folder in list(root.iterdir()):
+            if _COLLECTION.fullmatch(folder.name) and folder not in known:  # nothing of somebody else's
+                _remove_folder(folder)
+        for path in list(self._collection_folder(root, collection).glob("*/*")):
+            name = _NAME.fullmatch(path.name)
+            if name is not None and int(name[2]) not in self._faces_of(collection, int(name[1])):
+                with storage_errors(path):
+                    path.unlink()
+                    _sync_folder(path.parent)
+
+    def _faces_of(self, collection: str, person: int) -> Sequence[int]:
+        try:
+            return self._store.person(collection, person).faces
+        except NotFoundError:
+            return ()
+
+    def _collection_folder(self, root: Path, collection: str) -> Path:
+        """The folder of a collection. Its name has the time of creation: a new collection of the name is another."""
+        created = re.sub(r"\D", "", self._store.collection(collection).created)
+        return root / f"{collection}@{created}"
+
+
+def _path(folder: Path, person: int, face: int) -> Path:
+    return folder / str(int(person) // _BUCKET_PERSONS) / f"{int(person)}-{int(face)}.jpg"
+
+
+def _remove_folder(folder: Path) -> None:
+    with storage_errors(folder):
+        if folder.is_dir():
+            shutil.rmtree(folder)
+            _sync_folder(folder.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make removals in ``folder`` durable: after a power failure the files must not be back."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,121 @@
+"""Every store alike: thumbnails come with faces, and go with them from every file."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.stores import DIM, GALLERY, MODEL, faces
+
+from plsc.data.codec import decode_image
+from plsc.errors import NotFoundError
+from plsc.gallery.store import NewPerson, Store
+from plsc.gallery.thumbnails import ThumbnailStore
+
+
+def crop(level: int) -> torch.Tensor:
+    return torch.full((3, 16, 16), level, dtype=torch.uint8)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*.jpg"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "thumbnails"
+
+
+@pytest.fixture
+def kept(store: Store, folder: Path) -> ThumbnailStore:
+    return ThumbnailStore(store, folder, keep=True)
+
+
+def test_thumbnails_are_of_their_faces_and_go_with_them(store: Store, kept: ThumbnailStore, folder: Path) -> None:
+    new = [NewPerson(faces(2), "Ada"), NewPerson(faces(1, seed=1), "Grace")]
+    ada, grace = kept.add_persons(GALLERY, new, MODEL, [[crop(10), None], [crop(90)]])
+    assert decode_image(kept.read(GALLERY, ada.id, ada.faces[0]), "it").float().mean() == pytest.approx(10, abs=1)
+    assert decode_image(kept.read(GALLERY, grace.id, grace.faces[0]), "it").float().mean() == pytest.approx(90, abs=1)
+    for person, face in ((ada.id, ada.faces[1]), (ada.id, grace.faces[0]), (grace.id, 10**6)):
+        with pytest.raises(NotFoundError, match="no thumbnail of face"):
+            kept.read(GALLERY, person, face)
+    (added,) = kept.add_faces(GALLERY, ada.id, faces(1, seed=2), MODEL, [crop(200)])
+    assert len(files(folder)) == 3
+    assert folder.stat().st_mode & 0o777 == 0o700  # they show faces
+
+    with pytest.raises(NotFoundError):
+        kept.delete_face(GALLERY, ada.id, grace.faces[0])  # not hers: nothing goes
+    assert len(files(folder)) == 3
+    kept.delete_face(GALLERY, ada.id, added)
+    assert files(folder) == sorted([f"{ada.id}-{ada.faces[0]}.jpg", f"{grace.id}-{grace.faces[0]}.jpg"])
+    kept.delete_person(GALLERY, ada.id)
+    assert files(folder) == [f"{grace.id}-{grace.faces[0]}.jpg"]
+    assert [person.name for person in store.persons(GALLERY)] == ["Grace"]
+    kept.delete_collection(GALLERY)
+    assert list(folder.iterdir()) == []
+
+
+def test_what_another_process_deleted_is_shown_no_more_and_compaction_removes_it(
+    store: Store, kept: ThumbnailStore, folder: Path
+) -> None:
+    ada, grace = kept.add_persons(GALLERY, [NewPerson(faces(1))] * 2, MODEL, [[crop(10)], [crop(90)]])
+    store.delete_person(GALLERY, ada.id)
+    with pytest.raises(NotFoundError):
+        kept.read(GALLERY, ada.id, ada.faces[0])
+    foreign = folder / "letters"
+    foreign.mkdir()
+    (foreign / "mine.jpg").touch()
+    (folder / "gone@20260101000000000").mkdir()
+    (folder / "gone@20260101000000000" / "1-2.jpg").touch()
+    kept.compact(GALLERY)
+    assert files(folder) == sorted([f"{grace.id}-{grace.faces[0]}.jpg", "mine.jpg"])
+
+
+def test_a_new_collection_of_an_old_name_shows_nobody_of_the_old_one(
+    store: Store, kept: ThumbnailStore, folder: Path
+) -> None:
+    (ada,) = kept.add_persons(GALLERY, [NewPerson(faces(1))], MODEL, [[crop(10)]])
+    store.delete_collection(GALLERY)  # past the thumbnails
+    store.create_collection(GALLERY, DIM, MODEL)
+    while True:
+        (other,) = store.add_persons(GALLERY, [NewPerson(faces(1, seed=1))], MODEL)
+        with pytest.raises(NotFoundError):
+            kept.read(GALLERY, other.id, other.faces[0])
+        if other.id >= ada.id:
+            break
+    kept.compact(GALLERY)
+    assert files(folder) == []
+
+
+def test_a_service_that_keeps_none_deletes_those_of_an_earlier_one(
+    store: Store, kept: ThumbnailStore, folder: Path
+) -> None:
+    (ada,) = kept.add_persons(GALLERY, [NewPerson(faces(2))], MODEL, [[crop(10), crop(20)]])
+    plain = ThumbnailStore(store, folder, keep=False)
+    assert not plain.keeps
+    with pytest.raises(NotFoundError):
+        plain.read(GALLERY, ada.id, ada.faces[0])
+    plain.add_faces(GALLERY, ada.id, faces(1, seed=1), MODEL, [crop(30)])
+    assert len(files(folder)) == 2
+    plain.delete_person(GALLERY, ada.id)
+    assert files(folder) == []
+
+
+def test_a_snapshot_holds_no_thumbnail(store: Store, kept: ThumbnailStore, tmp_path: Path) -> None:
+    kept.add_persons(GALLERY, [NewPerson(faces(1))], MODEL, [[crop(10)]])
+    store.snapshot(tmp_path / "copy")
+    kept_bytes = kept.read(GALLERY, *_only(store))
+    assert not [path for path in (tmp_path / "copy").rglob("*") if path.is_file() and kept_bytes in path.read_bytes()]
+
+
+def _only(store: Store) -> tuple[int, int]:
+    (person,) = store.persons(GALLERY)
+    return person.id, person.faces[0]
+
+
+def test_a_thumbnail_that_cannot_be_written_fails_no_enrolment(
+    store: Store, kept: ThumbnailStore, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.write_text("a file where the folder should be")
+    (ada,) = kept.add_persons(GALLERY, [NewPerson(faces(1))], MODEL, [[crop(10)]])
+    assert store.person(GALLERY, ada.id) == ada
+    assert "a thumbnail was not kept: File exists" in capsys.readouterr().err
