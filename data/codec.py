@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 
-from plsc.errors import DataError
+from plsc.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+    ImageLike = str | Path | bytes | np.ndarray[Any, Any] | torch.Tensor | Image.Image
 
 Encoding = Literal["jpeg", "png"]
 
@@ -66,6 +72,45 @@ def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> tor
 def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
     """Read and decode the image file ``path``; returns and raises as :func:`decode_image`."""
     return decode_image(read_bytes(path), str(path), max_pixels=max_pixels)
+
+
+def to_rgb_tensor(image: "ImageLike", name: str = "image") -> torch.Tensor:
+    """The pixels of ``image`` as uint8 (3, H, W) RGB.
+
+    Args:
+        image: a file's path or bytes; a Pillow image; an array (H, W, 3) or grey (H, W); or a tensor (3, H, W).
+        name: the image's name in error messages; a path names itself.
+
+    Raises:
+        UsageError: it is nothing of these, or an array of another shape or type than uint8.
+        DataError: it does not decode.
+    """
+    if isinstance(image, str | Path):
+        return read_image(Path(image))
+    if isinstance(image, bytes):
+        return decode_image(image, name)
+    if isinstance(image, torch.Tensor):
+        if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[0] != 3 or not image.numel():
+            raise UsageError(f"{name} is a {image.dtype} tensor {tuple(image.shape)}: give uint8 RGB (3, H, W)")
+        return image
+    if isinstance(image, np.ndarray):
+        return _from_array(image, name)
+    if not hasattr(image, "getbands"):  # what Pillow's images have, and nothing else here: Pillow stays unimported
+        raise UsageError(f"{name} is of type {type(image).__name__}: give a path, bytes, an array or a Pillow image")
+    from PIL import ImageOps
+
+    try:
+        return _to_rgb(ImageOps.exif_transpose(image))
+    except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
+        raise DataError(f"{name} does not decode ({str(error)[:120]}); replace or remove it") from None
+
+
+def _from_array(image: "np.ndarray[Any, Any]", name: str) -> torch.Tensor:
+    if image.ndim == 2:
+        image = np.repeat(image[:, :, None], 3, axis=2)
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
+        raise UsageError(f"{name} is a {image.dtype} array {image.shape}: give uint8 RGB (H, W, 3)")
+    return torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
 
 
 def read_bytes(path: Path) -> bytes:
@@ -192,7 +237,6 @@ def _open_header(data: bytes) -> Iterator[Any]:
 
 def _to_rgb(image: Any) -> torch.Tensor:
     """Convert a Pillow image of any mode to uint8 (3, H, W)."""
-    import numpy as np
     from PIL import Image
 
     if image.mode.startswith("I"):  # 16 bits a pixel, or 32 that hold 16

@@ -22,6 +22,7 @@ SUBJECTS = {
     "config": "every key of a recipe",
     "serve": "HTTP service and page",
     "gallery": "durable stores of persons",
+    "api": "functions of the package",
     "index": "exact, approximate search",
     "evaluation": "verification, identification",
     "embedding": "embedders, sets, export",

@@ -1,5 +1,9 @@
 """plsc: train recognition models over tens of millions of classes, and put them to work.
 
+Training: :func:`init`, :func:`data_parallel`, :class:`ShardedHead` with its margins, and its optimizers
+:class:`HeadSGD` and :class:`HeadAdamW`. A trained model: :func:`load_model`, :func:`embed`, :func:`evaluate`,
+:class:`Index`; :func:`open_images` and :func:`align` for its pictures, :class:`Client` for a service.
+
 The names below are imported at their first use (PEP 562): ``import plsc``, and with it ``plsc --help``, takes
 milliseconds and no torch.
 """
@@ -10,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from plsc.api import align as align
+    from plsc.api import embed as embed
+    from plsc.api import evaluate as evaluate
+    from plsc.api import load_model as load_model
     from plsc.client import Client as Client
+    from plsc.embedding.sources import open_images as open_images
     from plsc.errors import PlscError as PlscError
     from plsc.head import ShardedHead as ShardedHead
+    from plsc.index import Index as Index
     from plsc.losses.margins import *  # noqa: F403  (every margin, by its __all__)
     from plsc.optim import HeadAdamW as HeadAdamW
     from plsc.optim import HeadSGD as HeadSGD
@@ -21,9 +31,12 @@ if TYPE_CHECKING:
 
 # Public names by the module that defines them; a test compares them with the imports above.
 _EXPORTS = {
+    "plsc.api": ("align", "embed", "evaluate", "load_model"),
     "plsc.client": ("Client",),
+    "plsc.embedding.sources": ("open_images",),
     "plsc.errors": ("PlscError",),
     "plsc.head": ("ShardedHead",),
+    "plsc.index": ("Index",),
     "plsc.losses.margins": (
         "AdaFace",
         "ArcFace",
@@ -39,7 +52,7 @@ _EXPORTS = {
     "plsc.parallel": ("data_parallel", "init"),
 }
 _MODULES = {name: module for module, names in _EXPORTS.items() for name in names}
-_PACKAGES = ("head", "losses", "optim", "parallel")  # reachable as attributes after `import plsc` alone
+_PACKAGES = ("errors", "head", "losses", "optim", "parallel")  # reachable as attributes after `import plsc` alone
 
 __all__ = [*_MODULES]
 

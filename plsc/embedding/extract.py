@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from plsc.data import ImageDataset
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.embedding.embedding_set import EmbeddingSet, shard_name
-from plsc.embedding.pipeline import Embedded, StallTimes, decode_loader, embedded_batches
+from plsc.embedding.pipeline import Embedded, StallTimes, decode_loader, embedded_batches, usable_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.parallel import Mesh
@@ -236,9 +235,7 @@ def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work
     row = start
     while row < stop:
         vectors, unreadable = next(batches)
-        stored, not_finite = _as_stored(vectors, embeddings.dtype)
-        bad = {**not_finite, **unreadable}
-        stored[list(bad)] = 0
+        stored, bad = usable_rows(vectors, unreadable, embeddings.dtype)
         embeddings[row - start : row - start + len(stored)] = stored
         errors |= {row + position: text for position, text in bad.items()}
         row += len(stored)
@@ -247,14 +244,6 @@ def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work
     labels = np.asarray(job.dataset.labels[start:stop], dtype=np.int64)
     keys = [job.dataset.key(row) for row in range(start, stop)]
     return ShardRows(start, embeddings, np.arange(start, stop, dtype=np.int64), labels, keys, errors)
-
-
-def _as_stored(vectors: npt.NDArray[np.float32], dtype: np.dtype[Any]) -> tuple[npt.NDArray[Any], dict[int, str]]:
-    """``vectors`` in the stored dtype, and errors of the rows that are not finite in it."""
-    with np.errstate(over="ignore"):
-        stored = vectors.astype(dtype)
-    broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
-    return stored, {int(row): f"the model's embedding is not finite in {dtype}" for row in broken}
 
 
 def _summary(folder: Path, works: list[_Work]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plsc.data import ImageDataset
+from plsc.embedding.embedder import Embedder, embed_images
 from plsc.errors import DataError, PlscError
 
 BATCHES_AHEAD = 2  # one that the model computes, one that waits for it
@@ -66,6 +68,55 @@ def embedded_batches(
                 yield vectors, errors
             else:
                 return
+
+
+def embed_dataset(
+    embedder: Embedder, dataset: ImageDataset, *, batch_size: int = 64, workers: int = 0, flip: bool = False
+) -> Embedded:
+    """Embed every image of a data set into memory.
+
+    Args:
+        embedder: the model.
+        dataset: images of the model's size.
+        batch_size: images embedded at once.
+        workers: decoding processes; 0: none but this.
+        flip: average over each image and its mirror image.
+
+    Returns:
+        Rows (N, D) float32, not normalised, and {row: error} of the images without an embedding, whose rows are zero.
+    """
+    rows = np.zeros((len(dataset), embedder.embedding_dim), dtype=np.float32)
+    errors: dict[int, str] = {}
+    loader = decode_loader(
+        dataset,
+        [(0, len(dataset))],
+        size=embedder.image_size,
+        batch_size=batch_size,
+        workers=workers,
+        pin=False,
+    )
+    row = 0
+    for vectors, unreadable in embedded_batches(partial(embed_images, embedder, flip=flip), iter(loader), StallTimes()):
+        stored, bad = usable_rows(vectors, unreadable, rows.dtype)
+        rows[row : row + len(stored)] = stored
+        errors |= {row + position: text for position, text in bad.items()}
+        row += len(stored)
+    return rows, errors
+
+
+def usable_rows(
+    vectors: npt.NDArray[np.float32], unreadable: dict[int, str], dtype: np.dtype[Any]
+) -> tuple[npt.NDArray[Any], dict[int, str]]:
+    """A batch's ``vectors`` in the stored dtype, and {position: error}: zero rows where there is an error.
+
+    A row has one where its image is ``unreadable``, or its embedding is not finite in that dtype.
+    """
+    with np.errstate(over="ignore"):
+        stored = vectors.astype(dtype)
+    broken = np.flatnonzero(~np.isfinite(stored).all(axis=1))
+    errors = {int(row): f"the model's embedding is not finite in {dtype}" for row in broken} | unreadable
+    stored[list(errors)] = 0
+    return stored, errors
 
 
 def _next(stream: Iterator[Any]) -> Any:

@@ -1,16 +1,24 @@
 """Sources of images to embed: any data set that trains, and photos without labels."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
+import torch
 
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
-from plsc.data.codec import IMAGE_SUFFIXES, read_bytes
+from plsc.data.codec import IMAGE_SUFFIXES, read_bytes, resize_image, to_rgb_tensor
 from plsc.data.dataset import EncodedDataset
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import UsageError
+
+if TYPE_CHECKING:
+    from plsc.data.codec import ImageLike
+
+    ImageSource = ImageLike | Sequence[ImageLike]
 
 
 class LooseImages(EncodedDataset):
@@ -36,13 +44,43 @@ class LooseImages(EncodedDataset):
         return self._names[index]
 
 
-def open_images(
-    source: str | Path, image_size: int, *, landmarks: Path | None = None, detector: str | None = None
-) -> ImageDataset:
-    """Open what :func:`plsc.data.open_dataset` opens, or one image file, or a folder with images directly in it.
+class ImageList(ImageDataset):
+    """Images that a program holds, in their order, without labels; keys are their paths, or their positions.
 
     Args:
-        source: the images.
+        images: each as :func:`plsc.data.codec.to_rgb_tensor` takes it.
+        image_size: side that they are resized to; None leaves each in its own size.
+
+    Raises:
+        UsageError: one is no image, or an array of another shape or type.
+    """
+
+    def __init__(self, images: "Sequence[ImageLike]", image_size: int | None) -> None:
+        super().__init__("the images", np.full(len(images), -1, dtype=np.int64), [], image_size)
+        self._images = images
+        for index, image in enumerate(images):
+            if not isinstance(image, str | Path | bytes):  # files are read when they are embedded
+                to_rgb_tensor(image, self.key(index))
+
+    def image(self, index: int) -> torch.Tensor:
+        """Image ``index`` as uint8 (3, S, S), or (3, H, W) in its own size."""
+        image = to_rgb_tensor(self._images[index], self.key(index))
+        return image if self.image_size is None else resize_image(image, self.image_size)
+
+    def key(self, index: int) -> str:
+        """The path of image ``index``, or ``image 7``."""
+        image = self._images[index]
+        return str(image) if isinstance(image, str | Path) else f"image {index}"
+
+
+def open_images(
+    source: "ImageSource", image_size: int, *, landmarks: str | Path | None = None, detector: str | None = None
+) -> ImageDataset:
+    """Open what :func:`plsc.data.open_dataset` opens, one image, a folder with images directly in it, or a sequence.
+
+    Args:
+        source: a path or ``avatars:IDSxIMAGES``; one image in memory (bytes, a Pillow image, an array (H, W, 3), a
+            tensor (3, H, W)); or a sequence of images, as a list of paths or an array (N, H, W, 3).
         image_size: S. Images are taken for aligned faces and resized, unless one of the next two aligns them.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
         detector: ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
@@ -56,7 +94,8 @@ def open_images(
     if landmarks is not None and detector is not None:
         raise UsageError("faces are aligned by a file of landmarks or by a detector; give one of them")
     pictures = _open(source, None)
-    return AlignedImages(pictures, locator(pictures, landmarks, detector), image_size)
+    points = None if landmarks is None else Path(landmarks)
+    return AlignedImages(pictures, locator(pictures, points, detector), image_size)
 
 
 def open_pictures(source: str | Path) -> ImageDataset:
@@ -73,13 +112,23 @@ def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None
     return DetectedLandmarks(detector or "")
 
 
-def _open(source: str | Path, image_size: int | None) -> ImageDataset:
+def _open(source: "ImageSource", image_size: int | None) -> ImageDataset:
+    if not isinstance(source, str | Path):
+        return ImageList(_as_sequence(source), image_size)
     path = Path(source)
     if path.is_file() and _is_image(path.name):
         return LooseImages(path.parent, [path.name], image_size)
     if path.is_dir() and any(_is_image(entry.name) for entry in path.iterdir()) and not any(path.glob("*.rec")):
         return LooseImages(path, _images_below(path), image_size)
     return open_dataset(source, image_size=image_size)
+
+
+def _as_sequence(source: "ImageSource") -> "Sequence[ImageLike]":
+    if isinstance(source, np.ndarray | torch.Tensor):
+        return list(source) if source.ndim == 4 else [source]
+    if isinstance(source, Sequence) and not isinstance(source, bytes):
+        return source
+    return [cast("ImageLike", source)]  # ImageList refuses what is no image
 
 
 def _is_image(name: str) -> bool:

@@ -13,23 +13,29 @@ real rows stay outside the structure and are searched by brute force beside it, 
 again at any time, on the queries that the tuning used.
 """
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from plsc.embedding.columns import open_array, open_strings, string_files
 from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError
-from plsc.files import read_manifest, verify_files
+from plsc.files import atomic_replace_dir, holds_manifest, make_folder, read_manifest, verify_files
 from plsc.index import ann
 from plsc.index.exact import ExactSearch, knn, merge_topk
 from plsc.index.on_disk import LISTS_FILE
 from plsc.index.rows import Float32, Int64, unit_vectors
 
 FORMAT = "plsc index"
+UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
 VERSION = 1
 FAISS_FILE = "index.faiss"
 COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *string_files("class_names"))
@@ -46,7 +52,7 @@ class Neighbours:
 
 
 class Index:
-    """A searchable set of embeddings; make one with :meth:`build`, open it with :meth:`open`.
+    """A searchable set of embeddings; made by :meth:`build`, kept by :meth:`save`, opened by :meth:`open`.
 
     Attributes:
         manifest: the content of manifest.json.
@@ -104,9 +110,13 @@ class Index:
     @classmethod
     def build(
         cls,
-        sets: Sequence[EmbeddingSet | str | Path],
-        folder: str | Path,
+        embeddings: "npt.NDArray[Any] | EmbeddingSet | str | Path | Sequence[EmbeddingSet | str | Path]",
+        folder: str | Path | None = None,
         *,
+        keys: Sequence[str] | None = None,
+        labels: Sequence[str | None] | None = None,
+        contract_id: str = UNKNOWN_CONTRACT,
+        overwrite: bool = False,
         kind: str = "auto",
         recall: float = 0.99,
         recall_at: int = 10,
@@ -115,21 +125,69 @@ class Index:
         seed: int = 0,
         quiet: bool = False,
     ) -> "Index":
-        """Build an index over embedding sets; see :func:`plsc.index.build.build`."""
+        """Build an index over an array of embeddings, or over embedding sets.
+
+        Args:
+            embeddings: (N, D) numbers, as :func:`plsc.embed` returns them; or one embedding set of ``plsc embed``, or
+                several of one contract. Rows that are zero, not finite or errors cannot be found; ``ids`` tells which
+                rows of an array are in the index.
+            folder: to write. None: a temporary one, which :meth:`save` copies, and which is removed with the object.
+            keys: N strings, the origin of each row of an array; None: the row numbers.
+            labels: N names of the rows' classes, such as persons, None for none; of an array.
+            contract_id: of the model that made the array (``model.contract_id``); the index then refuses images that
+                another model embeds.
+            overwrite: replace an index that ``folder`` holds, once the new one is whole.
+            kind, recall, recall_at, latency_ms, memory, seed, quiet: as in :func:`plsc.index.build.build`.
+
+        Raises:
+            UsageError: the arguments do not go together, or ``folder`` exists. Otherwise as
+                :func:`plsc.index.build.build`.
+        """
         from plsc.index.build import build
 
-        build(
-            sets,
-            Path(folder),
-            kind=kind,
-            recall=recall,
-            recall_at=recall_at,
-            latency_ms=latency_ms,
-            memory=memory,
-            seed=seed,
-            quiet=quiet,
-        )
-        return cls(folder, verify=False)
+        if folder is not None:
+            _check_target(Path(folder), overwrite)
+        scratch = Path(tempfile.mkdtemp(prefix="plsc-index-"))
+        target = scratch / "index" if folder is None else Path(folder)
+        try:
+            build(
+                _as_sets(embeddings, scratch / "set", keys, labels, contract_id),
+                target,
+                kind=kind,
+                recall=recall,
+                recall_at=recall_at,
+                latency_ms=latency_ms,
+                memory=memory,
+                seed=seed,
+                quiet=quiet,
+            )
+            index = cls(target, verify=False)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        shutil.rmtree(scratch if folder is not None else scratch / "set", ignore_errors=True)
+        if folder is None:
+            weakref.finalize(index, shutil.rmtree, scratch, ignore_errors=True)
+        return index
+
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Copy the index into ``folder``, which appears whole or not at all, and which :meth:`open` opens.
+
+        Raises:
+            UsageError: ``folder`` exists and ``overwrite`` is not given, or it is no index.
+        """
+        target = Path(folder).resolve()
+        if target == self.folder.resolve():
+            return
+        _check_target(target, overwrite)
+        make_folder(target.parent)
+        tmp_path = target.with_name(f".{target.name}.saving")
+        shutil.rmtree(tmp_path, ignore_errors=True)  # of a call that was killed
+        try:
+            shutil.copytree(self.folder, tmp_path)
+            atomic_replace_dir(tmp_path, target)
+        finally:
+            shutil.rmtree(tmp_path, ignore_errors=True)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -172,3 +230,55 @@ class Index:
         if short.any():
             scores[short], rows[short] = self._exact.search(queries[short], k)
         return scores, rows
+
+
+def _check_target(folder: Path, overwrite: bool) -> None:
+    """UsageError unless ``folder`` is free, or an index that may be replaced."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder.is_dir() and holds_manifest(folder, FORMAT)):
+        raise UsageError(f"{folder} exists already and is no index: name another folder")
+    if not overwrite:
+        raise UsageError(f"{folder} exists already: give overwrite=True to replace it")
+
+
+def _as_sets(
+    embeddings: Any,
+    folder: Path,
+    keys: Sequence[str] | None,
+    labels: Sequence[str | None] | None,
+    contract_id: str,
+) -> Sequence[EmbeddingSet | str | Path]:
+    """The embedding sets that ``embeddings`` are or name; an array is written into ``folder`` as one."""
+    if hasattr(embeddings, "__array__"):  # numpy's, and tensors on the CPU
+        return [_written(np.asarray(embeddings), folder, keys, labels, contract_id)]
+    if keys is not None or labels is not None or contract_id != UNKNOWN_CONTRACT:
+        raise UsageError("an embedding set has keys, labels and a contract of its own: leave them out")
+    sets = [embeddings] if isinstance(embeddings, EmbeddingSet | str | Path) else list(embeddings)
+    for entry in sets:
+        if not isinstance(entry, EmbeddingSet | str | Path):
+            raise UsageError(f"an index is built over an array (N, D) or embedding sets, not {type(entry).__name__}")
+    return sets
+
+
+def _written(
+    embeddings: npt.NDArray[Any],
+    folder: Path,
+    keys: Sequence[str] | None,
+    labels: Sequence[str | None] | None,
+    contract_id: str,
+) -> EmbeddingSet:
+    if embeddings.ndim != 2 or embeddings.dtype.kind != "f" or not embeddings.size:
+        raise UsageError(f"embeddings are {embeddings.dtype}{list(embeddings.shape)}; give floats of shape [N, D]")
+    names = sorted({label for label in labels or () if label is not None})
+    numbers = {name: number for number, name in enumerate(names)}
+    with np.errstate(over="ignore"):  # what overflows is infinite, and left out of the index
+        vectors = embeddings.astype(np.float32)
+    return write_embedding_set(
+        folder,
+        vectors,
+        contract_id=contract_id,
+        keys=None if keys is None else [str(key) for key in keys],
+        labels=None if labels is None else np.array([-1 if label is None else numbers[label] for label in labels]),
+        class_names=names,
+    )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from plsc.data import ImageDataset
     from plsc.embedding.embedder import Embedder
 
-EMBEDDED_AT_ONCE = 64  # images
 SEARCHED_AT_ONCE = 1024  # queries
 REQUEST_QUERIES = 16  # small enough that pictures of a camera's size fit into a request's body
 _SERVICE_FORMATS = (".jpg", ".png", ".webp")
@@ -140,36 +139,18 @@ def _open_model(index: Index, model: str | Path | None) -> "Embedder":
 
 def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Queries:
     from plsc.embedding.embedder import contract_of
+    from plsc.embedding.pipeline import embed_dataset
     from plsc.embedding.sources import open_images
 
     flip = index.contract_id == contract_of(embedder, True)
     require_contract(contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder))
     images = open_images(source, embedder.image_size)
     names = [images.key(i) for i in range(len(images))]
-    queries = Queries(names, np.zeros((len(names), index.dim), dtype=np.float32))
-    for start in range(0, len(names), EMBEDDED_AT_ONCE):
-        _embed(embedder, images, range(start, min(start + EMBEDDED_AT_ONCE, len(names))), flip, queries)
-    queries.errors = {**_unsearchable(queries.vectors), **queries.errors}
+    vectors, errors = embed_dataset(embedder, images, flip=flip)
+    queries = Queries(names, vectors, {**_unsearchable(vectors), **errors})
     if len(names) == 1 and queries.errors:
         raise DataError(queries.errors[0])
     return queries
-
-
-def _embed(
-    embedder: "Embedder", images: "ImageDataset", positions: Sequence[int], flip: bool, queries: Queries
-) -> None:
-    import torch
-
-    from plsc.embedding.embedder import embed_images
-
-    decoded = {}
-    for position in positions:
-        try:
-            decoded[position] = images.image(position)
-        except DataError as error:
-            queries.errors[position] = str(error)
-    if decoded:
-        queries.vectors[list(decoded)] = embed_images(embedder, torch.stack(list(decoded.values())), flip).numpy()
 
 
 _ServiceQuery = tuple[str, "Input | DataError"]  # its name, and what is sent or why it cannot be read

@@ -221,11 +221,13 @@ def test_a_damaged_set_is_refused_and_a_rebuild_replaces(faces: EmbeddingSet, tm
     vectors, labels = clustered(3, 4, 8)
     source = make(tmp_path / "set", vectors, labels)
     Index.build([source], tmp_path / "idx", quiet=True)
-    assert Index.build([faces], tmp_path / "idx", quiet=True).dim == 32
+    with pytest.raises(UsageError, match="exists already: give overwrite=True"):
+        Index.build([faces], tmp_path / "idx", quiet=True)
+    assert Index.build([faces], tmp_path / "idx", overwrite=True, quiet=True).dim == 32
     path = tmp_path / "set" / "shard-00000" / "embeddings.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
     with pytest.raises(IntegrityError, match=r"embeddings\.npy is corrupt"):
-        Index.build([tmp_path / "set"], tmp_path / "idx", quiet=True)
+        Index.build([tmp_path / "set"], tmp_path / "idx", overwrite=True, quiet=True)
     assert Index.open(tmp_path / "idx").dim == 32, "the older index stays"
 
 
@@ -316,7 +318,7 @@ def test_auto_takes_ivf_only_where_it_is_faster(faces: EmbeddingSet, tmp_path: P
         patch.setattr("plsc.index.build.EXACT_UP_TO", 1000)
         for speed, kind in ((3.0, "ivf"), (0.5, "exact")):
             patch.setattr("plsc.index.tuning._speed_over_exact", lambda *_, speed=speed: speed)
-            index = Index.build([faces], tmp_path / "idx", recall=0.9, quiet=True)
+            index = Index.build([faces], tmp_path / "idx", overwrite=True, recall=0.9, quiet=True)
             assert index.kind == kind
             assert (tmp_path / "idx" / "index.faiss").exists() == (kind == "ivf")
             assert check(tmp_path / "idx")["kind"] == kind

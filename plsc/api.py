@@ -1,0 +1,199 @@
+"""Models, embeddings, evaluation and alignment as functions of ``plsc``: what the commands do, for a program.
+
+``plsc.load_model``, ``plsc.embed`` and so on are these functions; docs/python.md shows each.
+"""
+
+from __future__ import annotations  # signatures in help() then read as they are written here
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from plsc.data.alignment import align_face
+from plsc.data.codec import to_rgb_tensor
+from plsc.data.dataset import ImageDataset
+from plsc.embedding.embedder import Embedder, open_embedder
+from plsc.embedding.pipeline import embed_dataset
+from plsc.embedding.sources import open_images
+from plsc.errors import DataError, UsageError
+from plsc.evaluation import evaluate as evaluate_sets
+from plsc.evaluation import ijb as evaluate_ijb
+from plsc.evaluation import raw_pixels
+from plsc.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    from plsc.data.codec import ImageLike
+    from plsc.embedding.sources import ImageSource
+
+RAW_PIXELS = "raw-pixels"
+RAW_PIXELS_SIZE = 112
+
+
+def load_model(
+    source: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    precision: str = "auto",
+    architecture: str | None = None,
+) -> Embedder:
+    """Load a model that turns images into embeddings.
+
+    Args:
+        source: a run directory of ``plsc train``; a .safetensors file; a state_dict of arcface_torch (backbone.pth);
+            a .pt2 file of ``plsc export``; or an .onnx file with one input and one output.
+        device: where to run; a GPU if there is one, by default.
+        precision: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 elsewhere and for .onnx.
+        architecture: a backbone's name, for a state_dict from which it cannot be inferred.
+
+    Returns:
+        The model. Its ``embedding_dim`` is D, its ``image_size`` S; embeddings of one ``contract_id`` may be compared.
+        Called with uint8 images (B, 3, S, S), it returns their embeddings (B, D) as a float32 tensor on the CPU.
+
+    Raises:
+        UsageError: there is no such file, or the request does not fit it.
+        DataError: the file is corrupt, or is no embedding model.
+    """
+    chosen = None if device is None else torch.device(device)
+    return open_embedder(source, device=chosen, precision=precision, architecture=architecture)
+
+
+def embed(
+    model: Embedder | str | Path,
+    images: ImageSource | ImageDataset,
+    *,
+    flip: bool = False,
+    landmarks: str | Path | None = None,
+    detector: str | None = None,
+    batch_size: int = 64,
+    workers: int = 0,
+    errors: dict[int, str] | None = None,
+) -> NDArray[np.float32]:
+    """Embed images, as ``plsc embed`` does: resized to the model's size and normalised as it was trained.
+
+    Face models expect aligned crops of one face: give those, or ``landmarks`` or a ``detector``, or :func:`align` them.
+
+    Args:
+        model: of :func:`load_model`, or what that takes.
+        images: a path of an image, a folder, a list file or a .rec, or ``avatars:IDSxIMAGES``; an image in memory: its
+            file's bytes, a Pillow image, a uint8 RGB array (H, W, 3) or grey (H, W), a uint8 tensor (3, H, W); a
+            sequence of images, such as a list of paths or an array (N, H, W, 3); or what :func:`open_images` returned.
+        flip: average over each image and its mirror image. Compare such embeddings with their like only.
+        landmarks: a file of five points for each image, by which faces are aligned.
+        detector: ``onnx:FILE``, an SCRFD model that finds each image's largest face.
+        batch_size: images per step of the model.
+        workers: decoding processes; 0: none but this.
+        errors: is filled with {row: problem} of images that cannot be read, aligned or embedded, whose rows are zero.
+            None: the first such image raises.
+
+    Returns:
+        (N, D) float32 in the order of the images, not normalised to unit length. Files of a folder are in the order of
+        their paths.
+
+    Raises:
+        UsageError: there is no such source, or something in the sequence is no image.
+        DataError: an image has a problem, and ``errors`` is None.
+    """
+    embedder = model if isinstance(model, Embedder) else load_model(model)
+    if batch_size < 1 or workers < 0:
+        raise UsageError(f"batch_size {batch_size} must be at least 1, and workers {workers} not negative")
+    if isinstance(images, ImageDataset):
+        if landmarks is not None or detector is not None:
+            raise UsageError("give landmarks or a detector to plsc.open_images(), which aligns")
+        if images.image_size != embedder.image_size:
+            raise UsageError(
+                f"the images have a size of {images.image_size}, and the model takes {embedder.image_size}: "
+                "open them with plsc.open_images(source, model.image_size)"
+            )
+        dataset = images
+    else:
+        dataset = open_images(images, embedder.image_size, landmarks=landmarks, detector=detector)
+    rows, problems = embed_dataset(embedder, dataset, batch_size=batch_size, workers=workers, flip=flip)
+    if errors is not None:
+        errors.update(problems)
+    elif problems:
+        row, problem = min(problems.items())
+        key = dataset.key(row)
+        raise DataError(problem if key in problem else f"{key}: {problem}")
+    return rows
+
+
+def evaluate(
+    model: Embedder | str | Path,
+    sets: str | Path | Sequence[str | Path] = (),
+    *,
+    ijb: str | Path | None = None,
+    flip: bool | None = None,
+    precision: str = "fp32",
+    batch_size: int = 64,
+    seed: int = 0,
+    mesh: Mesh | None = None,
+    quiet: bool = True,
+) -> dict[str, Any]:
+    """Evaluate a model on identities that it was not trained on, as ``plsc eval`` does.
+
+    Args:
+        model: of :func:`load_model`, what that takes, or "raw-pixels", a baseline.
+        sets: .bin files of pairs; folders of a folder per identity, lists, .rec files, ``avatars:IDSxIMAGES@FIRST``.
+        ijb: the folder IJBB or IJBC, with meta/ and loose_crop/ in it.
+        flip: add each image's mirror image to its embedding. None does so for .bin and IJB sets only.
+        precision: of a model that is still to be loaded.
+        batch_size: images per step of the model.
+        seed: draws the pairs for accuracy, and the identities unknown to the open set.
+        mesh: ranks that share the work, each of which calls. None: this process does all.
+        quiet: print no progress.
+
+    Returns:
+        What ``plsc eval --json`` writes: {"model", "sets": {NAME: {"accuracy", "auc", "tar@far", "rank1", …}}}, with
+        None for what a set cannot give.
+
+    Raises:
+        UsageError: there is nothing to evaluate on, or no such set.
+        DataError: a set is malformed or has too many unreadable images, or an embedding is not finite.
+    """
+    sources = [str(each) for each in ([sets] if isinstance(sets, str | Path) else sets)]
+    if not sources and ijb is None:
+        raise UsageError('nothing to evaluate on: give sets="lfw.bin", a folder of identities, or ijb=FOLDER')
+    mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else mesh
+    name, function, image_size = _evaluated(model, mesh, precision)
+    options: dict[str, Any] = {"image_size": image_size, "mesh": mesh, "batch_size": batch_size, "quiet": quiet}
+    results = evaluate_sets(function, sources, seed=seed, flip=flip, curves=True, **options)
+    if ijb is not None:
+        results |= evaluate_ijb(function, Path(ijb), curves=True, **options)
+    return {"model": name, "sets": results}
+
+
+def align(image: ImageLike, landmarks: ArrayLike, *, image_size: int = 112) -> NDArray[np.uint8]:
+    """Cut a face out of an image: rotated, scaled and shifted onto the template that face models are trained on.
+
+    Args:
+        image: a file's path or bytes, a Pillow image, a uint8 RGB array (H, W, 3), or a uint8 tensor (3, H, W).
+        landmarks: (5, 2): x and y in pixels of the left and the right eye (as seen in the image), the tip of the nose,
+            the left and the right corner of the mouth.
+        image_size: side of the crop in pixels.
+
+    Returns:
+        The crop, uint8 RGB (image_size, image_size, 3): black outside the image.
+
+    Raises:
+        DataError: the image does not decode, or the landmarks form no face or lie outside the image.
+    """
+    if image_size < 1:
+        raise UsageError(f"image_size must be at least 1, not {image_size}")
+    name = str(image) if isinstance(image, str | Path) else "image"
+    crop = align_face(to_rgb_tensor(image, name), landmarks, image_size, name)
+    return crop.permute(1, 2, 0).contiguous().numpy()
+
+
+def _evaluated(model: Embedder | str | Path, mesh: Mesh, precision: str) -> tuple[str, Any, int]:
+    """The name of a model, its function from images to embeddings, and the size of the images."""
+    if model == RAW_PIXELS:
+        return RAW_PIXELS, raw_pixels, RAW_PIXELS_SIZE
+    if isinstance(model, Embedder):
+        return model.source, model, model.image_size
+    embedder = open_embedder(model, device=mesh.device if mesh.world_size > 1 else None, precision=precision)
+    return str(model), embedder, embedder.image_size

@@ -1,0 +1,383 @@
+"""The functions of ``plsc`` beside training: against the commands, and against the model called by hand."""
+
+import inspect
+import io
+import json
+import pydoc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import plsc
+from plsc import models
+from plsc.data import write_pairs
+from plsc.data.alignment import TEMPLATE, align_face
+from plsc.data.codec import encode_image, read_image, resize_image
+from plsc.embedding.embedder import Embedder
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.errors import DataError, UsageError
+from plsc.tools.entry import main
+
+SIZE, DIM = 32, 16
+
+
+def noise(seed: int, height: int = 40, width: int = 48) -> torch.Tensor:
+    return torch.randint(256, (3, height, width), generator=torch.Generator().manual_seed(seed)).byte()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model in four files, and a folder of six pictures, the fourth of which is broken."""
+    folder = tmp_path_factory.mktemp("api")
+    torch.manual_seed(0)
+    backbone = models.create("resnet8", embedding_dim=DIM, image_size=SIZE)
+    models.save_model(backbone, folder / "model.safetensors")
+    torch.save(backbone.state_dict(), folder / "backbone.pth")
+    (folder / "photos").mkdir()
+    for seed in range(6):
+        (folder / "photos" / f"{seed}.png").write_bytes(encode_image(noise(seed), "png"))
+    (folder / "good").mkdir()
+    for path in (folder / "photos").iterdir():
+        (folder / "good" / path.name).write_bytes(path.read_bytes())
+    (folder / "photos" / "3.png").write_bytes(b"broken")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Embedder:
+    return plsc.load_model(folder / "model.safetensors", device="cpu")
+
+
+def by_hand(model: Embedder, seeds: list[int], flip: bool = False) -> np.ndarray:
+    images = torch.stack([resize_image(noise(seed), SIZE) for seed in seeds])
+    rows = model(images)
+    return ((rows + model(images.flip(-1))) / 2 if flip else rows).numpy()
+
+
+def test_every_name_is_there_with_its_signature_and_its_documentation():
+    for name in plsc.__all__:
+        value = getattr(plsc, name)
+        assert inspect.getdoc(value), name
+        assert name == "PlscError" or inspect.signature(value), name
+    assert len(plsc.__all__) <= 25
+    page = pydoc.render_doc(plsc, renderer=pydoc.plaintext)
+    for name in ("load_model", "embed", "evaluate", "align", "open_images"):
+        assert f"\n    {name}(" in page, name
+        first = inspect.getdoc(getattr(plsc, name)).split("\n")[0]
+        assert first in page, name
+
+
+def test_the_name_embed_is_the_function_whatever_was_imported():
+    from plsc.embedding import extract, pipeline  # noqa: F401
+
+    assert callable(plsc.embed)
+    with pytest.raises(AttributeError, match="no attribute 'embedd'"):
+        plsc.embedd  # noqa: B018
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "backbone.pth", "."])
+def test_load_model_takes_what_the_commands_take(folder, model, file):
+    loaded = plsc.load_model(str(folder / file), architecture="resnet8" if file.endswith("pth") else None)
+    assert (loaded.embedding_dim, loaded.image_size) == (DIM, SIZE)
+    images = torch.stack([resize_image(noise(0), SIZE)])
+    torch.testing.assert_close(loaded(images), model(images))
+
+
+def forms(folder: Path) -> dict[str, object]:
+    """The same six pictures in every form."""
+    paths = sorted((folder / "good").iterdir())
+    pictures = [noise(seed) for seed in range(6)]
+    arrays = [picture.permute(1, 2, 0).numpy() for picture in pictures]
+    return {
+        "folder": str(folder / "good"),
+        "Path": folder / "good",
+        "paths": paths,
+        "strings": tuple(map(str, paths)),
+        "bytes": [path.read_bytes() for path in paths],
+        "arrays": arrays,
+        "one array": np.stack(arrays),
+        "tensors": pictures,
+        "one tensor": torch.stack(pictures),
+        "Pillow": [Image.open(io.BytesIO(path.read_bytes())) for path in paths],
+        "mixed": [paths[0], arrays[1], pictures[2], paths[3].read_bytes(), Image.fromarray(arrays[4]), str(paths[5])],
+        "not contiguous": [array[:, ::-1][:, ::-1] for array in arrays],
+        "opened": plsc.open_images(folder / "good", SIZE),
+    }
+
+
+@pytest.mark.parametrize("flip", [False, True])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "folder",
+        "Path",
+        "paths",
+        "strings",
+        "bytes",
+        "arrays",
+        "one array",
+        "tensors",
+        "one tensor",
+        "Pillow",
+        "mixed",
+        "not contiguous",
+        "opened",
+    ],
+)
+def test_embed_takes_pictures_in_every_form(folder, model, form, flip):
+    rows = plsc.embed(model, forms(folder)[form], flip=flip, batch_size=4)
+    assert (rows.shape, rows.dtype) == ((6, DIM), np.float32)
+    np.testing.assert_allclose(rows, by_hand(model, list(range(6)), flip), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["path", "bytes", "array", "tensor", "grey", "Pillow"])
+def test_embed_takes_one_picture(folder, model, form):
+    picture = noise(0)
+    path = folder / "good" / "0.png"
+    grey = picture[0].numpy()
+    one = {
+        "path": path,
+        "bytes": path.read_bytes(),
+        "array": picture.permute(1, 2, 0).numpy(),
+        "tensor": picture,
+        "grey": grey,
+        "Pillow": Image.open(io.BytesIO(path.read_bytes())),
+    }[form]
+    expected = by_hand(model, [0])
+    if form == "grey":
+        expected = model(resize_image(torch.from_numpy(grey).expand(3, -1, -1), SIZE)[None]).numpy()
+    np.testing.assert_allclose(plsc.embed(model, one), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_embed_gives_the_rows_of_the_command(folder, tmp_path, model):
+    argv = ["embed", str(folder / "model.safetensors"), "--data", str(folder / "photos"), "--out", str(tmp_path / "e")]
+    assert main([*argv, "--workers", "0", "--flip"]) == 0
+    stored = EmbeddingSet(tmp_path / "e")
+    errors: dict[int, str] = {}
+    rows = plsc.embed(folder / "model.safetensors", folder / "photos", flip=True, errors=errors)
+    np.testing.assert_allclose(rows, stored.rows(0, 6), rtol=1e-5, atol=1e-6)
+    assert errors == dict(stored.errors)
+    assert list(errors) == [3]
+    assert not rows[3].any()
+
+
+def test_a_broken_picture_raises_unless_errors_are_collected(folder, model):
+    with pytest.raises(DataError, match=r"3\.png of .* does not decode"):
+        plsc.embed(model, folder / "photos")
+    with pytest.raises(DataError, match=r"cannot read /nowhere\.png"):
+        plsc.embed(model, ["/nowhere.png"])
+    truncated = Image.open(io.BytesIO(encode_image(noise(0), "png")[:2000]))
+    with pytest.raises(DataError, match="image 1 does not decode"):
+        plsc.embed(model, [noise(0), encode_image(noise(0), "png")[:500]])
+    with pytest.raises(DataError, match="image 0 does not decode"):
+        plsc.embed(model, truncated)
+
+
+def test_a_model_that_answers_nan_is_an_error_of_its_rows(model, monkeypatch):
+    monkeypatch.setattr(Embedder, "__call__", lambda self, images: torch.full((len(images), DIM), torch.nan))
+    with pytest.raises(DataError, match="image 0: the model's embedding is not finite"):
+        plsc.embed(model, [noise(0)])
+
+
+WRONG = {
+    "floats": np.zeros((4, 5, 3)),
+    "channels first": np.zeros((3, 40, 40), np.uint8),
+    "RGBA": np.zeros((4, 5, 4), np.uint8),
+    "nothing in it": np.zeros((0, 5, 3), np.uint8),
+    "float tensor": torch.zeros(3, 4, 4),
+    "channels last": torch.zeros(4, 5, 3, dtype=torch.uint8),
+    "None": None,
+    "number": 3,
+    "numbers": [1, 2],
+    "one of them": [noise(0), None],
+    "no file": "nowhere",
+    "dict": {"a": 1},
+}
+
+
+@pytest.mark.parametrize("images", WRONG.values(), ids=WRONG)
+def test_what_is_no_picture_is_named(model, images):
+    with pytest.raises(UsageError, match=r"image \d is|there is no nowhere") as error:
+        plsc.embed(model, images)
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_to_embed_gives_no_rows(model):
+    assert plsc.embed(model, []).shape == (0, DIM)
+    assert plsc.embed(model, np.zeros((0, 4, 4, 3), np.uint8)).shape == (0, DIM)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size 0 must be at least 1"),
+        ({"workers": -1}, "workers -1 not negative"),
+        ({"detector": "scrfd.onnx"}, "onnx:FILE"),
+        ({"landmarks": "/nowhere.csv"}, r"no landmark file /nowhere\.csv"),
+        ({"landmarks": "a", "detector": "onnx:b"}, "give one of them"),
+    ],
+)
+def test_wrong_options_of_embed(model, options, message):
+    with pytest.raises(UsageError, match=message):
+        plsc.embed(model, [noise(0)], **options)
+
+
+def test_images_of_another_size_are_refused(folder, model):
+    with pytest.raises(UsageError, match=r"size of 40, and the model takes 32"):
+        plsc.embed(model, plsc.open_images(folder / "good", 40))
+    with pytest.raises(UsageError, match=r"give landmarks or a detector to plsc\.open_images"):
+        plsc.embed(model, plsc.open_images(folder / "good", SIZE), landmarks="points.csv")
+
+
+def test_landmarks_align_as_align_does(folder, tmp_path, model):
+    points = TEMPLATE * 0.4 + 2
+    numbers = ",".join(str(number) for number in points.flatten())
+    (tmp_path / "points.csv").write_text("".join(f"{seed}.png,{numbers}\n" for seed in range(6)))
+    rows = plsc.embed(model, folder / "good", landmarks=str(tmp_path / "points.csv"))
+    crops = [plsc.align(folder / "good" / f"{seed}.png", points, image_size=SIZE) for seed in range(6)]
+    np.testing.assert_allclose(rows, plsc.embed(model, crops), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["path", "bytes", "array", "tensor", "Pillow"])
+def test_align_cuts_the_crop_of_align_face_out_of_every_form(folder, form):
+    path = folder / "good" / "0.png"
+    picture = read_image(path)
+    image = {
+        "path": str(path),
+        "bytes": path.read_bytes(),
+        "array": picture.permute(1, 2, 0).numpy(),
+        "tensor": picture,
+        "Pillow": Image.open(io.BytesIO(path.read_bytes())),
+    }[form]
+    points = TEMPLATE * 0.35 + [3, 1]
+    crop = plsc.align(image, points.tolist(), image_size=64)
+    assert (crop.shape, crop.dtype, crop.flags["C_CONTIGUOUS"]) == ((64, 64, 3), np.uint8, True)
+    np.testing.assert_array_equal(crop, align_face(picture, points, 64).permute(1, 2, 0).numpy())
+
+
+def test_align_by_the_template_itself_changes_nothing():
+    picture = noise(0, 112, 112).permute(1, 2, 0).numpy()
+    np.testing.assert_array_equal(plsc.align(picture, TEMPLATE), picture)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        ([[1, 2]] * 4, "landmarks are five points"),
+        ("eyes", "landmarks are five points"),
+        ([[float("nan")] * 2] * 5, "not finite"),
+        (TEMPLATE + 5000, "outside the image"),
+        (TEMPLATE[[1, 0, 2, 4, 3]], "form no face"),
+    ],
+)
+def test_landmarks_that_are_no_face_are_named(points, message):
+    with pytest.raises(DataError, match=message):
+        plsc.align(noise(0, 112, 112), points)
+
+
+@pytest.mark.slow
+def test_evaluate_gives_what_the_command_writes(folder, tmp_path, model):
+    people = [[noise(10 * person + picture, 32, 32) for picture in range(3)] for person in range(5)]
+    for person, pictures in enumerate(people):
+        (tmp_path / "unseen" / f"person-{person}").mkdir(parents=True)
+        for number, picture in enumerate(pictures):
+            (tmp_path / "unseen" / f"person-{person}" / f"{number}.png").write_bytes(encode_image(picture, "png"))
+    encoded = [encode_image(picture, "png") for pictures in people for picture in pictures[:2]] * 2
+    write_pairs(tmp_path / "pairs.bin", encoded, [True, False] * 5)
+    file = folder / "model.safetensors"
+    argv = ["eval", str(file), "--pairs", str(tmp_path / "pairs.bin"), "--data", str(tmp_path / "unseen")]
+    assert main([*argv, "--json", str(tmp_path / "result.json")]) == 0
+    expected = json.loads((tmp_path / "result.json").read_text())
+    sets = [tmp_path / "pairs.bin", str(tmp_path / "unseen")]
+    assert json.loads(json.dumps(plsc.evaluate(str(file), sets))) == expected
+    assert json.loads(json.dumps(plsc.evaluate(model, sets)["sets"])) == expected["sets"]
+    baseline = plsc.evaluate("raw-pixels", tmp_path / "unseen")
+    assert baseline["model"] == "raw-pixels"
+    assert baseline["sets"]["unseen"]["identities"] == 5
+
+
+def test_evaluate_says_what_is_missing(model):
+    with pytest.raises(UsageError, match="nothing to evaluate on"):
+        plsc.evaluate(model)
+    with pytest.raises(UsageError, match=r"there is no nowhere"):
+        plsc.evaluate(model, "nowhere")
+    with pytest.raises(UsageError, match="does not exist"):
+        plsc.evaluate("nowhere.safetensors", "avatars:3x2")
+
+
+def brute_force(rows: np.ndarray, queries: np.ndarray, k: int) -> np.ndarray:
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.argsort(-(queries / np.linalg.norm(queries, axis=1, keepdims=True)) @ unit.T, axis=1)[:, :k]
+
+
+def test_an_index_over_an_array_finds_what_float64_finds(tmp_path):
+    generator = np.random.default_rng(0)
+    rows, queries = generator.normal(size=(50, DIM)), generator.normal(size=(7, DIM))
+    index = plsc.Index.build(rows, keys=[f"{row}.png" for row in range(50)], labels=["a", None] * 25, quiet=True)
+    expected = brute_force(rows, queries, 5)
+    found = index.search(queries, 5)
+    np.testing.assert_array_equal(found.ids, expected)
+    assert [index.keys[row] for row in found.rows[0]] == [f"{row}.png" for row in expected[0]]
+    assert [index.class_name(label) for label in found.labels[0]] == [
+        "a" if row % 2 == 0 else None for row in expected[0]
+    ]
+    index.save(tmp_path / "saved" / "idx")
+    scratch = index.folder
+    del index
+    assert not scratch.exists()
+    np.testing.assert_array_equal(plsc.Index.open(tmp_path / "saved" / "idx").search(queries, 5).ids, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, "tensor"])
+def test_an_index_takes_every_kind_of_floats(dtype):
+    rows = np.eye(6, DIM)
+    given = torch.from_numpy(rows) if dtype == "tensor" else rows.astype(dtype)
+    np.testing.assert_array_equal(plsc.Index.build(given, quiet=True).search(rows, 1).ids[:, 0], range(6))
+
+
+def test_rows_without_a_direction_are_left_out_and_ids_say_so():
+    rows = np.eye(6, DIM)
+    rows[1], rows[2, 0], rows[3, 0] = 0, np.nan, 1e300
+    index = plsc.Index.build(rows, quiet=True)
+    assert index.ids.tolist() == [0, 4, 5]
+
+
+def test_an_index_is_built_over_an_embedding_set_and_replaced_on_demand_only(folder, tmp_path):
+    argv = ["embed", str(folder / "model.safetensors"), "--data", str(folder / "good"), "--out", str(tmp_path / "e")]
+    assert main([*argv, "--workers", "0"]) == 0
+    index = plsc.Index.build(tmp_path / "e", tmp_path / "idx", quiet=True)
+    assert list(index.keys) == [f"{seed}.png" for seed in range(6)]
+    other = plsc.Index.build(np.eye(3), quiet=True)
+    for attempt in (lambda: plsc.Index.build(np.eye(3), tmp_path / "idx"), lambda: other.save(tmp_path / "idx")):
+        with pytest.raises(UsageError, match="idx exists already: give overwrite=True to replace it"):
+            attempt()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(UsageError, match="is no index: name another folder"):
+        other.save(tmp_path / "mine", overwrite=True)
+    index.save(tmp_path / "idx")  # where it is already
+    other.save(tmp_path / "idx", overwrite=True)
+    assert len(plsc.Index.open(tmp_path / "idx")) == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "idx", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("embeddings", "options", "message"),
+    [
+        (np.zeros(4), {}, r"float64\[4\]; give floats of shape \[N, D\]"),
+        (np.zeros((3, 0)), {}, "give floats"),
+        (np.zeros((3, 4), int), {}, "give floats"),
+        ([[1.0, 2.0]], {}, "over an array .* not list"),
+        (np.eye(3), {"keys": ["a"]}, "1 keys do not match"),
+        (np.eye(3), {"labels": ["a"]}, "1 labels"),
+        ("nowhere", {}, "no folder nowhere"),
+        ("nowhere", {"keys": ["a"]}, "keys, labels and a contract of its own"),
+        (np.eye(3), {"kind": "tree"}, "no kind 'tree'"),
+    ],
+)
+def test_what_no_index_can_be_built_of_is_named(embeddings, options, message):
+    with pytest.raises(UsageError, match=message):
+        plsc.Index.build(embeddings, quiet=True, **options)
