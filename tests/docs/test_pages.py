@@ -49,7 +49,7 @@ SETTINGS = {
         replaced={"--fmr 1e-4": "--fmr 1e-1"},  # which takes 100,000 pairs
     ),
     "first-data-set.md": Setting(
-        replaced={"-ge 10": "-ge 4", "tail -n 30": "tail -n 5", "--fmr 1e-3": "--fmr 1e-1"},  # 8 people
+        replaced={"-ge 10": "-ge 4", "tail -n 30": "tail -n 5", "--fmr 1e-3": "--fmr 1e-1"},  # 11 people
     ),
     "serving.md": Setting(
         files="model.safetensors ada.jpg unknown.jpg",

@@ -16,7 +16,7 @@ from PIL import Image
 from plsc.data.avatars import render_avatar
 from support import scrfd
 
-PERSONS, PICTURES, SIDE = 8, 4, 32
+PERSONS, PICTURES, SIDE = 11, 4, 32
 LANDMARKS = scrfd.POINTS * 8 + 36  # of the face that the stand-in detector finds in `photo`
 
 
@@ -109,6 +109,13 @@ def lfw_archive(path: Path) -> None:
                 archive.addfile(entry, file)
 
 
+def pair_list(path: Path) -> None:
+    """Write a list of pairs of the photos of ``lfw_archive``, in LFW's form: ten same and ten different."""
+    same = [f"person-{index}\t1\t2" for index in range(10)]
+    other = [f"person-{index}\t1\tperson-{index + 1}\t1" for index in range(10)]
+    path.write_text("\n".join(["1\t10", *same, *other]) + "\n")
+
+
 def detector_archive(path: Path) -> None:
     """Write an archive with a stand-in detector, as insightface's model packs have it."""
     detector(path.with_name("det_10g.onnx"))
@@ -147,6 +154,7 @@ def configuration(path: Path) -> None:
 MAKERS: dict[str, Callable[[Path], None]] = {
     "lfw.tgz": lfw_archive,
     "buffalo_l.zip": detector_archive,
+    "pairs.txt": pair_list,
     "faces/": crops,
     "unseen/": lambda path: crops(path, first=5000),
     "photos/": photos,
