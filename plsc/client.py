@@ -1,16 +1,16 @@
 """Client of ``plsc serve``: every operation as a typed method; failures are exceptions.
 
-    with plsc.Client("http://127.0.0.1:8080", token=None) as client:
-        client.create_collection("staff")
-        ada = client.add_person("staff", "Ada", faces=[Path("ada.jpg")])
-        for match in client.search("staff", Path("unknown.jpg"), k=5):
-            print(match.person.name, match.score)
-
-An input is the :class:`pathlib.Path` of a JPEG, PNG or WEBP file, its bytes, a vector (D numbers), or a
-:class:`Picture`, which has landmarks.
+with plsc.Client("http://127.0.0.1:8080", token=None) as client:
+    client.create_collection("staff")
+    ada = client.add_person("staff", "Ada", faces=["ada.jpg"])
+    for match in client.search("staff", "unknown.jpg", k=5):
+        print(match.person.name, match.score)
 """
 
+from __future__ import annotations  # signatures in help() then read as they are written here
+
 import base64
+import io
 import json
 import random
 import time
@@ -18,12 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from plsc.errors import DataError, PlscError
+from plsc.errors import DataError, PlscError, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
 
 LONGEST_WAIT = 10.0  # seconds between two tries, whatever a busy server asks for
 _PAGE = 1000
@@ -42,13 +45,16 @@ class ServerError(PlscError):
 
 @dataclass(frozen=True)
 class Picture:
-    """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face."""
+    """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face.
 
-    image: Path | bytes
+    ``image`` is whatever picture a :class:`Client` takes.
+    """
+
+    image: str | Path | bytes | Image | NDArray[np.uint8]
     landmarks: Sequence[Sequence[float]] | None = None
 
 
-Input = Picture | Path | bytes | npt.ArrayLike
+Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] | Picture"
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,14 @@ class Snapshot:
 
 class Client:
     """Client of one server; thread-safe. Every method raises :class:`ServerError`.
+
+    An ``Input``, which is searched for, enrolled or compared, is
+
+    - a picture: the path of a JPEG, PNG or WEBP file (``str`` or ``Path``), the file's bytes, a Pillow image, a uint8
+      RGB array (H, W, 3), or a :class:`Picture`, which adds landmarks; or
+    - a vector: D numbers as an array (D,) or (1, D), or as a list.
+
+    A file that cannot be read is a :class:`plsc.errors.DataError`, anything else a :class:`plsc.errors.UsageError`.
 
     Args:
         url: address of the server.
@@ -231,7 +245,7 @@ class Client:
 
     def add_faces(self, collection: str, person: int, faces: Sequence[Input]) -> list[int]:
         """Add faces to a person; returns their ids."""
-        body = {"faces": [_input(face) for face in faces]}
+        body = {"faces": _inputs("faces", faces)}
         return [face["id"] for face in self._request("POST", f"{_path(collection, person)}/faces", body)["faces"]]
 
     def delete_face(self, collection: str, person: int, face: int) -> None:
@@ -265,7 +279,7 @@ class Client:
         """The matches of each of ``queries``, in one request."""
         options: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
         body = {key: value for key, value in options.items() if value is not None}
-        body["queries"] = [_input(query) for query in queries]
+        body["queries"] = _inputs("queries", queries)
         results = self._request("POST", f"{_path(collection)}/search", body, repeatable=True)["results"]
         return [[_match(match) for match in result["matches"]] for result in results]
 
@@ -274,9 +288,9 @@ class Client:
         body = {"a": _input(a), "b": _input(b)}
         return Comparison(**self._request("POST", "/v1/compare", body, repeatable=True))
 
-    def embeddings(self, inputs: Sequence[Input]) -> npt.NDArray[np.float32]:
+    def embeddings(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
         """(n, D) float32 of pictures, as the model gives them: not normalised."""
-        body = {"inputs": [_input(item) for item in inputs]}
+        body = {"inputs": _inputs("inputs", inputs)}
         return np.asarray(
             self._request("POST", "/v1/embeddings", body, repeatable=True)["embeddings"], dtype=np.float32
         )
@@ -354,24 +368,81 @@ def _quoted(name: str) -> str:
     return quote(name, safe="")
 
 
-def _input(item: Any) -> dict[str, Any]:
+def _input(item: Input) -> dict[str, Any]:
     """An input as JSON."""
     if isinstance(item, Picture):
-        landmarks = {} if item.landmarks is None else {"landmarks": [[float(x), float(y)] for x, y in item.landmarks]}
-        return {**_input(item.image), **landmarks}
-    if isinstance(item, Path):
+        picture = _picture(item.image)
+        if picture is None:
+            raise UsageError(f"a Picture's image is a path, bytes or an image, not {_described(item.image)}")
+        return {"image": base64.b64encode(picture).decode(), **_landmarks(item)}
+    picture = _picture(item)
+    if picture is not None:
+        return {"image": base64.b64encode(picture).decode()}
+    return {"vector_b64": base64.b64encode(_vector(item).tobytes()).decode()}
+
+
+def _inputs(name: str, items: Sequence[Input]) -> list[dict[str, Any]]:
+    if isinstance(items, str | Path | bytes | Picture) or not isinstance(items, Sequence | np.ndarray):
+        raise UsageError(f"{name} are several: give a list, such as [{items!r:.80}]")
+    return [_input(item) for item in items]
+
+
+def _landmarks(picture: Picture) -> dict[str, list[list[float]]]:
+    if picture.landmarks is None:
+        return {}
+    try:
+        return {"landmarks": [[float(x), float(y)] for x, y in picture.landmarks]}
+    except (TypeError, ValueError):
+        raise UsageError(f"landmarks are five points (x, y) in pixels, not {picture.landmarks!r:.80}") from None
+
+
+def _picture(item: Any) -> bytes | None:
+    """The encoded file of a picture; None of what is none."""
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str | Path):
         try:
-            item = item.read_bytes()
+            return Path(item).read_bytes()
         except OSError as error:
             raise DataError(f"cannot read {item}: {error.strerror}") from None
-    if isinstance(item, bytes):
-        return {"image": base64.b64encode(item).decode()}
-    return {"vector_b64": base64.b64encode(np.asarray(item, dtype="<f4").ravel().tobytes()).decode()}
+    if isinstance(item, np.ndarray) and item.ndim == 3 and item.shape[2] == 3 and item.dtype == np.uint8 and item.size:
+        from PIL import Image
+
+        item = Image.fromarray(np.ascontiguousarray(item))
+    if not hasattr(item, "getbands"):  # what Pillow's images have: Pillow is imported where it is used alone
+        return None
+    buffer = io.BytesIO()
+    try:
+        item.convert("RGB").save(buffer, "PNG")
+    except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
+        raise DataError(f"a Pillow image does not decode ({str(error)[:120]})") from None
+    return buffer.getvalue()
+
+
+def _vector(item: Any) -> NDArray[np.float32]:
+    """D numbers as little-endian float32."""
+    try:
+        vector = np.asarray(item)
+        shaped = vector.ndim == 1 or (vector.ndim == 2 and len(vector) == 1)
+        if not shaped or not vector.size or vector.dtype.kind not in "fiu":
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"an input is a picture (a path, bytes, a Pillow image, a uint8 array (H, W, 3)) or a vector of D numbers, "
+            f"not {_described(item)}"
+        ) from None
+    with np.errstate(over="ignore"):  # the server refuses infinity by name
+        return vector.astype("<f4").ravel()
+
+
+def _described(item: Any) -> str:
+    shape = getattr(item, "shape", None)
+    return f"{type(item).__name__}" + ("" if shape is None else f" of {item.dtype} {tuple(shape)}")
 
 
 def _new_person(person: NewPerson) -> dict[str, Any]:
     name = {} if person.name is None else {"name": person.name}
-    return {**name, "metadata": dict(person.metadata), "faces": [_input(face) for face in person.faces]}
+    return {**name, "metadata": dict(person.metadata), "faces": _inputs("faces", person.faces)}
 
 
 def _person(view: Mapping[str, Any]) -> Person:

@@ -1,5 +1,8 @@
 """plsc.Client: every operation against a live service, and what it does when the server is busy, away or refuses."""
 
+import io
+import pydoc
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -7,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from support.live_service import CONTRACT, DIM, Live, live_service, picture, vectors
 
 import plsc
 from plsc.client import NewPerson, Picture, ServerError
 from plsc.data.alignment import TEMPLATE
-from plsc.errors import DataError
+from plsc.errors import DataError, UsageError
 from plsc.serve.tokens import add_token
 
 
@@ -174,3 +178,80 @@ def test_a_server_that_is_not_there(monkeypatch):
     for wrong in ("http://x:port", "127.0.0.1:8080", ""):
         with pytest.raises(ServerError, match="no address"):
             plsc.Client(wrong)
+
+
+def test_a_picture_is_the_same_in_every_form(client, tmp_path):
+    encoded = picture(5, size=40)
+    file = tmp_path / "five.png"
+    file.write_bytes(encoded)
+    pixels = np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+    with Image.open(file) as opened:
+        every = [str(file), file, encoded, pixels, pixels[:, ::-1][:, ::-1], opened]
+        every += [Picture(image) for image in (str(file), file, encoded, pixels, opened)]
+        rows = client.embeddings(every)
+    assert (rows == rows[0]).all()
+
+
+def test_a_vector_is_the_same_in_every_form(client):
+    row = vectors(1)[0].astype(np.float64)
+    for same in (row, row.astype(np.float32), row.tolist(), tuple(row), row[None]):
+        assert client.compare(row, same).score == pytest.approx(1, abs=1e-6)
+
+
+WRONG_INPUTS = {
+    "pictures": ["a.png", "b.png"],
+    "float picture": np.zeros((4, 4, 3)),
+    "grey picture": np.zeros((4, 4), np.uint8),
+    "rows": np.zeros((2, DIM)),
+    "nothing": [],
+    "None": None,
+    "words": np.array(["a"]),
+    "number": 3.0,
+    "dict": {"image": "a.png"},
+    "ragged": [[1.0], [1.0, 2.0]],
+}
+
+
+@pytest.mark.parametrize("item", WRONG_INPUTS.values(), ids=WRONG_INPUTS)
+def test_what_is_neither_a_picture_nor_a_vector_is_named(client, item):
+    with pytest.raises(
+        UsageError, match=rf"an input is a picture .* or a vector of D numbers, not {type(item).__name__}"
+    ):
+        client.search("staff", item)
+    with pytest.raises(UsageError, match="a Picture's image is a path, bytes or an image, not"):
+        client.search("staff", Picture(item))
+
+
+@pytest.mark.parametrize("path", ["nothere.png", Path("nothere.png"), "."], ids=["str", "Path", "folder"])
+def test_a_file_that_cannot_be_read_is_named(client, path):
+    with pytest.raises(DataError, match=rf"cannot read {path}"):
+        client.search("staff", path)
+
+
+def test_broken_files_and_points_are_named(client):
+    broken = Image.open(io.BytesIO(picture(1, size=64)[:-1500]))
+    with pytest.raises(DataError, match="a Pillow image does not decode"):
+        client.embeddings([broken])
+    for points in ("eyes", [1, 2], [[1, 2, 3]], 5):
+        with pytest.raises(UsageError, match="landmarks are five points"):
+            client.embeddings([Picture(picture(1), points)])
+
+
+@pytest.mark.parametrize("faces", ["ada.jpg", Path("ada.jpg"), b"bytes", Picture("ada.jpg"), None, 3])
+def test_one_face_where_several_are_asked_for_is_named(client, faces):
+    for ask in (
+        lambda: client.add_person("staff", "Ada", faces=faces),
+        lambda: client.add_faces("staff", 1, faces),
+        lambda: client.search_many("staff", faces),
+        lambda: client.embeddings(faces),
+    ):
+        with pytest.raises(UsageError, match=r"(faces|queries|inputs) are several: give a list, such as \["):
+            ask()
+
+
+def test_help_shows_types_that_can_be_read():
+    page = pydoc.render_doc(plsc.Client, renderer=pydoc.plaintext)
+    signature = next(line for line in page.splitlines() if "search(self" in line)
+    assert "query: 'Input'" in signature
+    assert "An ``Input``, which is searched for" in page
+    assert not re.search(r"_SupportsArray|ArrayLike|_NestedSequence|numpy\.dtype", page)
