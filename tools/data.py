@@ -32,16 +32,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands."""
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _configure_convert(
-        _command(commands, "convert", "write SOURCE as a .rec, or as a folder per identity", "OUT, FILE")
+        _command(commands, "convert", "write SOURCE as a .rec, or as a folder per identity", "OUT, --json")
     )
     _configure_check(_command(commands, "check", "decode every image; find duplicates and empty classes"))
-    _configure_stats(_command(commands, "stats", "show how many images the classes have", "the plot, FILE"))
-    _configure_pairs(_command(commands, "pairs", "write a .bin of verification pairs of SOURCE", "OUT, FILE"))
+    _configure_stats(_command(commands, "stats", "show how many images the classes have", "--plot, --json"))
+    _configure_pairs(_command(commands, "pairs", "write a .bin of verification pairs of SOURCE", "OUT, --json"))
     align = "cut the faces out of SOURCE's pictures, aligned by five landmarks"
-    _configure_align(_command(commands, "align", align, "OUT, FILE"))
+    _configure_align(_command(commands, "align", align, "OUT, --json"))
 
 
-def _command(commands: Any, name: str, summary: str, replaces: str = "FILE") -> argparse.ArgumentParser:
+def _command(commands: Any, name: str, summary: str, replaces: str = "--json") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )

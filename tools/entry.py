@@ -117,12 +117,12 @@ def _split_overrides(argv: list[str], options: set[str]) -> tuple[list[str], lis
     return own, pairs
 
 
-def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "FILE", subcommand: bool = False) -> None:
+def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "--json", subcommand: bool = False) -> None:
     """Declare --json and --overwrite, unless the tool has; every command has both, with one meaning.
 
     Args:
         parser: of a command, or of one of its sub-commands.
-        replaces: the outputs that --overwrite replaces, for its help.
+        replaces: the arguments whose files --overwrite replaces, for its help.
         subcommand: the outer parser has both options too, to stand before the sub-command; keep its values.
     """
     unset: dict[str, Any] = {"default": argparse.SUPPRESS} if subcommand else {}

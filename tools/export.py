@@ -4,7 +4,8 @@
   torch        a program that torch.export.load opens without plsc, any batch size
   insightface  the bare state_dict `model.pt` that arcface_torch loads
 
-Each takes RGB images as (x - 127.5)/127.5 and returns embeddings that are not normalised.
+Each takes RGB images as (x - 127.5)/127.5 and returns embeddings that are not normalised. A run directory stands for
+its model.safetensors, the last weights; --best takes best.safetensors, those of the best evaluation.
 
 example: plsc export runs/faces --format onnx --out faces.onnx
 """
@@ -14,7 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plsc.tools.entry import main
+from plsc.errors import UsageError
+from plsc.files import check_output, remove_leftovers
+from plsc.tools.entry import add_result_options, main
 
 HELP = "write a trained backbone as ONNX, a torch program or arcface_torch's weights"
 FORMATS = ("onnx", "torch", "insightface")
@@ -23,6 +26,7 @@ FORMATS = ("onnx", "torch", "insightface")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("model", metavar="RUN", help="a run directory, a .safetensors file, or arcface_torch's .pt")
+    parser.add_argument("--best", action="store_true", help="of RUN, the weights of the best evaluation")
     parser.add_argument("--format", required=True, choices=FORMATS, help="what to write")
     parser.add_argument("--out", required=True, metavar="FILE", type=Path, help="the file to write")
     parser.add_argument(
@@ -31,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=1e-4,
         help="largest difference allowed, as a share of the largest embedding value (default %(default)g)",
     )
+    add_result_options(parser, replaces="--out, --json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -39,7 +44,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.embedding.embedder import model_file
     from plsc.models import load_model
 
-    model = load_model(model_file(args.model))
+    if args.out.is_dir():
+        raise UsageError(f"--out {args.out} is a folder; name a file")
+    check_output(args.out, overwrite=args.overwrite)
+    remove_leftovers(args.out)
+    model = load_model(model_file(args.model, best=args.best))
     if args.format == "onnx":
         result = export.export_onnx(model, args.out, tolerance=args.tolerance)
     elif args.format == "torch":

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
+from plsc.progress import counted
 from plsc.tools.entry import add_result_options, main
 
 HELP = "build, search and check an index of embeddings"
-PRINTED = 20  # queries whose matches are printed
+PRINTED = 20  # queries whose matches are printed on a terminal
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="build|search|check")
-    build = _action(actions, "build", "make an index from embedding sets", replaces="IDX, FILE")
+    build = _action(actions, "build", "make an index from embedding sets", replaces="IDX, --json")
     build.add_argument("sets", nargs="+", type=Path, metavar="EMB", help="embedding sets of one model")
     build.add_argument("--out", required=True, type=Path, metavar="IDX", help="folder to write")
     build.add_argument("--kind", choices=("auto", "exact", "ivf", "hnsw", "pq"), default="auto", help="(auto)")
@@ -65,6 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--model", metavar="MODEL", help="embeds image queries (default: the model that the index remembers)"
     )
+    search.add_argument(
+        "--best", action="store_true", help="of a run directory given as MODEL, the weights of the best evaluation"
+    )
     search.add_argument("--server", metavar="URL", help="search a collection of a running plsc serve")
     search.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)"
@@ -80,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"build": _build, "search": _search, "check": _check}[args.action](args)
 
 
-def _action(actions: Any, name: str, text: str, replaces: str = "FILE") -> argparse.ArgumentParser:
+def _action(actions: Any, name: str, text: str, replaces: str = "--json") -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
@@ -126,11 +130,12 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         latency_ms=args.latency_ms,
         memory=memory,
         seed=args.seed,
+        overwrite=args.overwrite,
     )
     left = ", ".join(
         f"{count:,} with {reason.replace('_', ' ')}" for reason, count in manifest["left_out"].items() if count
     )
-    size = f"{manifest['rows']:,} rows of {manifest['dim']}"
+    size = f"{counted(manifest['rows'], 'row')} of {manifest['dim']}"
     print(f"{args.out}: {size}, {_structure(manifest)}, {manifest['build_seconds']:.1f} s")
     print(_recall(manifest["recall"], manifest["kind"]))
     if latency := manifest.get("latency"):
@@ -158,10 +163,12 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.k < 1:
         raise UsageError(f"--k {args.k}: at least one neighbour must be asked for")
+    if args.best and args.model is None:
+        raise UsageError("--best chooses among the weights of a run: name it with --model RUN")
     if args.server is not None:
         return _search_service(args)
     index = Index.open(args.index)
-    queries = answer(index, open_queries(index, args.query, args.model), args.k)
+    queries = answer(index, open_queries(index, args.query, args.model, best=args.best), args.k)
     _print_queries(queries, "class", "key")
     return {"index": str(args.index), "kind": index.kind, "k": args.k, "queries": queries}
 
@@ -183,21 +190,29 @@ def _search_service(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:
-    """Print the first queries' matches; ``name`` and ``key`` are the printed fields of a match."""
-    for query in queries[:PRINTED]:
+    """Print the queries' matches: all into a file or pipe, the first on a terminal.
+
+    Args:
+        queries: with their matches.
+        name: the field of a match that names it.
+        key: the field of a match that identifies it.
+    """
+    shown = queries[:PRINTED] if sys.stdout.isatty() else queries
+    for query in shown:
         print(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
         for rank, match in enumerate(query["matches"], start=1):
             label = "" if match[name] is None else match[name]
             print(f"  {rank:>3}  {match['score']:>7.4f}  {label:<20}  {match[key]}")
-    if len(queries) > PRINTED:
-        print(f"… and {len(queries) - PRINTED:,} queries more: --json FILE writes all")
+    if len(queries) > len(shown):
+        rest = counted(len(queries) - len(shown), "query").replace(" ", " more ")
+        print(f"… and {rest}: a pipe or --json FILE gets all")
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.check import check
 
     result = check(args.index)
-    print(f"{args.index}: sound; {result['rows']:,} rows of {result['dim']}, kind {result['kind']}")
+    print(f"{args.index}: sound; {counted(result['rows'], 'row')} of {result['dim']}, kind {result['kind']}")
     print(
         f"{_recall(result['recall'], result['kind'])} (stored: {result['recall_stored']['recall@1']:.4f}, "
         f"{result['recall_stored']['recall@10']:.4f})"
@@ -213,7 +228,7 @@ def _structure(manifest: dict[str, Any]) -> str:
 def _recall(recall: dict[str, Any], kind: str) -> str:
     against = "float64" if kind == "exact" else "exact search, on rows held out"
     shares = f"recall@1 {recall['recall@1']:.4f}, recall@10 {recall['recall@10']:.4f}"
-    return f"{shares} over {recall['queries']} queries, against {against}"
+    return f"{shares} over {counted(recall['queries'], 'query')}, against {against}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ random images at several batch sizes, and only then renames it.
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -25,6 +26,7 @@ from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
 
 CPU = torch.device("cpu")
+BATCH_AXIS = "batch"
 CHECKED_BATCHES = (1, 2, 5)  # a batch that the exporter fixed by mistake shows at another size
 TOLERANCE = 1e-4  # of the largest value in the embeddings
 
@@ -47,8 +49,8 @@ ARCFACE_TORCH_SIZE = 112
 def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """Write ``model`` as ONNX: input ``data`` (B, 3, S, S) float32 of (x - 127.5)/127.5, output ``embedding`` (B, D).
 
-    The batch is free. No node has a name by which insightface would take the input for unnormalised pixels. The
-    metadata (``plsc.*``) hold image_size, mean, std and the contract id.
+    The batch is free; its axis is named ``batch``. No node has a name by which insightface would take the input for
+    unnormalised pixels. The metadata (``plsc.*``) hold image_size, mean, std and the contract id.
 
     Returns:
         ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``;
@@ -127,6 +129,7 @@ def _onnx_model(model: Backbone, engine: Engine) -> Any:
             raise UsageError(f"{model.name} has no ONNX form: {first_line(error)}") from None
     assert program is not None
     graph: Any = program.model_proto
+    _name_batch_axis(graph.graph)
     for node in graph.graph.node:
         if node.name.startswith(SUBTRACTIONS + MULTIPLICATIONS):
             node.name = f"node_{node.name}"
@@ -135,9 +138,18 @@ def _onnx_model(model: Backbone, engine: Engine) -> Any:
     return graph
 
 
+def _name_batch_axis(graph: Any) -> None:
+    """Name the batch axis, which the exporter calls ``s77`` or so, "batch", wherever a shape has it."""
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param"):
+                dim.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", BATCH_AXIS, dim.dim_param)
+
+
 def _program(model: Backbone) -> torch.export.ExportedProgram:
     example = torch.zeros(2, 3, model.image_size, model.image_size)
-    batch = torch.export.Dim("batch", min=1)
+    batch = torch.export.Dim(BATCH_AXIS, min=1)
     return torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
 
 

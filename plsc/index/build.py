@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,15 @@ import numpy as np
 from plsc.embedding.columns import ChainedStringColumn, save_array, save_strings
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_replace_dir, describe_files, holds_manifest, make_folder, write_manifest
+from plsc.files import (
+    atomic_replace_dir,
+    check_output,
+    describe_files,
+    holds_manifest,
+    make_folder,
+    new_folder,
+    write_manifest,
+)
 from plsc.index import ann
 from plsc.index.index import COLUMN_FILES, FAISS_FILE, FORMAT, VERSION
 from plsc.index.on_disk import LISTS_FILE, MemoryBudget
@@ -38,10 +47,11 @@ def build(
     memory: int | None = None,
     seed: int = 0,
     quiet: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Build the index ``folder`` over embedding sets and return its manifest.
 
-    Every set is hashed first. An index that ``folder`` holds already is replaced once the new one is whole.
+    Every set is hashed first.
 
     Args:
         sets: opened, or their folders; of one contract.
@@ -61,23 +71,21 @@ def build(
             much as it takes.
         seed: of k-means and of the choice of held-out rows.
         quiet: print no progress.
+        overwrite: replace an index that ``folder`` holds already, once the new one is whole.
 
     Raises:
-        UsageError: a wrong kind or recall, sets that do not go together, a folder that holds something else, too few
-            rows for the kind, or a recall out of reach.
+        UsageError: a wrong kind or recall, sets that do not go together, a folder that exists, too few rows for the
+            kind, or a recall out of reach.
         IntegrityError: a damaged set.
     """
-    _check(folder, kind, recall, recall_at, latency_ms)
+    _check_options(kind, recall, recall_at, latency_ms)
+    _check_folder(folder, overwrite)
     opened = [source if isinstance(source, EmbeddingSet) else EmbeddingSet(source) for source in sets]
     for source in opened:
         source.verify()
     rows = gather(opened)
     began = time.monotonic()
-    tmp_path = folder.resolve().with_name(f".{folder.resolve().name}.building")
-    make_folder(tmp_path.parent)
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    make_folder(tmp_path)
-    try:
+    with _new_index(folder.resolve()) as tmp_path:
         options = BuildOptions(
             kind=_resolve_kind(kind, len(rows), latency_ms),
             may_choose=kind == "auto",
@@ -90,13 +98,24 @@ def build(
         manifest = _write_index(tmp_path, rows, options)
         manifest["build_seconds"] = round(time.monotonic() - began, 3)
         write_manifest(tmp_path, manifest)
-        atomic_replace_dir(tmp_path, folder.resolve())
-    finally:
-        shutil.rmtree(tmp_path, ignore_errors=True)
     return manifest
 
 
-def _check(folder: Path, kind: str, recall: float, recall_at: int, latency_ms: float | None) -> None:
+@contextmanager
+def _new_index(folder: Path) -> Iterator[Path]:
+    """Yield a temporary neighbour of ``folder``, which takes its place if the block succeeds."""
+    tmp_path = folder.with_name(f".{folder.name}.building")
+    with new_folder(folder.parent):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        make_folder(tmp_path)
+        try:
+            yield tmp_path
+            atomic_replace_dir(tmp_path, folder)
+        finally:
+            shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def _check_options(kind: str, recall: float, recall_at: int, latency_ms: float | None) -> None:
     if kind not in KINDS:
         raise UsageError(f"no kind {kind!r}; it is one of {', '.join(KINDS)}")
     if not 0 < recall <= 1:
@@ -105,10 +124,14 @@ def _check(folder: Path, kind: str, recall: float, recall_at: int, latency_ms: f
         raise UsageError(f"recall at {recall_at}: it is measured at 1 and at 10")
     if latency_ms is not None and not latency_ms > 0:
         raise UsageError(f"a latency of {latency_ms} ms: it lies above 0")
+
+
+def _check_folder(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder")
     if folder.is_dir() and any(folder.iterdir()) and not holds_manifest(folder, FORMAT):
         raise UsageError(f"{folder} is not empty and holds no index; name another folder")
+    check_output(folder, overwrite=overwrite)
 
 
 def _resolve_kind(kind: str, rows: int, latency_ms: float | None) -> ann.Kind:

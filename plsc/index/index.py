@@ -160,6 +160,7 @@ class Index:
                 memory=memory,
                 seed=seed,
                 quiet=quiet,
+                overwrite=overwrite,
             )
             index = cls(target, verify=False)
         except BaseException:

@@ -38,13 +38,14 @@ class Queries:
     errors: dict[int, str] = field(default_factory=dict)
 
 
-def open_queries(index: Index, source: str | Path, model: str | Path | None = None) -> Queries:
+def open_queries(index: Index, source: str | Path, model: str | Path | None = None, *, best: bool = False) -> Queries:
     """Read an embedding set, or embed one image or a data set of images.
 
     Args:
         index: whose contract the queries have to share.
         source: the set, image or images.
         model: embeds the images; None: the model that the index remembers.
+        best: of a run directory given as ``model``, take the weights of the best evaluation.
 
     Raises:
         UsageError: there is no such source or model, or it is of another contract than the index.
@@ -52,7 +53,7 @@ def open_queries(index: Index, source: str | Path, model: str | Path | None = No
     if (Path(source) / MANIFEST).is_file():
         return _from_set(index, EmbeddingSet(source, verify=True))
     _require_source(source)
-    return _from_images(index, source, _open_model(index, model))
+    return _from_images(index, source, _open_model(index, model, best))
 
 
 def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
@@ -126,7 +127,7 @@ def _unsearchable(vectors: Float32) -> dict[int, str]:
     return {**reasons, **{int(row): "the embedding is not finite" for row in np.flatnonzero(~finite)}}
 
 
-def _open_model(index: Index, model: str | Path | None) -> "Embedder":
+def _open_model(index: Index, model: str | Path | None, best: bool) -> "Embedder":
     from plsc.embedding.embedder import open_embedder
 
     remembered = index.manifest["model"]
@@ -134,7 +135,7 @@ def _open_model(index: Index, model: str | Path | None) -> "Embedder":
         raise UsageError(f"{index.folder} does not know its model; name it with --model")
     if model is None and not Path(remembered).exists():
         raise UsageError(f"the model of {index.folder}, {remembered}, is not there any more; name it with --model")
-    return open_embedder(remembered if model is None else model)
+    return open_embedder(remembered if model is None else model, best=best)
 
 
 def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Queries:

@@ -4,6 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,7 +82,8 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
     training = _step("1/6 train on two thousand drawn identities", lambda: _train(paths))
     curves = _step("2/6 evaluate on identities never seen in training, beside two baselines", lambda: _evaluate(paths))
     _step("3/6 embed the unseen identities", lambda: _embed(paths))
-    index = _step("4/6 build a search index", lambda: Index.build([paths.embeddings], paths.index, quiet=True))
+    build = partial(Index.build, [paths.embeddings], paths.index, quiet=True, overwrite=True)
+    index = _step("4/6 build a search index", build)
     same = _step("5/6 search", lambda: _search(index))
     exported = _step("6/6 export to ONNX, and compare", lambda: _export(paths))
     report = {

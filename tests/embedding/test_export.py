@@ -47,8 +47,8 @@ def test_onnx_has_one_input_data_one_output_and_a_free_batch(
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     (given,), (answer,) = session.get_inputs(), session.get_outputs()
     assert (given.name, given.shape[1:], given.type) == ("data", [3, SIZE, SIZE], "tensor(float)")
-    assert isinstance(given.shape[0], str)
-    assert (answer.name, answer.shape[1:]) == ("embedding", [DIM])
+    assert given.shape[0] == "batch"
+    assert (answer.name, answer.shape) == ("embedding", ["batch", DIM])
     for count in (1, 2, 3, 8):
         images = np.random.default_rng(count).uniform(-1, 1, (count, 3, SIZE, SIZE)).astype(np.float32)
         got = session.run(None, {"data": images})[0]
@@ -181,12 +181,28 @@ def test_the_command_writes_the_file_and_its_result(
     printed = capsys.readouterr()
     assert printed.err == ""
     assert printed.out.count("\n") == 1
+    written = out.read_bytes()
+    assert main(["export", str(run), "--format", kind, "--out", str(out)]) == 2
+    assert f"{out} exists already: give --overwrite to replace it" in capsys.readouterr().err
+    assert out.read_bytes() == written
+    assert main(["export", str(run), "--format", kind, "--out", str(out), "--overwrite"]) == 0
+
+
+def test_best_takes_the_weights_of_the_best_evaluation(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    for name in ("model", "best"):
+        plsc.models.save_model(small("mobilefacenet", 32), tmp_path / f"{name}.safetensors")
+    for option, name in (([], "model"), (["--best"], "best")):
+        out = tmp_path / f"{name}.pt"
+        assert main(["export", str(tmp_path), "--format", "insightface", "--out", str(out), *option]) == 0
+        expected = plsc.models.load_model(tmp_path / f"{name}.safetensors").state_dict()
+        assert all(torch.equal(value, expected[key]) for key, value in torch.load(out).items())
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nowhere", "--format", "onnx", "--out", "m.onnx"], 2, "nowhere does not exist"),
+        (["nowhere", "--format", "onnx", "--out", "n.onnx"], 2, "nowhere does not exist"),
         (["RUN", "--format", "onnx", "--out", "no/m.onnx"], 2, "cannot write no/m.onnx"),
         (["bad.safetensors", "--format", "torch", "--out", "m.pt2"], 1, "truncated or corrupt"),
         (["m.onnx", "--format", "torch", "--out", "m.pt2"], 2, "is an ONNX model"),

@@ -164,7 +164,8 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
         "def slow(*more): add(*more); print('added', flush=True); time.sleep(60 if more[2] else 0)\n"
         "m._add = slow\n"
         "from plsc.index.build import build\n"
-        "build(sys.argv[2:], Path(sys.argv[1]), kind='ivf', recall=0.5, memory=4000 * 96 + 400_000, quiet=True)\n"
+        "build(sys.argv[2:], Path(sys.argv[1]), kind='ivf', recall=0.5, memory=4000 * 96 + 400_000, quiet=True, "
+        "overwrite=True)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "idx"), *(str(one.folder) for one in sets)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
@@ -174,7 +175,9 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
     assert len(Index.open(tmp_path / "idx")) == 1000
     left = [path.name for path in tmp_path.iterdir()]
     assert sorted(left) == [".idx.building", "idx"], "the cut build is apart, and the next one takes its place"
-    build(sets, tmp_path / "idx", kind="exact", quiet=True)
+    with pytest.raises(UsageError, match="exists already: give --overwrite"):
+        build(sets, tmp_path / "idx", kind="exact", quiet=True)
+    build(sets, tmp_path / "idx", kind="exact", quiet=True, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["idx"]
     assert len(Index.open(tmp_path / "idx")) == 4000
 

@@ -82,6 +82,20 @@ def test_a_set_finds_itself_whatever_k(folder: Path) -> None:
     np.testing.assert_allclose(scores, -np.sort(-(vectors @ vectors.T), axis=1), atol=1e-6)
 
 
+def test_a_pipe_gets_all_queries_and_a_terminal_the_first(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = ["index", "search", str(folder / "gallery.idx"), "--query", str(folder / "gallery.emb"), "--k", "1"]
+    keys = list(EmbeddingSet(folder / "gallery.emb").keys)
+    assert main(search) == 0
+    assert capsys.readouterr().out.splitlines()[::2] == keys
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(search) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:-1:2] == keys[:20]
+    assert lines[-1] == "… and 28 more queries: a pipe or --json FILE gets all"
+
+
 def test_flip_is_remembered_by_the_contract(folder: Path) -> None:
     run(
         folder,
@@ -141,6 +155,9 @@ def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFix
         ("embed @other.safetensors --data avatars:12x4 --out @gallery.emb", 2, "begun with the model"),
         ("index build @missing --out @x", 2, "there is no folder"),
         ("index build @gallery.emb --out @gallery.emb", 2, "holds no index"),
+        ("index build @gallery.emb --out @gallery.emb --overwrite", 2, "holds no index"),
+        ("index build @gallery.emb --out @gallery.idx", 2, "gallery.idx exists already: give --overwrite"),
+        ("index search @gallery.idx --query @query.png --best", 2, "--model RUN"),
         ("index build @gallery.emb --out @x --recall 7", 2, "recall 7.0"),
         ("index build @gallery.emb --out /proc/x", 2, "cannot write"),
         ("index search @missing --query @query.png", 2, "there is no folder"),
