@@ -4,6 +4,7 @@ import inspect
 import io
 import json
 import pydoc
+import re
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from plsc.data.codec import encode_image, read_image, resize_image
 from plsc.embedding.embedder import Embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
+from plsc.losses import Margin
 from plsc.tools.entry import main
 
 SIZE, DIM = 32, 16
@@ -68,6 +70,34 @@ def test_every_name_is_there_with_its_signature_and_its_documentation():
         assert f"\n    {name}(" in page, name
         first = inspect.getdoc(getattr(plsc, name)).split("\n")[0]
         assert first in page, name
+
+
+def documented() -> str:
+    return (Path(__file__).parents[1] / "docs" / "python.md").read_text(encoding="utf-8")
+
+
+def test_the_page_shows_every_name_in_a_block_that_runs():
+    blocks = "\n".join(re.findall(r"```python\n(.*?)```", documented(), flags=re.DOTALL))
+    margins = {
+        name
+        for name in plsc.__all__
+        if isinstance(getattr(plsc, name), type) and issubclass(getattr(plsc, name), Margin)
+    }
+    for name in set(plsc.__all__) - margins - {"PlscError"}:
+        assert f"plsc.{name}" in blocks, name
+    for name in margins:  # each by its name in configurations
+        assert f'"{name.lower()}"' in blocks, name
+    assert all(f"`{name}`" in documented() for name in plsc.__all__)
+
+
+def test_a_head_shows_what_the_page_documents_and_nothing_else():
+    shown = {
+        name for name in set(dir(plsc.ShardedHead(8, 10))) - set(dir(torch.nn.Module())) if not name.startswith("_")
+    }
+    table = documented().split("| attribute | is |")[1].split("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("|") and "`" in line]
+    named = {re.split(r"\W", name)[0] for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert shown == named
 
 
 def test_the_name_embed_is_the_function_whatever_was_imported():

@@ -51,6 +51,14 @@ SETTINGS = {
     "first-data-set.md": Setting(
         replaced={"-ge 10": "-ge 4", "tail -n 30": "tail -n 5", "--fmr 1e-3": "--fmr 1e-1"},  # 11 people
     ),
+    "python.md": Setting(
+        files="photos/ points.csv unseen/ lfw.bin a.jpg b.jpg",
+        replaced={
+            "200x10": "8x4",
+            "112": str(page_files.SIDE),
+            '("resnet8"': f'("resnet8", image_size={page_files.SIDE}',
+        },
+    ),
     "serving.md": Setting(
         files="model.safetensors ada.jpg unknown.jpg",
         replaced={"112": str(page_files.SIDE)},  # a small model
