@@ -68,4 +68,4 @@ if not TYPE_CHECKING:  # type checkers would take every name for one that exists
         return value
 
     def __dir__() -> list[str]:
-        return sorted([*globals(), *__all__])
+        return sorted({*__all__, *_PACKAGES, *(name for name in globals() if name.startswith("__"))})

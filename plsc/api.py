@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
     from plsc.data.codec import ImageLike
     from plsc.embedding.sources import ImageSource
+    from plsc.evaluation.embedding import Embed
+    from plsc.evaluation.roc import Roc
 
 RAW_PIXELS = "raw-pixels"
-RAW_PIXELS_SIZE = 112
 
 
 def load_model(
@@ -131,8 +132,10 @@ def evaluate(
     precision: str = "fp32",
     batch_size: int = 64,
     seed: int = 0,
+    image_size: int = 112,
     mesh: Mesh | None = None,
     quiet: bool = True,
+    rocs: dict[str, Roc] | None = None,
 ) -> dict[str, Any]:
     """Evaluate a model on identities that it was not trained on, as ``plsc eval`` does.
 
@@ -144,8 +147,10 @@ def evaluate(
         precision: of a model that is still to be loaded.
         batch_size: images per step of the model.
         seed: draws the pairs for accuracy, and the identities unknown to the open set.
+        image_size: of "raw-pixels".
         mesh: ranks that share the work, each of which calls. None: this process does all.
         quiet: print no progress.
+        rocs: is filled with each set's exact ROC, which :func:`plsc.evaluation.calibration.calibrate` takes.
 
     Returns:
         What ``plsc eval --json`` writes: {"model", "sets": {NAME: {"accuracy", "auc", "tar@far", "rank1", …}}}, with
@@ -159,11 +164,24 @@ def evaluate(
     if not sources and ijb is None:
         raise UsageError('nothing to evaluate on: give sets="lfw.bin", a folder of identities, or ijb=FOLDER')
     mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else mesh
-    name, function, image_size = _evaluated(model, mesh, precision)
-    options: dict[str, Any] = {"image_size": image_size, "mesh": mesh, "batch_size": batch_size, "quiet": quiet}
-    results = evaluate_sets(function, sources, seed=seed, flip=flip, curves=True, **options)
+    function: Embed
+    if isinstance(model, Embedder):
+        name, function, image_size = model.source, model, model.image_size
+    elif model == RAW_PIXELS:
+        name, function = RAW_PIXELS, raw_pixels
+    else:
+        loaded = load_model(model, device=mesh.device if mesh.world_size > 1 else None, precision=precision)
+        name, function, image_size = str(model), loaded, loaded.image_size
+    options: dict[str, Any] = {
+        "image_size": image_size,
+        "mesh": mesh,
+        "batch_size": batch_size,
+        "curves": True,
+        "quiet": quiet,
+    }
+    results = evaluate_sets(function, sources, seed=seed, flip=flip, rocs=rocs, **options)
     if ijb is not None:
-        results |= evaluate_ijb(function, Path(ijb), curves=True, **options)
+        results |= evaluate_ijb(function, Path(ijb), **options)
     return {"model": name, "sets": results}
 
 
@@ -187,13 +205,3 @@ def align(image: ImageLike, landmarks: ArrayLike, *, image_size: int = 112) -> N
     name = str(image) if isinstance(image, str | Path) else "image"
     crop = align_face(to_rgb_tensor(image, name), landmarks, image_size, name)
     return crop.permute(1, 2, 0).contiguous().numpy()
-
-
-def _evaluated(model: Embedder | str | Path, mesh: Mesh, precision: str) -> tuple[str, Any, int]:
-    """The name of a model, its function from images to embeddings, and the size of the images."""
-    if model == RAW_PIXELS:
-        return RAW_PIXELS, raw_pixels, RAW_PIXELS_SIZE
-    if isinstance(model, Embedder):
-        return model.source, model, model.image_size
-    embedder = open_embedder(model, device=mesh.device if mesh.world_size > 1 else None, precision=precision)
-    return str(model), embedder, embedder.image_size

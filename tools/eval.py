@@ -27,19 +27,16 @@ pairs have to match at each rate. Pictures are compared as they are searched, wi
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
 
 if TYPE_CHECKING:
-    import torch
-
+    from plsc.embedding.embedder import Embedder
     from plsc.evaluation.roc import Roc
 
 HELP = "evaluate a model: verification, identification, IJB"
-RAW_PIXELS = "raw-pixels"
 FLIP = {"auto": None, "yes": True, "no": False}
 
 
@@ -96,6 +93,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_calibration(args: argparse.Namespace) -> None:
     """Refuse, before the work, options that cannot give a calibration."""
+    from plsc.api import RAW_PIXELS
+
     if args.model == RAW_PIXELS:
         raise UsageError("--calibration: raw-pixels has no embeddings to search by; calibrate a model")
     if not (args.data or args.pairs):
@@ -129,7 +128,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
-    from plsc.evaluation import evaluate, ijb
+    from plsc.api import RAW_PIXELS, evaluate, load_model
     from plsc.evaluation.report import results_table
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import init, shutdown
@@ -138,33 +137,38 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     mesh = init()
     rocs: dict[str, Roc] = {}
     try:
-        embed, image_size = _embedder(args, mesh.device)
-        options: dict[str, Any] = {
-            "image_size": image_size,
-            "mesh": mesh,
-            "batch_size": args.batch_size,
-            "curves": True,
-        }
-        flip = FLIP[args.flip]
-        sets = evaluate(embed, [*args.pairs, *args.data], seed=args.seed, flip=flip, rocs=rocs, **options)
-        if args.ijb is not None:
-            sets |= ijb(embed, args.ijb, **options)
+        model = args.model
+        if model != RAW_PIXELS:
+            model = load_model(model, device=mesh.device, precision=args.precision)
+        result = evaluate(
+            model,
+            [*args.pairs, *args.data],
+            ijb=args.ijb,
+            flip=FLIP[args.flip],
+            batch_size=args.batch_size,
+            seed=args.seed,
+            image_size=args.image_size,
+            mesh=mesh,
+            quiet=False,
+            rocs=rocs,
+        )
     finally:
         shutdown()
     if not mesh.is_main:
         return None
+    sets = result["sets"]
     print(results_table(sets))
     _draw(args, sets)
     if args.calibration is not None:
-        _calibrate(args, embed, rocs, sum(sets[name]["images"] - sets[name]["unreadable"] for name in rocs))
-    return {"model": args.model, "sets": sets}
+        _calibrate(args, model, rocs, sum(sets[name]["images"] - sets[name]["unreadable"] for name in rocs))
+    return result
 
 
-def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", images: int) -> None:
+def _calibrate(args: argparse.Namespace, model: "Embedder", rocs: "dict[str, Roc]", images: int) -> None:
     from plsc.embedding.embedder import contract_of
     from plsc.evaluation.calibration import calibrate, write_calibration
 
-    contract = contract_of(embed, FLIP[args.flip] is True)
+    contract = contract_of(model, FLIP[args.flip] is True)
     calibration = calibrate(rocs, contract_id=contract, model=args.model, images=images)
     write_calibration(args.calibration, calibration)
     strictest = calibration.points[-1]
@@ -173,18 +177,6 @@ def _calibrate(args: argparse.Namespace, embed: Any, rocs: "dict[str, Roc]", ima
         f"(cosine {strictest.threshold:.4f}, true-match rate {strictest.tmr:.4f}), "
         f"from {calibration.impostor_pairs:,} different and {calibration.genuine_pairs:,} same pairs"
     )
-
-
-def _embedder(args: argparse.Namespace, device: "torch.device") -> "tuple[Callable[[torch.Tensor], torch.Tensor], int]":
-    """Return the embedder to evaluate and the side of the images that it takes."""
-    if args.model == RAW_PIXELS:
-        from plsc.evaluation import raw_pixels
-
-        return raw_pixels, args.image_size
-    from plsc.embedding.embedder import open_embedder
-
-    embedder = open_embedder(args.model, device=device, precision=args.precision)
-    return embedder, embedder.image_size
 
 
 def _draw(args: argparse.Namespace, sets: dict[str, dict[str, Any]]) -> None:
