@@ -35,6 +35,7 @@ SUBJECTS = {
     "native": "C++ kernels for CPUs",
     "client": "HTTP client",
     "strict_toml": "typed TOML",
+    "arcface_torch": "its names, and ours",
     "files": "atomic writes, manifests",
     "progress": "lines of progress",
     "sizes": "amounts of memory as text",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc import strict_toml
+from plsc import arcface_torch, strict_toml
 from plsc.errors import UsageError
 from plsc.strict_toml import Key, key, toml_value
 
@@ -267,13 +267,15 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     """
     values: dict[str, Any] = {}
     if path is not None:
-        values = strict_toml.flatten(strict_toml.read_toml(_resolve(Path(path))), KEYS, str(path))
+        values = strict_toml.flatten(
+            strict_toml.read_toml(_resolve(Path(path))), KEYS, str(path), arcface_torch.key_hint
+        )
     overridden = dict(overrides or {})
     for pair in _EXCLUSIVE:
         if any(name in overridden for name in pair):
             values = {name: value for name, value in values.items() if name not in pair}
     for name, value in overridden.items():
-        entry = strict_toml.known(name, KEYS, "the command line")
+        entry = strict_toml.known(name, KEYS, "the command line", arcface_torch.key_hint)
         values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
 
@@ -285,6 +287,11 @@ def shipped() -> list[str]:
 
 def _resolve(path: Path) -> Path:
     """Return ``path`` where such a file exists, else the shipped configuration of that name."""
+    if path.suffix == ".py":
+        raise UsageError(
+            f"{path} is a config of arcface_torch, and plsc reads TOML: plsc train {path} --as-toml > "
+            f"{path.stem}.toml translates it ({arcface_torch.PAGE})"
+        )
     if path.exists() or path.parent != Path() or path.suffix not in ("", ".toml"):
         return path
     if path.stem in shipped():
@@ -342,7 +349,7 @@ def describe() -> str:
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`."""
-    return strict_toml.parse_arguments(arguments, KEYS)
+    return strict_toml.parse_arguments(arguments, KEYS, arcface_torch.key_hint)
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -396,5 +403,6 @@ def _check_backbone(name: str) -> None:
     from plsc.models import names  # imported here: --help needs no backbones
 
     if name not in names() and not name.startswith("timm:"):
-        hint = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
-        raise UsageError(f"backbone = {toml_value(name)} does not exist{hint}")
+        hint = arcface_torch.backbone_hint(name)
+        nearest = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
+        raise UsageError(f"backbone = {toml_value(name)} does not exist{f'; {hint}' if hint else nearest}")

@@ -141,6 +141,13 @@ class Key:
         return UsageError(f"{self.name} = {shown} is {is_a}; it takes {self.expected}")
 
 
+Hint = Callable[[str], str | None]
+
+
+def _no_hint(name: str) -> None:
+    """Know no foreign names."""
+
+
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
     """Yield every key of a schema in the order of the fields, sections' keys by dotted names."""
     hints = typing.get_type_hints(schema)
@@ -173,8 +180,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not TOML: {error}") from None
 
 
-def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """Flatten nested tables to ``{dotted name: value}``; :class:`UsageError`, naming ``where``, for a wrong key."""
+def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
+    """Flatten nested tables to ``{dotted name: value}``; :class:`UsageError` for a wrong key, as of :func:`known`."""
     sections = {name.split(".")[0] for name in keys if "." in name}
     flat: dict[str, Any] = {}
     for name, value in tree.items():
@@ -186,15 +193,25 @@ def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str) -> dic
             raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
     values: dict[str, Any] = {}
     for name, value in flat.items():
-        entry = known(name, keys, where)
+        entry = known(name, keys, where, _no_hint if isinstance(value, Mapping) else hint)
         if entry.name in values:
             raise UsageError(f"{where}: {entry.name} is given twice, once by its former name; keep one")
         values[entry.name] = value
     return values
 
 
-def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
-    """Return the key ``name``, or the one formerly so called; :class:`UsageError` with the nearest if there is none."""
+def known(name: str, keys: Mapping[str, Key], where: str, hint: Hint = _no_hint) -> Key:
+    """Return the key ``name``, or the one formerly so called.
+
+    Args:
+        name: dotted.
+        keys: of the schema.
+        where: the file or command line, for messages.
+        hint: what a name that another program uses is called here, as a sentence; None for other names.
+
+    Raises:
+        UsageError: there is no such key; the hint, or the nearest key, is named.
+    """
     if name in keys:
         return keys[name]
     section, dot, last = name.rpartition(".")
@@ -203,41 +220,41 @@ def known(name: str, keys: Mapping[str, Key], where: str) -> Key:
             message = f"{where}: {name} is now called {entry.name}; the old name goes with the next release"
             warnings.warn(message, FutureWarning, stacklevel=2)
             return entry
-    near = nearest(name, keys)
-    hint = f"did you mean {near}?" if near else "plsc train --list-keys lists every key"
-    raise UsageError(f"{where}: there is no key {name}; {hint}")
+    raise UsageError(f"{where}: there is no key {name}; {hint(name) or _nearest(name, keys)}")
 
 
-def nearest(name: str, keys: Mapping[str, Key]) -> str | None:
-    """Return the key, or ``[section]``, that a misspelt dotted ``name`` most resembles, or None."""
+def _nearest(name: str, keys: Mapping[str, Key]) -> str:
+    """Name the key or section that a misspelt dotted ``name`` most resembles, as the end of a message."""
     section, _, last = name.rpartition(".")
     sections = sorted({other.split(".")[0] for other in keys if "." in other})
-    if close := difflib.get_close_matches(section or name, sections, n=1, cutoff=0.8):
-        if not section:
-            return f"[{close[0]}]"
-        section = close[0]
-    within = [other for other in keys if section and other.startswith(f"{section}.")]
+    # "optimizer" is [optim]: a section's name that begins another word counts as near.
+    near = [other for other in sections if (section or name).startswith(other)]
+    near = near or difflib.get_close_matches(section or name, sections, n=1, cutoff=0.8)
+    within = [other for other in keys if section and near and other.startswith(f"{near[0]}.")]
+    if not section and near:
+        return f"did you mean [{near[0]}]?"
     for candidates in (within, list(keys)):
         by_last: dict[str, str] = {}
         for other in candidates:
             by_last.setdefault(other.rpartition(".")[2], other)
-        if close := difflib.get_close_matches(last, by_last, n=1):
-            return by_last[close[0]]
-    close = difflib.get_close_matches(section or name, sections, n=1, cutoff=0.5)
-    return f"[{close[0]}]" if close else None
+        if close := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
+            return f"did you mean {by_last[close[0]]}?"
+    if within:
+        return f"[{near[0]}] has {', '.join(other.rpartition('.')[2] for other in within)}"
+    return "plsc train --list-keys lists every key"
 
 
 def did_you_mean(value: str, choices: Sequence[str]) -> str:
     """Return ``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key]) -> dict[str, str]:
+def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key], hint: Hint = _no_hint) -> dict[str, str]:
     """Parse ``["--optim.lr", "0.2", "--epochs=3"]`` to ``{"optim.lr": "0.2", "epochs": "3"}``.
 
-    :class:`UsageError` for an unknown key, a key without a value, a key given twice, and a word that belongs
-    to no key.
+    :class:`UsageError` for an unknown key (as of :func:`known`), a key without a value, a key given twice, and a word
+    that belongs to no key.
     """
     found: dict[str, str] = {}
     words = list(arguments)
@@ -247,7 +264,7 @@ def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key]) -> dict[s
             raise UsageError(f"{word!r} belongs to no key; keys are given as --KEY VALUE")
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
-        entry = known(name, keys, "the command line")
+        entry = known(name, keys, "the command line", hint)
         name = entry.name
         if not equals:
             if not words or words[0].startswith("--"):

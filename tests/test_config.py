@@ -109,7 +109,7 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
     [
         ("epoch = 3", "there is no key epoch; did you mean epochs?"),
         ("[optim]\nlearning_rate = 0.1", "optim.learning_rate"),
-        ("[optim]\nwarmup_epoch = 1", "did you mean optim.warmup_epochs?"),
+        ("[optim]\nwarmup_epoch = 1", "is optim.warmup_epochs here"),
         ("batch_size = 3", "did you mean data.batch_size?"),
         ("lr = 3", "did you mean optim.lr?"),
         ("[optimizer]\nlr = 3", "optimizer; did you mean [optim]?"),

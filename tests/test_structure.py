@@ -21,8 +21,8 @@ import write_configuration  # noqa: E402
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
     "errors", "progress", "files", "sizes", "strict_toml", "client", "native", "parallel", "losses", "head", "optim",
-    "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve", "config", "train", "plan",
-    "bench", "quickstart", "tools",
+    "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve", "arcface_torch", "config",
+    "train", "plan", "bench", "quickstart", "tools",
 ]  # fmt: skip
 
 

@@ -8,12 +8,23 @@ given here, and then overrides the file:
 
     plsc train my.toml --data.train faces.rec --optim.lr 0.05 --epochs 10
 
---nproc N starts N ranks on this machine, one per GPU (or sharing the CPU's cores). On several machines, start it
-under torchrun: torchrun --nnodes 2 --nproc-per-node 8 … --no-python plsc train my.toml
+--nproc N starts N ranks on this machine, one per GPU (or sharing the CPU's cores). On several machines with a common
+file system, run it on each, with its number, and the address at which the others reach the first:
 
-The run directory holds config.toml (every key), metrics.jsonl, tensorboard/, checkpoints/, classes.json (the
-name of each class number), model.safetensors (the last backbone) and best.safetensors (the best one on
-eval.sets). A run that was stopped, by whatever, goes on with --resume auto, on any number of ranks.
+    plsc train my.toml --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 --out /shared/run     on node0
+    plsc train my.toml --nproc 8 --nnodes 2 --node-rank 1 --master-addr node0 --out /shared/run     on node1
+
+or under torchrun, which prints a report of its own after our line where a rank fails; on each of the two machines:
+
+    OMP_NUM_THREADS=8 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
+        --no-python plsc train my.toml --out /shared/run
+
+The run directory holds config.toml (every key), train.log, metrics.jsonl, tensorboard/, checkpoints/, classes.json
+(the name of each class number), model.safetensors (the last weights) and best.safetensors (those of the best mean
+accuracy on eval.sets, if there are any). Where a command takes a RUN it means the last weights, and with --best the
+best. A run that was stopped, by whatever, goes on with --resume auto, on any number of ranks.
+
+A config of arcface_torch (NAME.py) is translated by --as-toml; docs/arcface_torch.md has all its names beside ours.
 """
 
 import argparse
@@ -23,6 +34,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from plsc import arcface_torch
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
@@ -44,6 +56,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="auto|FOLDER",
         help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
     )
+    parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="machines that take part (default: 1)")
+    parser.add_argument("--node-rank", metavar="R", type=int, default=0, help="the number of this one, from 0")
+    parser.add_argument("--master-addr", metavar="HOST", help="the first machine's address, for --nnodes above 1")
+    parser.add_argument("--master-port", metavar="P", type=int, default=29500, help="a free port of it (29500)")
+    parser.add_argument(
+        "--as-toml", action="store_true", help="print CONFIG as TOML, every key or an arcface_torch config's, and end"
+    )
     parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
     parser.add_argument("--keys", action="store_true", help=argparse.SUPPRESS)  # its former name, until 0.2
     parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --list-keys)"
@@ -60,14 +79,25 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
+    if args.as_toml and args.config.suffix == ".py":
+        print(arcface_torch.to_toml(args.config), end="")
+        return None
     config = _load(args)
-    if args.nproc == 1 or is_launched():
+    if args.as_toml:
+        print(configuration.to_toml(config), end="")
+        return None
+    if args.nnodes > 1 and args.master_addr is None:
+        raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: the first machine's address, the same on all")
+    if args.nproc == args.nnodes == 1 or is_launched():
         return _train_here(config, args)
-    from plsc.parallel.launch import launch
+    from plsc.parallel.launch import Nodes, launch
     from plsc.parallel.mesh import check_head_ranks
 
-    check_head_ranks(config.head_ranks, args.nproc)
-    code = launch(_rank_arguments(args), args.nproc)
+    nodes = Nodes()
+    if args.nnodes != 1:
+        nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
+    check_head_ranks(config.head_ranks, args.nproc * nodes.count)
+    code = launch(_rank_arguments(args), args.nproc, nodes)
     if code:
         raise SystemExit(code)  # a rank has reported why
     return None
@@ -76,7 +106,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _load(args: argparse.Namespace) -> Config:
     """Read the configuration; of a launcher and its ranks, the first rank alone warns of keys' former names."""
     with warnings.catch_warnings():
-        if os.environ.get("RANK", "0") != "0" or (args.nproc > 1 and not is_launched()):
+        if os.environ.get("RANK", "0") != "0" or (args.nproc * args.nnodes > 1 and not is_launched()):
             warnings.simplefilter("ignore", FutureWarning)
         return configuration.load(args.config, configuration.parse_arguments(args.overrides))
 

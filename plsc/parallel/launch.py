@@ -6,17 +6,41 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from plsc.errors import UsageError
+from plsc.errors import UsageError, first_line
 
 GRACE_SECONDS = 20.0  # how long the other ranks may take to end by themselves once one has failed
 
 
-def launch(argv: list[str], nproc: int) -> int:
-    """Run ``plsc ARGV…`` as ``nproc`` local ranks and wait for them.
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run, of which this is number ``rank``; the first one keeps the store where all ranks meet.
+
+    Attributes:
+        count: machines.
+        rank: this one's number, from 0.
+        address: the first one's host name or address, as the others reach it.
+        port: of the store; 0 takes a free one, which only a single machine can.
+    """
+
+    count: int = 1
+    rank: int = 0
+    address: str = "127.0.0.1"
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise UsageError(f"--nnodes {self.count}: at least one machine is needed")
+        if not 0 <= self.rank < self.count:
+            raise UsageError(f"--node-rank {self.rank}: of {self.count} machines it is 0 to {self.count - 1}")
+
+
+def launch(argv: list[str], nproc: int, nodes: Nodes = Nodes()) -> int:
+    """Run ``plsc ARGV…`` as ``nproc`` ranks on this machine, of as many on each of ``nodes``, and wait for them.
 
     The CPU's cores are shared out between the ranks (OMP_NUM_THREADS, unless it is set). When one rank ends with an
     error the others are ended too; SIGINT and SIGTERM are passed on, so that every rank can save its state.
@@ -27,8 +51,11 @@ def launch(argv: list[str], nproc: int) -> int:
     if nproc < 1:
         raise UsageError(f"--nproc {nproc}: at least one rank is needed")
     # The ranks meet in a store of this process, as torchrun's do: a port that is only probed could be taken meanwhile.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ranks = [_start(argv, rank, nproc, store.port) for rank in range(nproc)]
+    port = nodes.port
+    if nodes.rank == 0:
+        store = _make_store(nodes)
+        port = store.port
+    ranks = [_start(argv, rank, nproc, port, nodes) for rank in range(nproc)]
     listeners = [_Listener(process) for process in ranks[1:]]
 
     def pass_on(number: int, _: FrameType | None) -> None:
@@ -46,6 +73,16 @@ def launch(argv: list[str], nproc: int) -> int:
     if code and errors and ranks[0].returncode <= 0:  # the first rank, whose lines are shown, did not fail itself
         print(errors[0], end="", file=sys.stderr)
     return code
+
+
+def _make_store(nodes: Nodes) -> TCPStore:
+    try:
+        return TCPStore(nodes.address, nodes.port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:  # torch's DistNetworkError and its like
+        raise UsageError(
+            f"the ranks cannot meet at {nodes.address}:{nodes.port}: {first_line(error)}; "
+            "give the first machine's --master-addr, and a free --master-port"
+        ) from None
 
 
 class _Listener:
@@ -73,10 +110,10 @@ class _Listener:
                     sys.stderr.flush()
 
 
-def _start(argv: list[str], rank: int, nproc: int, port: int) -> subprocess.Popen[str]:
+def _start(argv: list[str], rank: int, nproc: int, port: int, nodes: Nodes) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "plsc.tools.entry", *argv],
-        env=rank_environment(rank, nproc, port),
+        env=rank_environment(rank, nproc, port, nodes),
         stderr=subprocess.PIPE if rank else None,
         text=True,
         errors="replace",
@@ -114,17 +151,18 @@ def _end(ranks: list[subprocess.Popen[str]]) -> None:
             process.wait()
 
 
-def rank_environment(rank: int, nproc: int, port: int) -> dict[str, str]:
+def rank_environment(rank: int, nproc: int, port: int, nodes: Nodes = Nodes()) -> dict[str, str]:
     """torchrun's variables for a local rank that meets the others in the store at ``port``; cores shared out."""
     threads = max((os.cpu_count() or 1) // nproc, 1)
     return {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
-        "RANK": str(rank),
+        "RANK": str(nodes.rank * nproc + rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(nproc),
+        "WORLD_SIZE": str(nodes.count * nproc),
         "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
+        "GROUP_RANK": str(nodes.rank),
+        "MASTER_ADDR": nodes.address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -43,6 +43,7 @@ SETTINGS = {
         files="faces.toml faces.rec lfw.bin unseen/ photos/",
         replaced={"/shared/": "shared/"},
     ),
+    "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
     "faces.md": Setting(
         files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors",
         names={"image": torch.from_numpy(np.array(page_files.photo(1))).permute(2, 0, 1)},

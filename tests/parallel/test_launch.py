@@ -1,14 +1,17 @@
 """The launcher: exit codes, one error line, no rank left behind."""
 
+import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from support.ranks import run_command
 
 from plsc.errors import UsageError
-from plsc.parallel.launch import launch
+from plsc.parallel.launch import Nodes, launch
+from plsc.tools.entry import main
 
 
 @pytest.mark.slow
@@ -29,7 +32,7 @@ def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
         if "RANK" not in os.environ:
             launcher.GRACE_SECONDS = 0.2
             start = launcher._start
-            def patched(argv, rank, nproc, port):
+            def patched(argv, rank, nproc, port, nodes):
                 import subprocess
                 return subprocess.Popen([sys.executable, __file__], env=launcher.rank_environment(rank, nproc, port),
                                         stderr=subprocess.PIPE if rank else None, text=True)
@@ -49,3 +52,45 @@ def test_a_rank_that_dies_takes_the_others_with_it(tmp_path):
 def test_no_rank_at_all_is_refused():
     with pytest.raises(UsageError):
         launch(["data"], 0)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "2"], "--nnodes 2 needs --master-addr"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "localhost"], "of 2 machines it is 0 to 1"),
+        (["--nnodes", "0", "--master-addr", "localhost"], "--nnodes 0: at least one machine"),
+        (["--nnodes", "3", "--head_ranks", "2", "--master-addr", "localhost"], "the number of ranks, 3"),
+    ],
+)
+def test_machines_that_make_no_run_are_one_line(words, message, capsys):
+    assert main(["train", "avatars_quickstart", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_address_of_another_machine_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UsageError, match=r"cannot meet at 127\.0\.0\.1:\d+: .*free --master-port"):
+            launch(["data"], 1, Nodes(2, 0, "127.0.0.1", taken.getsockname()[1]))
+
+
+@pytest.mark.slow
+def test_two_machines_train_one_run(tmp_path):
+    """Both are this one, with a rank each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = ["train", "avatars_quickstart", "--data.train", "avatars:6x4", "--data.image_size", "32", "--steps", "2"]
+    words += ["--data.workers", "0", "--out", str(tmp_path / "run"), "--nnodes", "2"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", port, "--eval.sets", "[]", "--data.batch_size", "4"]
+    with ThreadPoolExecutor() as machines:
+        started = [machines.submit(run_command, *words, "--node-rank", str(rank)) for rank in range(2)]
+        first, second = (each.result() for each in started)
+    assert first.returncode == 0, first.stderr
+    assert "trained 2 steps" in first.stdout
+    assert "2 ranks on CPU (gloo); global batch 8 = 4 x 2 ranks" in first.stderr
+    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")

@@ -1,0 +1,282 @@
+"""Names of insightface's arcface_torch and their counterparts here: config keys, backbones, files, commands.
+
+Error messages answer a name of arcface_torch with its counterpart, and docs/arcface_torch.md holds the same tables; a
+test compares the two. A config of arcface_torch (a Python module) is read without being run, and becomes TOML.
+"""
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from plsc.errors import UsageError
+from plsc.strict_toml import toml_value
+
+PAGE = "docs/arcface_torch.md"
+
+
+class Counterpart(NamedTuple):
+    """What a name of arcface_torch is here: ``ours``, empty where there is none, and a remark or the reason."""
+
+    ours: str
+    note: str = ""
+
+
+_WANDB = Counterpart("", "RUN/tensorboard, RUN/metrics.jsonl and RUN/train.log hold what a tracking service would show")
+
+KEYS: Mapping[str, Counterpart] = {
+    "network": Counterpart("backbone", '"r50" is "iresnet50", "mbf" "mobilefacenet", "vit_b" "vit_base"'),
+    "embedding_size": Counterpart("embedding_dim"),
+    "fp16": Counterpart('precision = "fp16"', '"bf16", the default, needs no loss scaling; False is "fp32"'),
+    "rec": Counterpart("data.train", "the folder with train.rec and train.idx, or train.rec itself"),
+    "num_classes": Counterpart("", "counted from the data"),
+    "num_image": Counterpart("", "counted from the data"),
+    "batch_size": Counterpart("data.batch_size", "per rank, as there"),
+    "num_workers": Counterpart("data.workers"),
+    "margin_list": Counterpart(
+        'head.margin = "combined"',
+        'with head.m1, m2 and m3; (1, m, 0) is "arcface" and (1, 0, m) "cosface", both with head.m',
+    ),
+    "loss": Counterpart("head.margin", '"arcface" or "cosface"'),
+    "sample_rate": Counterpart("head.sample_rate"),
+    "interclass_filtering_threshold": Counterpart(
+        "", "against wrong labels there are sub-centres (head.centers = 3) and sampling (head.sample_rate)"
+    ),
+    "optimizer": Counterpart("optim.name", '"sgd" or "adamw"'),
+    "lr": Counterpart("optim.lr"),
+    "momentum": Counterpart("optim.momentum"),
+    "weight_decay": Counterpart("optim.weight_decay"),
+    "num_epoch": Counterpart("epochs"),
+    "warmup_epoch": Counterpart("optim.warmup_epochs"),
+    "gradient_acc": Counterpart(
+        "optim.accumulate", "a step here is one update; there the schedule counts micro-batches"
+    ),
+    "seed": Counterpart("seed"),
+    "val_targets": Counterpart("eval.sets", 'paths, as in ["ms1m/lfw.bin"]; the names are those of files beside .rec'),
+    "verbose": Counterpart("eval.every_steps"),
+    "frequent": Counterpart("log.every_steps"),
+    "output": Counterpart("--out RUN", "an option of plsc train, not a key"),
+    "resume": Counterpart("--resume auto", "an option of plsc train, not a key; any number of ranks goes on"),
+    "save_all_states": Counterpart("checkpoint.every_steps", "checkpoints always hold everything"),
+    "dali": Counterpart(
+        "", "images are decoded by data.workers processes per rank, whose order needs no shuffled .rec"
+    ),
+    "dali_aug": Counterpart('data.augment = "standard"', "a set of augmentations of its own"),
+    "using_wandb": _WANDB,
+    "wandb_key": _WANDB,
+    "wandb_entity": _WANDB,
+    "wandb_project": _WANDB,
+    "wandb_log_all": _WANDB,
+    "wandb_resume": _WANDB,
+    "suffix_run_name": _WANDB,
+    "notes": _WANDB,
+    "save_artifacts": _WANDB,
+    "local_rank": Counterpart("--nproc N", "an option of plsc train; under torchrun neither is needed"),
+}
+
+BACKBONES: Mapping[str, Counterpart] = {
+    "r18": Counterpart("iresnet18"),
+    "r34": Counterpart("iresnet34"),
+    "r50": Counterpart("iresnet50"),
+    "r100": Counterpart("iresnet100"),
+    "r200": Counterpart("iresnet200"),
+    "r2060": Counterpart("", "none of its recipes uses it"),
+    "mbf": Counterpart("mobilefacenet"),
+    "mbf_large": Counterpart("mobilefacenet_large"),
+    "vit_t": Counterpart("vit_tiny", "with the rates of vit_t_dp005_mask0"),
+    "vit_t_dp005_mask0": Counterpart("vit_tiny"),
+    "vit_s": Counterpart("vit_small", "with the rates of vit_s_dp005_mask_0"),
+    "vit_s_dp005_mask_0": Counterpart("vit_small"),
+    "vit_b": Counterpart("vit_base", "with the rates of vit_b_dp005_mask_005"),
+    "vit_b_dp005_mask_005": Counterpart("vit_base"),
+    "vit_l_dp005_mask_005": Counterpart("vit_large"),
+    "vit_h": Counterpart("", "its recipe has no published result; timm:NAME offers larger ViTs"),
+}
+
+FILES: Mapping[str, Counterpart] = {
+    "configs/NAME.py": Counterpart("NAME.toml", "plsc train NAME.py --as-toml prints it as TOML"),
+    "train.rec, train.idx, property": Counterpart("data.train", "the same files"),
+    "lfw.bin, cfp_fp.bin, agedb_30.bin": Counterpart("eval.sets", "the same files"),
+    "work_dirs/NAME": Counterpart("runs/NAME"),
+    "training.log": Counterpart("RUN/train.log"),
+    "tensorboard/": Counterpart("RUN/tensorboard/"),
+    "model.pt, backbone.pth": Counterpart(
+        "RUN/model.safetensors", 'init_weights = "model.pt" reads theirs; plsc export --format insightface writes it'
+    ),
+    "checkpoint_gpu_RANK.pt": Counterpart(
+        "RUN/checkpoints/step-XXXXXXXX/", "for any number of ranks; theirs is not read"
+    ),
+    "rank_RANK_softmax_weight.pt": Counterpart("", "class centres are not read; the head begins anew"),
+    "train.lst": Counterpart("", "plsc data convert FOLDER train.rec needs none"),
+}
+
+COMMANDS: Mapping[str, Counterpart] = {
+    "python train_v2.py configs/NAME": Counterpart("plsc train NAME.toml"),
+    "torchrun --nproc_per_node=8 train_v2.py configs/NAME": Counterpart("plsc train NAME.toml --nproc 8"),
+    "torchrun --nnodes=2 --node_rank=0 --master_addr=IP … train_v2.py configs/NAME": Counterpart(
+        "plsc train NAME.toml --nproc 8 --nnodes 2 --node-rank 0 --master-addr IP",
+        "or torchrun … --no-python plsc train NAME.toml",
+    ),
+    "python eval/verification.py": Counterpart("plsc eval RUN --pairs lfw.bin"),
+    "python eval_ijbc.py, onnx_ijbc.py": Counterpart("plsc eval RUN|model.onnx --ijb IJBC"),
+    "python torch2onnx.py model.pt": Counterpart("plsc export RUN --format onnx --out model.onnx"),
+    "python inference.py": Counterpart("plsc embed RUN --data FOLDER --out EMB"),
+    "python -m mxnet.tools.im2rec": Counterpart("plsc data convert FOLDER train.rec"),
+    "python scripts/shuffle_rec.py": Counterpart("", "every epoch is permuted anew, whatever the file's order"),
+    "python flops.py": Counterpart("plsc plan NAME.toml", "memory and time of a step"),
+}
+
+
+def key_hint(name: str) -> str | None:
+    """What arcface_torch's config key ``name`` is here, as a sentence; None where it has none, or both have the same.
+
+    A dotted name stands for its last part: ``optim.gradient_acc`` is as near to it as ``gradient_acc``.
+    """
+    name = name.rpartition(".")[2]
+    counterpart = KEYS.get(name)
+    if counterpart is None or counterpart.ours.rpartition(".")[2] == name:
+        return None
+    return _sentence(name, counterpart)
+
+
+def backbone_hint(name: str) -> str | None:
+    """What arcface_torch's backbone ``name`` is here, as a sentence; None where it has no such backbone."""
+    counterpart = BACKBONES.get(name)
+    return None if counterpart is None else _sentence(name, counterpart)
+
+
+def _sentence(name: str, counterpart: Counterpart) -> str:
+    note = f" ({counterpart.note})" if counterpart.note else ""
+    if counterpart.ours:
+        return f"arcface_torch's {name} is {counterpart.ours} here{note}"
+    return f"arcface_torch's {name} has no counterpart here{note}"
+
+
+def to_toml(path: Path) -> str:
+    """Translate a config of arcface_torch to TOML; its code is parsed, never run.
+
+    Read are assignments ``config.KEY = value`` of literals, and arithmetic on keys assigned before.
+
+    Raises:
+        UsageError: it cannot be read, or is no such config.
+    """
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}; name a TOML configuration") from None
+    except (SyntaxError, ValueError) as error:
+        raise UsageError(f"{path} is no Python file: {error}; name a TOML configuration") from None
+    values, unread = _assignments(tree)
+    if not values:
+        raise UsageError(
+            f"{path} assigns no config.KEY, so it is no config of arcface_torch; name a TOML configuration"
+        )
+    return _as_toml(path.stem, values, unread)
+
+
+def _assignments(tree: ast.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of ``config.KEY``, and the text of those that are neither literals nor arithmetic on others."""
+    values: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    for node in tree.body:
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(node, ast.Assign) and isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            try:
+                values[target.attr] = _value(node.value, values)
+            except (ValueError, TypeError, KeyError, ArithmeticError):
+                unread[target.attr] = ast.unparse(node.value)
+    return values, unread
+
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def _value(node: ast.expr, values: Mapping[str, Any]) -> Any:
+    if isinstance(node, ast.Attribute):
+        return values[node.attr]
+    if isinstance(node, ast.BinOp):
+        operands = _value(node.left, values), _value(node.right, values)
+        if not all(isinstance(operand, int | float) for operand in operands):
+            raise TypeError("arithmetic on numbers alone")
+        return _OPERATIONS[type(node.op)](*operands)
+    return ast.literal_eval(node)
+
+
+def _as_toml(name: str, values: dict[str, Any], unread: dict[str, str]) -> str:
+    """Arrange the values by our sections; what has no counterpart becomes a comment with the reason."""
+    sections: dict[str, list[str]] = {"": [], "data": [], "head": [], "optim": [], "eval": [], "log": []}
+    comments: list[str] = []
+    # base.py of arcface_torch computes in fp32 and clips the backbone's gradient at 5, which no key of it sets.
+    for key, value in ({"fp16": False} | values).items():
+        entries = _entries(key, value, values)
+        for section, line in entries:
+            sections[section].append(line)
+        if not entries:
+            comments.append(f"# {key} = {value!r}: {_left_out(key)}")
+    sections["optim"].append("clip_norm = 5.0  # train_v2.py has it in its code")
+    comments += [f"# {key} = {text}: not a literal, set it by hand" for key, text in unread.items()]
+    lines = [f"# {name}.py of arcface_torch, translated by plsc train --as-toml; what is left out follows at the end"]
+    for section, entries_of in sections.items():
+        lines += ["", f"[{section}]"] if section and entries_of else []
+        lines += entries_of
+    return "\n".join([*lines, "", *comments]) + "\n"
+
+
+def _left_out(key: str) -> str:
+    counterpart = KEYS.get(key, Counterpart("", "not one of arcface_torch's keys"))
+    return " (".join(filter(None, [counterpart.ours, counterpart.note])) + (
+        ")" if counterpart.ours and counterpart.note else ""
+    )
+
+
+_PLAIN = {
+    "embedding_size": ("", "embedding_dim"),
+    "num_epoch": ("", "epochs"),
+    "seed": ("", "seed"),
+    "rec": ("data", "train"),
+    "batch_size": ("data", "batch_size"),
+    "num_workers": ("data", "workers"),
+    "optimizer": ("optim", "name"),
+    "lr": ("optim", "lr"),
+    "momentum": ("optim", "momentum"),
+    "weight_decay": ("optim", "weight_decay"),
+    "warmup_epoch": ("optim", "warmup_epochs"),
+    "gradient_acc": ("optim", "accumulate"),
+    "verbose": ("eval", "every_steps"),
+    "frequent": ("log", "every_steps"),
+}
+
+
+def _entries(key: str, value: Any, values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(section, line) of our keys for one of theirs; empty where there is none."""
+    if key in _PLAIN and value is not None:
+        section, name = _PLAIN[key]
+        return [(section, f"{name} = {toml_value(value)}")]
+    if key == "network" and BACKBONES.get(value, Counterpart("")).ours:
+        return [("", f"backbone = {toml_value(BACKBONES[value].ours)}")]
+    if key == "fp16":
+        return [("", 'precision = "fp16"  # "bf16" needs no loss scaling' if value else 'precision = "fp32"')]
+    if key == "margin_list":
+        return [("head", line) for line in _margin(*value)]
+    if key == "sample_rate":
+        return [("head", f"sample_rate = {toml_value(float(value))}")]
+    if key == "val_targets":
+        folder = values.get("rec", "")
+        return [("eval", f"sets = {toml_value([f'{folder}/{target}.bin' for target in value])}")]
+    return []
+
+
+def _margin(m1: float, m2: float, m3: float) -> list[str]:
+    """Its CombinedMarginLoss has three branches: the angle's where m3 = 0, the cosine's alone where m3 > 0."""
+    if m3 > 0:
+        return ['margin = "cosface"', "s = 64.0", f"m = {toml_value(float(m3))}"]
+    if m1 == 1:
+        return ['margin = "arcface"', "s = 64.0", f"m = {toml_value(float(m2))}"]
+    return ['margin = "combined"', "s = 64.0", f"m1 = {float(m1)}", f"m2 = {float(m2)}", f"m3 = {float(m3)}"]
