@@ -21,14 +21,12 @@ help:
 install: $(STAMP)
 
 # $(call create_env,FOLDER,CONSTRAINTS): an environment with plsc, editable, and everything that its tests need.
-# milvus-lite's dependency faiss-cpu would overwrite faiss-gpu's files.
 define create_env
 	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'plsc needs Python 3.11 or newer; set PYTHON=')"
 	$(PYTHON) -m venv $(1)
 	$(1)/bin/python -m pip install --quiet --editable '.[dev]' --constraint $(2) || { \
 		echo "constraints.txt names versions that this package index lacks: installing the newest that pyproject.toml admits" >&2; \
 		$(1)/bin/python -m pip install --quiet --editable '.[dev]' $(3); }
-	$(1)/bin/python -m pip install --quiet --no-deps milvus-lite
 	touch $(1)/.installed
 endef
 
@@ -44,7 +42,6 @@ lock:
 	rm -rf build/lock
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet '.[dev]'
-	build/lock/bin/python -m pip install --quiet --no-deps milvus-lite
 	{ echo "# The versions that 'make install' installs; 'make lock' writes this file anew. What torch pins itself is left out."; \
 		build/lock/bin/python -m pip freeze | grep -v -E '^(nvidia-|cuda-|triton==|plsc-torch)'; } > constraints.txt
 	rm -rf build/lock
