@@ -35,16 +35,29 @@ from support import page_files
 
 ROOT = Path(__file__).parents[2]
 PORT = "8080"  # of the service, on every page
-STAND_INS = ("plsc", "python", "torchrun", "make", "pip", "git", "curl", "unzip", "python-block", "file-block")
+STAND_INS = (
+    "plsc",
+    "python",
+    "python3",
+    "torchrun",
+    "make",
+    "pip",
+    "git",
+    "curl",
+    "unzip",
+    "python-block",
+    "file-block",
+)
 _STAND_IN = """#!{python} -SI
 import json, os, socket, sys
-if os.path.basename(sys.argv[0]) == "curl" and not any(word.startswith("https://") for word in sys.argv):
+program = os.path.basename(sys.argv[0])
+asks_service = program == "curl" and not any(word.startswith("https://") for word in sys.argv)
+if asks_service or (program == "python3" and sys.argv[1] == "-c"):
     os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
-    os.execvp("curl", sys.argv)
+    os.execvp(program, sys.argv)
 link = socket.socket(socket.AF_UNIX)
 link.connect(os.environ["PAGE_SOCKET"])
 variables = {{name: value for name, value in os.environ.items() if name.startswith("PLSC_")}}
-program = os.path.basename(sys.argv[0])
 link.sendall(json.dumps([program, sys.argv[1:], os.getcwd(), variables]).encode() + b"\\n")
 code, out, err = json.loads(link.makefile().readline())
 sys.stdout.write(out)
@@ -258,6 +271,8 @@ class PageRun:
             print(f"{argv[0]} has no option {unknown[0]}", file=sys.stderr)
         self.only_parsed.append(shlex.join(["python", *argv]))
         return 2 if unknown else 0
+
+    _python3 = _python
 
     def _make(self, argv: list[str]) -> int:
         """Accept targets of the Makefile. They set up environments, or run the tests themselves."""
