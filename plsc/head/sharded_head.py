@@ -1,23 +1,18 @@
 """ShardedHead: the class table, one shard per rank, and its exact margin softmax."""
 
 import logging
+import numbers
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.head.arguments import (
-    check_integers,
-    check_sample_rate,
-    check_sizes,
-    check_storage,
-    to_momentum_dtype,
-    to_weight_dtype,
-)
 from plsc.head.backends import HeadBackend, HeadShape, choose_backend
 from plsc.head.class_table import class_range
+from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
+from plsc.head.low_precision import STATE_DTYPES
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -26,6 +21,8 @@ from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.mesh import Mesh, require_mesh
 
 _LOG = logging.getLogger("plsc")
+_WEIGHT_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_MOMENTUM_DTYPES = {**{str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}, "none": None}
 
 
 class ShardedHead(nn.Module):
@@ -101,18 +98,18 @@ class ShardedHead(nn.Module):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(dim=dim, num_classes=num_classes, centers=centers)
-        check_integers(seed=seed)
+        _check_sizes(dim=dim, num_classes=num_classes, centers=centers)
+        _check_integers(seed=seed)
         if chunk_classes is not None:
-            check_sizes(chunk_classes=chunk_classes)
-        check_sample_rate(sample_rate)
-        check_storage(placement, update)
-        weight_dtype = to_weight_dtype(weight_dtype)
+            _check_sizes(chunk_classes=chunk_classes)
+        _check_sample_rate(sample_rate)
+        _check_storage(placement, update)
+        weight_dtype = _to_weight_dtype(weight_dtype)
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
-        self.momentum_dtype, self.placement = to_momentum_dtype(momentum_dtype), placement
+        self.momentum_dtype, self.placement = _to_momentum_dtype(momentum_dtype), placement
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         device = self.mesh.device
         self.backend: HeadBackend = choose_backend(
@@ -242,3 +239,49 @@ def softmax_of(head: ShardedHead) -> ShardedSoftmax:
     has no use for them.
     """
     return head._softmax
+
+
+def _to_weight_dtype(value: torch.dtype | str) -> torch.dtype:
+    """The dtype of class weights that ``value`` is or names; UsageError if weights are not stored in it."""
+    dtype = _WEIGHT_DTYPES.get(value) if isinstance(value, str) else value
+    if dtype is None or dtype not in _WEIGHT_DTYPES.values():
+        raise UsageError(f"weight_dtype must be one of {', '.join(_WEIGHT_DTYPES)}, not {value!r}")
+    return dtype
+
+
+def _to_momentum_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of optimizer state that ``value`` is or names, None for none; UsageError if state is not stored so."""
+    dtype = _MOMENTUM_DTYPES.get(value, value) if isinstance(value, str) else value
+    if isinstance(dtype, str) or dtype not in _MOMENTUM_DTYPES.values():
+        raise UsageError(f"momentum_dtype must be one of {', '.join(_MOMENTUM_DTYPES)}, not {value!r}")
+    return dtype
+
+
+def _check_integers(**values: object) -> None:
+    """UsageError unless all of ``values`` are integers."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise UsageError(f"the head's {name} must be an integer, not {value!r}")
+
+
+def _check_sizes(**sizes: int) -> None:
+    """UsageError unless all of ``sizes`` are integers of at least 1."""
+    _check_integers(**sizes)
+    for name, value in sizes.items():
+        if value < 1:
+            raise UsageError(f"the head's {name} must be at least 1, not {value}")
+
+
+def _check_sample_rate(sample_rate: object) -> None:
+    """UsageError unless ``sample_rate`` is a number from 0 to 1."""
+    if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
+        raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
+
+
+def _check_storage(placement: object, update: object) -> None:
+    """UsageError for an unknown ``placement`` or ``update``, or for two that do not go together."""
+    mapped_file(str(placement))
+    if update not in ("fused", "autograd"):
+        raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
+    if placement != "device" and update != "fused":
+        raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
