@@ -118,7 +118,7 @@ def test_only_the_first_of_a_machines_ranks_prints_and_tells_torchrun_why(tmp_pa
     line = ranks[0].communicate()[1]
     assert ranks[0].returncode == 2
     assert line.count("\n") == 1
-    assert json.loads((tmp_path / "0.json").read_text())["message"] == line.rstrip()
+    assert json.loads((tmp_path / "0.json").read_text())["message"]["message"] == line.rstrip()
     ranks[1].terminate()
     assert ranks[1].communicate()[1] == ""
     assert not (tmp_path / "1.json").exists()

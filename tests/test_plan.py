@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -196,10 +197,36 @@ def test_advice_fits_is_exact_and_says_why():
     assert choice.fits
     assert choice.setup.storage == ("bfloat16", "int8")
     assert choice.setup.config.head.sample_rate == 1
-    assert set(result.advice.why) == {"storage", "sampling", "placement", "groups"}
+    assert set(result.advice.why) == {"change", "storage", "sampling", "placement", "groups"}
     text = as_text(result)
     assert "DOES NOT FIT" in text
     assert all(sentence in text for sentence in result.advice.why.values())
+
+
+@pytest.mark.parametrize("momentum", ["bfloat16", "int8", "none"])
+def test_what_is_configured_stays_unless_something_is_faster(momentum: str):
+    result = plan(settings("bfloat16", momentum, batch=256), 2_000_000, CARD, gpus=8)
+    choice, configured = result.advice.choice, result.configured
+    if choice.setup == configured.setup:
+        assert result.advice.why["change"].startswith("none: ")
+        assert "Recommended: as configured, stored as" in as_text(result)
+    else:
+        assert choice.timing.seconds < configured.timing.seconds / 1.02
+        assert result.advice.why["change"].endswith("% faster than as configured.")
+    assert momentum != "int8" or choice.setup == configured.setup
+
+
+def test_every_change_has_its_reason():
+    float32 = plan(settings("float32", "float32", batch=256), 2_000_000, CARD, gpus=8).advice
+    assert float32.choice.setup.storage != ("float32", "float32")
+    assert re.fullmatch(r"\d+\.\d% faster than as configured\.", float32.why["change"])
+    does_not_fit = plan(settings("float32", "float32"), 50_000_000, CARD).advice
+    assert does_not_fit.why["change"].startswith("as configured it does not fit: a GPU would need 19")
+    tree = {"backbone": "resnet8", "data": {"image_size": 48}, "head": {"sample_rate": 0.1, "weight_dtype": "bfloat16"}}
+    sampled = plan(configuration.from_dict(tree), 20_000_000, CARD, gpus=8).advice
+    assert sampled.choice.setup.config.head.sample_rate == 1
+    expected = r"exact in place of sampled at 0\.1: every class .* \d+\.\d% (slower|faster) than as configured\."
+    assert re.fullmatch(expected, sampled.why["change"])
 
 
 def test_sampling_is_advised_only_for_a_rate_that_exact_misses():

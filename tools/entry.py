@@ -209,7 +209,8 @@ def _write_error_file(line: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps({"message": line, "timestamp": int(time.time())}), encoding="utf-8")
+            error = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
+            Path(path).write_text(json.dumps({"message": error}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -124,6 +124,8 @@ class Advice:
 def advise(setup: PlanConfig, hardware: Hardware, wanted: float | None = None) -> Advice:
     """Choose storage, sample rate, placement and groups for the same classes, backbone and batch on the same ranks.
 
+    What is configured stays, unless it does not fit, is sampled, or another setup is faster by more than 2%.
+
     Args:
         setup: what the configuration asks for; its storage, sample rate, placement and groups are what is chosen.
         hardware: what it runs on.
@@ -137,9 +139,13 @@ def advise(setup: PlanConfig, hardware: Hardware, wanted: float | None = None) -
     if not fitting:
         raise CapacityError(_what_to_change(exact, hardware))
     choice = _best(fitting)
+    kept = estimate(exact, hardware)  # storage and groups as configured
+    if kept.fits and kept.timing.seconds <= choice.timing.seconds * (1 + _TIE):
+        choice = kept
     if wanted is not None and choice.timing.images_per_second < wanted:
         choice = _sampled(choice, hardware, wanted)
-    return Advice(choice, _reasons(choice, hardware, wanted))
+    configured = estimate(setup, hardware)
+    return Advice(choice, {"change": _why_change(choice, configured)} | _reasons(choice, hardware, wanted))
 
 
 def storages(setup: PlanConfig) -> Iterator[tuple[str, str]]:
@@ -198,6 +204,20 @@ def _reasons(choice: Estimate, hardware: Hardware, wanted: float | None) -> dict
     }
 
 
+def _why_change(choice: Estimate, configured: Estimate) -> str:
+    """Say what the recommended setup has over the configured one."""
+    if choice.setup == configured.setup:
+        return f"none: as configured it fits, and no other exact setup is faster by more than {_TIE:.0%}."
+    if not configured.fits:
+        return f"as configured it does not fit: a GPU would need {gib(configured.memory.total)}."
+    gain = configured.timing.seconds / choice.timing.seconds - 1
+    speed = f"{abs(gain):.1%} {'faster' if gain >= 0 else 'slower'} than as configured"
+    rate, was = choice.setup.config.head.sample_rate, configured.setup.config.head.sample_rate
+    if rate == 1 and was < 1:
+        return f"exact in place of sampled at {was:g}: every class is trained in every step; {speed}."
+    return f"{speed}."
+
+
 def _why_storage(choice: Estimate, hardware: Hardware) -> str:
     setup = choice.setup
     row = sum(row_bytes(setup.config).values())
@@ -209,6 +229,8 @@ def _why_storage(choice: Estimate, hardware: Hardware) -> str:
         needed = float32.memory.total if setup.placement == "device" else float32.memory.host
         return f"{text}; in float32 a GPU's part would need {gib(needed)} and does not fit."
     ratio = float32.timing.seconds / choice.timing.seconds
+    if ratio <= 1 + _TIE:
+        return f"{text}; float32 + float32 fits too and is as fast: the more exact storage."
     return f"{text}; in float32 it fits too, but a step takes {ratio:.1f} times as long."
 
 

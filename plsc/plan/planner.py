@@ -194,7 +194,8 @@ def _rate(plan: Plan, estimate: Estimate) -> str:
 
 def _recommended(plan: Plan) -> Iterable[str]:
     choice = plan.advice.choice
-    yield f"Recommended: {_head(choice)}"
+    same = "as configured, " if choice.setup == plan.configured.setup else ""
+    yield f"Recommended: {same}{_head(choice)}"
     yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
     for name, sentence in plan.advice.why.items():
         yield f"  {name:<10} {sentence}"
