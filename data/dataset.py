@@ -64,6 +64,10 @@ class ImageDataset(ABC):
             DataError: the image cannot be read; the message names its record.
         """
 
+    def picture(self, index: int) -> torch.Tensor:
+        """Return image ``index`` as uint8 (3, H, W) in its stored size, or as :meth:`image` if it has none."""
+        return self.image(index)
+
     @abstractmethod
     def key(self, index: int) -> str:
         """Return the readable id of image ``index``: its path, or its record's key."""
@@ -88,10 +92,14 @@ class EncodedDataset(ImageDataset):
             DataError: they cannot be read; the message names the record.
         """
 
+    def picture(self, index: int) -> torch.Tensor:
+        """Return image ``index`` decoded, in its stored size."""
+        return decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
+
     def image(self, index: int) -> torch.Tensor:
         """Return image ``index`` decoded, and resized to (3, S, S) when ``image_size`` is set."""
-        image = decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
-        return image if self.image_size is None else resize_image(image, self.image_size)
+        picture = self.picture(index)
+        return picture if self.image_size is None else resize_image(picture, self.image_size)
 
 
 def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:

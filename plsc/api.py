@@ -41,15 +41,17 @@ def load_model(
     device: str | torch.device | None = None,
     precision: str = "auto",
     architecture: str | None = None,
+    best: bool = False,
 ) -> Embedder:
     """Load a model that turns images into embeddings.
 
     Args:
-        source: a run directory of ``plsc train``; a .safetensors file; a state_dict of arcface_torch (backbone.pth);
+        source: a run directory of ``plsc train``, which stands for its last weights; a .safetensors file; a state_dict of arcface_torch (backbone.pth);
             a .pt2 file of ``plsc export``; or an .onnx file with one input and one output.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 elsewhere and for .onnx.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
+        best: of a run directory, take the weights of the best evaluation (``best.safetensors``).
 
     Returns:
         The model. Its ``embedding_dim`` is D, its ``image_size`` S; embeddings of one ``contract_id`` may be compared.
@@ -60,7 +62,7 @@ def load_model(
         DataError: the file is corrupt, or is no embedding model.
     """
     chosen = None if device is None else torch.device(device)
-    return open_embedder(source, device=chosen, precision=precision, architecture=architecture)
+    return open_embedder(source, device=chosen, precision=precision, architecture=architecture, best=best)
 
 
 def embed(
@@ -113,7 +115,7 @@ def embed(
         dataset = images
     else:
         dataset = open_images(images, embedder.image_size, landmarks=landmarks, detector=detector)
-    rows, problems = embed_dataset(embedder, dataset, batch_size=batch_size, workers=workers, flip=flip)
+    rows, problems, _ = embed_dataset(embedder, dataset, batch_size=batch_size, workers=workers, flip=flip)
     if errors is not None:
         errors.update(problems)
     elif problems:

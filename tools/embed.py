@@ -4,7 +4,8 @@
   plsc embed model.safetensors --data gallery.rec --out gallery.emb --nproc 4 --flip
   plsc embed runs/faces --data photos/ --out photos.emb --detector onnx:scrfd_10g_bnkps.onnx
 
-MODEL is a run directory, a .safetensors, .pt or .onnx file. DATA is a folder per identity, any folder of
+MODEL is a run directory, a .safetensors, .pt or .onnx file. A run directory stands for its model.safetensors, the last
+weights; --best takes best.safetensors, those of the best evaluation. DATA is a folder per identity, any folder of
 photos, a list file (path<TAB>label), a .rec file or avatars:IDSxIMAGES. Face models expect aligned crops of
 one face: give those, or --landmarks, or --detector (docs/faces.md). An image that cannot be read, or has no
 face or landmarks, becomes an empty row with its error. If the command is stopped, or killed, run it again: it
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.files import make_folder, read_json
-from plsc.tools.entry import is_launched, main
+from plsc.files import new_folder, read_json
+from plsc.progress import counted
+from plsc.tools.entry import add_result_options, is_launched, main
 
 HELP = "turn images into an embedding set"
 
@@ -29,6 +31,7 @@ HELP = "turn images into an embedding set"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("model", metavar="MODEL", help="run directory or model file")
+    parser.add_argument("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     parser.add_argument("--data", required=True, metavar="DIR|LIST|REC", help="the images")
     parser.add_argument("--out", required=True, type=Path, metavar="EMB", help="folder to write")
     parser.add_argument(
@@ -59,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="average over each image and its mirror image: better, half as fast",
     )
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
+    add_result_options(parser, replaces="EMB, once the new one is complete; --json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -84,8 +88,7 @@ def _on_ranks(args: argparse.Namespace) -> dict[str, Any]:
     for path in (args.model, args.data):
         if not Path(path).exists() and ":" not in path:
             raise UsageError(f"there is no {path}")
-    make_folder(args.out)
-    with tempfile.TemporaryDirectory() as folder:
+    with new_folder(args.out), tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         code = launch([*_argv(args), "--json", str(result)], args.nproc)
         if code:
@@ -99,7 +102,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
     for name in ("batch_size", "workers", "precision", "dtype", "landmarks", "detector"):
         if getattr(args, name) is not None:
             argv += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-    return [*argv, *(["--flip"] if args.flip else [])]
+    return [*argv, *(f"--{name}" for name in ("flip", "best", "overwrite") if getattr(args, name))]
 
 
 def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -112,7 +115,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     keep_freed_memory()
     mesh = init()
     try:
-        embedder = open_embedder(args.model, device=mesh.device, precision=args.precision)
+        embedder = open_embedder(args.model, device=mesh.device, precision=args.precision, best=args.best)
         summary = extract(
             embedder,
             open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector),
@@ -123,6 +126,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
             flip=args.flip,
             dtype=args.dtype,
             precision=embedder.precision,
+            overwrite=args.overwrite,
         )
     finally:
         shutdown()
@@ -130,14 +134,20 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _report(summary: dict[str, Any]) -> None:
+    from plsc.embedding.preprocessing import warning_summary
+
     rate = ""
     if summary["embedded"]:
-        rate = f", {summary['images_per_second']:,} images/s, bound by the {summary['bound_by']}"
-    size = f"{summary['rows']:,} rows of {summary['dim']}"
+        slowest = {"decode": "reading and decoding", "model": "the model"}[summary["bound_by"]]
+        rate = f", {summary['images_per_second']:,} images/s, limited by {slowest}"
+    size = f"{counted(summary['rows'], 'row')} of {summary['dim']}"
     print(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now{rate}")
     if summary["errors"]:
-        first = summary["first_errors"][0]
-        print(f"{summary['errors']:,} images could not be embedded; the first: {first['key']}: {first['error']}")
+        key, error = summary["first_errors"][0].values()
+        print(f"{counted(summary['errors'], 'image')} could not be embedded; the first: {key}: {error}")
+    if summary["warnings"]:
+        key, message = summary["first_warnings"][0].values()
+        print(warning_summary(summary["warnings"], summary["embedded"], key, message), file=sys.stderr)
 
 
 if __name__ == "__main__":

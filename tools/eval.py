@@ -1,7 +1,8 @@
 """Evaluate a model on people (or things) that it was not trained on.
 
 MODEL is a run directory of `plsc train`, a .safetensors, a bare state_dict (.pt), an .onnx file with one
-input and one output, or raw-pixels: a baseline that compares the pixels themselves.
+input and one output, or raw-pixels: a baseline that compares the pixels themselves. A run directory stands for its
+model.safetensors, the last weights; --best takes best.safetensors, those of the best evaluation.
 
   --pairs X.bin     verification sets as insightface distributes them (lfw.bin, cfp_fp.bin, agedb_30.bin)
   --data DIR        a folder per identity, a list file, a .rec, or avatars:IDSxIMAGES@FIRST: all its pairs are
@@ -31,6 +32,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
+from plsc.files import check_output
+from plsc.tools.entry import add_result_options
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
@@ -44,6 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="a run directory, a model file, or raw-pixels")
+    add("--best", action="store_true", help="of a run directory, the weights of the best evaluation")
     add("--pairs", nargs="+", default=[], metavar="X.bin", help="verification sets")
     add("--data", nargs="+", default=[], metavar="DIR", help="identities not trained on")
     add("--ijb", type=Path, metavar="DIR", help="the folder IJBB or IJBC")
@@ -56,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
     add("--flip", choices=tuple(FLIP), default="auto", help="add mirror images (auto: not with --data)")
     add("--nproc", type=int, default=1, metavar="N", help="share the work among N ranks here")
+    add_result_options(parser, replaces="--plot, --histogram, --calibration, --json")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -72,6 +77,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from plsc.api import RAW_PIXELS
     from plsc.evaluation.report import check_target
 
     if not (args.pairs or args.data or args.ijb):
@@ -84,9 +90,12 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{option.replace('_', '-')} {value}: it must be at least 1")
     if args.seed < 0:
         raise UsageError(f"--seed {args.seed}: it must not be negative")
+    if args.best and args.model == RAW_PIXELS:
+        raise UsageError("--best chooses among the weights of a run directory; leave it out")
     for figure in (args.plot, args.histogram):
         if figure is not None:
             check_target(figure)
+            check_output(figure, overwrite=args.overwrite)
     if args.calibration is not None:
         _check_calibration(args)
 
@@ -103,6 +112,7 @@ def _check_calibration(args: argparse.Namespace) -> None:
         raise UsageError("--calibration with --pairs: say --flip no, or --flip yes for sets of `plsc embed --flip`")
     if args.calibration.is_dir() or not args.calibration.absolute().parent.is_dir():
         raise UsageError(f"--calibration {args.calibration}: name a file in a folder that exists")
+    check_output(args.calibration, overwrite=args.overwrite)
 
 
 def _argv(args: argparse.Namespace) -> list[str]:
@@ -112,6 +122,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
         argv += [f"--{name}", *getattr(args, name)] if getattr(args, name) else []
     for name in ("ijb", "plot", "histogram", "calibration", "json"):
         argv += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
+    argv += [f"--{name}" for name in ("best", "overwrite") if getattr(args, name)]
     return [
         *argv,
         "--precision",
@@ -139,7 +150,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     try:
         model = args.model
         if model != RAW_PIXELS:
-            model = load_model(model, device=mesh.device, precision=args.precision)
+            model = load_model(model, device=mesh.device, precision=args.precision, best=args.best)
         result = evaluate(
             model,
             [*args.pairs, *args.data],

@@ -170,6 +170,7 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
     index = Index.open(args.index)
     queries = answer(index, open_queries(index, args.query, args.model, best=args.best), args.k)
     _print_queries(queries, "class", "key")
+    _warn_of_pictures(queries)
     return {"index": str(args.index), "kind": index.kind, "k": args.k, "queries": queries}
 
 
@@ -187,6 +188,14 @@ def _search_service(args: argparse.Namespace) -> dict[str, Any]:
         queries = search_service(client, str(args.index), args.query, args.k)
     _print_queries(queries, "name", "person")
     return {"server": args.server, "collection": str(args.index), "k": args.k, "queries": queries}
+
+
+def _warn_of_pictures(queries: list[dict[str, Any]]) -> None:
+    from plsc.embedding.preprocessing import warning_summary
+
+    warnings = [(query["query"], query["warning"]) for query in queries if "warning" in query]
+    if warnings:
+        print(warning_summary(len(warnings), len(queries), *warnings[0]), file=sys.stderr)
 
 
 def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:

@@ -11,7 +11,6 @@ from plsc.errors import DataError, UsageError
 from plsc.models import Backbone, load_model
 
 RUN_MODEL, RUN_BEST = "model.safetensors", "best.safetensors"
-RUN_RULE = f"a run directory stands for its {RUN_MODEL}, the last weights; --best takes {RUN_BEST}"
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"

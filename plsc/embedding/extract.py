@@ -7,6 +7,7 @@ system.
 """
 
 import hashlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -21,15 +22,17 @@ import numpy as np
 
 from plsc.data import ImageDataset
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
-from plsc.embedding.embedding_set import EmbeddingSet, shard_name
+from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
 from plsc.embedding.pipeline import Embedded, StallTimes, decode_loader, embedded_batches, usable_rows
 from plsc.embedding.set_writer import SetWriter, ShardRows, sole_writer
-from plsc.errors import DataError, IntegrityError, PlscError, UsageError
+from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.files import atomic_replace_dir, holds_manifest
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import all_gather_object, barrier, broadcast_object
-from plsc.progress import Progress
+from plsc.parallel.collectives import all_gather_object, on_main
+from plsc.progress import Progress, counted
 
 _FINGERPRINT_KEYS = 4096
+_SHOWN = 10  # errors and warnings in a summary
 
 
 @dataclass(frozen=True)
@@ -45,11 +48,18 @@ class _Job:
 
 @dataclass
 class _Work:
-    """One rank's part in this call: rows, seconds in all, and seconds of waiting."""
+    """One rank's part in this call: rows, seconds in all, seconds of waiting, and warnings of pictures."""
 
     rows: int = 0
     seconds: float = 0.0
     stalls: StallTimes = field(default_factory=StallTimes)
+    warnings: list[tuple[int, str]] = field(default_factory=list)  # (row, warning) of the first ones
+    warning_count: int = 0
+
+    def add_warnings(self, warnings: dict[int, str]) -> None:
+        """Count ``warnings``, {row: warning}, and keep the first."""
+        self.warning_count += len(warnings)
+        self.warnings += [*warnings.items()][: _SHOWN - len(self.warnings)]
 
 
 def extract(
@@ -65,6 +75,7 @@ def extract(
     precision: str = "fp32",
     shard_rows: int | None = None,
     quiet: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Embed every image of a data set into an embedding set, or resume where an earlier call stopped.
 
@@ -83,14 +94,18 @@ def extract(
         precision: that ``embedder`` computes in; recorded.
         shard_rows: rows of a shard; None: :func:`default_shard_rows`.
         quiet: print no progress.
+        overwrite: make a new set beside one that ``folder`` holds (in ``.NAME.new``, where a killed call is resumed),
+            which takes its place when it is complete.
 
     Returns:
         The same on every rank: "rows", "errors", "first_errors" (at most 10 of {"key", "error"}), "embedded" (in this
-        call), "seconds", "images_per_second", "bound_by" ("decode" or "model"; None if there was nothing to do).
+        call), "warnings" (their number in this call), "first_warnings" (at most 10 of {"key", "warning"}: see
+        :func:`plsc.embedding.preprocessing.picture_warnings`), "seconds", "images_per_second", "bound_by" ("decode" or
+        "model"; None if there was nothing to do).
 
     Raises:
         UsageError: the folder cannot be taken, or was begun with another model, data or settings.
-        DataError: no image at all could be embedded.
+        DataError: no image at all could be embedded; nothing is written then.
     """
     _check(embedder, dataset, batch_size, workers)
     settings = {
@@ -105,17 +120,19 @@ def extract(
         "shard_rows": shard_rows or default_shard_rows(len(dataset)),
         **({"alignment": dataset.alignment} if dataset.alignment else {}),
     }
-    writer = SetWriter(Path(folder), settings, {"model": _origin(embedder.source), "data": _origin(dataset.source)})
+    final = Path(folder)
+    replaces = on_main(lambda: overwrite and _holds_set(final), mesh)
+    target = final.with_name(f".{final.name}.new") if replaces else final
+    writer = SetWriter(target, settings, {"model": _origin(embedder.source), "data": _origin(dataset.source)})
     with ExitStack() as lock:
-        complete = _begin(writer, mesh, lock)
+        complete = on_main(lambda: _begin(writer, lock, replaces), mesh)
         pending = _pending_shards(writer, mesh)
         job = _Job(embedder, dataset, writer, batch_size, workers)
         work = _embed_shards(job, pending[mesh.rank :: mesh.world_size], mesh, quiet)
         works = all_gather_object(work, mesh)
-        if mesh.is_main and not (complete and not pending and _is_whole(writer.folder)):
-            writer.finish([str(name) for name in dataset.class_names])
-        barrier(mesh)
-    return _summary(writer.folder, works)
+        unchanged = complete and not pending
+        on_main(lambda: _finish(writer, [str(name) for name in dataset.class_names], unchanged, final), mesh)
+    return _summary(final, works, dataset)
 
 
 def default_shard_rows(rows: int) -> int:
@@ -158,19 +175,31 @@ def _origin(source: object) -> str:
     return str(path.resolve()) if path.exists() else str(source)
 
 
-def _begin(writer: SetWriter, mesh: Mesh, lock: ExitStack) -> bool:
-    """Rank 0 locks and begins the folder; an error there is raised on all ranks. True if the set is complete."""
-    outcome: bool | PlscError | None = None
-    if mesh.is_main:
-        try:
-            lock.enter_context(sole_writer(writer.folder))
-            outcome = writer.begin()
-        except PlscError as error:
-            outcome = error
-    outcome = broadcast_object(outcome, mesh)
-    if isinstance(outcome, PlscError):
-        raise outcome
-    return bool(outcome)
+def _holds_set(folder: Path) -> bool:
+    """Return whether ``folder`` holds an embedding set; :class:`UsageError` if it holds something else."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return False
+    if not holds_manifest(folder, FORMAT):
+        raise UsageError(f"{folder} is not empty and holds no embedding set; name another folder")
+    return True
+
+
+def _begin(writer: SetWriter, lock: ExitStack, replaces: bool) -> bool:
+    """Lock and begin the folder; True if the set is complete."""
+    lock.enter_context(sole_writer(writer.folder))
+    return writer.begin(restart=replaces)
+
+
+def _finish(writer: SetWriter, class_names: list[str], unchanged: bool, final: Path) -> None:
+    """Complete the set and move it to ``final``; :class:`DataError` if no row has an embedding, and it is removed."""
+    if not (unchanged and _is_whole(writer.folder)):
+        written = writer.finish(class_names)
+        if len(written.errors) == len(written):
+            first = written.errors[min(written.errors)]
+            shutil.rmtree(writer.folder)
+            raise DataError(f"none of the {counted(len(written), 'image')} could be embedded; the first: {first}")
+    if writer.folder != final:
+        atomic_replace_dir(writer.folder, final)
 
 
 def _pending_shards(writer: SetWriter, mesh: Mesh) -> list[int]:
@@ -234,10 +263,11 @@ def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work
     errors: dict[int, str] = {}
     row = start
     while row < stop:
-        vectors, unreadable = next(batches)
-        stored, bad = usable_rows(vectors, unreadable, embeddings.dtype)
+        batch = next(batches)
+        stored, bad = usable_rows(batch.rows, batch.errors, embeddings.dtype)
         embeddings[row - start : row - start + len(stored)] = stored
         errors |= {row + position: text for position, text in bad.items()}
+        work.add_warnings({row + position: text for position, text in batch.warnings.items()})
         row += len(stored)
         work.rows += len(stored)
         progress.advance(len(stored))
@@ -246,11 +276,10 @@ def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work
     return ShardRows(start, embeddings, np.arange(start, stop, dtype=np.int64), labels, keys, errors)
 
 
-def _summary(folder: Path, works: list[_Work]) -> dict[str, Any]:
+def _summary(folder: Path, works: list[_Work], dataset: ImageDataset) -> dict[str, Any]:
     finished = EmbeddingSet(folder)
     errors = [{"key": finished.keys[row], "error": text} for row, text in finished.errors.items()]
-    if len(errors) == len(finished):
-        raise DataError(f"none of the {len(finished)} images could be embedded; the first: {errors[0]['error']}")
+    warnings = sorted(warning for work in works for warning in work.warnings)[:_SHOWN]
     rows = sum(work.rows for work in works)
     seconds = max(work.seconds for work in works)
     for_images, for_model = sum(work.stalls.images for work in works), sum(work.stalls.model for work in works)
@@ -258,7 +287,9 @@ def _summary(folder: Path, works: list[_Work]) -> dict[str, Any]:
     return {
         "rows": len(finished),
         "errors": len(errors),
-        "first_errors": errors[:10],
+        "first_errors": errors[:_SHOWN],
+        "warnings": sum(work.warning_count for work in works),
+        "first_warnings": [{"key": dataset.key(row), "warning": text} for row, text in warnings],
         "dim": finished.dim,
         "contract_id": finished.contract_id,
         "embedded": rows,

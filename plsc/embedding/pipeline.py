@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +19,29 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plsc.data import ImageDataset
+from plsc.data.codec import resize_image
 from plsc.embedding.embedder import Embedder, embed_images
+from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, PlscError
 
 BATCHES_AHEAD = 2  # one that the model computes, one that waits for it
-Decoded = tuple[Tensor | None, str]
-Batch = tuple[Tensor, dict[int, str]]  # images (B, 3, S, S), and {position in the batch: error}
-Embedded = tuple[npt.NDArray[np.float32], dict[int, str]]  # rows (B, D), and {position in the batch: error}
+Decoded = tuple[Tensor | None, str, str]  # the image, or an error; a warning
+
+
+class Batch(NamedTuple):
+    """Images uint8 (B, 3, S, S); errors and warnings of some by their position in the batch."""
+
+    images: Tensor
+    errors: dict[int, str]
+    warnings: dict[int, str]
+
+
+class Embedded(NamedTuple):
+    """Embeddings (B, D) float32 of a batch, with errors and warnings by position."""
+
+    rows: npt.NDArray[np.float32]
+    errors: dict[int, str]
+    warnings: dict[int, str]
 
 
 @dataclass
@@ -43,29 +59,29 @@ def embedded_batches(
 
     Args:
         embed: images (B, 3, S, S) to (B, D) on the CPU; runs in a thread of its own.
-        stream: of :data:`Batch`.
+        stream: of :class:`Batch`.
         stalls: times are added to it.
 
     Yields:
-        Rows (B, D) and {position in the batch: error}.
+        Each batch's rows, errors and warnings.
 
     Raises:
         DataError: a decoding process died. Whatever ``embed`` raises passes through.
     """
-    running: deque[tuple[Future[Tensor], dict[int, str]]] = deque()
+    running: deque[tuple[Future[Tensor], Batch]] = deque()
     with ThreadPoolExecutor(1) as model:
         while True:
             began = time.monotonic()
             batch = _next(stream) if len(running) < BATCHES_AHEAD else None
             stalls.images += time.monotonic() - began
             if batch is not None:
-                running.append((model.submit(embed, batch[0]), batch[1]))
+                running.append((model.submit(embed, batch.images), batch))
             elif running:
-                future, errors = running.popleft()
+                future, embedded = running.popleft()
                 began = time.monotonic()
                 vectors = future.result().numpy()
                 stalls.model += time.monotonic() - began
-                yield vectors, errors
+                yield Embedded(vectors, embedded.errors, embedded.warnings)
             else:
                 return
 
@@ -83,10 +99,11 @@ def embed_dataset(
         flip: average over each image and its mirror image.
 
     Returns:
-        Rows (N, D) float32, not normalised, and {row: error} of the images without an embedding, whose rows are zero.
+        Rows (N, D) float32, not normalised; errors of the images without an embedding, whose rows are zero; warnings.
     """
     rows = np.zeros((len(dataset), embedder.embedding_dim), dtype=np.float32)
     errors: dict[int, str] = {}
+    warnings: dict[int, str] = {}
     loader = decode_loader(
         dataset,
         [(0, len(dataset))],
@@ -96,12 +113,13 @@ def embed_dataset(
         pin=False,
     )
     row = 0
-    for vectors, unreadable in embedded_batches(partial(embed_images, embedder, flip=flip), iter(loader), StallTimes()):
-        stored, bad = usable_rows(vectors, unreadable, rows.dtype)
+    for batch in embedded_batches(partial(embed_images, embedder, flip=flip), iter(loader), StallTimes()):
+        stored, bad = usable_rows(batch.rows, batch.errors, rows.dtype)
         rows[row : row + len(stored)] = stored
         errors |= {row + position: text for position, text in bad.items()}
+        warnings |= {row + position: text for position, text in batch.warnings.items()}
         row += len(stored)
-    return rows, errors
+    return Embedded(rows, errors, warnings)
 
 
 def usable_rows(
@@ -149,10 +167,11 @@ def decode_loader(
         pin: put batches into pinned memory, for a GPU.
 
     Returns:
-        A loader of (uint8 (B, 3, S, S), {position in the batch: error}); an image with an error is black.
+        A loader of :class:`Batch`; an image with an error is black. Warnings are the first of
+        :func:`plsc.embedding.preprocessing.picture_warnings`.
     """
     return DataLoader(
-        _Decoder(dataset),
+        _Decoder(dataset, size),
         batch_sampler=_Batches(ranges, batch_size),
         num_workers=workers,
         collate_fn=_Collate(size),
@@ -161,16 +180,18 @@ def decode_loader(
 
 
 class _Decoder(Dataset[Decoded]):
-    """Item i is (image, "") or (None, error): an exception would end the worker."""
+    """Item i is (image, "", warning) or (None, error, ""): an exception would end the worker."""
 
-    def __init__(self, dataset: ImageDataset) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: ImageDataset, size: int) -> None:
+        self.dataset, self.size = dataset, size
 
     def __getitem__(self, index: int) -> Decoded:
         try:
-            return self.dataset.image(index), ""
+            picture = self.dataset.picture(index)
         except (PlscError, OSError) as error:
-            return None, " ".join(str(error).split())
+            return None, " ".join(str(error).split()), ""
+        warnings = picture_warnings(picture, self.size)
+        return resize_image(picture, self.size), "", warnings[0].message if warnings else ""
 
 
 class _Batches(Sampler[list[int]]):
@@ -190,16 +211,15 @@ class _Batches(Sampler[list[int]]):
 
 @dataclass
 class _Collate:
-    """Stacks decoded items into uint8 (B, 3, S, S), black where an image is missing, and {position: error}."""
+    """Stacks decoded items into a batch, black where an image is missing."""
 
     size: int
 
     def __call__(self, items: list[Decoded]) -> Batch:
         images = torch.zeros(len(items), 3, self.size, self.size, dtype=torch.uint8)
-        errors = {}
-        for position, (image, error) in enumerate(items):
-            if image is None:
-                errors[position] = error
-            else:
+        errors = {position: error for position, (image, error, _) in enumerate(items) if image is None}
+        warnings = {position: warning for position, (_, _, warning) in enumerate(items) if warning}
+        for position, (image, _, _) in enumerate(items):
+            if image is not None:
                 images[position] = image
-        return images, errors
+        return Batch(images, errors, warnings)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from plsc.data.transforms import normalize
 from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD
+from plsc.progress import counted
 
 CONTRACT_DIGITS = 16
 MAX_SIDE_RATIO = 1.1  # longer side / shorter side of a square picture; crops by hand miss square by a few pixels
@@ -76,6 +77,14 @@ def picture_warnings(picture: Tensor, image_size: int) -> list[PictureWarning]:
     if sample.std(axis=1, dtype=np.float32).max() <= MIN_DEVIATION:
         warnings.append(PictureWarning("uniform", "it is nearly uniform"))
     return warnings
+
+
+def warning_summary(count: int, total: int, name: str, message: str) -> str:
+    """Format warnings of ``count`` pictures among ``total`` as one line, which names the first and its message."""
+    return (
+        f"warning: {count:,} of {counted(total, 'picture')} may not be cropped as the model expects, so that scores "
+        f"mean little; the first, {name}: {message} (docs/faces.md)"
+    )
 
 
 def contract_id(preprocessing: Preprocessing, weights_digest: str) -> str:

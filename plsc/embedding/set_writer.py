@@ -88,8 +88,11 @@ class SetWriter:
         start = number * self.settings["shard_rows"]
         return start, min(start + self.settings["shard_rows"], self.settings["rows"])
 
-    def begin(self) -> bool:
+    def begin(self, *, restart: bool = False) -> bool:
         """Begin the folder, or resume it; True if its set is already complete.
+
+        Args:
+            restart: empty a folder that was begun with other settings, instead of refusing it.
 
         Raises:
             UsageError: the folder cannot be written, or holds something else or a set of other settings.
@@ -103,6 +106,10 @@ class SetWriter:
             found = read_manifest(self.folder, FORMAT, VERSION)
         except DataError:
             raise UsageError(f"{self.folder} is not empty and holds no embedding set; name another folder") from None
+        if restart and any(found.get(name) != value for name, value in self.settings.items()):
+            empty_folder(self.folder)
+            self._write(complete=False)
+            return False
         self._refuse_other_settings(found)
         self._clear_leftovers()
         return bool(found["complete"])
@@ -112,7 +119,7 @@ class SetWriter:
             if found.get(name) != wanted:
                 raise UsageError(
                     f"{self.folder} was begun with {SETTING_NAMES.get(name, name)} {found.get(name)}, "
-                    f"and now it is {wanted}; name another folder, or delete this one to start anew"
+                    f"and now it is {wanted}; name another folder, or give --overwrite to start anew"
                 )
 
     def is_published(self, number: int) -> bool:
@@ -173,10 +180,20 @@ class SetWriter:
 
     def _clear_leftovers(self) -> None:
         for path in (*self.folder.glob(".*.tmp"), *self.folder.glob(".write-test-*")):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            _remove(path)
+
+
+def empty_folder(folder: Path) -> None:
+    """Remove everything in ``folder``, which stays, with its lock."""
+    for path in folder.iterdir():
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 @contextmanager

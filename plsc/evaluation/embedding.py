@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn.functional import adaptive_avg_pool2d
 
+from plsc.data.codec import resize_image
+from plsc.embedding.preprocessing import picture_warnings, warning_summary
 from plsc.errors import DataError
 from plsc.parallel.collectives import all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
@@ -21,12 +23,12 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ImageSource(Protocol):
-    """Images in a fixed order, all of one square size."""
+    """Images in a fixed order."""
 
     def __len__(self) -> int: ...
 
-    def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` as uint8 (3, S, S); a :class:`DataError` names an unreadable one."""
+    def picture(self, index: int) -> torch.Tensor:
+        """Return image ``index`` as uint8 (3, H, W) in its stored size; :class:`DataError` names an unreadable one."""
 
     def key(self, index: int) -> str:
         """Return the readable id of image ``index``."""
@@ -54,7 +56,8 @@ def embed_images(
     """Embed every image; every rank gets all rows.
 
     Batches are the same for any number of ranks and each rank embeds whole ones, so the result does not depend on the
-    number of ranks. Unreadable images are reported by name.
+    number of ranks. Unreadable images are reported by name, and pictures that do not look like aligned crops by their
+    number, unless ``quiet``.
 
     Args:
         embed: maps images uint8 (B, 3, S, S) on the CPU to embeddings (B, D) on any device.
@@ -74,7 +77,8 @@ def embed_images(
     progress = Progress(f"embedding {name}", len(images), quiet=quiet or not mesh.is_main)
     parts: list[torch.Tensor] = []
     unreadable: list[tuple[int, str]] = []
-    for batch in _batches(images, batches, batch_size, image_size, unreadable):
+    warnings: list[tuple[int, str]] = []
+    for batch in _batches(images, batches, batch_size, image_size, unreadable, warnings):
         with torch.no_grad():
             rows_here = embed(batch).float()
             parts.append((rows_here + embed(batch.flip(-1)).float() if flip else rows_here).to(mesh.device))
@@ -83,6 +87,10 @@ def embed_images(
     rows = all_gather_rows(_concatenated(parts, mesh), mesh).cpu().numpy()
     progress.advance(len(images) - progress.count)
     progress.finish()
+    all_warnings = sorted(item for part in all_gather_object(warnings, mesh) for item in part)
+    if all_warnings and mesh.is_main and not quiet:
+        first, message = all_warnings[0]
+        print(warning_summary(len(all_warnings), len(images), images.key(first), message), file=sys.stderr)
     readable = _check_unreadable(all_gather_object(unreadable, mesh), name, len(images), mesh)
     _check_finite(rows, readable, images, name)
     return EmbeddedImages(rows, readable)
@@ -95,16 +103,27 @@ def _concatenated(parts: list[torch.Tensor], mesh: Mesh) -> torch.Tensor:
 
 
 def _batches(
-    images: ImageSource, batches: range, batch_size: int, image_size: int, unreadable: list[tuple[int, str]]
+    images: ImageSource,
+    batches: range,
+    batch_size: int,
+    image_size: int,
+    unreadable: list[tuple[int, str]],
+    warnings: list[tuple[int, str]],
 ) -> Iterator[torch.Tensor]:
-    """Yield batches uint8 (b, 3, S, S), decoded by threads one batch ahead; an unreadable image becomes black."""
+    """Yield batches uint8 (b, 3, S, S), decoded by threads one batch ahead; an unreadable image becomes black.
+
+    Appends (index, problem) to ``unreadable`` and to ``warnings``.
+    """
 
     def load(index: int) -> torch.Tensor:
         try:
-            return images.image(index)
+            picture = images.picture(index)
         except DataError as error:
             unreadable.append((index, str(error)))
             return torch.zeros(3, image_size, image_size, dtype=torch.uint8)
+        if found := picture_warnings(picture, image_size):
+            warnings.append((index, found[0].message))
+        return resize_image(picture, image_size)
 
     threads = max(min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 1)
     with ThreadPoolExecutor(threads) as pool:

@@ -1,11 +1,11 @@
 """Evaluation of an embedder on whole sets: all ranks embed, the first one scores, every one gets the result."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from plsc.data import decode_image, open_dataset, read_pairs
 from plsc.data.codec import resize_image
-from plsc.errors import DataError, PlscError
+from plsc.errors import DataError
 from plsc.evaluation.embedding import Embed, EmbeddedImages, ImageSource, embed_images
 from plsc.evaluation.gallery import identification
 from plsc.evaluation.pairs import (
@@ -27,7 +27,7 @@ from plsc.evaluation.pairs import (
     verification,
 )
 from plsc.evaluation.roc import Roc, roc_from_scores, sampled_curve
-from plsc.parallel.collectives import broadcast_object
+from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -42,10 +42,13 @@ class PairImages:
     def __len__(self) -> int:
         return len(self.encoded)
 
+    def picture(self, index: int) -> torch.Tensor:
+        """Return image ``index`` as uint8 (3, H, W) in its stored size."""
+        return decode_image(self.encoded[index], f"{self.key(index)} of {self.source}")
+
     def image(self, index: int) -> torch.Tensor:
         """Return image ``index`` as uint8 (3, S, S)."""
-        image = decode_image(self.encoded[index], f"{self.key(index)} of {self.source}")
-        return resize_image(image, self.image_size)
+        return resize_image(self.picture(index), self.image_size)
 
     def key(self, index: int) -> str:
         """Return ``image 7 (pair 3)``."""
@@ -123,20 +126,6 @@ def evaluate(
         if rocs is not None and exact:
             rocs[name] = exact[0]
     return results
-
-
-def on_main(function: Callable[[], T], mesh: Mesh) -> T:
-    """Run ``function`` on the first rank; return its result, or raise its error, on every rank."""
-    outcome: tuple[T | None, PlscError | None] = None, None
-    if mesh.is_main:
-        try:
-            outcome = function(), None
-        except PlscError as error:
-            outcome = None, error
-    result, failure = broadcast_object(outcome, mesh)
-    if failure is not None:
-        raise failure
-    return cast(T, result)
 
 
 def _score(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, exact: list[Roc]) -> dict[str, Any]:

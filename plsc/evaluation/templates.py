@@ -15,9 +15,10 @@ from plsc.data.alignment import align_face
 from plsc.data.codec import read_image
 from plsc.errors import DataError, UsageError
 from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
-from plsc.evaluation.evaluator import on_main, plot_data
+from plsc.evaluation.evaluator import plot_data
 from plsc.evaluation.pairs import roc_summary, unit_rows
 from plsc.evaluation.roc import roc_from_scores
+from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 
 _FACES, _TEMPLATES, _PAIRS = "_name_5pts_score.txt", "_face_tid_mid.txt", "_template_pair_label.txt"
@@ -55,6 +56,10 @@ class IjbFaces:
         """Return face ``index``, aligned, as uint8 (3, image_size, image_size)."""
         image = read_image(self.folder / "loose_crop" / self.names[index])
         return align_face(image, self.landmarks[index], self.image_size, self.names[index])
+
+    def picture(self, index: int) -> torch.Tensor:
+        """Return :meth:`image`: faces are aligned."""
+        return self.image(index)
 
     def key(self, index: int) -> str:
         """Return the image's file name."""

@@ -31,11 +31,13 @@ class Queries:
         names: of each query.
         vectors: (Q, D).
         errors: {position: why it cannot be searched}.
+        warnings: {position: why its picture may be no aligned crop}.
     """
 
     names: list[str]
     vectors: Float32
     errors: dict[int, str] = field(default_factory=dict)
+    warnings: dict[int, str] = field(default_factory=dict)
 
 
 def open_queries(index: Index, source: str | Path, model: str | Path | None = None, *, best: bool = False) -> Queries:
@@ -61,11 +63,13 @@ def answer(index: Index, queries: Queries, k: int) -> list[dict[str, Any]]:
 
     Returns:
         ``[{"query", "matches": [{"id", "key", "label", "class", "score"}]}]``; a query that cannot be searched has no
-        matches and an "error".
+        matches and an "error", and one whose picture may be no aligned crop a "warning".
     """
     answers: list[dict[str, Any]] = [{"query": name, "matches": []} for name in queries.names]
     for position, text in queries.errors.items():
         answers[position]["error"] = text
+    for position, text in queries.warnings.items():
+        answers[position]["warning"] = text
     good = [position for position in range(len(answers)) if position not in queries.errors]
     index.search(np.empty((0, index.dim), dtype=np.float32), k)  # refuses k < 1 even if there is no query
     for start in range(0, len(good), SEARCHED_AT_ONCE):
@@ -147,8 +151,8 @@ def _from_images(index: Index, source: str | Path, embedder: "Embedder") -> Quer
     require_contract(contract_of(embedder, flip), index.contract_id, f"a query by {embedder.source}", str(index.folder))
     images = open_images(source, embedder.image_size)
     names = [images.key(i) for i in range(len(images))]
-    vectors, errors = embed_dataset(embedder, images, flip=flip)
-    queries = Queries(names, vectors, {**_unsearchable(vectors), **errors})
+    vectors, errors, warnings = embed_dataset(embedder, images, flip=flip)
+    queries = Queries(names, vectors, {**_unsearchable(vectors), **errors}, warnings)
     if len(names) == 1 and queries.errors:
         raise DataError(queries.errors[0])
     return queries

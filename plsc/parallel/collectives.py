@@ -4,12 +4,13 @@ Each takes the mesh last and is the identity where there is one rank. All ranks 
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plsc.errors import PlscError
 from plsc.parallel.mesh import Mesh
 
 T = TypeVar("T")
@@ -94,6 +95,20 @@ def broadcast_object(value: T, mesh: Mesh, source: int = 0) -> T:
     holder = [value]
     dist.broadcast_object_list(holder, group=mesh.group, group_src=source)
     return holder[0]
+
+
+def on_main(function: Callable[[], T], mesh: Mesh) -> T:
+    """Run ``function`` on the first rank; return its result, or raise its error, on every rank."""
+    outcome: tuple[T | None, PlscError | None] = None, None
+    if mesh.is_main:
+        try:
+            outcome = function(), None
+        except PlscError as error:
+            outcome = None, error
+    result, failure = broadcast_object(outcome, mesh)
+    if failure is not None:
+        raise failure
+    return cast(T, result)
 
 
 def broadcast(tensor: Tensor, mesh: Mesh, source: int = 0) -> Tensor:

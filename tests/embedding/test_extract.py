@@ -283,6 +283,56 @@ class Deadly(Pictures):
         return super().image(index)
 
 
+def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path: Path) -> None:
+    folder, new = tmp_path / "set", tmp_path / ".set.new"
+    run(ONE, folder, Pictures(60), overwrite=True)
+    old = EmbeddingSet(folder, verify=True).contract_id
+    other = stand_in(seed=1)
+    with pytest.raises(UsageError, match="give --overwrite to start anew"):
+        run(ONE, folder, Pictures(60), embedder=other)
+    with pytest.raises(KeyboardInterrupt):
+        run(ONE, folder, Stopping(60), embedder=other, overwrite=True)
+    assert EmbeddingSet(folder, verify=True).contract_id == old
+    assert any(new.glob("shard-*"))
+    assert run(ONE, folder, Pictures(60), embedder=other, overwrite=True)["embedded"] < 60  # it goes on
+    assert EmbeddingSet(folder, verify=True).contract_id == other.contract_id
+    new.mkdir()  # left by a call with other settings
+    run(ONE, new, Pictures(20))
+    assert run(ONE, folder, Pictures(60), overwrite=True)["embedded"] == 60
+    assert EmbeddingSet(folder, verify=True).contract_id == old
+    assert [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+class Stopping(Pictures):
+    """Is interrupted at image 40."""
+
+    def image(self, index: int) -> torch.Tensor:
+        if index == 40:
+            raise KeyboardInterrupt
+        return super().image(index)
+
+
+def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "mine.jpg").touch()
+    with pytest.raises(UsageError, match="holds no embedding set"):
+        run(ONE, tmp_path / "set", Pictures(5), overwrite=True)
+    assert (tmp_path / "set" / "mine.jpg").exists()
+
+
+def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
+    class Odd(Pictures):
+        def picture(self, index: int) -> torch.Tensor:
+            return torch.zeros(3, SIZE, SIZE, dtype=torch.uint8) if index in (3, 41) else self.image(index)
+
+    summary = run(ONE, tmp_path / "set", Odd(60, bad=(7,)), workers=1)
+    assert (summary["warnings"], summary["errors"]) == (2, 1)
+    assert summary["first_warnings"] == [
+        {"key": f"picture {row}", "warning": "it is nearly uniform"} for row in (3, 41)
+    ]
+    assert run(ONE, tmp_path / "set", Odd(60, bad=(7,)))["warnings"] == 0  # nothing was embedded
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_decoding_process_that_dies(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a decoding process was killed"):

@@ -9,7 +9,7 @@ import torch
 from plsc import models
 from plsc.embedding.embedder import CPU_BATCH, open_embedder
 from plsc.embedding.embedding_set import EmbeddingSet
-from plsc.embedding.pipeline import StallTimes, embedded_batches
+from plsc.embedding.pipeline import Batch, StallTimes, embedded_batches
 from plsc.errors import DataError
 from plsc.tools.entry import main
 
@@ -18,14 +18,15 @@ CPU = torch.device("cpu")
 
 def batches(count):
     for number in range(count):
-        yield torch.full((3, 1), float(number)), {0: f"error {number}"}
+        yield Batch(torch.full((3, 1), float(number)), {0: f"error {number}"}, {1: f"warning {number}"})
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 7])
 def test_answers_come_in_order_with_their_errors(count):
     answers = list(embedded_batches(lambda images: images * 2, batches(count), StallTimes()))
-    assert [float(vectors[0, 0]) for vectors, _ in answers] == [2.0 * number for number in range(count)]
-    assert [errors for _, errors in answers] == [{0: f"error {number}"} for number in range(count)]
+    assert [float(answer.rows[0, 0]) for answer in answers] == [2.0 * number for number in range(count)]
+    assert [answer.errors for answer in answers] == [{0: f"error {number}"} for number in range(count)]
+    assert [answer.warnings for answer in answers] == [{1: f"warning {number}"} for number in range(count)]
 
 
 def test_the_next_batch_is_read_while_the_model_computes():
@@ -33,9 +34,9 @@ def test_the_next_batch_is_read_while_the_model_computes():
     second_read = threading.Event()
 
     def stream():
-        yield torch.zeros(1, 1), {}
+        yield Batch(torch.zeros(1, 1), {}, {})
         second_read.set()
-        yield torch.zeros(1, 1), {}
+        yield Batch(torch.zeros(1, 1), {}, {})
 
     def embed(images):
         assert second_read.wait(timeout=30)
@@ -66,7 +67,7 @@ def test_failures_of_the_model_and_of_the_reader_come_through():
         list(embedded_batches(broken, batches(5), StallTimes()))
 
     def killed():
-        yield torch.zeros(1, 1), {}
+        yield Batch(torch.zeros(1, 1), {}, {})
         raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 9")
 
     with pytest.raises(DataError, match="fewer --workers"):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from plsc.tools.entry import main
 
@@ -20,6 +21,31 @@ def test_it_prints_a_table_and_writes_result_and_pictures(tmp_path, capsys):
     assert "from impostor pairs" in capsys.readouterr().out
     assert roc.stat().st_size > 1000
     assert scores.stat().st_size > 1000
+
+
+def test_files_are_replaced_only_when_asked(tmp_path, capsys):
+    argv = ["eval", "raw-pixels", "--data", SET, "--image-size", "32"]
+    for option, name in (("--plot", "roc.png"), ("--histogram", "h.svg"), ("--json", "r.json")):
+        (tmp_path / name).write_text("mine")
+        assert main([*argv, option, str(tmp_path / name)]) == 2
+        assert f"{tmp_path / name} exists already: give --overwrite to replace it" in capsys.readouterr().err
+        assert (tmp_path / name).read_text() == "mine"
+    assert main([*argv, "--json", str(tmp_path / "r.json"), "--overwrite"]) == 0
+    assert json.loads((tmp_path / "r.json").read_text())["model"] == "raw-pixels"
+
+
+def test_pictures_that_are_no_crops_are_counted(tmp_path, capsys):
+    from plsc.data.codec import encode_image
+
+    for person in "ab":
+        (tmp_path / person).mkdir()
+        for number in range(2):
+            pixels = torch.randint(0, 256, (3, 40, 32 if person == "a" else 40), dtype=torch.uint8)
+            (tmp_path / person / f"{number}.png").write_bytes(encode_image(pixels, "png"))
+    assert main(["eval", "raw-pixels", "--data", str(tmp_path), "--image-size", "32"]) == 0
+    warning = "warning: 2 of 4 pictures may not be cropped as the model expects"
+    assert (error := capsys.readouterr().err).count(warning) == 1
+    assert "the first, a/0.png: 32x40 pixels are not square" in error
 
 
 def test_a_model_file_is_judged_at_its_own_size(tmp_path):
@@ -44,6 +70,7 @@ def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
     ("argv", "message"),
     [
         (["raw-pixels"], "give --pairs"),
+        (["raw-pixels", "--data", SET, "--best"], "--best"),
         (["raw-pixels", "--pairs", "none.bin"], "none.bin"),
         (["raw-pixels", "--pairs", "faces.txt"], "is a .bin file"),
         (["raw-pixels", "--data", "nowhere"], "nowhere"),

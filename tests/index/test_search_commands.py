@@ -148,6 +148,7 @@ def test_two_processes_and_a_second_call(folder: Path, capsys: pytest.CaptureFix
     [
         ("embed @missing.pt --data avatars:3x3 --out @x", 2, "missing.pt does not exist"),
         ("embed @missing.pt --data avatars:3x3 --out @x --nproc 2", 2, "there is no"),
+        ("embed @model.safetensors --data avatars:3x3 --out @x --best", 2, "is a file: --best"),
         ("embed @model.safetensors --data @nowhere --out @x", 2, "nowhere"),
         ("embed @model.safetensors --data avatars:3x3 --out /proc/x", 2, "cannot write into /proc/x"),
         ("embed @model.safetensors --data avatars:3x3 --out @x --nproc 0", 2, "--nproc 0"),
@@ -192,6 +193,19 @@ def test_a_broken_query_image_and_a_model_that_moved(folder: Path, capsys: pytes
         assert main([*search, "--model", str(folder / "moved.safetensors")]) == 0
     finally:
         (folder / "moved.safetensors").rename(folder / "model.safetensors")
+
+
+def test_a_query_that_is_no_crop_is_warned_of(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from PIL import Image
+
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 200, 3), dtype=np.uint8)).save(tmp_path / "raw.png")
+    answer = run(folder, "index", "search", "@gallery.idx", "--query", str(tmp_path / "raw.png"), "--k", "1")
+    assert answer["queries"][0]["warning"] == "200x90 pixels are not square"
+    assert capsys.readouterr().err == (
+        "warning: 1 of 1 picture may not be cropped as the model expects, so that scores mean little; "
+        "the first, raw.png: 200x90 pixels are not square (docs/faces.md)\n"
+    )
+    assert "warning" not in run(folder, "index", "search", "@gallery.idx", "--query", "@query.png")["queries"][0]
 
 
 def test_a_damaged_set_is_no_query(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
