@@ -46,8 +46,9 @@ def load_model(
     """Load a model that turns images into embeddings.
 
     Args:
-        source: a run directory of ``plsc train``, which stands for its last weights; a .safetensors file; a state_dict of arcface_torch (backbone.pth);
-            a .pt2 file of ``plsc export``; or an .onnx file with one input and one output.
+        source: a run directory of ``plsc train``, which stands for its last weights; a .safetensors file; a state_dict
+            of arcface_torch (backbone.pth); a .pt2 file of ``plsc export``; or an .onnx file with one input and one
+            output.
         device: where to run; a GPU if there is one, by default.
         precision: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 elsewhere and for .onnx.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
