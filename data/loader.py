@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from plsc.data.dataset import ImageDataset
 from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
+from plsc.progress import counted
 
 AUTO_CACHE_BYTES = 2**30
 T = TypeVar("T", covariant=True)
@@ -74,6 +75,7 @@ class TrainLoader:
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
         self._epoch = self._consumed = self._yielded = 0
         self._bad_keys: set[str] = set()
+        self._has_read = False
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
         reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None)
         self._requests = _Requests()
@@ -121,6 +123,7 @@ class TrainLoader:
         self._requests.epoch = self._epoch
         self._requests.parts = [order[batch.part(self.rank, self.world_size)] for batch in plan]
         for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
+            self._check_readable(batch)
             self._report(batch.failures)
             # The position advances by what was yielded, not by what the processes have read ahead.
             self._consumed, self._yielded = step.stop, count
@@ -142,6 +145,20 @@ class TrainLoader:
                     f"more than {self.max_bad_records} images of {self.dataset.source} could not be read; "
                     f"the last: {failures[key]}; `plsc data check` lists them all"
                 )
+
+    def _check_readable(self, batch: "ImageBatch") -> None:
+        """Raise :class:`DataError` if this is the first batch and none of its images, or their neighbours, is readable.
+
+        A later batch without an image is left to the step, which takes the other ranks' images.
+        """
+        if self._has_read or len(batch.indices):
+            self._has_read = True
+            return
+        first = next(iter(batch.failures.values()))
+        raise DataError(
+            f"no image of {self.dataset.source} can be read: {counted(len(batch.failures), 'image')} tried, "
+            f"the first: {first}; `plsc data check` lists them all"
+        )
 
 
 def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, seed: int, workers: int) -> None:
