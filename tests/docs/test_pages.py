@@ -35,7 +35,7 @@ TOO_LONG = (
 )
 SETTINGS = {
     "README.md": Setting(
-        files="CONFIG.toml faces/ unseen/ photos/ someone.jpg lfw.bin cfp_fp.bin faces.rec",
+        files="quickstart/model.onnx photos/ points.csv unseen/ someone.jpg lfw.bin cfp_fp.bin faces.toml",
         names={"backbone": torch.nn.Linear(4, 512), "loader": [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))]},
         replaced={"10_000_000": "1_000"},  # the table of ten million classes takes 15 GB
     ),

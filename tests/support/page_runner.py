@@ -286,9 +286,9 @@ class PageRun:
         return 0 if argv[0] == "install" and extras <= set(project["optional-dependencies"]) else 2
 
     def _git(self, argv: list[str]) -> int:
-        """Make the folder that a clone would make. Tests do not clone."""
+        """Let the page's own folder pass for the clone. Tests do not clone."""
         assert argv[0] == "clone", argv
-        Path(argv[-1]).mkdir()
+        Path(argv[-1]).symlink_to(".")
         return 0
 
     def _curl(self, argv: list[str]) -> int:
