@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.row_shard import RowShard
 
-SMALLEST_NORM = 1e-12  # of rows and embeddings; smaller ones are taken as this long, so that zero has a direction
-WIDENED_ROWS = 4096  # whose norms are taken at a time, in float64
-_NORM_ROWS = 65536  # whose norms are renewed at a time: never a second copy of the table
-_SEEDED_ROWS = 1024  # that share one generator of first values
+SMALLEST_NORM = 1e-12  # lower bound of the norms that rows and embeddings are divided by
+NORM_BLOCK_ROWS = 4096  # rows whose norms are computed at a time, as float64 copies
+_NORM_ROWS = 65536  # rows whose norms are renewed at a time, to avoid a second copy of the table
+_SEEDED_ROWS = 1024  # rows that share one generator of initial values
 
-_CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block: in cache
-_GPU_CHUNK_BYTES = 512 << 20  # of all that a chunk needs: 64k classes at B = D = 512, where launches cost nothing
-_GPU_CHUNK_STEP = 1024  # whole blocks of every kernel, so that sums over classes are grouped alike in every chunk
+_CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block, to stay in the cache
+_GPU_CHUNK_BYTES = 512 << 20  # of all scratch of a chunk: 64k classes at B = D = 512, where launch costs vanish
+_GPU_CHUNK_STEP = 1024  # a multiple of every kernel's block, so that sums over classes group alike in every chunk
 
 
 def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
-    """Default classes per chunk for ``batch`` samples: what keeps a chunk's scratch within the device's budget."""
+    """Default classes per chunk for ``batch`` samples: as many as keep a chunk's scratch within the device's budget."""
     if device_type == "cuda":
         logits, gradients = 6 * batch, 8 * dim  # float32 and bfloat16; float32, this chunk's and the last one's
         fitting = _GPU_CHUNK_BYTES // ((logits + gradients) * centers)
@@ -140,8 +140,9 @@ def renew_norms(table: ClassRows, index: slice | Tensor) -> None:
     whatever order they are summed, and a resumed run goes on as one that never stopped.
     """
     rows = table.weight[index]
-    norms = torch.empty(len(rows), dtype=torch.float64, device=rows.device)  # whole: small results in between
-    for part, out in zip(rows.split(WIDENED_ROWS), norms.split(WIDENED_ROWS), strict=True):  # would split the heap
+    # one allocation for all results: small ones between the float64 copies would fragment the heap
+    norms = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
+    for part, out in zip(rows.split(NORM_BLOCK_ROWS), norms.split(NORM_BLOCK_ROWS), strict=True):
         torch.linalg.vector_norm(part, dim=1, dtype=torch.float64, out=out)
     table.inverse_norm[index] = norms.to(table.inverse_norm.dtype).clamp_(min=SMALLEST_NORM).reciprocal_()
 
@@ -243,7 +244,7 @@ class ClassTable(ABC):
         self.norms_are_current()
 
     def norms_are_current(self) -> None:
-        """Record that every row written so far has its norm renewed: called behind an update."""
+        """Record that the norms of all rows written so far are renewed; called after an update."""
         self._norm_version = self.parameter._version
 
     @abstractmethod
@@ -268,7 +269,7 @@ class ClassTable(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait until every update has landed in :attr:`parameter`."""
+        """Wait until every update is stored in :attr:`parameter`."""
 
     @property
     @abstractmethod
@@ -286,7 +287,7 @@ class ClassTable(ABC):
 
     @abstractmethod
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
-        """Take the classes and rows that were fetched for this batch; None if that was another, or none was."""
+        """Take the classes and rows that were prefetched for this batch; None if there are none, or another batch's."""
 
     @abstractmethod
     def _stored_inverse_norm(self) -> Tensor: ...
@@ -337,14 +338,12 @@ class ResidentTable(ClassTable):
         tables = {name: RowState(rows, columns, dtype, device, rounding) for name, dtype in dtypes.items()}
         return OptimizerState(self, tables)
 
-    # Rows are always here and up to date: there is nothing to fetch, and nothing to wait for.
-
     def settle(self) -> None:
-        """Do nothing."""
+        """Do nothing: updates are made in place."""
 
     @property
     def prefetches(self) -> bool:
-        """False."""
+        """False: rows are on the compute device already."""
         return False
 
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
@@ -352,11 +351,11 @@ class ResidentTable(ClassTable):
 
     @property
     def num_prefetched(self) -> int:
-        """None ever."""
+        """Always 0."""
         return 0
 
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
-        """None ever."""
+        """Always None."""
         return None
 
     def _stored_inverse_norm(self) -> Tensor:

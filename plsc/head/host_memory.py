@@ -78,7 +78,7 @@ class Column:
         self._advise(mmap.MADV_DONTNEED, first, stop)
 
     def _will_need(self, rows: slice) -> None:
-        """Let the kernel read consecutive rows ahead, which it does not do for a file of scattered accesses."""
+        """Ask the kernel to read consecutive rows ahead, which MADV_RANDOM switches off for the mapping."""
         if self._mapping is not None:
             first, stop, _ = rows.indices(len(self.values))
             self._advise(mmap.MADV_WILLNEED, first, stop)
@@ -90,7 +90,7 @@ class Column:
             self._mapping.madvise(advice, start, stop * self._row_bytes - start)
 
     def _parts(self, rows: slice | Tensor) -> Iterator[tuple[int, int, slice | Tensor]]:
-        """(start, stop, rows[start:stop]) of parts small enough; one part of all where nothing needs giving back."""
+        """Yield (start, stop, rows[start:stop]) of parts of bounded size; a single part where no file is mapped."""
         scattered = isinstance(rows, Tensor)
         first, last, _ = (0, len(rows), 1) if isinstance(rows, Tensor) else rows.indices(len(self.values))
         size = _SCATTERED_ROWS if scattered else max(_CONSECUTIVE_BYTES // max(self._row_bytes, 1), 1)
@@ -102,7 +102,7 @@ class Column:
 
 
 class HostMemory:
-    """Gives out the memory of one rank's table and of its optimizer's state.
+    """Allocates the memory of one rank's table and of its optimizer's state.
 
     Args:
         file: None for ordinary memory. Else the path whose siblings ``FILE.rankR-of-W.NAME`` hold the rows. They are
@@ -137,7 +137,7 @@ class HostMemory:
         return column
 
     def numbers(self, rows: int, dtype: torch.dtype) -> Column:
-        """A column of zeros (rows,). One number to a row stays in ordinary memory."""
+        """A column of zeros (rows,), always in ordinary memory: it is small beside the table."""
         return Column(torch.zeros(rows, dtype=dtype))
 
     def path(self, name: str) -> Path:
@@ -147,16 +147,16 @@ class HostMemory:
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
-    """A new file of ``size`` bytes of zeros, its room on the disk reserved, mapped for scattered access."""
+    """Create a file of ``size`` zero bytes with its blocks allocated, and map it for scattered access."""
     try:
-        path.unlink(missing_ok=True)  # another run's mapping of the old file stays whole
+        path.unlink(missing_ok=True)  # a run that still maps the old file keeps it
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
     except FileNotFoundError:
         raise UsageError(f"cannot make the table's file {path}: make its folder first") from None
     except OSError as error:
         raise UsageError(f"cannot make the table's file {path}: {error.strerror}; choose another") from None
     try:
-        os.posix_fallocate(descriptor, 0, size)  # a full disk must not show as a SIGBUS in the middle of a step
+        os.posix_fallocate(descriptor, 0, size)  # otherwise a full disk is a SIGBUS in the middle of a step
         memory = mmap.mmap(descriptor, size)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -172,7 +172,7 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def _pin(column: Column) -> None:
-    """Register the column's memory with the GPU, and take that back when the column goes."""
+    """Register the column's memory with the GPU until the column is collected."""
     runtime: Any = torch.cuda.cudart()
     start, size = column.values.data_ptr(), column.values.nbytes
     for offset in range(0, size, _PIN_BYTES):

@@ -1,4 +1,4 @@
-"""A class table in host memory, whose rows are fetched to the device that computes, at once or chunk by chunk."""
+"""A class table in host memory, whose rows are copied to the compute device, all at once or chunk by chunk."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,15 +71,15 @@ def is_staged(placement: str, device: torch.device) -> bool:
 
 
 class HostTable(ClassTable):
-    """Rows in host memory, their 1/norms, and their way to and from the device that computes.
+    """Rows and their 1/norms in host memory, and their transfer to and from the compute device.
 
     The rows begin as zeros; :func:`create_table` fills them.
 
     Args:
-        memory: gives out the memory, ordinary or mapped.
+        memory: allocates, ordinary memory or a mapped file.
         shape: (rows, D).
         dtype: of the weights.
-        device: that computes.
+        device: the compute device.
         first_row, total_rows, centers: as :class:`ClassTable`'s.
     """
 
@@ -110,9 +110,9 @@ class HostTable(ClassTable):
         return super().version + self.staging.updates
 
     def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
-        """The rows of local classes ``selected``, fetched now; all of them (None) are fetched as the pass goes on.
+        """The rows of local classes ``selected``, fetched now; all of them (None) are streamed during the pass.
 
-        Where an update may follow (``training``), the optimizer's state comes along.
+        Where an update may follow (``training``), the optimizer's state is fetched with them.
         """
         self.notice_writes()
         if selected is None:
@@ -120,7 +120,7 @@ class HostTable(ClassTable):
         return self._fetched(self.staging.fetch(self._rows_of(selected), self._columns(training)), selected)
 
     def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
-        """The rows for pass 2; written back behind it where ``update`` is given."""
+        """The rows for pass 2; with ``update``, they are written back after it."""
         columns = update.columns if isinstance(update, HostState) else None
         if selected is None:
             weight, norms = self.weight.values, self.inverse_norm.values
@@ -129,7 +129,7 @@ class HostTable(ClassTable):
         stage = stages[0] if len(stages) == 1 else self.staging.combine(self._rows_of(selected), stages)
         if columns is not None:
             self.staging.complete(stage, columns.values())
-        return self._held(stage, selected, update=columns)
+        return self._rows_in(stage, selected, update=columns)
 
     def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> "HostState":
         """Tables of zeros in host memory, which are fetched and written back with their rows."""
@@ -153,7 +153,7 @@ class HostTable(ClassTable):
         return True
 
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
-        """Begin to fetch ``classes``, which the training batch ``key`` with these labels (B,) of all ranks selects."""
+        """Begin to fetch ``classes``, which training batch ``key`` with these labels (B,) of all ranks selects."""
         stage = self.staging.fetch(self._rows_of(classes), self._columns(training=True))
         self._prefetched.append(_Prefetched(key, labels, classes, stage))
 
@@ -163,7 +163,7 @@ class HostTable(ClassTable):
         return len(self._prefetched)
 
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
-        """Take what was fetched for this batch; None if that was another, and then forget all that was fetched."""
+        """Take what was fetched for this batch; None, and discard everything fetched, if it was for another one."""
         if not self._prefetched:
             return None
         first = self._prefetched.popleft()
@@ -173,11 +173,11 @@ class HostTable(ClassTable):
         return first.classes, self._fetched(first.stage, first.classes)
 
     def settle(self) -> None:
-        """Wait until every update has landed."""
+        """Wait until every update is stored."""
         self.staging.settle()
 
     def row_shard(self, local: Tensor, column: Column | None = None) -> RowShard:
-        """A tensor with a row per row of the table for a checkpoint, which may be about to overwrite it."""
+        """A tensor with one row per row of the table, for a checkpoint to save or to load into."""
         self._prefetched.clear()
         self.settle()
         return RowShard(local, self.first_row, self.total_rows, column.release if column is not None else None)
@@ -195,7 +195,7 @@ class HostTable(ClassTable):
 
     def _renew_norms(self, rows: slice) -> None:
         stage = self.fetched_now(rows)
-        renew_norms(self._held(stage), slice(0, stage.count))
+        renew_norms(self._rows_in(stage), slice(0, stage.count))
         self.inverse_norm.write(rows, stage.columns[self.inverse_norm].cpu())
 
     def fetched_now(self, rows: slice | Tensor, columns: Iterable[Column] = ()) -> Stage:
@@ -209,9 +209,9 @@ class HostTable(ClassTable):
         return ClassRows(self.weight.values, self.inverse_norm.values, self.centers).rows_of(classes)
 
     def _fetched(self, stage: Stage, classes: Tensor) -> "FetchedRows":
-        return self._held(self.staging.ready(stage), classes)
+        return self._rows_in(self.staging.ready(stage), classes)
 
-    def _held(
+    def _rows_in(
         self, stage: Stage, classes: Tensor | None = None, update: Mapping[str, Column] | None = None
     ) -> "FetchedRows":
         weight, norms = stage.columns[self.weight], stage.columns[self.inverse_norm]
@@ -226,7 +226,7 @@ class HostState(OptimizerState):
         self._host, self.columns = table, columns
 
     def of(self, chunk: Chunk) -> dict[str, RowState]:
-        """The fetched copies that ``chunk.index`` selects rows of: they came with the chunk's rows."""
+        """The fetched copies that ``chunk.index`` selects rows of; they were fetched with the chunk's rows."""
         rows = chunk.table
         assert isinstance(rows, FetchedRows)
         copies = rows.stage.columns
@@ -253,9 +253,9 @@ class _Prefetched:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchedRows(ClassRows):
-    """Copies of some rows: those of local ``classes`` (sorted), of which a pass visits all.
+    """Copies of the rows of local ``classes`` (sorted), all of which a pass visits.
 
-    With ``update``, they are written back once a pass over them has ended.
+    With ``update``, they are written back at the end of a pass.
     """
 
     stage: Stage
@@ -287,9 +287,9 @@ class FetchedRows(ClassRows):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamedRows(ClassRows):
-    """The whole table in chunks, each fetched while the one before it is computed with.
+    """The whole table in chunks, each fetched during the computation on the one before it.
 
-    ``weight`` and ``inverse_norm`` are the host's. With ``update``, each chunk is written back behind the next.
+    ``weight`` and ``inverse_norm`` are the host's. With ``update``, each chunk is written back after its computation.
     """
 
     host: HostTable
@@ -297,10 +297,10 @@ class StreamedRows(ClassRows):
 
     def picked(self, index: Tensor) -> ClassRows:
         """Rows ``index`` (n,) alone, on the compute device, in that order."""
-        return self.host._held(self.host.fetched_now(index))
+        return self.host._rows_in(self.host.fetched_now(index))
 
     def chunks(self, size: int) -> Iterator[Chunk]:
-        """The classes in order, ``size`` at a time, each chunk's rows in a table of their own."""
+        """The classes in order, ``size`` at a time, each chunk with its own table of copies."""
         staging = self.host.staging
         columns = [self.host.weight, self.host.inverse_norm, *(self.update or {}).values()]
         starts = iter(range(0, self.num_classes, size))
@@ -310,7 +310,7 @@ class StreamedRows(ClassRows):
             stage = staging.ready(upcoming)
             upcoming = self._fetch(next(starts, None), size, columns)
             stop = min(start + size, self.num_classes)
-            table = self.host._held(stage, update=self.update)
+            table = self.host._rows_in(stage, update=self.update)
             yield Chunk(start, stop, slice(0, stage.count), table)
             if self.update is not None:
                 staging.write_back(stage)

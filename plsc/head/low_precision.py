@@ -116,7 +116,7 @@ def scale_name(name: str) -> str:
 
 
 def check_state_dtype(dtype: torch.dtype) -> None:
-    """UsageError for a dtype that optimizer state cannot have."""
+    """UsageError for a dtype in which optimizer state is not stored."""
     if dtype not in STATE_DTYPES:
         raise UsageError(f"optimizer state cannot be {dtype}: give float32, bfloat16 or int8")
 
@@ -164,7 +164,7 @@ def rounding_key(seed: int, step: int) -> int:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble int32 numbers one to one. ``x`` is overwritten."""
+    """Hash int32 numbers bijectively, in place."""
     x ^= (x >> 16) & 0xFFFF
     x *= _MULTIPLY_1
     x ^= (x >> 15) & 0x1FFFF
@@ -182,10 +182,10 @@ def _mix_int(x: int) -> int:
 
 
 def as_int32(x: int) -> int:
-    """The int32 that has the bits of ``x``, a number in [0, 2³²)."""
+    """Reinterpret ``x`` in [0, 2³²) as an int32."""
     return x - (1 << 32) if x >= 1 << 31 else x
 
 
 def _as_int32(x: Tensor) -> Tensor:
-    """int64 numbers in [0, 2³²) as the int32 of the same bits."""
+    """Reinterpret int64 numbers in [0, 2³²) as int32."""
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_DENSE = 0.25  # above this share of the classes, a permutation is quicker than drawing again and again
+_DENSE = 0.25  # above this share of the classes, a permutation is faster than rejection sampling
 
 
 def keyed_generator(device: torch.device, seed: int, salt: int, batch: int) -> torch.Generator:
-    """A generator for one purpose (``salt``) in training batch number ``batch``: a resumed run draws the same."""
+    """A generator keyed by purpose (``salt``) and training batch number, so that a resumed run draws the same."""
     key = (seed * 1_000_003 + batch) * 0x9E3779B97F4A7C15 + salt * 0xD1B54A32D192ED03
     return torch.Generator(device).manual_seed(key % 2**63)
 
@@ -20,7 +20,7 @@ class ClassSampler:
 
     Args:
         first, stop: the shard's classes are [first, stop).
-        rate: the share of them wanted; 1 takes all, 0 positives only.
+        rate: the share of them to draw; 1 takes all, 0 positives only.
         seed: of the run.
         device: of the result.
     """
@@ -43,7 +43,7 @@ class ClassSampler:
         """
         local = labels - self.first
         owned = local[(local >= 0) & (local < self.stop - self.first)]
-        # shards must not draw alike, so that the shard's first class is part of the key; 0 is the margins'
+        # keyed by the shard's first class, since shards must draw independently; salt 0 belongs to the margins
         generator = keyed_generator(self.device, self.seed, self.first + 1, batch)
         return sample_classes(self.stop - self.first, owned, self.rate, generator)
 
@@ -54,7 +54,7 @@ def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: 
     Args:
         num_classes: of the shard.
         positives: local classes that must be in it, any order, repeats allowed, (p,) int64.
-        rate: the share of the shard's classes wanted; 0 takes positives only. Positives beyond it all stay.
+        rate: the share of the shard's classes to draw; 0 takes positives only. All positives stay, even beyond it.
         generator: on the device of the result.
 
     Returns:
@@ -62,11 +62,11 @@ def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: 
         are a uniform sample without replacement; the time is proportional to the result, not to num_classes.
     """
     positives = positives.unique()
-    wanted = min(max(round(rate * num_classes), positives.numel()), num_classes)
-    missing = wanted - positives.numel()
+    sample_size = min(max(round(rate * num_classes), positives.numel()), num_classes)
+    missing = sample_size - positives.numel()
     if missing == 0:
         return positives
-    if wanted > _DENSE * num_classes:
+    if sample_size > _DENSE * num_classes:
         candidates = torch.randperm(num_classes, generator=generator, device=positives.device)
         negatives = candidates[~_contains(positives, candidates)][:missing]
     else:

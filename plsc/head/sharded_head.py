@@ -130,11 +130,11 @@ class ShardedHead(nn.Module):
         self.weight = table.parameter
         sampler = ClassSampler(*self.class_range, sample_rate, seed, device)
         self._softmax = ShardedSoftmax(self.mesh, self.margin, table, self.backend, sampler, num_classes, chunk_classes)
-        # backward() must reach the head even where the embeddings need no gradient
+        # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
     def __getattr__(self, name: str) -> Any:
-        # only what nn.Module holds comes here, and of that only the weight may have updates on their way to it
+        # parameters are looked up here, and updates of a host table's weight may not be stored yet
         if name == "weight" and "_softmax" in self.__dict__:
             self._softmax.table.settle()
         return super().__getattr__(name)

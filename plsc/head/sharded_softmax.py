@@ -1,4 +1,4 @@
-"""A training step's way through the class head: gather, margin, pass 1, loss and gradients; pass 2 for the update.
+"""The computation of the class head in a training step: gather, margin, pass 1, loss, gradients; pass 2 for the update.
 
 The notation is DESIGN's: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
 """
@@ -302,6 +302,6 @@ class HeadLoss(torch.autograd.Function):
             by_weight = softmax.dense_gradient(pending)
         elif ctx.training:
             softmax.pending.add(pending)
-        # data parallelism averages over the ranks, but this is a sum's part: the number of ranks makes up for it
+        # data parallelism averages gradients over the ranks; the factor makes that average the sum of their parts
         by_embeddings = (gradient * (grad * softmax.mesh.world_size)).to(ctx.dtype)
         return by_embeddings, None, by_weight, None, None, None, None

@@ -1,9 +1,8 @@
-"""Rows on their way between a table in host memory and the compute device: fetched ahead, written back behind.
+"""Transfers of rows between a table in host memory and the compute device: prefetch, and write-back of updates.
 
-One thread reads and one writes, so that both go on while the device computes. Neither waits for the other: a fetch
-may read a row whose new value has not landed. Such rows are forwarded: every :class:`Stage` remembers which updated
-stages were in flight when it was fetched, or were updated since, and takes their rows over, oldest first, before it is
-used.
+One thread reads and one writes, so that both overlap with computation. Neither waits for the other: a fetch may read
+a row whose update has not been stored yet. Such rows are forwarded: every :class:`Stage` records the updated stages
+that were in flight when it was fetched, or were updated since, and copies their rows, oldest first, before it is used.
 """
 
 import weakref
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from plsc.head.host_memory import Column
 
-_BUFFER_BYTES = 16 << 20  # through which scattered rows go between host and device
-_MOST_LANDING = 3  # updated stages in flight, before an update waits for the first of them
+_BUFFER_BYTES = 16 << 20  # of the (pinned) buffer through which scattered rows are copied
+_MAX_WRITES = 3  # stages being written back at a time: it bounds the memory of their copies
 
 
 class Stage:
@@ -30,16 +29,16 @@ class Stage:
         self.rows, self.count = rows, count
         self.columns: dict[Column, Tensor] = {}
         self.newer: list[Stage] = []
-        self.moving: list[Future[None]] = []
+        self.transfers: list[Future[None]] = []
 
     def wait(self) -> None:
-        """Wait until the copies under way are made; raises what kept them from it."""
-        for future in self.moving:
+        """Wait for the copies in flight; raise what made one of them fail."""
+        for future in self.transfers:
             future.result()
-        self.moving.clear()
+        self.transfers.clear()
 
-    def take_over(self, source: "Stage") -> None:
-        """Overwrite the rows that ``source`` has too with its copies of them."""
+    def overwrite_from(self, source: "Stage") -> None:
+        """Overwrite the rows that are also in ``source`` with its copies."""
         here, there = common_rows(self.rows, source.rows)
         for column, values in self.columns.items():
             if column in source.columns:
@@ -66,10 +65,10 @@ def common_rows(rows: slice | Tensor, others: slice | Tensor) -> tuple[slice | T
 
 
 class Staging:
-    """Moves stages of rows for computations on ``device``. Its methods are one thread's to call.
+    """Fetches and writes back stages of rows for computations on ``device``. Not thread-safe.
 
     Attributes:
-        updates: how many stages were written back.
+        updates: the number of stages written back.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -77,76 +76,76 @@ class Staging:
         self.updates = 0
         self._reader, self._writer = _Lane(device), _Lane(device)
         self._fetched: weakref.WeakSet[Stage] = weakref.WeakSet()
-        self._landing: list[Stage] = []
+        self._in_flight: list[Stage] = []
 
     def fetch(self, rows: slice | Tensor, columns: Iterable[Column]) -> Stage:
-        """Begin to copy rows of ``columns`` to the device; :meth:`ready` ends it."""
+        """Begin to copy rows of ``columns`` to the device; :meth:`ready` waits for it."""
         count = rows.stop - rows.start if isinstance(rows, slice) else rows.numel()
         stage = Stage(rows, count)
         self._prune()
-        stage.newer = list(self._landing)
+        stage.newer = list(self._in_flight)
         self._begin(stage, columns)
         self._fetched.add(stage)
         return stage
 
     def ready(self, stage: Stage) -> Stage:
-        """Wait for ``stage``, and bring it up to date with all updates so far."""
+        """Wait for ``stage``, and apply all updates so far to it."""
         stage.wait()
         for source in stage.newer:
-            stage.take_over(source)
+            stage.overwrite_from(source)
         stage.newer = []
         self._fetched.discard(stage)
         return stage
 
     def complete(self, stage: Stage, columns: Iterable[Column]) -> None:
-        """Fetch what a ready ``stage`` lacks of ``columns``, and wait for it. Its other copies are left alone."""
+        """Fetch those of ``columns`` that a ready ``stage`` lacks, and wait for them; keep its other copies."""
         missing = [column for column in columns if column not in stage.columns]
         if missing:
-            late = self.ready(self.fetch(stage.rows, missing))
-            stage.columns |= late.columns
+            stage.columns |= self.ready(self.fetch(stage.rows, missing)).columns
 
     def combine(self, rows: Tensor, stages: list[Stage]) -> Stage:
-        """Sorted ``rows`` out of ready stages that have them all between them, without a look at the host's memory."""
+        """Assemble sorted ``rows`` from ready stages that together hold all of them, without reading host memory."""
         union = Stage(rows, rows.numel())
         for column in stages[0].columns.keys() & set.intersection(*(set(s.columns) for s in stages)):
             union.columns[column] = self._empty(column, union.count)
         for stage in stages:
-            union.take_over(stage)
+            union.overwrite_from(stage)
         return union
 
     def write_back(self, stage: Stage) -> None:
-        """Begin to store an updated stage's rows. They are the newest for all that is fetched, and will be."""
+        """Begin to store an updated stage's rows, which stages fetched before it will copy."""
         self.updates += 1
         for fetched in self._fetched:
             fetched.newer.append(stage)
         self._prune()
-        if len(self._landing) >= _MOST_LANDING:
-            self._landing[0].wait()
-        stage.moving.append(self._writer.submit(self._writer.store, stage.rows, dict(stage.columns)))
-        self._landing.append(stage)
+        if len(self._in_flight) >= _MAX_WRITES:
+            self._in_flight[0].wait()
+        stage.transfers.append(self._writer.submit(self._writer.store, stage.rows, dict(stage.columns)))
+        self._in_flight.append(stage)
 
     def settle(self) -> None:
-        """Wait until every update has landed."""
-        for stage in self._landing:
+        """Wait until every update is stored."""
+        for stage in self._in_flight:
             stage.wait()
-        self._landing.clear()
+        self._in_flight.clear()
 
     def _begin(self, stage: Stage, columns: Iterable[Column]) -> None:
         stage.columns = {column: self._empty(column, stage.count) for column in columns}
-        stage.moving.append(self._reader.submit(self._reader.load, stage.rows, dict(stage.columns)))
+        stage.transfers.append(self._reader.submit(self._reader.load, stage.rows, dict(stage.columns)))
 
     def _prune(self) -> None:
-        while self._landing and all(future.done() for future in self._landing[0].moving):
-            self._landing.pop(0).wait()
+        while self._in_flight and all(future.done() for future in self._in_flight[0].transfers):
+            self._in_flight.pop(0).wait()
 
     def _empty(self, column: Column, count: int) -> Tensor:
         return torch.empty(count, *column.values.shape[1:], dtype=column.values.dtype, device=self.device)
 
 
 class _Lane:
-    """A thread, on a GPU with a stream of its own, that moves rows in the order of submission.
+    """A thread (on a GPU with a stream of its own) that copies rows in the order of submission.
 
-    Scattered rows go through a (pinned) buffer of bounded size. A task ends when its copies are made, not only begun.
+    Scattered rows go through a (pinned) buffer of bounded size. A task ends when its copies are complete, not when
+    they are enqueued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -156,7 +155,7 @@ class _Lane:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def submit(self, task: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Begin ``task`` when the work submitted to the device so far is done."""
+        """Begin ``task`` once the work enqueued on the device so far is done."""
         if self._stream is None:
             return self._pool.submit(task, *arguments)
         submitted = torch.cuda.current_stream(self._device).record_event()
@@ -191,7 +190,7 @@ class _Lane:
             self._stream.synchronize()
 
     def _finish(self) -> None:
-        """The buffer may be used again after this."""
+        """Wait until the buffer may be reused."""
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -205,7 +204,7 @@ class _Lane:
             copies.copy_(column.values[rows], non_blocking=True)
 
     def _pieces(self, rows: slice | Tensor, copies: Tensor) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
-        """Some rows' numbers, their part of ``copies``, and a host tensor like that part, in turn."""
+        """Yield (row numbers, their part of ``copies``, a host buffer of the same shape), buffer by buffer."""
         if copies.numel() == 0:
             return
         if self._memory.numel() == 0:

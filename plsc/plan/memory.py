@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plsc.config import Config
-from plsc.head.class_table import WIDENED_ROWS, default_chunk_size
+from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size
 from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
@@ -125,7 +125,7 @@ def _phases(setup: PlanConfig, profile: BackboneProfile, device: Device) -> dict
         "head, second pass": gradients + waiting + _block(setup, device, second, passes=2),
         "backbone, update": gradients + copied,
     }
-    widened = min(setup.rows, WIDENED_ROWS) * setup.config.embedding_dim * 8
+    widened = min(setup.rows, NORM_BLOCK_ROWS) * setup.config.embedding_dim * 8
     phases["head, first norms"] = profile.activations + waiting + widened
     return phases
 

@@ -136,7 +136,7 @@ def test_rows_in_flight_are_forwarded(tmp_path, rate, forwarding):
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(staging._Lane, "store", held_back))
         if not forwarding:
-            patches.enter_context(mock.patch.object(staging.Stage, "take_over"))
+            patches.enter_context(mock.patch.object(staging.Stage, "overwrite_from"))
         assert same(run(f"mmap:{tmp_path}/table"), resident) == forwarding
 
 

@@ -9,7 +9,7 @@ through all of it. Import this module only where :func:`plsc.head.backends.trito
 import triton
 import triton.language as tl
 
-# a value of theirs is no reason to compile again
+# their values must not specialise the kernel: each would compile it anew
 _CHANGING = ["n", "start", "s"]
 _CHANGING_UPDATE = ["first", "first_number", "n", "key", "lr", "momentum", "weight_decay", "factor"]
 
@@ -204,7 +204,7 @@ def probabilities_of_product(
 
 @triton.jit
 def _mix(x):
-    """Scramble uint32 numbers one to one, as random_bits does."""
+    """Hash uint32 numbers bijectively, as random_bits does."""
     x ^= x >> 16
     x *= tl.full((1,), _MULTIPLY_1, tl.uint32)
     x ^= x >> 15
