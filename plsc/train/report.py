@@ -100,7 +100,8 @@ class StepProgress:
         step, total = self._position.step, max(self._total, self._position.step)
         parts = [f"step {step:,}/{total:,}", *self._state]
         if self._images:
-            parts.append(f"{self._images / max(now - self._window_start, 1e-9):,.0f} images/s")
+            rate = self._images / max(now - self._window_start, 1e-9)
+            parts.append(f"{rate:,.{0 if rate >= 10 else 1}f} images/s")
         if step < total:
             left = (total - step) * (now - self._start) / (step - self._first_step)
             parts.append(f"{duration(left)} to go")
@@ -195,7 +196,9 @@ def _ranks(config: Config, mesh: Mesh) -> str:
 def _length(components: TrainComponents, total_steps: int) -> str:
     optim, per_epoch = components.config.optim, steps_per_epoch(components)
     rate = f"lr {optim.lr:g}" + (f" (head {optim.head_lr:g})" if optim.head_lr is not None else "")
-    epochs = f"{total_steps / per_epoch:.2f}".rstrip("0").rstrip(".")
+    # A run that goes on with another batch size has taken steps of two sizes; its epochs are what was asked for.
+    count = components.config.epochs or total_steps / per_epoch
+    epochs = f"{count:.2f}".rstrip("0").rstrip(".")
     epochs += " epoch" if epochs == "1" else " epochs"
     warmup = ""
     if optim.warmup_steps:

@@ -162,13 +162,15 @@ class Trainer:
         return f"resumed from {stored.path} (step {self.position.step:,}, saved by {ranks})"
 
     def _report_resumption(self, stored: StoredCheckpoint | None) -> None:
-        """Report the keys that changed, and set aside checkpoints of later steps, which this run will write anew."""
+        """Report the keys that changed, set aside checkpoints of later steps, and say where no step is left."""
         if stored is None:
             return
         for change in changed_keys(stored.state["config"], self.config):
             self.report.line(f"changed on resume: {change}")
         for later in self.checkpoints.set_aside_after(self.position.step):
             self.report.line(f"set aside as superseded-{later.name}: it is of a later step")
+        if self._last_step() == self.position.step:
+            self.report.line("no step is left to train: raise epochs or steps to go on")
 
     def _write_descriptions(self) -> None:
         if self.mesh.is_main:
