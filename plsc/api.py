@@ -25,7 +25,7 @@ from plsc.evaluation import raw_pixels
 from plsc.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import NDArray
 
     from plsc.data.codec import ImageLike
     from plsc.embedding.sources import ImageSource
@@ -188,7 +188,9 @@ def evaluate(
     return {"model": name, "sets": results}
 
 
-def align(image: ImageLike, landmarks: ArrayLike, *, image_size: int = 112) -> NDArray[np.uint8]:
+def align(
+    image: ImageLike, landmarks: NDArray[Any] | Sequence[Sequence[float]], *, image_size: int = 112
+) -> NDArray[np.uint8]:
     """Cut a face out of an image: rotated, scaled and shifted onto the template that face models are trained on.
 
     Args:

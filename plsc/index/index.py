@@ -13,6 +13,8 @@ real rows stay outside the structure and are searched by brute force beside it, 
 again at any time, on the queries that the tuning used.
 """
 
+from __future__ import annotations  # signatures in help() then read as they are written here
+
 import shutil
 import tempfile
 import weakref
@@ -103,14 +105,14 @@ class Index:
             self.structure = ann.load(self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base)
 
     @classmethod
-    def open(cls, folder: str | Path, *, verify: bool = True) -> "Index":
+    def open(cls, folder: str | Path, *, verify: bool = True) -> Index:
         """Open an index folder; the same as ``Index(folder)``."""
         return cls(folder, verify=verify)
 
     @classmethod
     def build(
         cls,
-        embeddings: "npt.NDArray[Any] | EmbeddingSet | str | Path | Sequence[EmbeddingSet | str | Path]",
+        embeddings: npt.NDArray[Any] | EmbeddingSet | str | Path | Sequence[EmbeddingSet | str | Path],
         folder: str | Path | None = None,
         *,
         keys: Sequence[str] | None = None,
@@ -124,7 +126,7 @@ class Index:
         memory: int | None = None,
         seed: int = 0,
         quiet: bool = False,
-    ) -> "Index":
+    ) -> Index:
         """Build an index over an array of embeddings, or over embedding sets.
 
         Args:
@@ -203,7 +205,7 @@ class Index:
         """(held_out, dim): the rows outside it."""
         return self.vectors[len(self) - self.held_out :]
 
-    def search(self, vectors: npt.ArrayLike, k: int = 10) -> Neighbours:
+    def search(self, vectors: npt.NDArray[Any] | Sequence[Sequence[float]], k: int = 10) -> Neighbours:
         """Find the ``k`` nearest rows to each of ``vectors`` (Q, dim), by cosine.
 
         Returns:
