@@ -209,6 +209,8 @@ class PageRun:
             self.only_parsed.append(shlex.join(argv))
             return _parse(argv)
         self.ran.append(shlex.join(argv))
+        if code := _parse(argv):
+            return code
         if argv[0] == "serve":
             return self._serve(argv)
         with _small_training() if argv[0] == "train" else contextlib.nullcontext():
@@ -358,10 +360,11 @@ def _parse(argv: list[str]) -> int:
 
 
 def _on_one_rank(argv: list[str]) -> list[str]:
-    """Replace ``--nproc N`` by one rank, and the built-in identities by few."""
+    """Replace ``--nproc N`` and ``--nnodes N`` by one rank, and the built-in identities by few."""
     few = [_few_identities(word) for word in argv]
-    if "--nproc" in few:
-        few[few.index("--nproc") + 1] = "1"
+    for option in ("--nproc", "--nnodes", "--node-rank", "--master-addr", "--master-port"):
+        if option in few:
+            del few[few.index(option) : few.index(option) + 2]
     return few
 
 
