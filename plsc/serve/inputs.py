@@ -61,8 +61,8 @@ def decode(
     except DataError as error:
         raise ApiError(422, str(error)) from None
     found = picture_warnings(image, size)
-    expected = f"the model expects an aligned crop of {size}x{size}"
-    return DecodedImage(resize_image(image, size), [f"{name}: {warning.message}; {expected}" for warning in found])
+    warnings = [f"{name}: {warning.message}; give an aligned crop" for warning in found]
+    return DecodedImage(resize_image(image, size), warnings)
 
 
 def check_format(data: bytes, name: str) -> None:

@@ -44,7 +44,7 @@ def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, c
 def test_a_picture_that_is_no_crop_is_doubted_by_its_name(visit: Any, people: str) -> None:
     page = visit(people)
     wide = chosen(draw(80)[:8], "group photo.png")
-    told = "group photo.png: 16x8 pixels are not square; the model expects an aligned crop of 16x16."
+    told = "group photo.png: 16x8 pixels are not square; give an aligned crop."
     page.locator("#search-picture input").set_input_files(wide)
     expect(page.locator("#matches > li")).to_have_count(4)
     expect(page.locator("#search-warning")).to_have_text(told)
