@@ -22,7 +22,7 @@ from plsc.errors import DataError, UsageError
 from plsc.evaluation import evaluate as evaluate_sets
 from plsc.evaluation import ijb as evaluate_ijb
 from plsc.evaluation import raw_pixels
-from plsc.parallel.mesh import Mesh
+from plsc.parallel.mesh import Mesh, require_mesh, to_device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -62,7 +62,12 @@ def load_model(
         UsageError: there is no such file, or the request does not fit it.
         DataError: the file is corrupt, or is no embedding model.
     """
-    chosen = None if device is None else torch.device(device)
+    if not isinstance(source, str | Path):
+        raise UsageError(
+            f"a model is named by its file or run directory, not by a {type(source).__name__}: "
+            "plsc.models.save_model(net, FILE) writes a backbone"
+        )
+    chosen = None if device is None else to_device(device)
     return open_embedder(source, device=chosen, precision=precision, architecture=architecture, best=best)
 
 
@@ -166,7 +171,7 @@ def evaluate(
     sources = [str(each) for each in ([sets] if isinstance(sets, str | Path) else sets)]
     if not sources and ijb is None:
         raise UsageError('nothing to evaluate on: give sets="lfw.bin", a folder of identities, or ijb=FOLDER')
-    mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else mesh
+    mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
     function: Embed
     if isinstance(model, Embedder):
         name, function, image_size = model.source, model, model.image_size

@@ -142,7 +142,7 @@ class Client:
 
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
-            if not url.startswith(("http://", "https://")):
+            if not isinstance(url, str) or not url.startswith(("http://", "https://")):
                 raise ValueError("it begins with http:// or https://")
             self._http = httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=timeout)
         except (httpx.InvalidURL, ValueError) as error:

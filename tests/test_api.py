@@ -116,6 +116,24 @@ def test_load_model_takes_what_the_commands_take(folder, model, file):
     torch.testing.assert_close(loaded(images), model(images))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((torch.nn.Linear(2, 2),), {}, r"not by a Linear: plsc\.models\.save_model"),
+        ((None,), {}, "not by a NoneType"),
+        (("nowhere",), {}, "nowhere does not exist"),
+        (("nowhere",), {"device": "gpu"}, "there is no device 'gpu'"),
+        (("nowhere",), {"precision": "fp8"}, "precision is 'fp8'"),
+    ],
+)
+def test_what_no_model_can_be_loaded_from_is_named(arguments, options, message):
+    with pytest.raises(UsageError, match=message):
+        plsc.load_model(*arguments, **options)
+    if not options:
+        with pytest.raises(UsageError, match=message):
+            plsc.embed(*arguments, [noise(0)])
+
+
 def forms(folder: Path) -> dict[str, object]:
     """The same six pictures in every form."""
     paths = sorted((folder / "good").iterdir())

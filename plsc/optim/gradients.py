@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from plsc.errors import UsageError
 from plsc.optim.head_optimizers import HeadOptimizer
 from plsc.parallel.collectives import all_reduce_max
 from plsc.parallel.mesh import Mesh
@@ -24,7 +25,12 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: H
 
     Returns:
         The norm before clipping, a scalar equal on every rank.
+
+    Raises:
+        UsageError: ``head`` is no optimizer of a head.
     """
+    if head is not None:
+        _check_head_optimizer(head)
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = total_norm(gradients)
     if head is not None:
@@ -35,6 +41,11 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: H
     if head is not None:
         head.scale_gradients(factor.double())
     return norm
+
+
+def _check_head_optimizer(head: object) -> None:
+    if not isinstance(head, HeadOptimizer):
+        raise UsageError(f"give the head's optimizer, a plsc.HeadSGD or plsc.HeadAdamW, not a {type(head).__name__}")
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
@@ -60,6 +71,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_all(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> None:
         """Unscale both optimizers' gradients, and reduce over all ranks whether one overflowed."""
+        _check_head_optimizer(head)
         if not self.is_enabled():
             return
         self.unscale_(backbone)

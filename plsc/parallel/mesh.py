@@ -133,7 +133,7 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
     rank, world_size, local_rank = (
         _integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
-    chosen = _default_device(local_rank) if device is None else _checked_device(device, local_rank)
+    chosen = _default_device(local_rank) if device is None else to_device(device, local_rank)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_available() and dist.is_initialized():
@@ -173,8 +173,8 @@ def _default_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _checked_device(device: str | torch.device, local_rank: int) -> torch.device:
-    """``device``; "cuda" without a number is this rank's GPU."""
+def to_device(device: str | torch.device, local_rank: int = 0) -> torch.device:
+    """``device`` as a torch.device, with "cuda" meaning GPU ``local_rank``; UsageError if there is no such device."""
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError, ValueError):

@@ -10,6 +10,7 @@ from torch import nn
 import plsc
 from plsc.errors import UsageError
 from plsc.losses import MARGINS
+from plsc.optim import GradScaler, clip_grad_norm_
 
 
 def make(**changes: object) -> plsc.ShardedHead:
@@ -124,6 +125,17 @@ def test_what_is_no_tensor_is_named(embeddings, labels):
 def test_data_parallel_takes_a_module_and_a_mesh(arguments, message):
     with pytest.raises(UsageError, match=message):
         plsc.data_parallel(*arguments)
+
+
+def test_clipping_and_scaling_take_the_heads_optimizer():
+    head, net = make(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for wrong in (head, optimizer):
+        message = f"give the head's optimizer, .* not a {type(wrong).__name__}"
+        with pytest.raises(UsageError, match=message):
+            clip_grad_norm_(net.parameters(), 5.0, wrong)
+        with pytest.raises(UsageError, match=message):
+            GradScaler(plsc.init()).unscale_all(optimizer, wrong)
 
 
 def test_a_wrong_device_is_named():

@@ -175,7 +175,7 @@ def test_a_server_that_is_not_there(monkeypatch):
         with pytest.raises(ServerError, match="is it running") as away:
             client.info()
         assert (away.value.status, away.value.code) == (0, "unavailable")
-    for wrong in ("http://x:port", "127.0.0.1:8080", ""):
+    for wrong in ("http://x:port", "127.0.0.1:8080", "", None):
         with pytest.raises(ServerError, match="no address"):
             plsc.Client(wrong)
 
