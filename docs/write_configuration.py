@@ -23,7 +23,7 @@ A configuration is a TOML file that sets what differs from the defaults below. E
 command line, where it overrides the file; a key of a section is written with a dot there:
 
 ```sh
-plsc train avatars_quickstart --out runs/first --steps 100 --optim.lr 0.05 --eval.every_steps 50
+plsc train avatars_quickstart --out runs/first --steps 100 --optim.lr 0.05
 ```
 
 An unknown key, a value of the wrong type and a value out of range are errors that name the key and the nearest
