@@ -17,7 +17,7 @@ PAGE = "docs/arcface_torch.md"
 
 
 class Counterpart(NamedTuple):
-    """What a name of arcface_torch is here: ``ours``, empty where there is none, and a remark or the reason."""
+    """The counterpart of a name of arcface_torch: ``ours``, empty where there is none, and a remark or the reason."""
 
     ours: str
     note: str = ""
@@ -129,7 +129,7 @@ COMMANDS: Mapping[str, Counterpart] = {
 
 
 def key_hint(name: str) -> str | None:
-    """What arcface_torch's config key ``name`` is here, as a sentence; None where it has none, or both have the same.
+    """Say what arcface_torch's config key ``name`` is here; None where it has no such key, or both have the same.
 
     A dotted name stands for its last part: ``optim.gradient_acc`` is as near to it as ``gradient_acc``.
     """
@@ -141,7 +141,7 @@ def key_hint(name: str) -> str | None:
 
 
 def backbone_hint(name: str) -> str | None:
-    """What arcface_torch's backbone ``name`` is here, as a sentence; None where it has no such backbone."""
+    """Say what arcface_torch's backbone ``name`` is here; None where it has no such backbone."""
     counterpart = BACKBONES.get(name)
     return None if counterpart is None else _sentence(name, counterpart)
 

@@ -77,6 +77,7 @@ class StepProgress:
         self._start = self._window_start = self._last_shown = time.monotonic()
         self._images = 0
         self._state: list[str] = []  # of the last step
+        self._logged_step = -1
 
     def advance(self, images: int, *, epoch: float, lr: float, loss: float | None) -> None:
         """Count a step of ``images``, which ``position`` counts already, and report when it is time."""
@@ -89,11 +90,11 @@ class StepProgress:
         is_for_log = now - self._window_start >= _LINE_SECONDS
         self._report.status(self._text(now), log=is_for_log)
         if is_for_log:
-            self._window_start, self._images = now, 0
+            self._window_start, self._images, self._logged_step = now, 0, self._position.step
 
     def finish(self) -> None:
-        """Report the last step."""
-        if self._state:
+        """Report the last step, unless the log has it already."""
+        if self._state and self._logged_step != self._position.step:
             self._report.line(self._text(time.monotonic()))
 
     def _text(self, now: float) -> str:
@@ -108,7 +109,7 @@ class StepProgress:
         if best := self._position.best:
             parts.append(f"best {best['accuracy']:.4f} at step {best['step']:,}")
         if self._position.skipped:
-            parts.append(f"{counted(self._position.skipped, 'step')} skipped")
+            parts.append(f"{counted(self._position.skipped, 'step')} skipped (not finite)")
         return ", ".join(parts)
 
     @contextmanager
@@ -149,7 +150,7 @@ def closing_lines(out: Path, result: dict[str, Any]) -> list[str]:
 
 
 def begins_anew(config: Config) -> str:
-    """What a run that is not resumed starts from."""
+    """The start of a run that is not resumed, in words."""
     if config.init_weights:
         return f"backbone from init_weights = {config.init_weights}; class head, optimizers and schedule begin anew"
     return f"random weights of seed {config.seed}"
@@ -160,8 +161,10 @@ def _model(components: TrainComponents) -> str:
     parameters = sum(parameter.numel() for parameter in components.backbone.parameters())
     extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
     extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
+    device = components.mesh.device.type
     model = f"{config.backbone}, {parameters / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"
-    return ", ".join([model, config.precision, *extras])
+    slow = " (slow on a CPU: bf16 and fp32 are not)" if (config.precision, device) == ("fp16", "cpu") else ""
+    return ", ".join([model, config.precision + slow, *extras])
 
 
 def _head(components: TrainComponents) -> str:

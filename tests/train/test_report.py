@@ -89,7 +89,7 @@ def test_progress_counts_steps_and_leaves_pauses_out_of_the_rate(
     progress.finish()
     lines.close()
     state = "epoch 0.50, lr 0.0125, loss 12.346"
-    rest = "best 0.9877 at step 8, 1 step skipped"
+    rest = "best 0.9877 at step 8, 1 step skipped (not finite)"
     expected = [f"step 12/12, {state}, 16 images/s, {rest}", f"step 13/13, {state}, 16 images/s, {rest}"]
     assert lines_of(tmp_path / "train.log") == expected
     assert capsys.readouterr().err.splitlines() == [f"train: {line}" for line in expected]
