@@ -19,6 +19,7 @@ from plsc.gallery.store import SPEC_FORMS, display_name, store_folder
 from plsc.tools.entry import main
 
 if TYPE_CHECKING:
+    from plsc.embedding.embedder import Embedder
     from plsc.serve.observability import Metrics
     from plsc.serve.service import Service
     from plsc.serve.settings import Limits, Settings
@@ -170,12 +171,23 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
         from plsc.embedding.detector import open_detector
 
         detector = open_detector(args.detector)
+    _embed_blank(embedder)
     store = open_store(args.store, precision=args.precision, latency_ms=args.latency_ms)
     try:
         return Service(embedder, store, settings, metrics, detector)
     except BaseException:
         store.close()
         raise
+
+
+def _embed_blank(embedder: "Embedder") -> None:
+    """Resize and embed a blank picture, so that nobody's first request waits seconds for imports and compilation."""
+    import torch
+
+    from plsc.data.codec import resize_image
+
+    oblong = torch.zeros(3, 2, 1, dtype=torch.uint8)  # of no model's shape: what fits is not resized
+    embedder(resize_image(oblong, embedder.image_size)[None])
 
 
 def _check_calibration(path: Path, contract: str) -> None:
