@@ -131,3 +131,14 @@ def test_every_public_name_is_there_and_imported_at_its_first_use_only():
     assert set(plsc.__all__) <= set(dir(plsc))
     with pytest.raises(AttributeError, match="no attribute 'Arcface'"):
         _ = plsc.Arcface
+
+
+@pytest.mark.slow
+def test_torchruns_report_repeats_our_line():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command += [sys.executable, "-m", "plsc.tools.entry", "train", "x.toml", "--resume"]
+    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    line = "plsc train: error: --resume: expected one argument (see plsc train --help)"
+    assert done.returncode == 1
+    assert done.stderr.splitlines().count(line) == 1, done.stderr
+    assert f"traceback : {line}" in done.stderr
