@@ -325,7 +325,7 @@ class Client:
             try:
                 answer = self._http.request(method, path, content=content, headers=headers, params=query)
             except httpx.HTTPError as error:
-                # Without a connection nothing was asked; later, a write may have been done without its answer.
+                # Without a connection the server got nothing; a write whose answer was lost may have been done.
                 if last or not (isinstance(error, httpx.ConnectError) or method == "GET" or repeatable):
                     message = f"{self._url} does not answer: {error or type(error).__name__}; is it running?"
                     raise ServerError(0, "unavailable", message) from None

@@ -16,7 +16,7 @@ from plsc.errors import UsageError
 from plsc.head.backends.torch_backend import Batch
 from plsc.head.class_table import ClassRows, ClassTable
 
-MOST_WAITING = 1024  # micro-batches; nobody accumulates so many, and each keeps its embeddings in memory
+MOST_WAITING = 1024  # micro-batches: far more than anybody accumulates; each keeps its embeddings in memory
 
 
 @dataclass
@@ -44,9 +44,9 @@ class PendingBackward:
 class PendingBatches:
     """The batches of one table that wait for its optimizer.
 
-    Several backward() before one step() accumulate, as with any torch optimizer. Accumulation has been forgotten
-    about, instead, where no optimizer of the table exists, or where another optimizer (the backbone's) has stepped
-    since the oldest of them: the next training batch, or that other optimizer's step, then raises.
+    Several backward() before one step() accumulate, as with any torch optimizer. Batches count as forgotten where the
+    table has no optimizer, or where another optimizer (the backbone's) has stepped since the oldest of them and the
+    table's has not. The next training batch then raises, or the step of an optimizer that holds the table's parameter.
 
     Args:
         table: the rows that the update is for.
@@ -66,26 +66,26 @@ class PendingBatches:
         return PendingBatches, (self._table,)
 
     def add(self, batch: PendingBackward) -> None:
-        """Let ``batch`` wait, whose backward() has run."""
+        """Append ``batch``, whose backward() has run."""
         _watch_steps_of(self)
         self.batches.append(batch)
 
     def clear(self) -> None:
-        """Forget all batches: an update took them, or they are not wanted."""
+        """Remove all batches, after an update or for zero_grad()."""
         self.batches.clear()
         self._stepped_without_head = ""
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Name an optimizer that takes the batches. Several may; none is kept alive by it."""
+        """Register an optimizer of the table. There may be several; each is weakly referenced."""
         _watch_steps_of(self)
         self._optimizers.add(optimizer)
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
-        """Return whether ``optimizer`` takes these batches."""
+        """Return whether ``optimizer`` is registered here."""
         return optimizer in self._optimizers
 
-    def check_taken(self) -> None:
-        """Refuse a further training batch where those that wait have been forgotten.
+    def raise_if_forgotten(self) -> None:
+        """Refuse another training batch where the waiting ones have been forgotten.
 
         Raises:
             UsageError: the head has no optimizer; another optimizer stepped, but not the head's; or more than
@@ -111,20 +111,22 @@ class PendingBatches:
                 "after each backward(), or after the few that accumulate gradients"
             )
 
-    def notice_step(self, optimizer: Optimizer) -> None:
-        """Take note of the coming step of an optimizer that is no head's.
+    def record_step(self, optimizer: Optimizer) -> None:
+        """Record that an optimizer which is no head's is about to step.
 
         Raises:
-            UsageError: it holds the table's parameter, which has no gradient, and no optimizer of the head exists.
+            UsageError: batches wait, the head has no optimizer, and this one holds the table's parameter, in which it
+                finds no gradient.
         """
+        if not self.batches:
+            return
         if not self._optimizers and _holds(optimizer, self._table.parameter):
             raise UsageError(
                 f"head.weight is a parameter of {type(optimizer).__name__}, which finds no gradient in it: leave "
                 "head.parameters() out and step plsc.HeadSGD(head) or plsc.HeadAdamW(head) beside it, or make the "
                 'head with update="autograd"'
             )
-        if self.batches and not self._stepped_without_head:
-            self._stepped_without_head = type(optimizer).__name__
+        self._stepped_without_head = self._stepped_without_head or type(optimizer).__name__
 
 
 def _holds(optimizer: Optimizer, parameter: Tensor) -> bool:
@@ -135,21 +137,21 @@ _WATCHED: "weakref.WeakSet[PendingBatches]" = weakref.WeakSet()
 
 
 def _watch_steps_of(pending: PendingBatches) -> None:
-    """Let ``pending`` notice every optimizer's steps from now on."""
+    """Report the steps of all other optimizers to ``pending`` from now on."""
     _install_step_hook()
     _WATCHED.add(pending)
 
 
 @functools.cache
 def _install_step_hook() -> None:
-    """Look at the steps of all torch optimizers of this process: once, and for as long as it lives."""
+    """Install the hook on the steps of all torch optimizers, once per process."""
     register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     watched = list(_WATCHED)
-    # a head's optimizer may step alone, as where two heads take turns
+    # heads that take turns each step their own optimizer: that says nothing about the other head's batches
     if any(pending.belongs_to(optimizer) for pending in watched):
         return
     for pending in watched:
-        pending.notice_step(optimizer)
+        pending.record_step(optimizer)

@@ -77,11 +77,11 @@ class ShardedSoftmax:
             The loss; this rank's embedding gradient (b, D) if ``differentiate``; what the update needs.
 
         Raises:
-            UsageError: no optimizer took the batches before this one (:meth:`PendingBatches.check_taken`).
+            UsageError: no optimizer took the batches before this one (:meth:`PendingBatches.raise_if_forgotten`).
         """
         training = training and differentiate
         if training:
-            self.pending.check_taken()
+            self.pending.raise_if_forgotten()
         gathered = gather_batch(
             embeddings,
             labels,

@@ -79,6 +79,14 @@ def test_a_torch_optimizer_that_also_holds_the_weight_beside_the_heads_own_is_ha
     assert not torch.equal(head.weight.detach(), before)
 
 
+def test_a_head_that_stays_as_it_is_may_lie_in_any_optimizer(net, head):
+    train(net, head, [sgd(net), plsc.HeadSGD(head, lr=0.1)])
+    gc.collect()
+    before = head.weight.detach().clone()
+    train(net, head.eval(), [sgd(nn.ModuleList([net, head]))])
+    assert torch.equal(head.weight.detach(), before)
+
+
 def test_update_autograd_is_for_any_torch_optimizer(net):
     head = plsc.ShardedHead(DIM, CLASSES, update="autograd")
     before = head.weight.detach().clone()
