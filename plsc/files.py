@@ -22,6 +22,11 @@ def make_folder(path: Path) -> Path:
     """Create ``path`` and its parents; a :class:`UsageError` says so when that cannot be."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"cannot write into {path}: it is a file; name another folder") from None
+    except OSError as error:
+        raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
+    try:
         probe = path / f".write-test-{os.getpid()}"
         probe.touch()
         probe.unlink()

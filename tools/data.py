@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError, UsageError
-from plsc.files import check_output
+from plsc.files import check_output, new_folder
 from plsc.progress import counted
 from plsc.tools.entry import add_result_options
 
@@ -166,6 +166,8 @@ def _stats(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError(f"--plot {args.plot} ends in neither .png nor .svg")
     if args.plot is not None:
         check_output(args.plot, overwrite=args.overwrite)
+        if not args.plot.absolute().parent.is_dir():
+            raise UsageError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it first")
     result = stats(open_dataset(args.source, image_size=None, max_bad_records=None))
     print(stats_text(result))
     if args.plot is not None:
@@ -174,14 +176,19 @@ def _stats(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _pairs(args: argparse.Namespace) -> dict[str, Any]:
+    if args.out.suffix != ".bin":
+        raise UsageError(f"{args.out} does not end in .bin")
+    if args.out.is_dir():
+        raise UsageError(f"{args.out} is a folder; name a file")
+    check_output(args.out, overwrite=args.overwrite)
+    with new_folder(args.out.absolute().parent):
+        return _drawn_pairs(args) if args.list is None else _listed_pairs(args)
+
+
+def _drawn_pairs(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.dataset import open_dataset
     from plsc.data.pairs import make_pairs
 
-    if args.out.suffix != ".bin":
-        raise UsageError(f"{args.out} does not end in .bin")
-    check_output(args.out, overwrite=args.overwrite)
-    if args.list is not None:
-        return _listed_pairs(args)
     seed = 0 if args.seed is None else args.seed
     _at_least(seed, 0, "--seed")
     dataset = open_dataset(args.source, image_size=_size(args))

@@ -79,12 +79,18 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _check(args: argparse.Namespace) -> None:
     from plsc.api import RAW_PIXELS
     from plsc.evaluation.report import check_target
+    from plsc.evaluation.templates import find_prefix
 
     if not (args.pairs or args.data or args.ijb):
         raise UsageError("nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR")
     for path in args.pairs:
         if Path(path).suffix != ".bin":
             raise UsageError(f"--pairs {path}: a verification set is a .bin file; use --data for labelled images")
+    for path in (*args.pairs, *args.data):  # of all, before hours are spent on the first
+        if not path.startswith("avatars:") and not Path(path).exists():
+            raise UsageError(f"there is no {path} to evaluate on")
+    if args.ijb is not None:
+        find_prefix(args.ijb)
     for option in ("batch_size", "nproc", "image_size"):
         if (value := getattr(args, option)) < 1:
             raise UsageError(f"--{option.replace('_', '-')} {value}: it must be at least 1")

@@ -73,7 +73,7 @@ def test_ranks_share_the_work_and_give_the_same_result(tmp_path):
         (["raw-pixels", "--data", SET, "--best"], "--best"),
         (["raw-pixels", "--pairs", "none.bin"], "none.bin"),
         (["raw-pixels", "--pairs", "faces.txt"], "is a .bin file"),
-        (["raw-pixels", "--data", "nowhere"], "nowhere"),
+        (["raw-pixels", "--data", SET, "nowhere"], "there is no nowhere"),
         (["raw-pixels", "--ijb", "nowhere"], "nowhere"),
         (["no-such-model", "--data", SET], "no-such-model"),
         (["raw-pixels", "--data", SET, "--batch-size", "0"], "--batch-size 0"),
