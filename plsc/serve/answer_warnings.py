@@ -1,30 +1,60 @@
 """Warnings in answers: what is allowed, and yet probably not what the caller meant."""
 
 import json
+import sys
+from typing import Any
 
-from plsc.gallery.filters import Condition, Filter
+from plsc.gallery.filters import Condition, Filter, Kind, kind_of
 from plsc.gallery.store import Store
 
 _SAMPLED_PERSONS = 1000  # whose fields are named
 _NAMED_FIELDS = 20
+_KINDS = {Kind.BOOL: "true or false", Kind.NUMBER: "a number", Kind.TEXT: "text"}
+# A condition that every value of a kind fulfils, and no other value.
+_OF_KIND: dict[Kind, tuple[str, Any]] = {
+    Kind.BOOL: ("in", (False, True)),
+    Kind.NUMBER: ("gte", -sys.float_info.max),
+    Kind.TEXT: ("gte", ""),
+}
 
 
-def unknown_fields(store: Store, collection: str, filter: Filter) -> list[str]:
-    """Warn of each field of ``filter`` that no person of ``collection`` has; asked where a filter finds nobody.
+def filter_warnings(store: Store, collection: str, filter: Filter) -> list[str]:
+    """Explain a filter that finds nobody: fields that no person of ``collection`` has, or never with such a value.
 
-    Whether somebody has a field is asked of the store as a filter of its own, so it is exact. The fields that there
-    are, which the warnings name, are those of the first 1,000 persons.
+    The store is asked by filters on the field alone, so the warnings are exact. The fields that there are, which a
+    warning names, are those of the first 1,000 persons.
     """
-    keys = dict.fromkeys(condition.key for condition in filter.conditions)
-    unknown = [key for key in keys if not _has_field(store, collection, key)]
-    if not unknown:
+    conditions = {condition.key: condition for condition in reversed(filter.conditions)}
+    unknown = [key for key in conditions if not _somebody_has(store, collection, key, "exists", True)]
+    if unknown:
+        known = _known_fields(store, collection)
+        return [f"no person has a field {_quoted(key)}; {known}" for key in reversed(unknown)]
+    return [warning for condition in filter.conditions for warning in _kind_warnings(store, collection, condition)]
+
+
+def _kind_warnings(store: Store, collection: str, condition: Condition) -> list[str]:
+    """Warn where a field never has a value of the kind that it is compared with: the two are never equal or ordered."""
+    if condition.operator in ("exists", "in", "ne"):
         return []
+    kind = kind_of(condition.value)
+    if _somebody_has(store, collection, condition.key, *_OF_KIND[kind]):
+        return []
+    return [
+        f"the field {_quoted(condition.key)} is {_KINDS[kind]} for nobody, and is compared with "
+        f"{_quoted(condition.value)}"
+    ]
+
+
+def _known_fields(store: Store, collection: str) -> str:
     persons = store.persons(collection, limit=_SAMPLED_PERSONS)
     fields = sorted({key for person in persons for key in person.metadata})
     more = ", …" if len(fields) > _NAMED_FIELDS else ""
-    known = f"fields: {', '.join(fields[:_NAMED_FIELDS])}{more}" if fields else "nobody here has metadata"
-    return [f"no person has a field {json.dumps(key, ensure_ascii=False)[:80]}; {known}" for key in unknown]
+    return f"fields: {', '.join(fields[:_NAMED_FIELDS])}{more}" if fields else "nobody here has metadata"
 
 
-def _has_field(store: Store, collection: str, key: str) -> bool:
-    return bool(store.persons(collection, limit=1, filter=Filter((Condition(key, "exists", True),))))
+def _somebody_has(store: Store, collection: str, key: str, operator: str, value: Any) -> bool:
+    return bool(store.persons(collection, limit=1, filter=Filter((Condition(key, operator, value),))))
+
+
+def _quoted(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)[:80]

@@ -17,7 +17,7 @@ from plsc.errors import ConflictError, PlscError
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Collection, Store
 from plsc.gallery.thumbnails import ThumbnailStore
-from plsc.serve.answer_warnings import unknown_fields
+from plsc.serve.answer_warnings import filter_warnings
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.errors import ApiError
 from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
@@ -155,9 +155,9 @@ class Service:
         found: Mapping[str, float] = statistics.get(collection, {})
         return found
 
-    async def unknown_fields(self, collection: str, filter: Filter | None) -> list[str]:
-        """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.unknown_fields`."""
-        return [] if filter is None else await self.in_store(unknown_fields, self.store, collection, filter)
+    async def filter_warnings(self, collection: str, filter: Filter | None) -> list[str]:
+        """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.filter_warnings`."""
+        return [] if filter is None else await self.in_store(filter_warnings, self.store, collection, filter)
 
     def forget(self, collection: str) -> None:
         """Drop what is remembered of a collection, which was created or deleted."""

@@ -9,6 +9,7 @@ from support.stores import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin
 
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Store
+from plsc.serve.answer_warnings import filter_warnings
 
 
 @pytest.mark.slow
@@ -199,3 +200,18 @@ def test_filters_mean_the_same_in_every_store(store: Store) -> None:
         assert [one.id for one in store.persons(GALLERY, limit=10**6, filter=where)] == truth, filter
         found = store.search(GALLERY, faces(1, 2), k=10**6, filter=where)[0]
         assert sorted(match.person for match in found) == truth, filter
+
+
+@pytest.mark.parametrize(
+    ("filter", "warnings"),
+    [
+        ({"set lfw": "x"}, ['no person has a field "set lfw"; fields: city, member, n']),
+        ({"n": {"gt": "tall"}}, ['the field "n" is text for nobody, and is compared with "tall"']),
+        ({"city": {"lt": 3}}, ['the field "city" is a number for nobody, and is compared with 3']),
+        ({"city": True}, ['the field "city" is true or false for nobody, and is compared with true']),
+        ({"n": {"gt": 5}, "city": "Rome", "member": False}, []),
+    ],
+)
+def test_a_filter_that_finds_nobody_is_explained(store: Store, filter: dict[str, Any], warnings: list[str]) -> None:
+    enrol(store, 2, n=-5, city="Bern", member=True)
+    assert filter_warnings(store, GALLERY, Filter.parse(filter)) == warnings

@@ -360,6 +360,13 @@ def test_a_field_that_nobody_has_is_named_where_a_filter_finds_nobody(live):
     for typo in ({"set lfw": {"exists": True}}, {"set lfw": "x", "height": 3}):
         for answer in found(typo):
             assert answer["warnings"] == ['no person has a field "set lfw"; fields: height, set']
+    for wrong, told in (
+        ({"height": {"gt": "tall"}}, 'the field "height" is text for nobody, and is compared with "tall"'),
+        ({"height": True, "set": "lfw"}, 'the field "height" is true or false for nobody, and is compared with true'),
+        ({"set": {"lte": 3}}, 'the field "set" is a number for nobody, and is compared with 3'),
+    ):
+        for answer in found(wrong):
+            assert answer["warnings"] == [told]
     for fine in ({"set": "lfw"}, {"set": "other"}, {"height": {"gt": 5}}):
         for answer in found(fine):
             assert "warnings" not in answer

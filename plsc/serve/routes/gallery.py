@@ -213,7 +213,7 @@ async def list_persons(
     conditions = read_filter(filter)
     read = partial(service.store.persons, collection, filter=conditions)
     page, following = await service.in_store(_read_page, read, after, limit, service.settings.limits.answer_bytes)
-    warnings = [] if page or after else await service.unknown_fields(collection, conditions)
+    warnings = [] if page or after else await service.filter_warnings(collection, conditions)
     return with_warnings(PersonsView(persons=[_view(person) for person in page], next=following), warnings)
 
 

@@ -140,7 +140,7 @@ async def search(request: Request) -> Response:
     threshold = service.settings.threshold if search.threshold is None else search.threshold
     _check_size(answer, service.settings.limits.answer_bytes)
     if not any(answer.matches):
-        warnings += await service.unknown_fields(collection, search.filter)
+        warnings += await service.filter_warnings(collection, search.filter)
     return Response(_to_json(answer, threshold, statistics, warnings), media_type="application/json")
 
 
