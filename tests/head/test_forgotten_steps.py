@@ -198,6 +198,7 @@ def test_zero_grad_forgets_a_batch_that_is_not_wanted(net, head):
     assert head_optimizer.steps == 0
 
 
+@pytest.mark.slow
 def test_more_batches_than_anybody_accumulates_are_refused(net, head):
     plsc.HeadSGD(head, lr=0.1)
     optimizer = plsc.HeadSGD(head, lr=0.1)
@@ -236,6 +237,7 @@ def forget_on_ranks(mesh):
     return None
 
 
+@pytest.mark.slow
 def test_every_rank_raises(ranks):
     assert "head.weight is a parameter of SGD" in (messages := ranks(2, forget_on_ranks))[0]
     assert messages[0] == messages[1]
