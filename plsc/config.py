@@ -287,6 +287,8 @@ def shipped() -> list[str]:
 
 def _resolve(path: Path) -> Path:
     """Return ``path`` where such a file exists, else the shipped configuration of that name."""
+    if not path.suffix and not path.exists() and path.with_suffix(".py").exists():
+        path = path.with_suffix(".py")  # arcface_torch's own way to name a config
     if path.suffix == ".py":
         raise UsageError(
             f"{path} is a config of arcface_torch, and plsc reads TOML: plsc train {path} --as-toml > "

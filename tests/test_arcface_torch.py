@@ -160,3 +160,9 @@ def test_other_python_files_are_refused(text: str | None, message: str, tmp_path
         arcface_torch.to_toml(path)
     with pytest.raises(UsageError, match="plsc reads TOML"):
         config.load(path)
+
+
+def test_a_config_of_theirs_is_known_without_its_suffix(tmp_path: Path) -> None:
+    (tmp_path / "r50.py").write_text(RECIPE)
+    with pytest.raises(UsageError, match=r"r50\.py is a config of arcface_torch.*plsc train .*r50\.py --as-toml"):
+        config.load(tmp_path / "r50")
