@@ -68,7 +68,13 @@ def read_pair_list(path: Path) -> PairList:
 
 
 def pairs_of_list(
-    dataset: ImageDataset, pair_list: PairList, out: Path, *, encoding: Encoding = "jpeg", overwrite: bool = False
+    dataset: ImageDataset,
+    pair_list: PairList,
+    out: Path,
+    *,
+    encoding: Encoding = "jpeg",
+    skip_missing: bool = False,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write the pairs of a list, in its order, as a ``.bin``.
 
@@ -78,30 +84,37 @@ def pairs_of_list(
         pair_list: of :func:`read_pair_list`.
         out: the file to write.
         encoding: of re-encoded images.
+        skip_missing: leave out pairs of which an image is missing; the result is then no longer the protocol's.
         overwrite: replace ``out`` if it exists.
 
     Returns:
-        ``{"out", "pairs", "same", "images", "identities", "folds"}``; folds are None if the list does not say.
+        ``{"out", "pairs", "same", "images", "identities", "folds", "left_out"}``; folds are None if the list does not
+        say, or where pairs are ``left_out``.
 
     Raises:
         UsageError: ``out`` exists, or cannot be written.
-        DataError: images of the list are missing in the data set, or have a name that two have, or do not decode.
+        DataError: images of the list are missing in the data set (with ``skip_missing``: all pairs lack one), or have a
+            name that two have, or do not decode.
     """
     check_output(out, overwrite=overwrite)
     wanted = sorted({name for pair in pair_list.names for name in pair})
     index_of = _indices(dataset, set(wanted))
     missing = [name for name in wanted if name not in index_of]
-    if missing:
+    kept = np.array([first in index_of and second in index_of for first, second in pair_list.names])
+    if not kept.any() or (missing and not skip_missing):
         raise DataError(_missing_error(dataset, missing, len(wanted)))
-    images = {name: encoded_and_checked(dataset, index, encoding) for name, index in index_of.items()}
-    write_pairs(out, [images[name] for pair in pair_list.names for name in pair], pair_list.is_same)
+    names = [name for pair, whole in zip(pair_list.names, kept, strict=True) if whole for name in pair]
+    images = {name: encoded_and_checked(dataset, index_of[name], encoding) for name in sorted(set(names))}
+    is_same = pair_list.is_same[kept]
+    write_pairs(out, [images[name] for name in names], is_same)
     return {
         "out": str(out),
-        "pairs": len(pair_list.names),
-        "same": int(pair_list.is_same.sum()),
-        "images": len(wanted),
-        "identities": len({name.rpartition("_")[0] for name in wanted}),
-        "folds": pair_list.folds or None,
+        "pairs": len(is_same),
+        "same": int(is_same.sum()),
+        "images": len(images),
+        "identities": len({name.rpartition("_")[0] for name in images}),
+        "folds": (pair_list.folds or None) if kept.all() else None,
+        "left_out": int(np.sum(~kept)),
     }
 
 
@@ -142,5 +155,5 @@ def _missing_error(dataset: ImageDataset, missing: list[str], total: int) -> str
     names = ", ".join(missing[:_SHOWN]) + (", …" if len(missing) > _SHOWN else "")
     problem = f"{len(missing):,} of the list's {counted(total, 'image')} are missing in {dataset.source}: {names}"
     if len(missing) < total:
-        return f"{problem}; add them, since the protocol takes every pair"
+        return f"{problem}; add them, or give --skip-missing to leave their pairs out"
     return f"{problem}; images are found by their names (NAME_0001.jpg), and its first is {dataset.key(0)}"

@@ -74,6 +74,9 @@ def _configure_pairs(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="take the pairs of this list, in LFW's form (pairs.txt), by the images' names (NAME/NAME_0001.jpg)",
     )
+    parser.add_argument(
+        "--skip-missing", action="store_true", help="with --list: leave out pairs of which SOURCE lacks an image"
+    )
     parser.add_argument("--pairs", type=int, metavar="N", help=f"number of pairs that are drawn ({DRAWN_PAIRS})")
     parser.add_argument("--seed", type=int, metavar="N", help="another seed draws other pairs (0)")
     _add_encoding(parser)
@@ -189,6 +192,8 @@ def _drawn_pairs(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.dataset import open_dataset
     from plsc.data.pairs import make_pairs
 
+    if args.skip_missing:
+        raise UsageError("--skip-missing goes with --list")
     seed = 0 if args.seed is None else args.seed
     _at_least(seed, 0, "--seed")
     dataset = open_dataset(args.source, image_size=_size(args))
@@ -207,9 +212,17 @@ def _listed_pairs(args: argparse.Namespace) -> dict[str, Any]:
     pair_list = read_pair_list(args.list)
     size = _size(args)
     dataset = open_pictures(args.source) if size is None else open_images(args.source, size)
-    result = pairs_of_list(dataset, pair_list, args.out, encoding=args.encoding, overwrite=args.overwrite)
+    result = pairs_of_list(
+        dataset,
+        pair_list,
+        args.out,
+        encoding=args.encoding,
+        skip_missing=args.skip_missing,
+        overwrite=args.overwrite,
+    )
     folds = f", in {counted(result['folds'], 'fold')}" if result["folds"] else ""
-    print(f"{_pairs_text(result)}{folds}")
+    left_out = f", {counted(result['left_out'], 'pair')} left out" if result["left_out"] else ""
+    print(f"{_pairs_text(result)}{folds}{left_out}")
     return result
 
 

@@ -70,6 +70,11 @@ def test_missing_pictures_are_counted_and_named(
     assert run("pairs", faces, tmp_path / "x.bin", "--list", tmp_path / "pairs.txt") == 1
     assert "1 of the list's 5 images are missing in" in (error := capsys.readouterr().err)
     assert "person-b_0002; add them" in error
+    assert run("pairs", faces, tmp_path / "y.bin", "--list", tmp_path / "pairs.txt", "--skip-missing") == 0
+    assert "11 pairs, 10 of them the same identity, from 4 images of 2 identities, 9 pairs left out" in (
+        capsys.readouterr().out
+    )
+    assert read_pairs(tmp_path / "y.bin").is_same.tolist() == [True, False] + [True] * 9
     assert run("pairs", "avatars:3x3", tmp_path / "x.bin", "--list", tmp_path / "pairs.txt") == 1
     assert "its first is avatar-0/0" in capsys.readouterr().err
     assert not (tmp_path / "x.bin").exists()
@@ -109,3 +114,4 @@ def test_blanks_and_a_missing_first_line_are_read(tmp_path: Path) -> None:
 def test_options_of_drawn_pairs_do_not_go_with_a_list(faces: Path, tmp_path: Path) -> None:
     assert run("pairs", faces, tmp_path / "x.bin", "--list", tmp_path / "pairs.txt", "--pairs", 6) == 2
     assert run("pairs", faces, tmp_path / "x.bin", "--list", tmp_path / "none.txt") == 2
+    assert run("pairs", faces, tmp_path / "x.bin", "--skip-missing") == 2
