@@ -1,6 +1,7 @@
 """The pages of the documentation: every shell and Python block runs as written."""
 
 import re
+import shutil
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,6 +77,7 @@ def run_page(page: Path, folder: Path) -> PageRun:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not (shutil.which("bash") and shutil.which("curl")), reason="needs bash and curl")
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
 def test_every_block_runs_as_written(page: Path, tmp_path: Path) -> None:
     run_page(page, tmp_path)

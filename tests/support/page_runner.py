@@ -55,8 +55,7 @@ asks_service = program == "curl" and not any(word.startswith("https://") for wor
 if asks_service or (program == "python3" and sys.argv[1] == "-c"):
     os.environ["PATH"] = os.environ["PATH"].partition(":")[2]
     os.execvp(program, sys.argv)
-link = socket.socket(socket.AF_UNIX)
-link.connect(os.environ["PAGE_SOCKET"])
+link = socket.create_connection(("127.0.0.1", int(os.environ["PAGE_PORT"])))
 variables = {{name: value for name, value in os.environ.items() if name.startswith("PLSC_")}}
 link.sendall(json.dumps([program, sys.argv[1:], os.getcwd(), variables]).encode() + b"\\n")
 code, out, err = json.loads(link.makefile().readline())
@@ -135,9 +134,7 @@ class PageRun:
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         try:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(programs / "socket"))
-                listener.listen()
+            with socket.create_server(("127.0.0.1", 0)) as listener:
                 self._run_script(listener, programs)
         finally:
             for server, thread in self._services:
@@ -166,7 +163,7 @@ class PageRun:
         environment = {
             **os.environ,
             "PATH": f"{programs}:{os.environ['PATH']}",
-            "PAGE_SOCKET": str(programs / "socket"),
+            "PAGE_PORT": str(listener.getsockname()[1]),
             "NO_PROXY": "*",
         }
         with (programs / "output").open("w+", encoding="utf-8") as output:
