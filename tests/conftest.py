@@ -92,6 +92,7 @@ SKIP_HINTS = {
     "needs Chromium": "the page's tests; install Chromium to run them (Debian, Ubuntu: apt-get install chromium)",
     "needs a CUDA device": "GPU tests; run them on a machine with an NVIDIA GPU",
     "needs a C++ compiler": "tests of compiled CPU kernels; install g++ or clang++, or name a compiler in CXX",
+    "needs bash and curl": "blocks of the documentation; install curl to run them",
     "is not installed": "tests beside optional peers; 'make install' installs them",
 }
 
