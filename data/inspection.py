@@ -15,7 +15,7 @@ from plsc.data.dataset import EncodedDataset, ImageDataset
 from plsc.data.loader import map_in_workers
 from plsc.errors import DataError
 from plsc.files import atomic_write
-from plsc.progress import Progress
+from plsc.progress import Progress, counted
 
 MAX_LISTED = 100
 _CHUNK = 64
@@ -168,7 +168,7 @@ def stats_text(result: dict[str, Any]) -> str:
     """Format the result of :func:`stats` as a summary and a histogram in text."""
     per_class = result["images_per_class"]
     lines = [
-        f"{result['source']}: {result['images']:,} images of {result['classes']:,} classes",
+        f"{result['source']}: {_size(result)}",
         f"images per class: {per_class['min']:,} to {per_class['max']:,}, "
         f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}",
         "",
@@ -179,8 +179,12 @@ def stats_text(result: dict[str, Any]) -> str:
         bar = "█" * round(_BAR * row["classes"] / most) or ("▏" if row["classes"] else "")
         lines.append(f"{_format_range(row):>12}  {row['classes']:>12,}  {bar}".rstrip())
     if result["single_image_classes"]:
-        lines += ["", f"{result['single_image_classes']:,} classes have a single image"]
+        lines += ["", f"{counted(result['single_image_classes'], 'class')} of a single image"]
     return "\n".join(lines)
+
+
+def _size(result: dict[str, Any]) -> str:
+    return f"{counted(result['images'], 'image')} of {counted(result['classes'], 'class')}"
 
 
 def _format_range(row: dict[str, int]) -> str:
@@ -209,7 +213,7 @@ def stats_plot(result: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0)
     axes.margins(y=0.12)
-    axes.set_title(f"{result['images']:,} images of {result['classes']:,} classes", loc="left", pad=22)
+    axes.set_title(_size(result), loc="left", pad=22)
     axes.annotate(
         f"{per_class['min']:,} to {per_class['max']:,} images per class, "
         f"median {per_class['median']:,.0f}, mean {per_class['mean']:,.1f}",
