@@ -172,7 +172,12 @@ def to_toml(path: Path) -> str:
         raise UsageError(
             f"{path} assigns no config.KEY, so it is no config of arcface_torch; name a TOML configuration"
         )
-    return _as_toml(path.stem, values, unread)
+    try:
+        return _as_toml(path.stem, values, unread)
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} has a value of an unexpected kind: {error}; write the TOML by hand, by {PAGE}"
+        ) from None
 
 
 def _assignments(tree: ast.Module) -> tuple[dict[str, Any], dict[str, str]]:

@@ -166,3 +166,20 @@ def test_a_config_of_theirs_is_known_without_its_suffix(tmp_path: Path) -> None:
     (tmp_path / "r50.py").write_text(RECIPE)
     with pytest.raises(UsageError, match=r"r50\.py is a config of arcface_torch.*plsc train .*r50\.py --as-toml"):
         config.load(tmp_path / "r50")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "config.margin_list = (1.0, 0.5)",
+        "config.margin_list = ('a', 'b', 'c')",
+        "config.network = ['r50']",
+        "config.sample_rate = 'all'",
+        "config.val_targets = 3",
+    ],
+)
+def test_a_value_of_an_unexpected_kind_is_one_error(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(f"{line}\n")
+    with pytest.raises(UsageError, match=r"odd\.py has a value of an unexpected kind"):
+        arcface_torch.to_toml(path)
