@@ -9,6 +9,7 @@ from plsc.gallery.store import Store
 
 _SAMPLED_PERSONS = 1000  # whose fields are named
 _NAMED_FIELDS = 20
+_CHECKED_FIELDS = 4  # of a filter: each costs the store a look at every person, and a search costs less than that
 _KINDS = {Kind.BOOL: "true or false", Kind.NUMBER: "a number", Kind.TEXT: "text"}
 # A condition that every value of a kind fulfils, and no other value.
 _OF_KIND: dict[Kind, tuple[str, Any]] = {
@@ -21,15 +22,15 @@ _OF_KIND: dict[Kind, tuple[str, Any]] = {
 def filter_warnings(store: Store, collection: str, filter: Filter) -> list[str]:
     """Explain a filter that finds nobody: fields that no person of ``collection`` has, or never with such a value.
 
-    The store is asked by filters on the field alone, so the warnings are exact. The fields that there are, which a
-    warning names, are those of the first 1,000 persons.
+    The store is asked by filters on the field alone, so the warnings are exact, and only about the first four fields of
+    the filter. The fields that there are, which a warning names, are those of the first 1,000 persons.
     """
-    conditions = {condition.key: condition for condition in reversed(filter.conditions)}
-    unknown = [key for key in conditions if not _somebody_has(store, collection, key, "exists", True)]
+    fields = list(dict.fromkeys(condition.key for condition in filter.conditions))[:_CHECKED_FIELDS]
+    unknown = [key for key in fields if not _somebody_has(store, collection, key, "exists", True)]
     if unknown:
-        known = _known_fields(store, collection)
-        return [f"no person has a field {_quoted(key)}; {known}" for key in reversed(unknown)]
-    return [warning for condition in filter.conditions for warning in _kind_warnings(store, collection, condition)]
+        return [f"no person has a field {' or '.join(map(_quoted, unknown))}; {_known_fields(store, collection)}"]
+    checked = [condition for condition in filter.conditions if condition.key in fields][:_CHECKED_FIELDS]
+    return [warning for condition in checked for warning in _kind_warnings(store, collection, condition)]
 
 
 def _kind_warnings(store: Store, collection: str, condition: Condition) -> list[str]:
@@ -40,8 +41,7 @@ def _kind_warnings(store: Store, collection: str, condition: Condition) -> list[
     if _somebody_has(store, collection, condition.key, *_OF_KIND[kind]):
         return []
     return [
-        f"the field {_quoted(condition.key)} is {_KINDS[kind]} for nobody, and is compared with "
-        f"{_quoted(condition.value)}"
+        f"the field {_quoted(condition.key)} is never {_KINDS[kind]}, and is compared with {_quoted(condition.value)}"
     ]
 
 
