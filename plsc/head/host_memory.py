@@ -5,6 +5,7 @@ few rows at a time and gives the pages back behind itself: the kernel keeps what
 """
 
 import errno
+import math
 import mmap
 import os
 import weakref
@@ -39,11 +40,14 @@ class Column:
     Args:
         values: the memory.
         mapping: of the file that it is mapped from, if it is.
-        pinned: whether a GPU may copy to and from it directly.
+
+    Attributes:
+        pinned_rows: rows of each piece that is registered with a GPU, which may copy to and from them directly; 0: no
+            memory is registered. See :meth:`pinned_parts`.
     """
 
-    def __init__(self, values: Tensor, mapping: mmap.mmap | None = None, pinned: bool = False) -> None:
-        self.values, self.pinned = values, pinned
+    def __init__(self, values: Tensor, mapping: mmap.mmap | None = None) -> None:
+        self.values, self.pinned_rows = values, 0
         self._mapping = mapping
         self._row_bytes = values[:1].numel() * values.element_size()
 
@@ -65,6 +69,18 @@ class Column:
             else:
                 self.values.index_copy_(0, part, values[start:stop])
             self.release(part)
+
+    def pinned_parts(self, rows: slice) -> Iterator[tuple[slice, slice]]:
+        """Yield consecutive rows, piece by piece, as (rows of the column, positions in ``rows``).
+
+        A copy must not cross from one registered piece into the next: the CUDA driver may refuse it as invalid.
+        """
+        start, stop, _ = rows.indices(len(self.values))
+        if start >= stop:
+            return
+        for first in range(start // self.pinned_rows * self.pinned_rows, stop, self.pinned_rows):
+            part = slice(max(first, start), min(first + self.pinned_rows, stop))
+            yield part, slice(part.start - start, part.stop - start)
 
     def release(self, rows: slice | Tensor | None = None) -> None:
         """Give back the pages between the first and the last of ``rows`` (None: all), where a file is mapped."""
@@ -131,8 +147,10 @@ class HostMemory:
         values = torch.frombuffer(memory, dtype=dtype).view(rows, columns)
         if self.file is not None:
             return Column(values, memory)
-        column = Column(values, pinned=self.pinned)
+        column = Column(values)
         if self.pinned:
+            # Of pinned pages a fork (of a loader's workers) would copy all, or break the GPU's view of them.
+            memory.madvise(mmap.MADV_DONTFORK)
             _pin(column)
         return column
 
@@ -172,10 +190,13 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
 
 
 def _pin(column: Column) -> None:
-    """Register the column's memory with the GPU until the column is collected."""
+    """Register the column's memory with the GPU, in pieces of whole rows and whole pages, until it is collected."""
     runtime: Any = torch.cuda.cudart()
-    start, size = column.values.data_ptr(), column.values.nbytes
-    for offset in range(0, size, _PIN_BYTES):
+    start, size, row_bytes = column.values.data_ptr(), column.values.nbytes, column.values[:1].nbytes
+    unit = math.lcm(row_bytes, mmap.PAGESIZE)  # two registrations must not share a page
+    piece_bytes = max(_PIN_BYTES // unit, 1) * unit
+    for offset in range(0, size, piece_bytes):
         piece = start + offset
-        torch.cuda.check_error(int(runtime.cudaHostRegister(piece, min(_PIN_BYTES, size - offset), 0)))
+        torch.cuda.check_error(int(runtime.cudaHostRegister(piece, min(piece_bytes, size - offset), 0)))
         weakref.finalize(column, runtime.cudaHostUnregister, piece)
+    column.pinned_rows = piece_bytes // row_bytes

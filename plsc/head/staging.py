@@ -144,8 +144,8 @@ class Staging:
 class _Lane:
     """A thread (on a GPU with a stream of its own) that copies rows in the order of submission.
 
-    Scattered rows go through a (pinned) buffer of bounded size. A task ends when its copies are complete, not when
-    they are enqueued.
+    Consecutive rows of pinned memory are copied directly, scattered rows through a (pinned) buffer of bounded size. A
+    task ends when its copies are complete, not when they are enqueued.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -165,8 +165,12 @@ class _Lane:
         """Copy rows of the host's columns into the device's tensors (n, …)."""
         numbers = rows.cpu() if isinstance(rows, Tensor) else rows
         for column, copies in columns.items():
-            if isinstance(numbers, slice) and self._reaches(column):
-                self._copy_directly(column, numbers, copies)
+            if isinstance(numbers, slice) and column.pinned_rows:
+                for host_rows, positions in column.pinned_parts(numbers):
+                    copies[positions].copy_(column.values[host_rows], non_blocking=True)
+                continue
+            if isinstance(numbers, slice) and self._device.type == "cpu":
+                column.read(numbers, copies)
                 continue
             for part, piece, buffer in self._pieces(numbers, copies):
                 column.read(part, buffer)
@@ -177,6 +181,10 @@ class _Lane:
         """Copy the device's tensors (n, …) into rows of the host's columns."""
         numbers = rows.cpu() if isinstance(rows, Tensor) else rows
         for column, copies in columns.items():
+            if isinstance(numbers, slice) and column.pinned_rows:
+                for host_rows, positions in column.pinned_parts(numbers):
+                    column.values[host_rows].copy_(copies[positions], non_blocking=True)
+                continue
             for part, piece, buffer in self._pieces(numbers, copies):
                 buffer.copy_(piece, non_blocking=True)
                 self._finish()
@@ -193,15 +201,6 @@ class _Lane:
         """Wait until the buffer may be reused."""
         if self._stream is not None:
             self._stream.synchronize()
-
-    def _reaches(self, column: Column) -> bool:
-        return self._device.type == "cpu" or column.pinned
-
-    def _copy_directly(self, column: Column, rows: slice, copies: Tensor) -> None:
-        if self._device.type == "cpu":
-            column.read(rows, copies)
-        else:
-            copies.copy_(column.values[rows], non_blocking=True)
 
     def _pieces(self, rows: slice | Tensor, copies: Tensor) -> Iterator[tuple[slice | Tensor, Tensor, Tensor]]:
         """Yield (row numbers, their part of ``copies``, a host buffer of the same shape), buffer by buffer."""

@@ -2,7 +2,10 @@
 
 import contextlib
 import errno
+import mmap
 import os
+import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,8 +19,9 @@ from hypothesis import strategies as st
 
 import plsc
 from plsc.errors import DataError, LabelError, PlscError, UsageError
-from plsc.head import row_shard, staging
+from plsc.head import host_memory, host_table, row_shard, staging
 from plsc.head.class_table import ResidentTable
+from plsc.head.host_memory import HostMemory
 from plsc.head.sharded_head import softmax_of
 from plsc.optim import clip_grad_norm_
 from plsc.parallel import Mesh
@@ -337,3 +341,76 @@ def test_a_second_table_of_the_same_name_leaves_the_first_whole(tmp_path):
     before = everything(first, optimizer)
     make(ONE, f"mmap:{tmp_path}/t", seed=5)
     assert same(everything(first, optimizer), before)
+
+
+class Registrations:
+    """CUDA's registrations of host memory, without a GPU: page-aligned, and no two of them share a page."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, int] = {}
+        self.made = 0
+
+    def cudaHostRegister(self, start: int, size: int, flags: int) -> int:
+        assert start % mmap.PAGESIZE == 0
+        assert not any(start < other + length and other < start + size for other, length in self.pieces.items())
+        self.pieces[start] = size
+        self.made += 1
+        return 0
+
+    def cudaHostUnregister(self, start: int) -> int:
+        del self.pieces[start]
+        return 0
+
+    def hold(self, values: torch.Tensor) -> bool:
+        """True if one registration holds all of a contiguous tensor."""
+        start, stop = values.data_ptr(), values.data_ptr() + values.nbytes
+        return any(first <= start and stop <= first + size for first, size in self.pieces.items())
+
+
+@contextlib.contextmanager
+def registrations():
+    """Host memory is pinned as for a GPU, in pieces of a few pages."""
+    made = Registrations()
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(torch.cuda, "cudart", return_value=made))
+        patches.enter_context(mock.patch.object(torch.cuda, "check_error"))
+        patches.enter_context(mock.patch.object(host_memory, "_PIN_BYTES", 3 * mmap.PAGESIZE))
+        patches.enter_context(
+            mock.patch.object(host_table, "HostMemory", lambda *where, pinned: HostMemory(*where, True))
+        )
+        yield made
+
+
+@given(st.sampled_from([1, 24, 1000, 4096, 5000]), st.integers(1, 700), st.data())
+@settings(max_examples=50, deadline=None)
+def test_no_copy_crosses_two_registrations_of_pinned_memory(row_bytes, rows, data):
+    with registrations() as made:
+        column = HostMemory(None, 0, 1, pinned=True).table("weight", rows, row_bytes, torch.uint8)
+    assert sum(made.pieces.values()) == column.values.nbytes
+    start = data.draw(st.integers(0, rows))
+    stop = data.draw(st.integers(start, rows))
+    parts = list(column.pinned_parts(slice(start, stop)))
+    assert [row for part, _ in parts for row in range(part.start, part.stop)] == list(range(start, stop))
+    assert all(part.start - at.start == part.stop - at.stop == start for part, at in parts)
+    assert all(made.hold(column.values[part]) for part, _ in parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_pinned_memory_equal_the_resident_table_s(kind):
+    resident = trained(ONE, "device", kind, 1.0)
+    with registrations() as made:
+        assert same(trained(ONE, "host", kind, 1.0), resident)
+    assert made.made > 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_forked_workers_do_not_inherit_pinned_memory():
+    with registrations():
+        column = HostMemory(None, 0, 1, pinned=True).table("weight", 4096, 64, torch.uint8)
+    flags, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if area := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(area[1], 16) <= column.values.data_ptr() < int(area[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            flags = line.split()[1:]
+    assert "dc" in flags  # proc(5): do not copy the area on fork
