@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,6 +57,15 @@ def micro_batches(loader: TrainLoader, accumulate: int) -> Iterator[list[MicroBa
         yield group
 
 
+class _Vote(NamedTuple):
+    """All ranks' verdict on a step, the largest signal that any of them has received, and the step's numbers."""
+
+    finite: bool
+    stop: int
+    loss: float
+    norm: float
+
+
 class Stepper:
     """Takes steps with the components of a run."""
 
@@ -81,8 +91,8 @@ class Stepper:
         loss = self._backward(group)
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
         norm = self._clipped_norm()
-        finite, stop = self._vote(loss, norm, stop)
-        if finite:
+        vote = self._vote(loss, norm, stop)
+        if vote.finite:
             components.scaler.step_both(components.optimizer, components.head_optimizer)
             if components.average is not None:
                 components.average.update(components.backbone)
@@ -93,7 +103,7 @@ class Stepper:
         components.optimizer.zero_grad()
         components.head_optimizer.zero_grad()
         size = sum(batch.size for batch in group)
-        return StepResult(float(loss), float(norm), size, not finite, stop)
+        return StepResult(vote.loss, vote.norm, size, not vote.finite, vote.stop)
 
     def _backward(self, group: Sequence[MicroBatch]) -> Tensor:
         """Leave the gradients of the group's mean loss, times the loss scale; the loss itself, detached."""
@@ -172,12 +182,16 @@ class Stepper:
             return clip_grad_norm_(self._weights, optim.clip_norm, head)
         return total_norm([w.grad for w in self._weights if w.grad is not None])
 
-    def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> tuple[bool, int]:
-        """Return (loss and norm are finite on all ranks, the largest signal that any rank has received)."""
+    def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> _Vote:
+        """Agree with all ranks on this step, and read its numbers: the host waits for the device here and nowhere else.
+
+        Read after the update was enqueued, the loss would keep the host from preparing the next step meanwhile.
+        """
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
-        ballot = torch.stack([bad.double(), bad.new_tensor(stop, dtype=torch.float64)])
-        bad_somewhere, signal = all_reduce_max(ballot, self.components.mesh).tolist()
-        return not bad_somewhere, int(signal)
+        ballot = torch.stack([bad.double(), torch.full_like(bad, stop, dtype=torch.float64)])
+        agreed = all_reduce_max(ballot, self.components.mesh)
+        bad_somewhere, signal, own_loss, own_norm = torch.cat([agreed, torch.stack([loss, norm.to(loss)])]).tolist()
+        return _Vote(not bad_somewhere, int(signal), own_loss, own_norm)
 
     def _remember_buffers(self) -> None:
         if self._buffers:
