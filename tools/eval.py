@@ -86,11 +86,6 @@ def _check(args: argparse.Namespace) -> None:
     for path in args.pairs:
         if Path(path).suffix != ".bin":
             raise UsageError(f"--pairs {path}: a verification set is a .bin file; use --data for labelled images")
-    for path in (*args.pairs, *args.data):  # of all, before hours are spent on the first
-        if not path.startswith("avatars:") and not Path(path).exists():
-            raise UsageError(f"there is no {path} to evaluate on")
-    if args.ijb is not None:
-        find_prefix(args.ijb)
     for option in ("batch_size", "nproc", "image_size"):
         if (value := getattr(args, option)) < 1:
             raise UsageError(f"--{option.replace('_', '-')} {value}: it must be at least 1")
@@ -104,6 +99,11 @@ def _check(args: argparse.Namespace) -> None:
             check_output(figure, overwrite=args.overwrite)
     if args.calibration is not None:
         _check_calibration(args)
+    for path in (*args.pairs, *args.data):  # of all, before hours are spent on the first
+        if not path.startswith("avatars:") and not Path(path).exists():
+            raise UsageError(f"there is no {path} to evaluate on")
+    if args.ijb is not None:
+        find_prefix(args.ijb)
 
 
 def _check_calibration(args: argparse.Namespace) -> None:

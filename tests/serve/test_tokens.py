@@ -31,6 +31,7 @@ NEEDED = {
     "delete_person": "write",
     "add_faces": "write",
     "delete_face": "write",
+    "get_thumbnail": "read",
     "search": "read",
     "info": "read",
     "compare": "read",
