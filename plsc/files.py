@@ -98,9 +98,9 @@ def atomic_write(path: Path) -> Iterator[Path]:
     try:
         with _writing(path):
             yield tmp_path
-            _sync(tmp_path)
+            sync(tmp_path)
             tmp_path.replace(path)
-            _sync(path.parent)
+            sync(path.parent)
     finally:
         if tmp_path.is_file():
             tmp_path.unlink()
@@ -120,16 +120,16 @@ def atomic_write_group(paths: Sequence[Path]) -> Iterator[list[Path]]:
         with _writing(main):
             yield tmp_paths
             for tmp_path in filter(Path.exists, tmp_paths):
-                _sync(tmp_path)
+                sync(tmp_path)
             for path in others:
                 path.unlink(missing_ok=True)
-            _sync(main.parent)  # before the next step: else a power cut may undo the removals alone
+            sync(main.parent)  # before the next step: else a power cut may undo the removals alone
             tmp_paths[0].replace(main)
-            _sync(main.parent)
+            sync(main.parent)
             for tmp_path, path in zip(tmp_paths[1:], others, strict=True):
                 if tmp_path.exists():
                     tmp_path.replace(path)
-            _sync(main.parent)
+            sync(main.parent)
     finally:
         for tmp_path in tmp_paths:
             tmp_path.unlink(missing_ok=True)
@@ -249,8 +249,8 @@ def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
     """
     for path in tmp_path.rglob("*"):
         if path.is_file():
-            _sync(path)
-    _sync(tmp_path)
+            sync(path)
+    sync(tmp_path)
     former = final.with_name(f".{final.name}.former")
     shutil.rmtree(former, ignore_errors=True)
     if not final.exists():
@@ -260,7 +260,7 @@ def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
     else:
         final.replace(former)
         tmp_path.replace(final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(former, ignore_errors=True)
 
 
@@ -277,7 +277,8 @@ def _exchange(first: Path, second: Path) -> bool:
     return bool(renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Make what was written to a file, or renamed and removed in a folder, survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -6,7 +6,6 @@ A store's own files, snapshots, copies and exports never hold one, so a deleted 
 removed before the face is deleted, and a crash in between leaves a face without a thumbnail, never the reverse.
 """
 
-import os
 import re
 import shutil
 import sys
@@ -20,7 +19,7 @@ import torch
 
 from plsc.data.codec import encode_image
 from plsc.errors import NotFoundError
-from plsc.files import storage_errors
+from plsc.files import storage_errors, sync
 from plsc.gallery.store import NewPerson, Person, Store
 
 _BUCKET_PERSONS = 1000  # of one folder: file systems and people dislike a million entries
@@ -125,7 +124,7 @@ class ThumbnailStore:
             for path in paths:
                 path.unlink(missing_ok=True)
             for parent in {path.parent for path in paths if path.parent.is_dir()}:
-                _sync_folder(parent)
+                sync(parent)
 
     def _sweep(self, root: Path, collection: str) -> None:
         """Remove files of faces that the store does not hold, and folders of collections that it does not hold."""
@@ -138,7 +137,7 @@ class ThumbnailStore:
             if name is not None and int(name[2]) not in self._faces_of(collection, int(name[1])):
                 with storage_errors(path):
                     path.unlink()
-                    _sync_folder(path.parent)
+                    sync(path.parent)
 
     def _faces_of(self, collection: str, person: int) -> Sequence[int]:
         try:
@@ -160,13 +159,4 @@ def _remove_folder(folder: Path) -> None:
     with storage_errors(folder):
         if folder.is_dir():
             shutil.rmtree(folder)
-            _sync_folder(folder.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make removals in ``folder`` durable: after a power failure the files must not be back."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(folder.parent)
