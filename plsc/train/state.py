@@ -183,9 +183,13 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         index, _, entry = name.partition(".")
+        weight = weights[int(index)]
+        if tensor.shape == weight.shape:  # laid out as the weight is (channels_last): else fused updates fall back
+            tensor = torch.empty_like(weight, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         state.setdefault(int(index), {})[entry] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

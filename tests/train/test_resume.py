@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file
 from support.tiny_runs import TINY, Killable, losses, run
 
+from plsc import config
 from plsc.errors import IntegrityError, UsageError
 from plsc.train.metrics import read_metrics
+from plsc.train.trainer import Trainer
 
 Ranks = Any
 
@@ -322,3 +324,21 @@ def test_requests_that_cannot_be_met(finished: Path, tmp_path_factory: pytest.Te
 
 def test_tiny_is_20_steps() -> None:
     assert (TINY["epochs"], TINY["data.train"], TINY["data.batch_size"]) == (4, "avatars:10x6", 12)
+
+
+def channels_last_momenta(mesh: Any, out: Path) -> tuple[list[Any], list[Any]]:
+    """Sizes and strides of the backbone's convolutions and of their momenta, in a run that was resumed."""
+    changes = {"channels_last": True, "epochs": None, "steps": 1, "checkpoint.every_steps": 1}
+    run(mesh, out, changes)
+    trainer = Trainer(config.load(None, {**TINY, **changes, "steps": 2}), mesh, out, "auto", quiet=True)
+    trainer.metrics.close()
+    trainer.report.close()
+    momenta = [(weight, state["momentum_buffer"]) for weight, state in trainer.components.optimizer.state.items()]
+    pairs = [(weight, momentum) for weight, momentum in momenta if weight.dim() == 4]
+    return [weight.stride() for weight, _ in pairs], [momentum.stride() for _, momentum in pairs]
+
+
+def test_momenta_keep_the_weights_layout(tmp_path: Path, ranks: Ranks) -> None:
+    weights, momenta = ranks(1, channels_last_momenta, tmp_path / "run")[0]
+    assert weights
+    assert momenta == weights
