@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from plsc.data.codec import IMAGE_SUFFIXES, Encoding, image_pixels, suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
-from plsc.data.loader import map_in_workers
+from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.data.record_keys import write_key
 from plsc.data.recordio import check_records, record_writer
 from plsc.errors import DataError, UsageError
@@ -34,6 +34,7 @@ _FORMATS = {".jpeg": ".jpg"}  # suffixes by which a format goes, other than code
 _log = logging.getLogger("plsc.data")
 
 
+@report_killed_workers()
 def convert(
     dataset: ImageDataset,
     out: Path,
@@ -62,7 +63,7 @@ def convert(
 
     Raises:
         UsageError: ``out`` cannot be written, exists, or holds the images themselves.
-        DataError: no image, or too few of them, can be read.
+        DataError: no image, or too few of them, can be read; a decoding process was killed.
     """
     check_out(dataset.source, out, overwrite=overwrite)
     images = _Images(dataset, encoding, max_bad_records, workers, Progress(label, len(dataset), quiet=quiet))

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from plsc.data.codec import decode_image
 from plsc.data.dataset import EncodedDataset, ImageDataset
-from plsc.data.loader import map_in_workers
+from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.errors import DataError
 from plsc.files import atomic_write
 from plsc.progress import Progress, counted
@@ -30,6 +30,7 @@ class _ChunkReport:
     broken: dict[int, str]
 
 
+@report_killed_workers()
 def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> dict[str, Any]:
     """Decode every image of ``dataset`` and compare their contents.
 

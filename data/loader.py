@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -332,6 +333,23 @@ def map_in_workers(
         persistent_workers=persistent and workers > 0,
         generator=torch.Generator(),  # its own: torch's global one would advance by a base seed in each pass
     )
+
+
+@contextmanager
+def report_killed_workers() -> Iterator[None]:
+    """Turn torch's RuntimeError for a loader process that was killed into a :class:`DataError`.
+
+    It surrounds the whole loop over a loader, the loop's body included: torch raises from its SIGCHLD handler, so in
+    whatever the main thread does when the process dies, and from next() otherwise.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # torch has no class of its own for it
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise DataError(
+            "a decoding process was killed, perhaps for want of memory: use fewer (--workers, data.workers)"
+        ) from None
 
 
 def _identity_collate(result: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from plsc.data import ImageDataset
+from plsc.data.loader import report_killed_workers
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.embedding.embedding_set import FORMAT, EmbeddingSet, shard_name
 from plsc.embedding.pipeline import Embedded, StallTimes, decode_loader, embedded_batches, usable_rows
@@ -222,6 +223,7 @@ def _is_whole(folder: Path) -> bool:
     return True
 
 
+@report_killed_workers()
 def _embed_shards(job: _Job, shards: list[int], mesh: Mesh, quiet: bool) -> _Work:
     """Make and publish ``shards``, one after the other."""
     ranges = [job.writer.shard_range(number) for number in shards]

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plsc.data import ImageDataset
 from plsc.data.codec import resize_image
+from plsc.data.loader import report_killed_workers
 from plsc.embedding.embedder import Embedder, embed_images
 from plsc.embedding.preprocessing import picture_warnings
-from plsc.errors import DataError, PlscError
+from plsc.errors import PlscError
 
 BATCHES_AHEAD = 2  # one that the model computes, one that waits for it
 Decoded = tuple[Tensor | None, str, str]  # the image, or an error; a warning
@@ -66,13 +67,13 @@ def embedded_batches(
         Each batch's rows, errors and warnings.
 
     Raises:
-        DataError: a decoding process died. Whatever ``embed`` raises passes through.
+        Exception: whatever ``embed`` or ``stream`` raises.
     """
     running: deque[tuple[Future[Tensor], Batch]] = deque()
     with ThreadPoolExecutor(1) as model:
         while True:
             began = time.monotonic()
-            batch = _next(stream) if len(running) < BATCHES_AHEAD else None
+            batch = next(stream, None) if len(running) < BATCHES_AHEAD else None
             stalls.images += time.monotonic() - began
             if batch is not None:
                 running.append((model.submit(embed, batch.images), batch))
@@ -86,6 +87,7 @@ def embedded_batches(
                 return
 
 
+@report_killed_workers()
 def embed_dataset(
     embedder: Embedder, dataset: ImageDataset, *, batch_size: int = 64, workers: int = 0, flip: bool = False
 ) -> Embedded:
@@ -100,6 +102,9 @@ def embed_dataset(
 
     Returns:
         Rows (N, D) float32, not normalised; errors of the images without an embedding, whose rows are zero; warnings.
+
+    Raises:
+        DataError: a decoding process was killed.
     """
     rows = np.zeros((len(dataset), embedder.embedding_dim), dtype=np.float32)
     errors: dict[int, str] = {}
@@ -135,16 +140,6 @@ def usable_rows(
     errors = {int(row): f"the model's embedding is not finite in {dtype}" for row in broken} | unreadable
     stored[list(errors)] = 0
     return stored, errors
-
-
-def _next(stream: Iterator[Any]) -> Any:
-    """The next batch; None when there is no more."""
-    try:
-        return next(stream, None)
-    except RuntimeError as error:  # torch's DataLoader has no class of its own for a worker that was killed
-        if "exited unexpectedly" not in str(error):
-            raise
-        raise DataError("a decoding process was killed, perhaps for want of memory; use fewer --workers") from None
 
 
 def decode_loader(

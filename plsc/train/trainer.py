@@ -7,6 +7,7 @@ from typing import Any
 
 from plsc import config as configuration
 from plsc.config import Config
+from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError, UsageError
 from plsc.files import atomic_write, make_folder
 from plsc.optim.schedules import advance, schedule, scheduler
@@ -47,14 +48,15 @@ def train(
         UsageError: the configuration or the request is off, or the mesh has other head groups than the configuration;
             ``out`` holds a run and ``resume`` is None.
         IntegrityError: the checkpoint to resume from is corrupt.
-        DataError: too many unreadable images; a full disk.
+        DataError: too many unreadable images; a decoding process was killed; a full disk.
         PlscError: the loss was not finite for too long.
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
     with StopRequest() as stop:
         trainer = Trainer(config, mesh, Path(out), resume, quiet)
         try:
-            return trainer.run(stop)
+            with report_killed_workers():
+                return trainer.run(stop)
         except PlscError as error:
             trainer.report.log(f"ended: {error}")
             raise

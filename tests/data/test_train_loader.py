@@ -1,6 +1,9 @@
 """The training loader: who gets which samples, with which pixels, and where it continues."""
 
 import logging
+import os
+import signal
+import time
 from itertools import islice
 from typing import Any
 
@@ -11,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.data import ImageDataset, TrainLoader
-from plsc.data.loader import epoch_order, global_batches
+from plsc.data.loader import epoch_order, global_batches, map_in_workers, report_killed_workers
 from plsc.data.transforms import augment_batch, sample_keys
 from plsc.errors import DataError, UsageError
 
@@ -309,3 +312,24 @@ def test_half_of_all_images_are_mirrored() -> None:
         keys = sample_keys(np.arange(100_000), seed=seed, epoch=epoch)
         assert len(np.unique(keys)) == 100_000
         assert abs(int((keys >> np.uint64(63)).sum()) - 50_000) < 800
+
+
+class ProcessIds(torch.utils.data.Dataset[int]):
+    """Every item is the process that read it."""
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_killed_process_is_reported_wherever_the_loop_is() -> None:
+    @report_killed_workers()
+    def kill_first() -> None:
+        for process in map_in_workers(ProcessIds(), range(100), 1):
+            os.kill(process, signal.SIGKILL)
+            time.sleep(60)  # not in the loader: torch's handler of SIGCHLD interrupts this
+
+    with pytest.raises(DataError, match="a decoding process was killed"):
+        kill_first()
+    with pytest.raises(RuntimeError, match="else"), report_killed_workers():
+        raise RuntimeError("something else")
