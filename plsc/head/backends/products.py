@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from plsc.head.class_table import Chunk
+
+# How a kernel multiplies float32 factors: as they are, rounded to TF32 (11 bits), or each as the sum of two bfloat16
+# numbers (16 bits), in three products.
+Fp32Precision = Literal["ieee", "tf32", "bf16x3"]
 
 _COPIED_CLASSES = 2048  # of pass 2 at a time, where their rows are copied to float32
 _GATHERED_ROWS = 512  # of scattered rows, copied at a time

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from plsc.head.backends.products import product
+from plsc.head.backends.products import Fp32Precision, product
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater
 from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows
 from plsc.head.low_precision import Rounding, RowState, as_int32, rounding_key
@@ -93,13 +93,14 @@ class TritonBackend(TorchBackend):
         reason: why this backend was chosen, for logs.
         dim: D of the table.
         with_passes: take the passes too: logits that are s·cos, one centre to a class.
+        fp32_precision: of the passes' products over a float32 table.
     """
 
     name = "triton"
 
-    def __init__(self, reason: str, *, dim: int, with_passes: bool) -> None:
+    def __init__(self, reason: str, *, dim: int, with_passes: bool, fp32_precision: Fp32Precision = "ieee") -> None:
         super().__init__(reason)
-        self._dim, self._with_passes = dim, with_passes
+        self._dim, self._with_passes, self._fp32_precision = dim, with_passes, fp32_precision
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`."""
