@@ -29,7 +29,7 @@ from results_file import RESULTS, add_row
 from torch import Tensor
 
 from plsc.bench.harness import environment
-from plsc.head.backends import HeadBackend, triton_backend
+from plsc.head.backends import HeadBackend, triton_backend, triton_update
 from plsc.head.backends.products import product
 from plsc.head.backends.torch_backend import Batch
 from plsc.head.backends.triton_backend import Block, is_interpreted
@@ -280,7 +280,7 @@ def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer:
     gradient = torch.randn(n, sizes.dim, device=clock.device)
     ways: dict[str, Way] = {"torch": partial(checks.plain_path, optimizer)}
     for elements in (512, 1024, 2048, 4096):
-        ways[f"kernel, {elements} elements a program"] = partial(patch.object, triton_backend, "_ELEMENTS", elements)
+        ways[f"kernel, {elements} elements a program"] = partial(patch.object, triton_update, "_ELEMENTS", elements)
     works = {name: inside(way, lambda: optimizer._update_chunk(chunk, gradient, 1.0)) for name, way in ways.items()}
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("update", name, (n, sizes.variants[1]), sizes.dim, spent, products=0)

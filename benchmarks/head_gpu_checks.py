@@ -15,6 +15,7 @@ import plsc
 from plsc.head.backends import triton_backend
 from plsc.head.backends.torch_backend import TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
+from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows
 from plsc.head.low_precision import RowState
 from plsc.head.sharded_head import softmax_of
@@ -219,7 +220,7 @@ def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 51
         try:
             triton_backend.first_pass(rows, features, y, 64.0, 4096, with_grad=True)
             for chunk, gradient in triton_backend.second_pass(rows, features, y, 64.0, log_z, scale, pull, 4096):
-                triton_backend.update_rows(chunk, gradient, {"momentum": state}, update)
+                update_rows(chunk, gradient, {"momentum": state}, update)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return "no wait"

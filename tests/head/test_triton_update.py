@@ -10,7 +10,7 @@ from reference import Oracle, relative_error
 
 import plsc
 from plsc.head.backends.torch_backend import backward_through_normalize
-from plsc.head.backends.triton_backend import update_rows
+from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import Chunk, ClassRows
 from plsc.head.low_precision import RoundingBits, RowState, store
 from plsc.head.update_rules import SgdRule, Update

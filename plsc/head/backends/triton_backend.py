@@ -1,12 +1,12 @@
-"""The head's passes and SGD by Triton kernels: what lies between two products is one kernel, or part of the first.
+"""The head's passes by Triton kernels: what lies between two products is one kernel, or part of the first.
 
 Nothing here waits for the device. Sums over classes are taken in float32 by block of classes and in float64 over the
 blocks, in a fixed order, so that two runs agree; blocks are chosen by the device's kind, never by timing, for the same
-reason. A Triton update reads every number once and writes it once.
+reason.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -18,14 +18,12 @@ from torch import Tensor
 
 from plsc.head.backends.products import Fp32Precision, product
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater
-from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows
-from plsc.head.low_precision import Rounding, RowState, as_int32, rounding_key
-from plsc.head.update_rules import SgdRule, Update, UpdateRule
+from plsc.head.backends.triton_update import has_kernel, update_rows
+from plsc.head.class_table import Chunk, ClassRows
+from plsc.head.low_precision import Rounding
+from plsc.head.update_rules import UpdateRule
 
 _SMALLEST_CAPABILITY = (8, 0)  # bfloat16 matrix units
-_WIDEST = 1024  # columns of a table that is updated: a program holds whole rows
-_ELEMENTS = 2048  # that a program of the update takes
-_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 Method = Literal["product", "logits"]
 
@@ -128,7 +126,7 @@ class TritonBackend(TorchBackend):
 
     def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
         """See :meth:`TorchBackend.updater`."""
-        if rule is SgdRule and self._dim <= _WIDEST and all(dtype in _STATE_DTYPES for dtype in state_dtypes):
+        if has_kernel(rule, self._dim, state_dtypes):
             return update_rows
         return super().updater(rule, state_dtypes, rounding)
 
@@ -266,57 +264,3 @@ def _launch(
         else:
             logits = product(chunk.weight, features.t())
             kernel[grid](logits, *tensors, n, batch, *numbers, **block.options)
-
-
-def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
-    """Update a chunk by SGD: m = μm + g + λW;  W −= lr·m, with g = factor·ρ(u − Ŵ⟨u, Ŵ⟩); then ρ = 1/‖W‖.
-
-    Norms are those of what was stored. Rounding takes the bits of :func:`plsc.head.low_precision.random_bits`.
-    Offsets are of 64 bits. Nothing waits for the device.
-
-    Args:
-        chunk: rows of a table, consecutive or a list without repeats, changed in place.
-        unit_gradient: u, (n, D) float32, the gradient by the rows divided by their norms.
-        state: the momentum's table, changed in place, or none.
-        update: an SGD step.
-    """
-    from plsc.head.backends.triton_kernels import sgd_rows
-
-    rule, buffer = update.rule, state.get("momentum")
-    assert isinstance(rule, SgdRule)
-    weight, index = chunk.table.weight, chunk.index
-    n, dim = unit_gradient.shape
-    if n == 0:
-        return
-    listed = None if isinstance(index, slice) else index.contiguous()
-    first = index.indices(weight.shape[0])[0] if isinstance(index, slice) else 0
-    width = 1 << (dim - 1).bit_length()
-    block = max(_ELEMENTS // width, 1)
-    with torch.cuda.device_of(weight):
-        sgd_rows[(-(-n // block),)](
-            unit_gradient.contiguous(),
-            weight,
-            chunk.table.inverse_norm,
-            None if buffer is None else buffer.values,
-            None if buffer is None else buffer.scale,
-            listed,
-            first,
-            chunk.local_rows.contiguous(),
-            update.first_row,
-            n,
-            as_int32(rounding_key(update.seed, update.step)),
-            rule.lr,
-            rule.momentum,
-            rule.weight_decay,
-            update.factor,
-            SMALLEST_NORM,
-            dim,
-            BLOCK_N=block,
-            BLOCK_D=width,
-            NESTEROV=rule.nesterov,
-            STOCHASTIC=update.rounding == "stochastic",
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
-    # the kernel writes behind PyTorch's back: versions show writes from outside
-    torch.autograd.graph.increment_version([weight] if buffer is None else [weight, buffer.values])
