@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from plsc.errors import UsageError
 from plsc.head.backends import HeadBackend, HeadShape, choose_backend
+from plsc.head.backends.torch_backend import TorchBackend
 from plsc.head.class_table import class_range
 from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
@@ -17,7 +18,7 @@ from plsc.head.row_shard import RowShard
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
 from plsc.losses.margins import Margin, State, to_margin
-from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.collectives import all_gather_object, all_reduce_sum
 from plsc.parallel.mesh import Mesh, require_mesh
 
 _LOG = logging.getLogger("plsc")
@@ -112,8 +113,8 @@ class ShardedHead(nn.Module):
         self.momentum_dtype, self.placement = _to_momentum_dtype(momentum_dtype), placement
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         device = self.mesh.device
-        self.backend: HeadBackend = choose_backend(
-            HeadShape(device, weight_dtype, dim, centers, self.margin), requested=backend
+        self.backend = _same_on_replicas(
+            choose_backend(HeadShape(device, weight_dtype, dim, centers, self.margin), requested=backend), self.mesh
         )
         if self.mesh.rank == 0:
             _LOG.info("class head: %s", self.backend.describe())
@@ -239,6 +240,17 @@ def softmax_of(head: ShardedHead) -> ShardedSoftmax:
     has no use for them.
     """
     return head._softmax
+
+
+def _same_on_replicas(backend: HeadBackend, mesh: Mesh) -> HeadBackend:
+    """``backend``, or PyTorch's where replicas of the shard chose others: they sum gradients chunk by chunk.
+
+    Every rank of head groups calls.
+    """
+    names = set(all_gather_object(backend.name, mesh.replicas))
+    if len(names) == 1 or backend.name == "torch":
+        return backend
+    return TorchBackend(f"replicas of this shard cannot all run {backend.name}")
 
 
 def _to_weight_dtype(value: torch.dtype | str) -> torch.dtype:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import PlscError, UsageError
+from plsc.head.backends import choose_updater
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import Chunk
 from plsc.head.low_precision import Rounding, RowState
@@ -66,7 +67,15 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.steps = 0
         self.skipped = False
         self._state = self._table.new_state(state_dtypes, rounding)
-        self._updater = head.backend.updater(self.rule_type, list(state_dtypes.values()), rounding)
+        self._updater = choose_updater(
+            head.backend,
+            self._rule(),
+            state_dtypes,
+            rounding,
+            device=head.mesh.device,
+            dtype=self._table.parameter.dtype,
+            dim=head.dim,
+        )
         self._pending.attach(self)
 
     @property

@@ -48,6 +48,7 @@ def test_passes_that_have_no_kernel_are_pytorchs_and_the_update_is_not(options, 
 
 @compiled
 def test_passes_are_compiled_where_there_are_tiles(monkeypatch):
+    monkeypatch.setenv("PLSC_SELF_CHECK", "0")  # this processor may have none
     monkeypatch.setattr(head_kernels, "has_tiles", lambda: True)
     assert choose_backend(shape()).describe() == "cpu backend: compiled passes and SGD"
     monkeypatch.setattr(head_kernels, "has_tiles", lambda: False)

@@ -1,5 +1,6 @@
 """The implementations of the head's passes and updates, one of which is chosen when a head is made."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ from torch import Tensor
 
 from plsc.errors import UsageError
 from plsc.head.backends.cpu_backend import CpuBackend
+from plsc.head.backends.self_check import why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater, is_bounded
-from plsc.head.backends.triton_backend import TritonBackend, runs_on
+from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
 from plsc.head.class_table import Chunk, ClassRows
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.update_rules import Update, UpdateRule
 from plsc.losses.margins import Margin
 from plsc.native import head_kernels
 
+_LOG = logging.getLogger("plsc")
 BACKENDS = ("torch", "cpu", "triton")
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -84,6 +87,9 @@ class HeadShape:
 def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBackend:
     """Choose the backend of a head, for its whole life.
 
+    Kernels whose passes disagree with float64 on a small shard are not used (:mod:`plsc.head.backends.self_check`):
+    PyTorch computes then, and a warning says so.
+
     Args:
         shape: of the head.
         requested: "torch", "cpu" or "triton"; else the environment's ``PLSC_HEAD_BACKEND``; else the fastest.
@@ -124,13 +130,60 @@ def _why_not_cpu(shape: HeadShape) -> str | None:
     return None if head_kernels.is_compiled() else "no compiler"
 
 
-def _triton(shape: HeadShape) -> TritonBackend:
+def _triton(shape: HeadShape) -> TorchBackend:
     unusual = shape.unusual_logits
     reason = f"on {shape.device}" + ("" if unusual is None else f"; passes by torch: {unusual}")
-    return TritonBackend(reason, dim=shape.dim, with_passes=unusual is None)
+    backend = TritonBackend(reason, dim=shape.dim, with_passes=unusual is None)
+    return backend if unusual is not None else _with_trusted_passes(backend, shape)
 
 
-def _cpu(shape: HeadShape) -> CpuBackend:
+def _cpu(shape: HeadShape) -> TorchBackend:
     missing = shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
     reason = "compiled passes and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
-    return CpuBackend(reason, with_passes=missing is None)
+    backend = CpuBackend(reason, with_passes=missing is None)
+    return backend if missing is not None else _with_trusted_passes(backend, shape)
+
+
+def _with_trusted_passes(backend: TorchBackend, shape: HeadShape) -> TorchBackend:
+    """``backend``, or PyTorch where its passes disagree with float64."""
+    problem = None if _is_too_slow_to_check(backend) else why_no_passes(backend, shape.device, shape.dtype, shape.dim)
+    if problem is None:
+        return backend
+    reason = f"the passes of the {backend.name} backend disagree with float64 here: {problem}"
+    _LOG.warning("KERNELS SWITCHED OFF: %s; PyTorch computes instead (slower); run plsc doctor", reason)
+    return TorchBackend(reason)
+
+
+def choose_updater(
+    backend: HeadBackend,
+    rule: UpdateRule,
+    state_dtypes: Mapping[str, torch.dtype],
+    rounding: Rounding,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+) -> Updater:
+    """Choose how an optimizer updates a head's rows: by a kernel of ``backend`` if it agrees with float64, or by torch.
+
+    Args:
+        backend: of the head; its reason says so where its kernel is not used.
+        rule: of a step.
+        state_dtypes: of the optimizer's tables, by name.
+        rounding: of low-precision weights and state.
+        device, dtype, dim: of the class table.
+    """
+    assert isinstance(backend, TorchBackend)
+    problem = None
+    if not _is_too_slow_to_check(backend):
+        problem = why_no_update(backend, rule, state_dtypes, rounding, device=device, dtype=dtype, dim=dim)
+    if problem is None:
+        return backend.updater(type(rule), list(state_dtypes.values()), rounding)
+    reason = f"the {type(rule).__name__} kernel of the {backend.name} backend disagrees with float64 here: {problem}"
+    _LOG.warning("KERNEL SWITCHED OFF: %s; PyTorch updates instead (slower); run plsc doctor", reason)
+    backend.reason += f"; updates by torch: {reason}"
+    return backend.update
+
+
+def _is_too_slow_to_check(backend: TorchBackend) -> bool:
+    return backend.name == "triton" and is_interpreted()  # the interpreter takes seconds, and is there for tests

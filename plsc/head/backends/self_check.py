@@ -1,0 +1,292 @@
+"""Checks of a backend's kernels against float64 on the device that runs them: a kernel that disagrees is not used.
+
+:func:`check_passes` and :func:`check_update` return errors beside their bounds. A head asks :func:`why_no_passes`, and
+its optimizer :func:`why_no_update`, about the kernels that it is going to run: once per process and kind of table.
+``PLSC_SELF_CHECK=0`` leaves those two out. ``plsc doctor`` checks more kinds, and always.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plsc.errors import UsageError, first_line
+from plsc.head.backends.torch_backend import Batch, TorchBackend
+from plsc.head.class_table import ClassRows, renew_norms
+from plsc.head.low_precision import Rounding, RoundingBits, RowState
+from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
+from plsc.losses.margins import ArcFace
+
+# Of sums and gradients, relative in the Frobenius norm. All sums are float32; bfloat16 rounds the factors of gradients.
+_SUM_BOUND = 2e-5
+_GRADIENT_BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 1.2e-2}
+_NORM_BOUND = 1e-6
+# Of stored numbers: float32 relative in the Frobenius norm; bfloat16 and int8 in units of the last place, of which
+# rounding costs less than one, and stochastic rounding none in the mean: cutting off costs a third of one.
+_FLOAT32_BOUND, _ROUNDING_BOUND, _BIAS_BOUND = 1e-5, 1.01, 0.05
+_BFLOAT16_ULP = 2.0**-7  # relative to the number, at most
+_INT8_STEPS = 127
+_SEED, _STEP, _FIRST_ROW = 7, 3, 1000
+_LOG_Z = 9.0
+
+_verdicts: dict[tuple[object, ...], str | None] = {}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The error of a kernel's result beside the bound that it may reach."""
+
+    name: str
+    error: float
+    bound: float
+
+    @property
+    def ok(self) -> bool:
+        """False for an error beyond the bound, and for one that is not a number."""
+        return self.error <= self.bound
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.error:.1e} (bound {self.bound:.1g})"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A small shard of made-up rows to check a kernel on.
+
+    Attributes:
+        device, dtype: of the rows.
+        dim: D.
+        classes: C; 300 end in a block that is not full, in every kernel.
+        batch: B samples. Some targets are of other shards.
+        centers: K per class.
+        listed: visit two of three classes by their numbers, as sampling does; else all.
+        chunk: classes at a time.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    dim: int
+    classes: int = 300
+    batch: int = 20
+    centers: int = 1
+    listed: bool = False
+    chunk: int = 256
+
+    def rows(self) -> ClassRows:
+        """Rows with norms between 0.5 and 2, and the classes to visit."""
+        count = self.classes * self.centers
+        lengths = torch.linspace(0.5, 2, count)[:, None]
+        weight = (torch.nn.functional.normalize(self._normal(count, key=1)) * lengths).to(self.device, self.dtype)
+        selected = None
+        if self.listed:
+            numbers = torch.arange(self.classes, device=self.device)
+            selected = numbers[numbers % 3 != 1]
+        rows = ClassRows(weight, torch.empty(count, device=self.device), self.centers, selected)
+        renew_norms(rows, slice(0, count))
+        return rows
+
+    def samples(self, rows: ClassRows) -> Batch:
+        """Unit embeddings; every fifth target is not among the visited classes."""
+        features = torch.nn.functional.normalize(self._normal(self.batch, key=2)).to(self.device, self.dtype)
+        position = torch.arange(self.batch, device=self.device) * 7 % rows.num_classes
+        position[::5] = -1
+        return Batch(features, position, torch.zeros(self.batch, device=self.device), ArcFace(), {})
+
+    def gradient(self, rows: int) -> Tensor:
+        """(rows, D) float32, a gradient by unit rows."""
+        return self._normal(rows, key=3).to(self.device)
+
+    def state(self, name: str, dtype: torch.dtype, rounding: Rounding) -> RowState:
+        """An optimizer's table of ordinary values: positive ones where it is a second moment."""
+        count = self.classes * self.centers
+        table = RowState(count, self.dim, dtype, self.device, rounding)
+        values = self._normal(count, key=4).to(self.device)
+        values = values.square() + 0.5 if name == "second_moment" else values
+        bits = RoundingBits.draw(_SEED, 0, torch.arange(count, device=self.device), self.dim)
+        table.write(slice(0, count), values, bits)
+        return table
+
+    def _normal(self, rows: int, key: int) -> Tensor:
+        # made on the CPU, so that every device checks the same numbers
+        return torch.randn(rows, self.dim, generator=torch.Generator().manual_seed(key), device="cpu")
+
+
+# What a head and its optimizer ask -----------------------------------------------------------------------------------
+
+
+def why_no_passes(backend: TorchBackend, device: torch.device, dtype: torch.dtype, dim: int) -> str | None:
+    """The reason not to trust the passes of ``backend`` on such tables; None: they agree with float64."""
+    shard = Shard(device, dtype, dim)
+    return _verdict(("passes", backend.name, device, dtype, dim), lambda: check_passes(backend, shard))
+
+
+def why_no_update(
+    backend: TorchBackend,
+    rule: UpdateRule,
+    state_dtypes: Mapping[str, torch.dtype],
+    rounding: Rounding,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    dim: int,
+) -> str | None:
+    """The reason not to trust the kernel by which ``backend`` updates such tables; None: it agrees, or there is none.
+
+    Args:
+        backend: of a head.
+        rule: of a step; its numbers do not matter, which terms it has does.
+        state_dtypes: of the optimizer's tables, by name.
+        rounding: of low-precision weights and state.
+        device, dtype, dim: of the class table.
+    """
+    if backend.updater(type(rule), list(state_dtypes.values()), rounding) == backend.update:
+        return None
+    terms = _terms(rule)
+    key = ("update", backend.name, terms, tuple(state_dtypes.items()), rounding, device, dtype, dim)
+    shard = Shard(device, dtype, dim)
+    return _verdict(key, lambda: check_update(backend, shard, terms, state_dtypes, rounding))
+
+
+def _verdict(key: tuple[object, ...], check: Callable[[], list[Deviation]]) -> str | None:
+    if os.environ.get("PLSC_SELF_CHECK") == "0":
+        return None
+    if key not in _verdicts:
+        _verdicts[key] = problem_of(check)
+    return _verdicts[key]
+
+
+def _terms(rule: UpdateRule) -> UpdateRule:
+    """A step of the same terms as ``rule``'s with numbers of ordinary size, among which none is 0 that need not be."""
+    if isinstance(rule, SgdRule):
+        return SgdRule(0.1, 0.9 if rule.momentum else 0.0, 5e-4 if rule.weight_decay else 0.0, rule.nesterov)
+    return AdamWRule(1e-3, 0.9, 0.999, 1e-8, 1e-2, _STEP) if isinstance(rule, AdamWRule) else rule
+
+
+def problem_of(check: Callable[[], list[Deviation]]) -> str | None:
+    """Run a check; the results that are off, or the error that it raised, in one line. None where all is well."""
+    try:
+        wrong = [deviation for deviation in check() if not deviation.ok]
+    except (torch.OutOfMemoryError, MemoryError, UsageError):
+        raise
+    except Exception as error:  # of a compiler, a driver or a kernel: PyTorch can compute all the same
+        return f"{type(error).__name__}: {first_line(error)}"
+    return "; ".join(map(str, wrong)) or None
+
+
+# The checks ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _plain_arithmetic(device: torch.device) -> Iterator[None]:
+    """Neither gradients nor autocast nor inference tensors within: a head may be made inside of any."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
+    """Compare both passes of ``backend`` over ``shard`` with the formula in float64.
+
+    Returns:
+        The errors of Σ exp(z), of the embeddings' gradient and of the rows'.
+    """
+    with _plain_arithmetic(shard.device):
+        rows = shard.rows()
+        batch = shard.samples(rows)
+        log_z = torch.full((shard.batch,), _LOG_Z, dtype=torch.float64, device=shard.device)
+        scale = torch.linspace(0.5, 1.5, shard.batch, dtype=torch.float64, device=shard.device)
+        pull = -0.5 * scale
+        want = _reference(rows, batch, log_z, scale, pull)
+        first = backend.first_pass(rows, batch, shard.chunk, with_grad=True)
+        pieces = backend.second_pass(rows, batch, log_z, scale, pull, shard.chunk)
+        gradient = torch.cat([piece.clone() for _, piece in pieces])
+        assert first.grad_embeddings is not None
+        bound = _GRADIENT_BOUNDS[shard.dtype]
+        grown = first.maximum.double().exp()
+        return [
+            Deviation("sums", _relative(first.total * grown, want[0]), _SUM_BOUND),
+            Deviation("embeddings' gradient", _relative(first.grad_embeddings * grown[:, None], want[1]), bound),
+            Deviation("rows' gradient", _relative(gradient, want[2]), bound),
+        ]
+
+
+def _reference(
+    rows: ClassRows, batch: Batch, log_z: Tensor, scale: Tensor, target_grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ exp(z) (B,), Σ exp(z)·Ŵ (B, D) and the gradient by the visited unit rows (n·K, D), in float64."""
+    index = rows.row_index(0, rows.num_classes)
+    weight, x = rows.weight[index].double(), batch.features.double()
+    unit = weight / weight.norm(dim=1, keepdim=True)
+    cos = (unit @ x.T).view(-1, rows.centers, len(x))
+    wins = torch.nn.functional.one_hot(cos.argmax(1), rows.centers).movedim(2, 1)
+    z = batch.margin.s * cos.amax(1)
+    is_target = torch.arange(len(z), device=z.device)[:, None] == batch.position
+    e = z.exp().masked_fill(is_target, 0)
+    p = torch.where(is_target, target_grad, (z - log_z).exp() * scale)
+    spread_e, spread_p = ((wins * matrix[:, None]).flatten(0, 1) for matrix in (e, p))
+    return e.sum(0), spread_e.T @ unit, spread_p @ x
+
+
+def check_update(
+    backend: TorchBackend,
+    shard: Shard,
+    rule: UpdateRule,
+    state_dtypes: Mapping[str, torch.dtype],
+    rounding: Rounding = "stochastic",
+) -> list[Deviation]:
+    """Compare an update of ``shard``'s rows, state and norms with the same in float64, which rounds nothing.
+
+    Returns:
+        The errors of weights, of each table of state, and of 1/norms against the weights that were stored.
+    """
+    with _plain_arithmetic(shard.device):
+        rows = shard.rows()
+        (chunk,) = rows.chunks(shard.classes)
+        visited = rows.row_index(0, rows.num_classes)
+        state = {name: shard.state(name, dtype, rounding) for name, dtype in state_dtypes.items()}
+        gradient = shard.gradient(len(rows.weight[visited]))
+        update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
+        exact, exact_state = _float64_copies(rows, state)
+        (exact_chunk,) = exact.chunks(shard.classes)
+        TorchBackend("reference").update(exact_chunk, gradient.double(), exact_state, update)
+        updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
+        updater(chunk, gradient.clone(), state, update)
+        found = _stored("weights", rows.weight, None, exact.weight, visited)
+        for name, table in state.items():
+            found += _stored(name.replace("_", " "), table.values, table.scale, exact_state[name].values, visited)
+        norms = 1 / rows.weight.double().norm(dim=1)
+        return [*found, Deviation("1/norms", _relative(rows.inverse_norm, norms), _NORM_BOUND)]
+
+
+def _float64_copies(rows: ClassRows, state: Mapping[str, RowState]) -> tuple[ClassRows, dict[str, RowState]]:
+    everything = slice(0, len(rows.weight))
+    exact = ClassRows(rows.weight.double(), rows.inverse_norm.double(), rows.centers, rows.selected)
+    renew_norms(exact, everything)
+    tables = {name: table.read(everything, torch.float64) for name, table in state.items()}
+    return exact, {name: RowState.over(values, None, "nearest") for name, values in tables.items()}
+
+
+def _stored(name: str, got: Tensor, scale: Tensor | None, want: Tensor, visited: slice | Tensor) -> list[Deviation]:
+    """Errors of stored numbers: relative, or of rounded ones in units of the last place, the largest and the mean.
+
+    Rows that were not visited must be as they were; they count into the relative error of all.
+    """
+    values = got.double() if scale is None else got.double() * scale.double()[:, None]
+    if got.dtype == torch.float32:
+        return [Deviation(name, _relative(values, want), _FLOAT32_BOUND)]
+    values, want = values[visited], want[visited]
+    largest = want.abs().amax(1, keepdim=True)
+    unit = _BFLOAT16_ULP * want.abs() + 1e-6 * largest if scale is None else largest / _INT8_STEPS
+    units = (values - want) / unit.clamp(min=1e-30)
+    bias = units.mean(), (units * want.sign()).mean()  # down, or towards zero
+    return [
+        Deviation(f"{name}, roundings", float(units.abs().max()), _ROUNDING_BOUND),
+        Deviation(f"{name}, bias", max(abs(float(mean)) for mean in bias), _BIAS_BOUND),
+    ]
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖."""
+    return float((got.double() - want).norm() / want.norm())
