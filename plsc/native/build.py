@@ -45,16 +45,26 @@ def library(source: str = "head_kernels") -> ctypes.CDLL | None:
     """The compiled kernels of ``source``.cpp; None where no compiler works or ``PLSC_NATIVE=0`` forbids them.
 
     Compiling takes some seconds, once per user, processor, compiler and version of the source. The file lies in
-    ``$XDG_CACHE_HOME/plsc`` (``~/.cache/plsc``), which must belong to the user: what is loaded is run.
+    ``$XDG_CACHE_HOME/plsc`` (``~/.cache/plsc``), which must belong to the user: what is loaded is run. A library there
+    that was made from other sources is not used.
 
     Raises:
         UsageError: ``PLSC_CPU`` names no path, or one that this processor lacks.
     """
+    return _library_or_reason(source)[0]
+
+
+def why_no_library(source: str = "head_kernels") -> str | None:
+    """The reason why :func:`library` returns None; None where it returns a library."""
+    return _library_or_reason(source)[1]
+
+
+def _library_or_reason(source: str) -> tuple[ctypes.CDLL | None, str | None]:
     path = os.environ.get("PLSC_CPU") or None
     if path is not None and path not in _PATHS:
         raise UsageError(f"PLSC_CPU={path} is unknown: give {', '.join(_PATHS)}, or unset it for the best")
     if os.environ.get("PLSC_NATIVE") == "0":
-        return None
+        return None, "PLSC_NATIVE=0"
     return _load(source, os.environ.get("CXX"), path)
 
 
@@ -70,19 +80,34 @@ def available_paths() -> list[str]:
 
 
 @functools.cache
-def _load(source: str, cxx: str | None, path: str | None) -> ctypes.CDLL | None:
+def _load(source: str, cxx: str | None, path: str | None) -> tuple[ctypes.CDLL | None, str | None]:
+    """The library, or the reason why there is none, which is logged unless it is the lack of a compiler."""
     compiler = _find_compiler(cxx)
     if compiler is None:
-        return None
+        return None, "no compiler"
     try:
         missing = _lacks(compiler, path) if path is not None else None
         if missing is not None:
             raise UsageError(f"PLSC_CPU={path}: {missing}; give less, or unset it for what there is")
-        return ctypes.CDLL(str(_compiled(compiler, source, path)))
+        return _verified(*_compiled(compiler, source, path)), None
     except (OSError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or error
-        _LOG.warning("the CPU kernels could not be compiled, PyTorch computes instead (slower): %s", output)
-        return None
+        reason = str(getattr(error, "stderr", None) or error).strip()
+        _LOG.warning("the CPU kernels could not be compiled or loaded, PyTorch computes instead (slower): %s", reason)
+        return None, reason
+
+
+def _verified(file: Path, fingerprint: str) -> ctypes.CDLL:
+    """Load ``file``; OSError if it was not compiled under this fingerprint, or cannot be loaded."""
+    compiled = ctypes.CDLL(str(file))
+    try:
+        tell = compiled.plsc_fingerprint
+        tell.restype = ctypes.c_char_p
+        told = tell()
+    except AttributeError:
+        told = None
+    if told != fingerprint.encode():
+        raise OSError(f"{file} was made from other sources: delete it, and it is compiled anew")
+    return compiled
 
 
 def _find_compiler(cxx: str | None) -> str | None:
@@ -108,19 +133,22 @@ def tiles_are_allowed() -> bool:
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
-def _compiled(compiler: str, source: str, path: str | None) -> Path:
+def _compiled(compiler: str, source: str, path: str | None) -> tuple[Path, str]:
+    """The file of the library, made if there is none, and its fingerprint."""
     architecture = _PATHS[path][0] if path is not None else ["-march=native"]
     vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
     flags = [*_FLAGS, *architecture, *vectors]
     folder = _private_folder()
-    target = folder / f"{source}-{_fingerprint(compiler, flags, source)}.so"
+    fingerprint = _fingerprint(compiler, flags, source)
+    target = folder / f"{source}-{fingerprint}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:  # ranks may compile side by side; the last one wins
             built = Path(scratch) / target.name
-            command = [compiler, *flags, "-o", str(built), str(_HERE / f"{source}.cpp")]
+            named = f'-DPLSC_FINGERPRINT="{fingerprint}"'
+            command = [compiler, *flags, named, "-o", str(built), str(_HERE / f"{source}.cpp")]
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
             built.replace(target)
-    return target
+    return target, fingerprint
 
 
 def _fingerprint(compiler: str, flags: list[str], source: str) -> str:

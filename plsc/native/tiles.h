@@ -1,4 +1,4 @@
-// Shared by kernels with bf16 numbers: the number itself, and the processor's matrix tiles (AMX) where it has them.
+// Shared by both libraries: the bf16 number, the processor's matrix tiles (AMX) where it has them, the fingerprint.
 #pragma once
 
 #include <cstdint>
@@ -55,3 +55,8 @@ inline void pack_column_pairs(const bf16* x, int64_t batch, int64_t dim, bf16* o
 #endif  // PLSC_TILES
 
 }  // namespace
+
+// The compilation's fingerprint (plsc/native/build.py), by which the loader tells this library from any other.
+#ifdef PLSC_FINGERPRINT
+extern "C" const char* plsc_fingerprint() { return PLSC_FINGERPRINT; }
+#endif
