@@ -46,6 +46,8 @@ class Update:
         rounding: of low-precision weights and state.
         seed, step: key the random bits, along with the rows' global numbers.
         first_row: the shard's first row in the global table.
+        skip: float32 scalar on the device that computes. Where it is not 0, rows, state and norms stay as they are,
+            bit for bit; None where the update goes through. Nobody may wait for it.
     """
 
     rule: UpdateRule
@@ -54,6 +56,7 @@ class Update:
     seed: int
     step: int
     first_row: int
+    skip: Tensor | None = None
 
 
 @dataclass(frozen=True)

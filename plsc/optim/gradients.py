@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plsc.errors import UsageError
 from plsc.optim.head_optimizers import HeadOptimizer
+from plsc.optim.verdict import Verdict, step_unless
 from plsc.parallel.collectives import all_reduce_max
 from plsc.parallel.mesh import Mesh
 
@@ -60,7 +61,8 @@ class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler with one verdict for all ranks: an overflow on any, in backbone or table, skips both.
 
     torch's own looks at each rank's and each optimizer's gradients by themselves, so that replicas and shards can
-    take different steps. Per step: :meth:`unscale_all`, clip if you clip, :meth:`step_both`, ``update()``.
+    take different steps. Per step: :meth:`unscale_all`, clip if you clip, :meth:`step_both`, ``update()``. None of them
+    waits for the device.
     """
 
     def __init__(
@@ -70,30 +72,42 @@ class GradScaler(torch.amp.GradScaler):
         self.mesh = mesh
 
     def unscale_all(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> None:
-        """Unscale both optimizers' gradients, and reduce over all ranks whether one overflowed."""
+        """Unscale both optimizers' gradients."""
         _check_head_optimizer(head)
-        if not self.is_enabled():
-            return
-        self.unscale_(backbone)
-        head.scale_gradients(1.0 / self.get_scale())
-        found = self._per_optimizer_states[id(backbone)]["found_inf_per_device"]
-        overflow = torch.tensor(float(not head.gradients_are_finite()), device=self.mesh.device)
-        for tensor in found.values():
-            overflow = torch.maximum(overflow, tensor.to(overflow.device))
-        all_reduce_max(overflow, self.mesh)
-        for tensor in found.values():
-            tensor.copy_(overflow)
-        self.overflowed = bool(overflow)
+        if self.is_enabled():
+            self.unscale_(backbone)
+            assert self._scale is not None  # made by scale()
+            head.scale_gradients(self._scale.double().reciprocal())
 
-    def step_both(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> bool:
-        """Step both optimizers, or neither; return whether they did. Call :meth:`unscale_all` first."""
+    def step_both(
+        self, backbone: torch.optim.Optimizer, head: HeadOptimizer, verdict: Verdict | None = None
+    ) -> Verdict:
+        """Step both optimizers, or neither where ``verdict`` skips the step. Call :meth:`unscale_all` first.
+
+        Args:
+            backbone: its optimizer. On a GPU the host waits for the verdict, unless it is one of torch's fused ones.
+            head: the table's.
+            verdict: of all ranks; by default whether both optimizers' gradients are finite on all of them.
+
+        Returns:
+            The verdict. ``skipped`` of it waits for the device.
+        """
+        if verdict is None:
+            verdict = Verdict(all_reduce_max(self._not_finite(backbone, head), self.mesh).reshape(1))
+        step_unless(backbone, verdict)
+        head.step_unless(verdict)
+        for found in self._found_inf(backbone):
+            found.copy_(verdict.flag)
+        return verdict
+
+    def _not_finite(self, backbone: torch.optim.Optimizer, head: HeadOptimizer) -> Tensor:
+        bad = head.not_finite()
+        for found in self._found_inf(backbone):
+            bad = torch.maximum(bad, found.to(bad.device))
+        return bad
+
+    def _found_inf(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """torch's record of :meth:`unscale_`, by which ``update()`` changes the scale; none if not enabled."""
         if not self.is_enabled():
-            backbone.step()
-            head.step()
-            return not head.skipped
-        self.step(backbone)
-        if self.overflowed:
-            head.zero_grad()
-        else:
-            head.step()
-        return not self.overflowed
+            return []
+        return list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values())

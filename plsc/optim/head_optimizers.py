@@ -6,7 +6,7 @@ The arithmetic of a chunk is in :mod:`plsc.head.update_rules` and in the head's 
 import numbers
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from plsc.head.backends import choose_updater
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import Chunk
 from plsc.head.low_precision import Rounding, RowState
+from plsc.head.pending import PendingBackward
 from plsc.head.row_shard import RowShard
 from plsc.head.sharded_head import ShardedHead, softmax_of
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
+from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 
 
@@ -26,11 +28,8 @@ class HeadOptimizer(torch.optim.Optimizer):
     """A torch Optimizer over one :class:`ShardedHead`'s table; learning-rate schedulers work on it.
 
     ``step()`` consumes the batches whose loss went through backward() since the last step. Where the loss or its
-    derivative is not finite, it leaves weights, state and norms as they are, bit for bit, on every rank.
-
-    Attributes:
-        steps: updates made.
-        skipped: whether the last step() left everything as it was.
+    derivative is not finite, it leaves weights, state and norms as they are, bit for bit, on every rank. On a GPU the
+    device decides that: ``step()`` waits for the verdict of the step before it, and not for its own.
 
     Args:
         head: the table, made with ``update="fused"``.
@@ -64,8 +63,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._table, self._pending = self._softmax.table, self._softmax.pending
         super().__init__([self._table.parameter], defaults)
         self.head, self.rounding = head, rounding
-        self.steps = 0
-        self.skipped = False
+        self._updates = UpdateCounter()
+        self._number = 0  # of the update that is enqueued
+        self._verdict: Verdict | None = None
         self._state = self._table.new_state(state_dtypes, rounding)
         self._updater = choose_updater(
             head.backend,
@@ -77,6 +77,20 @@ class HeadOptimizer(torch.optim.Optimizer):
             dim=head.dim,
         )
         self._pending.attach(self)
+
+    @property
+    def steps(self) -> int:
+        """Updates made. May be set. Asking waits for the last one's verdict."""
+        return self._updates.count
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._updates.count = self._number = value
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step() left everything as it was. Asking waits for its verdict."""
+        return self._verdict is not None and self._verdict.skipped
 
     @property
     def tables(self) -> dict[str, RowState]:
@@ -100,14 +114,28 @@ class HeadOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if not self._pending.batches:
             return loss
-        self._check_version()
-        self.skipped = not self._finite()
-        if not self.skipped:
-            self.steps += 1
-            scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler sets it for the length of this call
-            self._update_rows(1.0 if scale is None else 1.0 / float(scale))
-        self._pending.clear()
+        scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler sets it for the length of this call
+        if scale is not None:
+            self.scale_gradients(scale.double().reciprocal())
+        self.step_unless(self._agreed_verdict())
         return loss
+
+    @torch.no_grad()
+    def step_unless(self, verdict: Verdict) -> None:
+        """Do what step() does, by a verdict that is the same on every rank, about this rank's batches too.
+
+        Raises:
+            PlscError: as step() does.
+        """
+        if not self._pending.batches:
+            return
+        self._check_version()
+        self._number = self._updates.begin(verdict)
+        self._verdict = verdict
+        decided = verdict.host_decides(self.head.mesh.device)
+        if not (decided and verdict.skipped):
+            self._update_rows(skip=None if decided else verdict.flag)
+        self._pending.clear()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the batches seen since the last step."""
@@ -130,8 +158,22 @@ class HeadOptimizer(torch.optim.Optimizer):
             pending.grad_loss *= factor
 
     def gradients_are_finite(self) -> bool:
-        """Return whether step() would go through, the same on every rank. Every rank calls."""
-        return self._finite()
+        """Return whether step() would go through, the same on every rank. Every rank calls; waits for the device."""
+        return not self._agreed_verdict().skipped
+
+    @torch.no_grad()
+    def not_finite(self) -> Tensor:
+        """1 where step() has to leave everything as it is for this rank's batches, else 0: float32, on the device."""
+        device = self.head.mesh.device
+        found = getattr(self, "found_inf", None)  # torch.amp.GradScaler sets it for the length of step()
+        if isinstance(found, Tensor):
+            bad = (found != 0).float().to(device).reshape(())
+        else:
+            bad = torch.full((), float(bool(found)), device=device)
+        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), _grad_loss(p)]) for p in self._pending.batches]
+        if facts:
+            bad = torch.maximum(bad, (~torch.isfinite(torch.stack(facts)).all()).float())
+        return bad
 
     def sharded_state(self) -> dict[str, RowShard]:
         """State tables for torch.distributed.checkpoint, loadable at any number of ranks."""
@@ -152,15 +194,15 @@ class HeadOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
 
-    def _update_rows(self, factor: float) -> None:
+    def _update_rows(self, skip: Tensor | None) -> None:
         for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches, self._state):
-            self._update_chunk(chunk, gradient, factor)
+            self._update_chunk(chunk, gradient, 1.0, skip)
         self._table.norms_are_current()
 
-    def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float) -> None:
+    def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float, skip: Tensor | None = None) -> None:
         """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
-        head = self.head
-        update = Update(self._rule(), factor, self.rounding, head.seed, self.steps, self._table.first_row)
+        seed, first_row = self.head.seed, self._table.first_row
+        update = Update(self._rule(), factor, self.rounding, seed, self._number, first_row, skip)
         self._updater(chunk, unit_gradient, self._state.of(chunk), update)
 
     def _check_version(self) -> None:
@@ -169,16 +211,9 @@ class HeadOptimizer(torch.optim.Optimizer):
                 "head.weight was written to between a loss and its step(); write after step() or zero_grad()"
             )
 
-    def _finite(self) -> bool:
-        """The verdict of all ranks, as head groups see other samples. Moves 8 bytes, and waits for the device."""
-        facts = [
-            torch.stack([p.log_z.sum(), p.target_grad.sum(), cast(Tensor, p.grad_loss).double()])
-            for p in self._pending.batches
-        ]
-        bad = torch.tensor(float(getattr(self, "found_inf", 0.0)), device=self.head.mesh.device)
-        if facts:
-            bad += ~torch.isfinite(torch.stack(facts)).all()
-        return not all_reduce_max(bad, self.head.mesh).item()
+    def _agreed_verdict(self) -> Verdict:
+        """The verdict of all ranks, as head groups see other samples. Moves 4 bytes."""
+        return Verdict(all_reduce_max(self.not_finite(), self.head.mesh).reshape(1))
 
 
 class HeadSGD(HeadOptimizer):
@@ -270,7 +305,12 @@ class HeadAdamW(HeadOptimizer):
     def _rule(self) -> AdamWRule:
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
-        return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self.steps)
+        return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self._number)
+
+
+def _grad_loss(pending: PendingBackward) -> Tensor:
+    assert pending.grad_loss is not None
+    return pending.grad_loss.double()
 
 
 def _check_head(head: object, optimizer: str, torch_optimizer: str) -> None:

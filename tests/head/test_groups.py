@@ -347,7 +347,7 @@ def scaled(mesh: Mesh, overflow_rank: int) -> tuple[bool, float, bool]:
     if mesh.rank == overflow_rank:
         net.weight.grad[0, 0] = float("inf")
     scaler.unscale_all(*optimizers)
-    stepped = scaler.step_both(*optimizers)
+    stepped = not scaler.step_both(*optimizers).skipped
     scaler.update()
     return stepped, scaler.get_scale(), torch.equal(head.weight, before)
 

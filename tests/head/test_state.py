@@ -245,7 +245,7 @@ def scaled_steps(mesh, overflow_rank, overflow_in):
     if mesh.rank == overflow_rank and overflow_in == "backbone":
         net.weight.grad[0, 0] = float("inf")
     scaler.unscale_all(*optimizers)
-    stepped = scaler.step_both(*optimizers)
+    stepped = not scaler.step_both(*optimizers).skipped
     scaler.update()
     return stepped, scaler.get_scale(), net.weight.detach() - start[0], head.weight.detach() - start[1]
 

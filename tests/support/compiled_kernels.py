@@ -7,7 +7,7 @@ from typing import Any
 
 TYPES = {
     **dict.fromkeys(("weight", "features", "out", "second_moment"), "*bf16"),
-    **dict.fromkeys(("logits", "inverse_norm", "partial", "log_z", "scale", "values", "gradient"), "*fp32"),
+    **dict.fromkeys(("logits", "inverse_norm", "partial", "log_z", "scale", "values", "gradient", "skip"), "*fp32"),
     **dict.fromkeys(("buffer", "first_moment"), "*i8"),
     **dict.fromkeys(("buffer_scale", "first_scale"), "*fp32"),
     **dict.fromkeys(("position", "index", "numbers"), "*i64"),

@@ -72,6 +72,8 @@ class CpuBackend(TorchBackend):
 def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
     rule, buffer = update.rule, state.get("momentum")
     assert isinstance(rule, SgdRule)
+    if update.skip is not None and update.skip.item():  # at hand on a CPU
+        return
     kernels.sgd(
         _kernel_rows(chunk),
         unit_gradient,

@@ -205,6 +205,15 @@ class TorchBackend:
             self._update_rows(rows, unit_gradient[part], state, update)
 
     def _update_rows(self, rows: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
+        tables = [rows.table.weight, rows.table.inverse_norm]
+        tables += [tensor for name, table in state.items() for tensor in table.tensors(name).values()]
+        before = [] if update.skip is None else [table[rows.index].clone() for table in tables]
+        self._apply(rows, unit_gradient, state, update)
+        if update.skip is not None:
+            for table, values in zip(tables, before, strict=True):
+                table[rows.index] = torch.where(update.skip != 0, values, table[rows.index])
+
+    def _apply(self, rows: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
         gradient = backward_through_normalize(unit_gradient, rows).mul_(update.factor)
         tables = [rows.table.weight, *(table.values for table in state.values())]
         bits = None

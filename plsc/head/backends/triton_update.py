@@ -57,6 +57,7 @@ def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowStat
             chunk.local_rows.contiguous(),
             update.first_row,
             n,
+            update.skip,
             as_int32(rounding_key(update.seed, update.step)),
             update.factor,
             SMALLEST_NORM,

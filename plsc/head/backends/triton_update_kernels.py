@@ -224,12 +224,15 @@ def update_by_adamw(
 
 
 @triton.jit
-def _program_rows(index, first, numbers, first_number, n, BLOCK_N: tl.constexpr):
-    """A program's positions among the n rows, which of them exist, their rows in the table and global numbers.
+def _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N: tl.constexpr):
+    """A program's positions among the n rows, which of them are updated, their rows in the table and global numbers.
 
-    Rows are those of ``index``, or ``first`` and those after it where it is None.
+    Rows are those of ``index``, or ``first`` and those after it where it is None. None is updated where ``skip``, a
+    float32 number in memory, is given and not 0.
     """
     position = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if skip is not None:
+        n = tl.where(tl.load(skip) == 0, n, 0)
     held = position < n
     rows = position + first if index is None else tl.load(index + position, mask=held, other=0)
     return position, held, rows, tl.load(numbers + position, mask=held, other=0) + first_number
@@ -254,6 +257,7 @@ def sgd_rows(
     numbers,
     first_number,
     n,
+    skip,
     key,
     factor,
     smallest_norm,
@@ -268,7 +272,7 @@ def sgd_rows(
 ):
     """SGD on n rows by the gradient (n, dim) by their unit rows; ``numbers`` + ``first_number`` are global."""
     columns = tl.arange(0, BLOCK_D)
-    position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, BLOCK_N)
+    position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N)
     update_by_sgd(
         _load_tile(gradient, position, columns, held, dim),
         _load_tile(weight, rows, columns, held, dim),
@@ -307,6 +311,7 @@ def adamw_rows(
     numbers,
     first_number,
     n,
+    skip,
     key,
     factor,
     smallest_norm,
@@ -328,7 +333,7 @@ def adamw_rows(
     1 − lr·λ: differences from 1 that float32 would round are taken in float64 by the host.
     """
     columns = tl.arange(0, BLOCK_D)
-    position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, BLOCK_N)
+    position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N)
     update_by_adamw(
         _load_tile(gradient, position, columns, held, dim),
         _load_tile(weight, rows, columns, held, dim),
