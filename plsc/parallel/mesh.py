@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.errors import UsageError
+from plsc.parallel.rendezvous import agent_keeps_store, connect, store_of_attempt
 
 
 @dataclass(frozen=True)
@@ -150,8 +151,14 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
         return Mesh(0, 1, 0, chosen)
     if not 0 <= rank < world_size:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start the ranks with torchrun or --nproc")
+    # env:// would meet under the keys of ranks that were restarted, see plsc.parallel.rendezvous.
+    shared = agent_keeps_store()
     dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo", device_id=chosen if chosen.type == "cuda" else None
+        "nccl" if chosen.type == "cuda" else "gloo",
+        device_id=chosen if chosen.type == "cuda" else None,
+        store=store_of_attempt(connect(), rank, world_size) if shared else None,
+        rank=rank if shared else -1,
+        world_size=world_size if shared else -1,
     )
     return Mesh(rank, world_size, local_rank, chosen, dist.group.WORLD)
 

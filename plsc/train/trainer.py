@@ -1,5 +1,6 @@
 """The training run, top to bottom: from a configuration to a run directory, in one go or in as many as it takes."""
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,11 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError, UsageError
-from plsc.files import atomic_write, make_folder
+from plsc.files import atomic_write, make_folder, read_json, write_json
 from plsc.optim.schedules import advance, schedule, scheduler
 from plsc.parallel import Mesh
+from plsc.parallel.collectives import on_main
+from plsc.parallel.rendezvous import Launch, current_launch
 from plsc.progress import counted
 from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import build, open_training_data
@@ -23,6 +26,7 @@ from plsc.train.state import Position, capture, changed_keys, restore, steps_per
 from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
 
 CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
+LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 
 
 def train(
@@ -71,6 +75,8 @@ class Trainer:
     def __init__(self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool) -> None:
         self.config, self.mesh, self.out = config, mesh, out
         _check_groups(config, mesh)
+        self._launch = on_main(current_launch, mesh)
+        restarted, resume = on_main(lambda: _after_restart(out, resume, self._launch), mesh)
         raise_on_all_ranks(mesh, lambda: _check_folder(out, resume))
         dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config.data))
         raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
@@ -80,6 +86,8 @@ class Trainer:
         self._saved_at = -1
         stored = self._find_checkpoint(resume)  # a wrong one leaves no empty folder
         start = begins_anew(config) if stored is None else self._resume_from(stored)
+        start = f"restarted by torchrun: {start}" if restarted else start
+        superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
         raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
         raise_on_all_ranks(mesh, self._write_descriptions)
         self._set_schedule()
@@ -90,7 +98,7 @@ class Trainer:
         self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
         for line in header(self.components, self._last_step(), start):
             self.report.line(line)
-        self._report_resumption(stored)
+        self._report_resumption(stored, superseded)
         self.last_loss: float | None = None
         self._skipped_in_a_row = 0
         self._results: dict[str, dict[str, Any]] = {}
@@ -163,13 +171,13 @@ class Trainer:
         ranks = counted(stored.state["world_size"], "rank")
         return f"resumed from {stored.path} (step {self.position.step:,}, saved by {ranks})"
 
-    def _report_resumption(self, stored: StoredCheckpoint | None) -> None:
-        """Report the keys that changed, set aside checkpoints of later steps, and say where no step is left."""
+    def _report_resumption(self, stored: StoredCheckpoint | None, superseded: list[Path]) -> None:
+        """Report the keys that changed, the later checkpoints that were set aside, and where no step is left."""
         if stored is None:
             return
         for change in changed_keys(stored.state["config"], self.config):
             self.report.line(f"changed on resume: {change}")
-        for later in self.checkpoints.set_aside_after(self.position.step):
+        for later in superseded:
             self.report.line(f"set aside as superseded-{later.name}: it is of a later step")
         if self._last_step() == self.position.step:
             self.report.line("no step is left to train: raise epochs or steps to go on")
@@ -179,6 +187,8 @@ class Trainer:
             with atomic_write(self.out / CONFIG) as tmp_path:
                 tmp_path.write_text(configuration.to_toml(self.config), encoding="utf-8")
             self.components.dataset.save_label_map(self.out / CLASSES)
+            if self._launch is not None:  # last: from here on a restart goes on with what this folder holds
+                write_json(self.out / LAUNCH, dataclasses.asdict(self._launch))
 
     def _set_schedule(self) -> None:
         optim, per_epoch = self.config.optim, steps_per_epoch(self.components)
@@ -320,6 +330,21 @@ def _check_groups(config: Config, mesh: Mesh) -> None:
             f"head_ranks = {config.head_ranks}, but the mesh shards a class table over {mesh.head.world_size} of its "
             f"{mesh.world_size} ranks; give plsc.init(head_ranks={config.head_ranks})"
         )
+
+
+def _after_restart(out: Path, resume: str | None, launch: Launch | None) -> tuple[bool, str | None]:
+    """Return (True, "auto") in the place of (False, ``resume``) where torchrun's restart finds its own run in ``out``.
+
+    An attempt before this one had begun or resumed the run then. A folder that was there before the launch does not
+    bear its name, and stays refused in every attempt. The restart count says neither that nor the truth on all
+    machines, whose agents count their own failures only.
+    """
+    if launch is None or not (out / LAUNCH).exists():
+        return False, resume
+    mark = read_json(out / LAUNCH)
+    if mark["name"] != launch.name or mark["process"] == launch.process:
+        return False, resume
+    return True, "auto" if resume is None or any((out / CHECKPOINTS).glob("step-*")) else resume
 
 
 def _check_folder(out: Path, resume: str | None) -> None:
