@@ -128,6 +128,12 @@ class HeadConfig:
         "Storage type of the class weights' momentum (adamw: of both moments); none trains without momentum.",
         choices=("float32", "bfloat16", "int8", "none"),
     )
+    fp32_precision: str = key(
+        "ieee",
+        "How a GPU multiplies a float32 table: ieee, tf32 (factors of 11 bits, on the matrix units), or bf16x3 (16 "
+        "bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.",
+        choices=("ieee", "tf32", "bf16x3"),
+    )
     placement: str = key(
         "device",
         "Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a mapped "

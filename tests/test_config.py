@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,17 @@ def test_defaults_are_a_configuration() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe_loads(recipe: Path) -> None:
     assert config.load(recipe).data.train
+
+
+@pytest.mark.parametrize(
+    "recipe", [path for path in RECIPES if path.stem.startswith(("ms1mv3", "glint360k", "webface42m"))], ids=str
+)
+def test_recipes_for_gpus_multiply_the_class_table_on_their_matrix_units(recipe: Path) -> None:
+    from plsc.parallel import Mesh
+    from plsc.train.components import make_head
+
+    head = make_head(config.load(recipe), 10, Mesh(0, 1, 0, torch.device("meta")))
+    assert head.weight.dtype == torch.bfloat16 or head.fp32_precision == "tf32"
 
 
 @pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)

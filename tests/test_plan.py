@@ -101,6 +101,26 @@ def test_products_take_the_floor_over_their_share():
     assert not any("gather" in name or "reduce" in name for name in timing.parts)
 
 
+def test_float32_products_take_the_speed_of_their_precision():
+    """By NVIDIA's data sheet: 67 TFLOP/s in float32, 494.5 in TF32, 989 in bfloat16."""
+
+    def products(precision: str, weights: str = "float32") -> float:
+        setup = one_rank(settings(head={"weight_dtype": weights, "fp32_precision": precision}), 1_000_000)
+        planned = estimate(setup, CARD)
+        assert planned.as_dict()["fp32_precision"] == precision
+        return planned.timing.parts["head, products"]
+
+    assert products("ieee") / products("tf32") == pytest.approx(494.5 / 67)
+    assert products("bf16x3") == pytest.approx(3 * products("ieee", "bfloat16"))
+    assert products("tf32", "bfloat16") == products("ieee", "bfloat16")
+
+
+def test_the_plan_says_how_a_float32_table_is_multiplied():
+    told = [as_text(plan(settings(head={"fp32_precision": name}), 1000, CARD)) for name in ("ieee", "tf32")]
+    assert "stored as float32 + float32, products in ieee" in told[0]
+    assert "stored as float32 + float32, products in tf32" in told[1]
+
+
 def test_the_time_follows_the_speeds():
     setup = replace(one_rank(settings(), 100_000), world=8, per_node=8, head_ranks=8)
     slow = replace(CARD, device=with_speeds(H100, 79.1, 300.0), links=Links(1e9, 1e9))

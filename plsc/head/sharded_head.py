@@ -2,14 +2,14 @@
 
 import logging
 import numbers
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.head.backends import HeadBackend, HeadShape, choose_backend
-from plsc.head.backends.torch_backend import TorchBackend
+from plsc.head.backends import HeadBackend, HeadShape, choose_backend, fall_back
+from plsc.head.backends.products import Fp32Precision
 from plsc.head.class_table import class_range
 from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
@@ -64,16 +64,21 @@ class ShardedHead(nn.Module):
             come to the device while it computes (see :meth:`prefetch`) and go back behind it: results are those of
             "device", bit for bit. Only 1/norms and int8 scales of a mapped table stay in ordinary memory.
         backend: "torch", "cpu" or "triton" computes; None chooses the fastest that can, or ``PLSC_HEAD_BACKEND``.
+        fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
+            of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
+            three products; Triton's passes only). Tables of other dtypes are not concerned. A CPU takes "ieee" alone.
 
     Attributes:
         weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
             device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
-        dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement: as given.
+        dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement,
+        fp32_precision: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
 
     Raises:
-        UsageError: an argument is out of its range; the mapped file's folder is missing or cannot be written.
+        UsageError: an argument is out of its range; nothing here multiplies in ``fp32_precision``; the mapped file's
+            folder is missing or cannot be written.
         DataError: the disk has no room for the mapped file.
 
     Source: Deng et al., CVPR 2019 (ArcFace); An et al., CVPR 2022 (Partial FC); Milakov & Gimelshein, 2018 (online
@@ -97,6 +102,7 @@ class ShardedHead(nn.Module):
         chunk_classes: int | None = None,
         placement: str = "device",
         backend: str | None = None,
+        fp32_precision: str = "ieee",
     ) -> None:
         super().__init__()
         _check_sizes(dim=dim, num_classes=num_classes, centers=centers)
@@ -111,11 +117,11 @@ class ShardedHead(nn.Module):
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
         self.momentum_dtype, self.placement = _to_momentum_dtype(momentum_dtype), placement
+        self.fp32_precision = _to_fp32_precision(fp32_precision)
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         device = self.mesh.device
-        self.backend = _same_on_replicas(
-            choose_backend(HeadShape(device, weight_dtype, dim, centers, self.margin), requested=backend), self.mesh
-        )
+        shape = HeadShape(device, weight_dtype, dim, centers, self.margin, self.fp32_precision)
+        self.backend = _same_on_replicas(choose_backend(shape, requested=backend), self.mesh, shape)
         if self.mesh.rank == 0:
             _LOG.info("class head: %s", self.backend.describe())
         table = create_table(
@@ -242,7 +248,7 @@ def softmax_of(head: ShardedHead) -> ShardedSoftmax:
     return head._softmax
 
 
-def _same_on_replicas(backend: HeadBackend, mesh: Mesh) -> HeadBackend:
+def _same_on_replicas(backend: HeadBackend, mesh: Mesh, shape: HeadShape) -> HeadBackend:
     """``backend``, or PyTorch's where replicas of the shard chose others: they sum gradients chunk by chunk.
 
     Every rank of head groups calls.
@@ -250,7 +256,7 @@ def _same_on_replicas(backend: HeadBackend, mesh: Mesh) -> HeadBackend:
     names = set(all_gather_object(backend.name, mesh.replicas))
     if len(names) == 1 or backend.name == "torch":
         return backend
-    return TorchBackend(f"replicas of this shard cannot all run {backend.name}")
+    return fall_back(shape, f"replicas of this shard cannot all run {backend.name}")
 
 
 def _to_weight_dtype(value: torch.dtype | str) -> torch.dtype:
@@ -267,6 +273,14 @@ def _to_momentum_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     if isinstance(dtype, str) or dtype not in _MOMENTUM_DTYPES.values():
         raise UsageError(f"momentum_dtype must be one of {', '.join(_MOMENTUM_DTYPES)}, not {value!r}")
     return dtype
+
+
+def _to_fp32_precision(value: str) -> Fp32Precision:
+    """The precision of float32 products that ``value`` names; UsageError if there is none."""
+    for precision in get_args(Fp32Precision):
+        if value == precision:
+            return precision  # type: ignore[no-any-return]
+    raise UsageError(f"fp32_precision must be one of {', '.join(get_args(Fp32Precision))}, not {value!r}")
 
 
 def _check_integers(**values: object) -> None:

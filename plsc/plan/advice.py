@@ -48,6 +48,7 @@ class Estimate:
         return {
             "weight_dtype": weights,
             "momentum_dtype": momentum,
+            "fp32_precision": setup.config.head.fp32_precision,
             "sample_rate": setup.config.head.sample_rate,
             "placement": setup.placement,
             "head_ranks": setup.head_ranks,

@@ -15,6 +15,7 @@ USABLE_SHARE = 0.975
 # TFLOP/s and copied at 3.0 of 3.35 TB/s.
 PRODUCT_SHARE = 0.8
 COPY_SHARE = 0.9
+TF32_SHARE = 0.5  # of bfloat16's speed on matrix units, on all of NVIDIA's data sheets from Ampere on
 LINK_SHARE = 0.8  # of a link's peak that large collectives reach
 
 # The label of a card is the one place where GB does not mean 10^9 bytes (plsc.sizes).
@@ -25,9 +26,9 @@ _CARD_UNITS = {**sizes.UNITS, "gb": USABLE_SHARE * GIB, "tb": USABLE_SHARE * 2**
 class Device:
     """The device of one rank.
 
-    ``products`` are FLOP/s that large products reach in each precision ("fp32", "bf16", "fp16"), ``bandwidth`` bytes
-    per second that a copy reads and writes together, ``memory`` usable bytes (None: unknown), ``nvlink`` bytes per
-    second and direction of its NVLinks together (0: none), ``has_kernels`` whether the fused Triton kernels run.
+    ``products`` are FLOP/s that large products reach in each precision ("fp32", "tf32", "bf16", "fp16"), ``bandwidth``
+    bytes per second that a copy reads and writes together, ``memory`` usable bytes (None: unknown), ``nvlink`` bytes
+    per second and direction of its NVLinks together (0: none), ``has_kernels`` whether the fused Triton kernels run.
     """
 
     name: str
@@ -49,7 +50,8 @@ def _sheet(
     nvlink: float,
     has_kernels: bool = True,
 ) -> Device:
-    peaks = {"bf16": bf16, "fp16": fp16, "fp32": fp32}
+    tf32 = bf16 * TF32_SHARE if has_kernels else fp32
+    peaks = {"bf16": bf16, "fp16": fp16, "tf32": tf32, "fp32": fp32}
     return Device(
         name,
         "cuda",
@@ -93,7 +95,10 @@ def with_speeds(device: Device, tflops: float | None, bandwidth: float | None) -
         if value is not None and not value > 0:
             raise UsageError(f"{option} {value}: it has to be above 0")
     if tflops is not None:
-        products = {**device.products, "bf16": tflops * 1e12, "fp16": tflops * 1e12}
+        given = {"bf16": tflops * 1e12, "fp16": tflops * 1e12}
+        if device.has_kernels:
+            given["tf32"] = tflops * 1e12 * TF32_SHARE
+        products = {**device.products, **given}
         device = replace(device, name=f"{device.name}, products as given", products=products)
     if bandwidth is not None:
         device = replace(device, name=f"{device.name}, copy as given", bandwidth=bandwidth * 1e9)
@@ -136,7 +141,7 @@ def measure_device() -> Device:
     source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
     copy = 2 * copied / _seconds(lambda: target.copy_(source), kind)
-    products = {name: _product_speed(side, name, device) for name in ("bf16", "fp16", "fp32")}
+    products = {name: _product_speed(side, name, device) for name in ("bf16", "fp16", "fp32", "tf32")}
     if kind == "cpu":
         return Device("this CPU, measured", kind, products, copy)
     properties = torch.cuda.get_device_properties(0)
@@ -149,11 +154,12 @@ def measure_device() -> Device:
 def _product_speed(side: int, precision: str, device: "object") -> float:
     import torch
 
-    from plsc.head.backends.products import product
+    from plsc.head.backends.products import Fp32Precision, product
 
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    fp32_precision: Fp32Precision = "tf32" if precision == "tf32" else "ieee"
     a = torch.full((side, side), 0.01, dtype=dtype, device=device)  # type: ignore[call-overload]
-    return float(2 * side**3 / _seconds(lambda: product(a, a), a.device.type))
+    return float(2 * side**3 / _seconds(lambda: product(a, a, fp32_precision), a.device.type))
 
 
 def _seconds(work: Callable[[], object], kind: str, least: float = 0.2) -> float:

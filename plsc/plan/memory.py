@@ -149,8 +149,7 @@ def _block(setup: PlanConfig, device: Device, rows: int, *, passes: int) -> int:
     gathered = rows * setup.config.embedding_dim * width if setup.config.head.sample_rate < 1 else 0
     if passes == 1:
         return block + gathered
-    fused = device.has_kernels and setup.config.optim.name == "sgd"
-    return block + gathered + wide_rows * (1 if fused else _PLAIN_COPIES)
+    return block + gathered + wide_rows * (1 if device.has_kernels else _PLAIN_COPIES)
 
 
 def _staging(setup: PlanConfig, device: Device) -> dict[str, int]:

@@ -150,7 +150,8 @@ def _head(estimate: Estimate) -> str:
     sampled = "exact" if rate >= 1 else f"sampled at {rate:g}"
     where = {"device": "", "host": ", in host memory", "mmap": ", in a file"}[setup.placement]
     ranks = "" if setup.world == 1 else f", sharded over {setup.head_ranks:,} ranks"
-    return f"stored as {storage_label(setup.storage)}, {sampled}{ranks}{where}"
+    products = f", products in {setup.config.head.fp32_precision}" if setup.storage[0] == "float32" else ""
+    return f"stored as {storage_label(setup.storage)}{products}, {sampled}{ranks}{where}"
 
 
 def _memory(plan: Plan) -> Iterable[str]:

@@ -18,7 +18,6 @@ LATENCY = {"inside": 10e-6, "between": 20e-6}  # seconds per doubling of the ran
 OVERLAPPED_SHARE = 0.8  # of the backward pass, during which data parallel's all-reduce is under way already
 BACKWARD_SHARE = 2 / 3  # of a backbone's time
 HOST_COPY = LINKS["pcie"] * LINK_SHARE  # bytes per second and direction between host and device
-_PRECISION = {"float32": "fp32", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,15 @@ def _products(setup: PlanConfig, device: Device) -> float:
     """Two products in each pass: 8·B·C·D over all, shared out between the ranks."""
     samples = setup.group_batch * setup.micro_batches
     flops = 8 * samples * setup.visited_rows * setup.config.embedding_dim
-    return flops / (device.products[_PRECISION[setup.storage[0]]] * HEAD_SHARE)
+    return flops / (_product_speed(setup, device) * HEAD_SHARE)
+
+
+def _product_speed(setup: PlanConfig, device: Device) -> float:
+    """FLOP/s of large products over the table as it is stored and multiplied."""
+    if setup.storage[0] == "bfloat16":
+        return device.products["bf16"]
+    speeds = {"ieee": device.products["fp32"], "tf32": device.products["tf32"], "bf16x3": device.products["bf16"] / 3}
+    return speeds[setup.config.head.fp32_precision]
 
 
 def _table_traffic(setup: PlanConfig, device: Device) -> float:

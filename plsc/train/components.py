@@ -205,6 +205,7 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
         centers=head.centers,
         seed=config.seed,
         placement=head.placement,
+        fp32_precision=head.fp32_precision,
     )
 
 

@@ -4,10 +4,15 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plsc
 from plsc.errors import UsageError
+from plsc.head import backends
 from plsc.head.backends import HeadShape, choose_backend
+from plsc.head.backends.torch_backend import Batch
+from plsc.head.class_table import ClassRows
 from plsc.native import build, head_kernels
 
 compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
@@ -20,6 +25,7 @@ def shape(dtype: torch.dtype = torch.bfloat16, dim: int = 64, **options: object)
         dim,
         options.get("centers", 1),
         options.get("margin", plsc.ArcFace()),
+        options.get("fp32_precision", "ieee"),
     )
 
 
@@ -96,3 +102,87 @@ def test_every_backend_gives_the_same_update_but_for_sums():
         optimizer.step()
         weights.append(head.weight.detach())
     torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "requested", "described"),
+    [
+        ({}, "torch", "torch backend: requested; float32 products: ieee"),
+        ({"fp32_precision": "tf32"}, "torch", "torch backend: requested; float32 products: tf32"),
+        ({"fp32_precision": "bf16x3"}, None, "triton backend: on cuda; float32 products: bf16x3"),
+        (
+            {"fp32_precision": "tf32", "centers": 3},
+            None,
+            "triton backend: on cuda; passes by torch: several centres to a class; float32 products: tf32",
+        ),
+        ({"fp32_precision": "tf32", "dtype": torch.bfloat16}, None, "triton backend: on cuda"),
+        ({"fp32_precision": "bf16x3", "dtype": torch.float64}, "torch", "torch backend: requested"),
+    ],
+)
+def test_the_precision_of_float32_products_is_told(monkeypatch, options, requested, described):
+    monkeypatch.setattr(backends, "runs_on", lambda device: device.type == "cuda")
+    monkeypatch.setenv("PLSC_SELF_CHECK", "0")
+    given = {"dtype": torch.float32, "device": "cuda", **options}
+    assert choose_backend(shape(**given), requested).describe() == described
+
+
+@pytest.mark.parametrize(
+    ("options", "requested", "message"),
+    [
+        ({"fp32_precision": "tf32", "device": "cpu"}, None, 'fp32_precision "tf32" is for GPUs, .* give "ieee"'),
+        ({"fp32_precision": "bf16x3", "device": "cpu"}, "torch", 'fp32_precision "bf16x3" is for GPUs'),
+        ({"fp32_precision": "bf16x3"}, "torch", r"needs Triton's passes \(requested\): give \"tf32\" or \"ieee\""),
+        ({"fp32_precision": "bf16x3", "centers": 2}, None, r"needs Triton's passes \(several centres to a class\)"),
+    ],
+)
+def test_a_precision_that_nothing_computes_is_a_usage_error(monkeypatch, options, requested, message):
+    monkeypatch.setattr(backends, "runs_on", lambda device: device.type == "cuda")
+    with pytest.raises(UsageError, match=message) as error:
+        choose_backend(shape(**{"dtype": torch.float32, "device": "cuda", **options}), requested)
+    assert "\n" not in str(error.value)
+
+
+def test_the_head_takes_a_precision_by_name():
+    with pytest.raises(UsageError, match="fp32_precision must be one of ieee, tf32, bf16x3, not 'high'"):
+        plsc.ShardedHead(64, 10, fp32_precision="high")
+    with pytest.raises(UsageError, match="is for GPUs"):
+        plsc.ShardedHead(64, 10, fp32_precision="tf32")
+    assert plsc.ShardedHead(64, 10, weight_dtype="bfloat16", fp32_precision="tf32").fp32_precision == "tf32"
+
+
+class PrecisionOfProducts(TorchDispatchMode):
+    """Notes torch's precision of float32 products on GPUs at each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["ieee", "tf32"])
+def own_setting(request):
+    """Torch's precision of float32 products on GPUs, as a user set it."""
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_torchs_products_on_a_gpu_take_the_heads_precision_and_leave_torchs_setting(own_setting, precision):
+    """On fake tensors: they have a GPU's device and no memory."""
+    backend = choose_backend(shape(torch.float32, device="cuda", fp32_precision=precision), "torch")
+    with FakeTensorMode(), PrecisionOfProducts() as products:
+        weight, features = torch.randn(40, 8, device="cuda"), torch.randn(6, 8, device="cuda")
+        rows = ClassRows(weight, torch.ones(40, device="cuda"))
+        sample = torch.ones(6, device="cuda")
+        batch = Batch(features, torch.zeros(6, dtype=torch.int64, device="cuda"), sample, plsc.ArcFace(), {})
+        backend.first_pass(rows, batch, 16, with_grad=True)
+        for _ in backend.second_pass(rows, batch, sample, sample, sample, 16):
+            assert torch.backends.cuda.matmul.fp32_precision == own_setting
+    assert products.seen == [precision] * 12
+    assert torch.backends.cuda.matmul.fp32_precision == own_setting

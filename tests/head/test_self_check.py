@@ -7,7 +7,7 @@ import torch
 
 import plsc
 from plsc.head import low_precision
-from plsc.head.backends import HeadShape, choose_backend, cpu_backend, self_check, triton_backend
+from plsc.head.backends import HeadShape, choose_backend, cpu_backend, products, self_check, triton_backend
 from plsc.head.backends.cpu_backend import CpuBackend
 from plsc.head.backends.self_check import Shard, check_passes, check_update, problem_of
 from plsc.head.backends.torch_backend import PartialSoftmax, TorchBackend
@@ -98,6 +98,32 @@ def test_rounding_that_cuts_off_is_named(monkeypatch, kind):
     problem = problem_of(lambda: check_update(TorchBackend(""), shard, SGD, {"momentum": kind}))
     assert "weights, bias" in problem
     assert "momentum, bias" in problem
+
+
+def cut_to_tf32(values: torch.Tensor) -> torch.Tensor:
+    """As matrix units take float32 factors: the last 13 bits are left out."""
+    return (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("dim", [8, 64, 512])
+def test_passes_have_the_bounds_of_their_precision(monkeypatch, dim):
+    monkeypatch.setattr(products, "product", lambda a, b, *_: cut_to_tf32(a) @ cut_to_tf32(b))
+    backend = TorchBackend("")
+    assert problem_of(lambda: check_passes(backend, Shard(CPU, torch.float32, dim, fp32_precision="tf32"))) is None
+    for precision in ("ieee", "bf16x3"):
+        shard = Shard(CPU, torch.float32, dim, fp32_precision=precision)
+        assert "sums" in problem_of(lambda shard=shard: check_passes(backend, shard))
+
+
+def test_pytorch_takes_the_place_of_kernels_with_a_precision_that_it_has(monkeypatch):
+    monkeypatch.setattr("plsc.head.backends.runs_on", lambda device: device.type == "cuda")
+    monkeypatch.setattr(TritonBackend, "first_pass", lambda *args, **options: 1 / 0)
+    told = [
+        choose_backend(HeadShape(torch.device("cuda"), torch.float32, 64, 1, plsc.ArcFace(), precision)).describe()
+        for precision in ("tf32", "bf16x3")
+    ]
+    assert [line.rpartition("; ")[2] for line in told] == ["float32 products: tf32", "float32 products: ieee"]
+    assert all(line.startswith("torch backend: the passes of the triton backend disagree") for line in told)
 
 
 def test_not_a_number_is_a_disagreement():

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from plsc.errors import UsageError
 from plsc.head.backends.cpu_backend import CpuBackend
-from plsc.head.backends.self_check import why_no_passes, why_no_update
+from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
 from plsc.head.class_table import Chunk, ClassRows
@@ -66,6 +67,7 @@ class HeadShape:
         dim: D.
         centers: per class.
         margin: of the softmax.
+        fp32_precision: of the products over a float32 table.
     """
 
     device: torch.device
@@ -73,6 +75,13 @@ class HeadShape:
     dim: int
     centers: int
     margin: Margin
+    fp32_precision: Fp32Precision = "ieee"
+
+    @property
+    def products(self) -> str:
+        """The precision of the products, as a part of a reason, where it is a choice: of float32 tables on GPUs."""
+        chosen = self.dtype == torch.float32 and (self.device.type == "cuda" or self.fp32_precision != "ieee")
+        return f"; float32 products: {self.fp32_precision}" if chosen else ""
 
     @property
     def unusual_logits(self) -> str | None:
@@ -95,13 +104,14 @@ def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBacken
         requested: "torch", "cpu" or "triton"; else the environment's ``PLSC_HEAD_BACKEND``; else the fastest.
 
     Raises:
-        UsageError: the requested one does not exist, or cannot run such a head here; or ``PLSC_CPU`` is wrong.
+        UsageError: the requested one does not exist, or cannot run such a head here; nothing here multiplies in
+            ``shape.fp32_precision``; or ``PLSC_CPU`` is wrong.
     """
     requested = requested or os.environ.get("PLSC_HEAD_BACKEND") or None
     if requested not in (None, *BACKENDS):
         raise UsageError(f"head backend {requested!r} does not exist: give {', '.join(BACKENDS)}")
     if requested == "torch":
-        return TorchBackend("requested")
+        return _torch(shape, "requested")
     on_triton, on_cpu = _why_not_triton(shape), _why_not_cpu(shape)
     if requested != "cpu" and on_triton is None:
         return _triton(shape)
@@ -111,7 +121,7 @@ def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBacken
     assert missing is not None
     if requested is not None:
         raise UsageError(f"head backend {requested!r} cannot run here, {missing}: unset it for one that can")
-    return TorchBackend(missing)
+    return _torch(shape, missing)
 
 
 def _why_not_triton(shape: HeadShape) -> str | None:
@@ -130,14 +140,35 @@ def _why_not_cpu(shape: HeadShape) -> str | None:
     return None if head_kernels.is_compiled() else "no compiler"
 
 
+def _check_torchs_products(shape: HeadShape, reason: str) -> None:
+    """UsageError unless PyTorch multiplies float32 tables in ``shape.fp32_precision``."""
+    precision = shape.fp32_precision
+    if precision == "ieee" or shape.dtype != torch.float32 or shape.device.type == "meta":
+        return
+    if shape.device.type != "cuda":
+        raise UsageError(f'fp32_precision "{precision}" is for GPUs, and this head computes on a CPU: give "ieee"')
+    if precision != "tf32":
+        raise UsageError(f'fp32_precision "{precision}" needs Triton\'s passes ({reason}): give "tf32" or "ieee"')
+
+
+def _torch(shape: HeadShape, reason: str) -> TorchBackend:
+    _check_torchs_products(shape, reason)
+    return TorchBackend(reason + shape.products, shape.fp32_precision)
+
+
 def _triton(shape: HeadShape) -> TorchBackend:
     unusual = shape.unusual_logits
     reason = f"on {shape.device}" + ("" if unusual is None else f"; passes by torch: {unusual}")
-    backend = TritonBackend(reason, dim=shape.dim, with_passes=unusual is None)
+    if unusual is not None:
+        _check_torchs_products(shape, unusual)
+    backend = TritonBackend(
+        reason + shape.products, dim=shape.dim, with_passes=unusual is None, fp32_precision=shape.fp32_precision
+    )
     return backend if unusual is not None else _with_trusted_passes(backend, shape)
 
 
 def _cpu(shape: HeadShape) -> TorchBackend:
+    _check_torchs_products(shape, "")
     missing = shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
     reason = "compiled passes and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
     backend = CpuBackend(reason, with_passes=missing is None)
@@ -146,12 +177,19 @@ def _cpu(shape: HeadShape) -> TorchBackend:
 
 def _with_trusted_passes(backend: TorchBackend, shape: HeadShape) -> TorchBackend:
     """``backend``, or PyTorch where its passes disagree with float64."""
-    problem = None if _is_too_slow_to_check(backend) else why_no_passes(backend, shape.device, shape.dtype, shape.dim)
+    kind = Shard(shape.device, shape.dtype, shape.dim, fp32_precision=shape.fp32_precision)
+    problem = None if _is_too_slow_to_check(backend) else why_no_passes(backend, kind)
     if problem is None:
         return backend
     reason = f"the passes of the {backend.name} backend disagree with float64 here: {problem}"
     _LOG.warning("KERNELS SWITCHED OFF: %s; PyTorch computes instead (slower); run plsc doctor", reason)
-    return TorchBackend(reason)
+    return fall_back(shape, reason)
+
+
+def fall_back(shape: HeadShape, reason: str) -> TorchBackend:
+    """PyTorch's backend in place of kernels that are not to be used. It lacks "bf16x3", and is more exact instead."""
+    known = replace(shape, fp32_precision="tf32" if shape.fp32_precision == "tf32" else "ieee")
+    return TorchBackend(reason + known.products, known.fp32_precision)
 
 
 def choose_updater(

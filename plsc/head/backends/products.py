@@ -1,7 +1,7 @@
 """Matrix products with the accumulation that the softmax needs."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -9,20 +9,28 @@ from torch import Tensor
 
 from plsc.head.class_table import Chunk
 
-# How a kernel multiplies float32 factors: as they are, rounded to TF32 (11 bits), or each as the sum of two bfloat16
-# numbers (16 bits), in three products.
+# How float32 factors are multiplied: as they are, rounded to TF32 (11 bits), or each as the sum of two bfloat16 numbers
+# (16 bits), in three products. The names are PyTorch's (torch.backends.cuda.matmul.fp32_precision) and Triton's.
 Fp32Precision = Literal["ieee", "tf32", "bf16x3"]
 
 _COPIED_CLASSES = 2048  # of pass 2 at a time, where their rows are copied to float32
 _GATHERED_ROWS = 512  # of scattered rows, copied at a time
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
+def product(a: Tensor, b: Tensor, fp32_precision: Fp32Precision = "ieee") -> Tensor:
     """(n, k) @ (k, m). bfloat16 factors are multiplied as they are and summed and returned in float32.
 
     float32 and float64 factors give their own dtype. Logits must never be rounded to bfloat16: at s = 64 that is an
     error of up to 1/8.
+
+    Args:
+        a, b: the factors, of one dtype.
+        fp32_precision: of float32 factors on a GPU, whatever torch's own setting is. PyTorch has no "bf16x3": it is
+            computed as "ieee".
     """
+    if a.dtype == torch.float32 and a.is_cuda:
+        with _cublas_precision("tf32" if fp32_precision == "tf32" else "ieee"):
+            return a @ b
     if a.dtype != torch.bfloat16:
         return a @ b
     if a.is_cuda:
@@ -38,9 +46,9 @@ class ChunkProducts:
     copies are larger than the factors; made anew for every product, they would be most of what a step allocates.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, fp32_precision: Fp32Precision = "ieee") -> None:
         self._copies_factors = dtype == torch.bfloat16 and device.type == "cpu"
-        self._dtype = dtype
+        self._dtype, self._fp32_precision = dtype, fp32_precision
         self._buffers: dict[str, Tensor] = {}
 
     def factor(self, name: str, values: Tensor) -> Tensor:
@@ -68,7 +76,7 @@ class ChunkProducts:
     def multiply(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """``a @ b`` of factors, float32 or float64, valid until the next product of this name."""
         if not self._copies_factors:
-            return product(a, b)
+            return product(a, b, self._fp32_precision)
         with _bfloat16_units():
             return torch.mm(a, b, out=self._buffer(name, torch.Size((a.shape[0], b.shape[1]))))
 
@@ -79,12 +87,21 @@ class ChunkProducts:
         return self._buffers[name][: shape.numel()].view(shape)
 
 
-@contextmanager
-def _bfloat16_units() -> Iterator[None]:
+def _bfloat16_units() -> AbstractContextManager[None]:
     """Let the CPU's float32 product use its bfloat16 units, exact here because the factors are bfloat16 numbers."""
-    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return _precision_set(torch.backends.mkldnn.matmul, "bf16")  # type: ignore[attr-defined]
+
+
+def _cublas_precision(precision: Literal["ieee", "tf32"]) -> AbstractContextManager[None]:
+    """Let float32 products on GPUs use this precision."""
+    return _precision_set(torch.backends.cuda.matmul, precision)
+
+
+@contextmanager
+def _precision_set(settings: Any, precision: str) -> Iterator[None]:
+    """Set torch's precision of float32 products on one kind of device, and set it back."""
     before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
+    settings.fp32_precision = precision
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.head.backends.products import ChunkProducts
+from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
 from plsc.head.low_precision import Rounding, RoundingBits, RowState, store
 from plsc.head.update_rules import Update, UpdateRule
@@ -95,12 +95,13 @@ class TorchBackend:
 
     Args:
         reason: why this backend was chosen, for logs.
+        fp32_precision: of products over a float32 table on a GPU.
     """
 
     name = "torch"
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, reason: str, fp32_precision: Fp32Precision = "ieee") -> None:
+        self.reason, self._fp32_precision = reason, fp32_precision
 
     def describe(self) -> str:
         """The choice and its reason in one line."""
@@ -121,7 +122,7 @@ class TorchBackend:
         maximum = features.new_full((features.shape[0],), 0.0 if bounded else _LOWEST, dtype=sum_dtype)
         total = torch.zeros_like(maximum, dtype=torch.float64)
         grad = torch.zeros_like(features, dtype=sum_dtype) if with_grad else None
-        products = ChunkProducts(features.dtype, features.device)
+        products = ChunkProducts(features.dtype, features.device, self._fp32_precision)
         features = products.factor("features", features)
         for chunk in rows.chunks(chunk_size):
             weight = products.rows(chunk)
@@ -167,7 +168,7 @@ class TorchBackend:
         """
         dtype = torch.promote_types(batch.features.dtype, torch.float32)
         log_z, scale, target_grad = log_z.to(dtype), scale.to(dtype), target_grad.to(dtype)
-        products = ChunkProducts(batch.features.dtype, batch.features.device)
+        products = ChunkProducts(batch.features.dtype, batch.features.device, self._fp32_precision)
         features = products.factor("features", batch.features)
         for chunk in rows.chunks(products.chunk_size(chunk_size)):
             weight = products.rows(chunk)

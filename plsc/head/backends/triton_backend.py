@@ -97,8 +97,8 @@ class TritonBackend(TorchBackend):
     name = "triton"
 
     def __init__(self, reason: str, *, dim: int, with_passes: bool, fp32_precision: Fp32Precision = "ieee") -> None:
-        super().__init__(reason)
-        self._dim, self._with_passes, self._fp32_precision = dim, with_passes, fp32_precision
+        super().__init__(reason, fp32_precision)
+        self._dim, self._with_passes = dim, with_passes
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`."""
