@@ -1,0 +1,122 @@
+"""The steps that are traced, by name, and the tracing of one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from gpu_trace.tracer import Counts, Tracer, traced
+from gpu_trace.triton_launches import launches_recorded
+from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
+from plsc import config as configuration
+from plsc.config import Config, margin_keys
+from plsc.train.step import MicroBatch, Stepper
+
+SMALL = {"backbone": "resnet8", "data.image_size": 32, "data.batch_size": 16, "head.weight_dtype": "bfloat16"}
+FULL = {"backbone": "iresnet50", "data.image_size": 112, "data.batch_size": 128}
+ADAMW = {"optim.name": "adamw"}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A step of a run on ``ranks`` GPUs with ``classes`` classes.
+
+    Attributes:
+        settings: configuration keys; the others are those of ``SMALL``, and int8 momentum.
+        traced_ranks: whose collectives are compared; all counts are those of the first.
+        sizes: batch sizes that differ from the configuration's, by rank.
+        planned: whether ``plsc plan`` has to know the step's peak.
+    """
+
+    ranks: int
+    classes: int
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    traced_ranks: tuple[int, ...] = (0,)
+    sizes: Mapping[int, int] = field(default_factory=dict)
+    planned: bool = False
+
+    @property
+    def config(self) -> Config:
+        """The run's configuration."""
+        values = {**SMALL, "head.momentum_dtype": "int8", **self.settings}
+        return configuration.load(None, {name: str(value).lower() for name, value in values.items()})
+
+    @property
+    def rows(self) -> int:
+        """Classes of the first rank's shard."""
+        return -(-self.classes // (self.config.head_ranks or self.ranks))
+
+    def batch_sizes(self) -> list[int]:
+        """Every rank's number of samples in a micro-batch."""
+        return [self.sizes.get(rank, self.config.data.batch_size) for rank in range(self.ranks)]
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "50M classes, 1 rank": Scenario(1, 50_000_000, FULL, planned=True),
+    "10M classes, 8 ranks": Scenario(8, 10_000_000, FULL, planned=True),
+    "50M classes, 64 ranks": Scenario(64, 50_000_000, FULL, planned=True),
+    "50M classes, 1,024 ranks": Scenario(1024, 50_000_000, FULL),
+    "adamw, 8 ranks": Scenario(8, 10_000_000, ADAMW, (0, 7)),
+    "sampled at 0.1, 8 ranks": Scenario(8, 10_000_000, {"head.sample_rate": 0.1}, (0, 4), planned=True),
+    "host memory, 8 ranks": Scenario(8, 10_000_000, {"head.placement": "host"}, (0, 4)),
+    "host memory, sampled, 8 ranks": Scenario(8, 10_000_000, {"head.placement": "host", "head.sample_rate": 0.1}),
+    "float32, 8 ranks": Scenario(8, 10_000_000, {"head.weight_dtype": "float32", "head.momentum_dtype": "float32"}),
+    "groups of 8, 64 ranks": Scenario(64, 1_000_000, {"head_ranks": 8}, (0, 3, 7, 8, 59)),
+    "groups of 64, sampled, 1,024 ranks": Scenario(
+        1024, 10_000_000, {"head_ranks": 64, "head.sample_rate": 0.1}, (0, 63, 64, 1023)
+    ),
+    "unequal batches, 8 ranks": Scenario(8, 1_000_000, {}, (0, 3, 5, 7), sizes={3: 0, 5: 1, 7: 5}),
+    "unequal batches, groups of 4, 8 ranks": Scenario(
+        8, 1_000_000, {"head_ranks": 4, "head.margin": "adaface"}, (0, 3, 5, 7), sizes={3: 0, 5: 1, 7: 5}
+    ),
+    "fp16, accumulate 4, clipped, 8 ranks": Scenario(
+        8,
+        1_000_000,
+        {"precision": "fp16", "optim.accumulate": 4, "optim.clip_norm": 5.0, "optim.clip_head": True},
+        (0, 7),
+    ),
+    "sync_batchnorm, channels_last, average, 8 ranks": Scenario(
+        8, 1_000_000, {"sync_batchnorm": True, "channels_last": True, "ema_decay": 0.999}, (0, 7)
+    ),
+    "three centres, 8 ranks": Scenario(8, 1_000_000, {"head.centers": 3}, (0, 7)),
+    "adamw, float32, sampled, groups of 4, 8 ranks": Scenario(
+        8,
+        1_000_000,
+        {**ADAMW, "head_ranks": 4, "head.sample_rate": 0.1, "head.weight_dtype": "float32"},
+        (0, 7),
+    ),
+    **{
+        f"{margin}, 8 ranks": Scenario(8, 1_000_000, {"head.margin": margin}, (0,))
+        for margin in margin_keys()
+        if margin != "arcface"
+    },
+}
+
+
+def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
+    """The counts of the scenario's second step on one rank; the peak is that of both."""
+    config, sizes = scenario.config, scenario.batch_sizes()
+    tracer = Tracer(sizes, samples_kept=max(sizes))
+    LateExecutor.tracer = tracer
+    with (
+        mode,
+        traced(tracer),
+        launches_recorded(tracer),
+        fake_components(),
+        fake_rank(rank, scenario.ranks, config.head_ranks) as mesh,
+    ):
+        stepper = Stepper(build(config, scenario.classes, mesh))
+        for number in range(2):
+            tracer.begin_step()
+            stepper.step([_micro_batch(config, sizes, rank) for _ in range(config.optim.accumulate)], number)
+    return tracer.counts
+
+
+def _micro_batch(config: Config, sizes: list[int], rank: int) -> MicroBatch:
+    """One rank's part of a global batch, as its loader brings it."""
+    side = config.data.image_size
+    images = torch.zeros(sizes[rank], 3, side, side, dtype=torch.uint8)
+    labels = torch.zeros(sizes[rank], dtype=torch.int64)
+    return MicroBatch(images, labels, sum(sizes))

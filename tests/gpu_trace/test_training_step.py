@@ -1,0 +1,55 @@
+"""A whole training step on fake CUDA tensors: what is wrong with it, what it costs beside the committed counts."""
+
+import pytest
+
+from gpu_trace import order, ratchet, runtime
+from gpu_trace.runner import Traced, summaries, trace_all
+from gpu_trace.scenarios import SCENARIOS
+from gpu_trace.tracer import Collective
+from plsc.plan import Hardware, Links, named_device, parse_memory
+from plsc.plan.advice import estimate
+from plsc.plan.plan_config import PlanConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(runtime.missing() is not None, reason=f"no fake CUDA: {runtime.missing()}"),
+]
+PLANNED = [name for name, scenario in SCENARIOS.items() if scenario.planned]
+
+
+@pytest.fixture(scope="session")
+def traced() -> Traced:
+    """The counts of all scenarios, by rank."""
+    return trace_all(SCENARIOS)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_operand_is_where_and_as_its_kernel_takes_it(traced: Traced, name: str):
+    assert [counts["problems"] for counts in traced[name].values()] == [{}] * len(traced[name])
+
+
+@pytest.mark.parametrize("name", [name for name, scenario in SCENARIOS.items() if scenario.ranks > 1])
+def test_ranks_issue_their_collectives_in_one_order(traced: Traced, name: str):
+    sequences = {
+        rank: [Collective(*fields) for fields in counts["collectives"]] for rank, counts in traced[name].items()
+    }
+    assert order.differences(sequences) == []
+    assert all(sequences.values())
+
+
+def test_no_count_is_worse_than_the_committed_one(traced: Traced):
+    changes = ratchet.compare(ratchet.committed(), summaries(traced))
+    worse = [str(change) for change in changes if change.worse]
+    better = [str(change) for change in changes if not change.worse]
+    assert not worse, "\n".join(["more than tests/gpu_trace/counts.json allows:", *worse])
+    assert not better, "\n".join([f"no longer as in tests/gpu_trace/counts.json; run {ratchet.UPDATE}:", *better])
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_plan_knows_the_peak_of_device_memory(traced: Traced, name: str):
+    scenario = SCENARIOS[name]
+    config, ranks = scenario.config, scenario.ranks
+    hardware = Hardware(named_device("h100"), parse_memory("80GB"), Links(360e9, 40e9))
+    placement = config.head.placement.partition(":")[0]
+    setup = PlanConfig(config, scenario.classes, ranks, min(ranks, 8), config.head_ranks or ranks, placement)
+    assert estimate(setup, hardware).memory.computed == pytest.approx(traced[name][0]["peak"], rel=0.03)

@@ -1,0 +1,346 @@
+"""Counts what a training step does to a device: launches, bytes, host waits, collectives, memory; and what is wrong.
+
+All of it is seen where PyTorch dispatches an operation. Places are ``file:function`` of the innermost frame of the
+project, so that they stay when lines move.
+"""
+
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import plsc
+
+ROOT = Path(plsc.__file__).parents[1]
+BACKWARD = "backbone, backward"  # no frame of the project is on the stack of the autograd engine's threads
+
+_NO_KERNEL = {
+    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
+    "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_", "record_stream",
+}  # fmt: skip
+# Their results have a size that the host must learn from the device.
+_SIZED_BY_VALUES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
+_GATHERS = {"index", "index_select", "gather", "embedding"}
+_SCATTERS = {"index_put_", "index_put", "_index_put_impl_", "index_copy_", "index_add_", "scatter_", "scatter_add_"}
+
+
+@functools.lru_cache(maxsize=4096)
+def _label(code: CodeType) -> str | None:
+    """``file:function`` of the project's code, None for other code."""
+    path = Path(code.co_filename)
+    if not path.is_relative_to(ROOT) or "site-packages" in path.parts:
+        return None
+    relative = path.relative_to(ROOT)
+    if relative.parts[0] == "tests":
+        return None
+    return f"{relative}:{code.co_qualname.split('.<locals>')[0]}"
+
+
+def place(skip: int = 1) -> str:
+    """The innermost function of the project on the stack."""
+    frame = sys._getframe(skip)
+    while frame is not None:
+        label = _label(frame.f_code)
+        if label is not None:
+            return label
+        frame = frame.f_back  # type: ignore[assignment]
+    return BACKWARD
+
+
+class Collective(NamedTuple):
+    """A collective over the ranks range(``first``, ``stop``, ``step``), of ``size`` bytes, in and out."""
+
+    first: int
+    stop: int
+    step: int
+    name: str
+    dtypes: str
+    size: int
+    place: str
+
+    @property
+    def ranks(self) -> range:
+        """The ranks that have to call it."""
+        return range(self.first, self.stop, self.step)
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.dtypes} over {len(self.ranks)} ranks"
+
+
+@dataclass
+class Counts:
+    """What one traced step did, as seen by one rank. Everything but ``collectives`` is keyed by place or kernel."""
+
+    waits: Counter[str] = field(default_factory=Counter)
+    copies: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    triton: Counter[str] = field(default_factory=Counter)
+    moved: Counter[str] = field(default_factory=Counter)
+    collectives: list[Collective] = field(default_factory=list)
+    problems: Counter[str] = field(default_factory=Counter)
+    peak: int = 0
+    peak_place: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dict(vars(self))
+
+
+class Tracer(TorchDispatchMode):
+    """Records every operation on fake CUDA tensors, under a FakeTensorMode that is entered before it.
+
+    Fake tensors have no values. Where the host asks for one of the device's, a number is 0, a truth False, and of a
+    tensor with a row per rank the first column is the ranks' batch sizes. A number of the host (AdamW's steps) is 1. A
+    selection by a mask over samples keeps ``samples_kept`` of them, one over anything larger keeps all.
+
+    Args:
+        sizes: the ranks' batch sizes.
+        samples_kept: samples of the global batch that belong to a shard.
+    """
+
+    def __init__(self, sizes: list[int], samples_kept: int) -> None:
+        super().__init__()
+        self.sizes, self.samples_kept = sizes, samples_kept
+        self.counts = Counts()
+        self.live = 0
+        self.in_background = False
+        self.step = 0
+        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # on the device
+        self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def begin_step(self) -> None:
+        """Forget what was counted so far; memory in use stays, and the peak and the problems with it."""
+        before = self.counts
+        self.step += 1
+        self.counts = Counts(problems=before.problems, peak=before.peak, peak_place=before.peak_place)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._check_devices(func, name, [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)])
+        answer = self._answer(name, args)
+        out = func(*args, **kwargs) if answer is None else answer[0]
+        self._record(func, name, args, kwargs, out)
+        return out
+
+    def _check_devices(self, func: Any, name: str, taken: list[Tensor]) -> None:
+        """A kernel reads no tensor of the host but a number. Noted first: fake tensors refuse most mixtures at once."""
+        devices = sorted({tensor.device.type for tensor in taken if tensor.dim() > 0})
+        if len(devices) > 1 and name not in ("copy_", "_to_copy", "set_") and func.namespace != "c10d":
+            self.problem(f"{name} of tensors on {' and '.join(devices)}")
+
+    def problem(self, text: str) -> None:
+        """Note what must not be, and where."""
+        self.counts.problems[f"{place()}: {text}"] += 1
+
+    # What depends on values.
+
+    def _answer(self, name: str, args: tuple[Any, ...]) -> tuple[Any] | None:
+        """The result of an operation that fake tensors cannot compute, in a tuple; None for all others."""
+        if name == "_local_scalar_dense":
+            self._wait_for(args[0], "item")
+            return (_zero(args[0].dtype) if args[0].device.type == "cuda" else 1,)
+        if name == "equal":
+            self._wait_for(args[0], "equal")
+            return (True,)
+        if name in _SIZED_BY_VALUES:
+            self._wait_for(args[0], name.strip("_2"))
+            return (self._selected(name, args),)
+        if name == "index" and any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1]):
+            self._wait_for(args[0], "index by a mask")
+            mask = next(i for i in args[1] if i is not None)
+            return (args[0].new_empty((self._kept(mask), *args[0].shape[mask.dim() :])),)
+        return None
+
+    def _selected(self, name: str, args: tuple[Any, ...]) -> Any:
+        values = args[0]
+        if name == "nonzero":
+            return values.new_empty((self._kept(values), values.dim()), dtype=torch.int64)
+        if name == "masked_select":
+            return values.new_empty(self._kept(args[1]))
+        count = values.new_empty(0, dtype=torch.int64)
+        return values.new_empty(values.numel()), count, count.clone()
+
+    def _kept(self, mask: Tensor) -> int:
+        return min(self.samples_kept, mask.numel()) if mask.numel() <= sum(self.sizes) else mask.numel()
+
+    def tolist(self, tensor: Tensor) -> Any:
+        """The values of a tensor of which the host asks for all."""
+        self._wait_for(tensor, "tolist")
+        rows = tensor.shape[0] if tensor.dim() else -1
+        if rows == len(self.sizes) and tensor.dtype == torch.int64 and tensor.dim() <= 2:
+            rest = [0] * (tensor[0].numel() - 1) if tensor.dim() == 2 else []
+            return [[size, *rest] for size in self.sizes] if tensor.dim() == 2 else list(self.sizes)
+        return _zeros(tuple(tensor.shape), _zero(tensor.dtype))
+
+    def wait(self, what: str) -> None:
+        """Count a place where the host waits for the device."""
+        target = self.counts.copies if self.in_background else self.counts.waits
+        target[f"{place()} {what}" + (", by a transfer thread" if self.in_background else "")] += 1
+
+    def _wait_for(self, tensor: Tensor, what: str) -> None:
+        if tensor.device.type == "cuda":
+            self.wait(what)
+
+    # What an operation does.
+
+    def _record(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in made:
+            self._enter(tensor)
+        if func.namespace == "c10d":
+            self._collective(name, args, taken)
+            return
+        if name == "_pin_memory" or kwargs.get("pin_memory"):
+            self._pinned.update(tensor.untyped_storage() for tensor in made)
+        if name == "lift_fresh" and made and made[0].device.type == "cuda" and place() != BACKWARD:
+            self.wait("tensor of a number")
+        devices = {t.device.type for t in (*taken, *made)}
+        if name in ("_to_copy", "copy_") and len(devices) > 1:
+            self._copy(name, args, kwargs, taken, made)
+        if "cuda" in devices and not func.is_view and name not in _NO_KERNEL:
+            where = place()
+            self.counts.launches[where] += 1
+            self.counts.moved[f"{where} {name}"] += _bytes(name, taken, made)
+
+    def _copy(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], taken: list[Tensor], made: list[Tensor]
+    ) -> None:
+        """A copy between host and device: whether the host waits for it."""
+        target, source = (args[0], args[1]) if name == "copy_" else (made[0], taken[0])
+        asked = bool(args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking"))
+        upwards = source.device.type == "cpu"
+        # From pageable memory the driver copies by itself first, without waiting for the device; to it, it waits.
+        asynchronous = asked and (upwards or name == "_to_copy" or self._is_pinned(target))
+        kind = f"{'H2D' if upwards else 'D2H'} copy"
+        if asynchronous:
+            pinned = ", pageable" if upwards and not self._is_pinned(source) else ""
+            self.counts.copies[f"{place()} {kind}{pinned}"] += source.nbytes
+        else:
+            self.wait(f"blocking {kind}")
+
+    def _collective(self, name: str, args: tuple[Any, ...], taken: list[Tensor]) -> None:
+        name = name.removeprefix("c10d::").strip("_").removesuffix("_base")
+        group = next((ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)), None)
+        ranks = dist.get_process_group_ranks(group)
+        kind = self.backends.get(group.group_name, "nccl") if group is not None else "nccl"
+        wanted = "cpu" if kind == "gloo" else "cuda"
+        for tensor in taken:
+            if tensor.device.type != wanted:
+                self.problem(f"{name} of a tensor on {tensor.device.type} over {kind}")
+            if not tensor.is_contiguous():
+                self.problem(f"{name} of a tensor that is not contiguous")
+        if kind == "gloo":
+            self.wait(f"{name} between hosts")
+        dtypes = "+".join(sorted({str(t.dtype).removeprefix("torch.") for t in taken}))
+        size = sum(tensor.nbytes for tensor in taken)
+        step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        self.counts.collectives.append(Collective(ranks[0], ranks[-1] + 1, step, name, dtypes, size, place()))
+
+    backends: ClassVar[dict[str, str]] = {}  # of process groups by name, where it is not NCCL
+
+    # Memory.
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        """Fake tensors have no address that the driver could be asked about."""
+        if isinstance(tensor, FakeTensor):
+            return tensor.untyped_storage() in self._pinned
+        return tensor.is_pinned()
+
+    def _enter(self, tensor: Tensor) -> None:
+        if tensor.device.type != "cuda":
+            return
+        storage = tensor.untyped_storage()
+        if storage in self._storages:
+            return
+        self._storages.add(storage)
+        size = storage.nbytes()
+        self.live += size
+        if self.live > self.counts.peak:
+            self.counts.peak, self.counts.peak_place = self.live, place()
+        weakref.finalize(storage, self._leave, size).atexit = False
+
+    def _leave(self, size: int) -> None:
+        self.live -= size
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+def _zero(dtype: torch.dtype) -> Any:
+    return False if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+
+
+def _zeros(shape: tuple[int, ...], value: Any) -> Any:
+    return [_zeros(shape[1:], value) for _ in range(shape[0])] if shape else value
+
+
+def _own_bytes(tensor: Tensor) -> int:
+    """Bytes that a tensor spans: an expanded one has no more than its storage."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _bytes(name: str, taken: list[Tensor], made: list[Tensor]) -> int:
+    """Bytes of device memory that an operation has to read and write, each operand once."""
+    if name in _GATHERS:
+        return 2 * sum(map(_own_bytes, made)) + sum(map(_own_bytes, taken[1:]))
+    if name in _SCATTERS:
+        return sum(map(_own_bytes, taken[1:])) + 2 * _own_bytes(taken[-1])
+    if name in ("fill_", "zero_", "copy_", "normal_", "uniform_"):
+        taken = taken[1:]
+    return sum(_own_bytes(tensor) for tensor in (*taken, *made) if tensor.device.type == "cuda")
+
+
+@contextmanager
+def traced(tracer: Tracer) -> Iterator[None]:
+    """Trace within; synchronisations that are no operations are counted too."""
+
+    def waits(what: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: tracer.wait(what)
+
+    record = torch.cuda.Event.record
+
+    def record_event(event: Any, *args: Any, **kwargs: Any) -> None:
+        event.step = tracer.step
+        record(event, *args, **kwargs)
+
+    def synchronize_event(event: Any) -> None:
+        now = getattr(event, "step", tracer.step) == tracer.step
+        tracer.wait("synchronize of an event" + ("" if now else " of the step before"))
+
+    def scale(scaler: torch.amp.GradScaler) -> float:
+        if scaler.is_enabled():
+            tracer.wait("scale")
+        return 65536.0
+
+    with (
+        patch.object(FakeTensor, "tolist", lambda tensor: tracer.tolist(tensor)),
+        patch.object(torch.cuda, "synchronize", waits("synchronize")),
+        patch.object(torch.cuda.Stream, "synchronize", waits("synchronize of a stream")),
+        patch.object(torch.cuda.Event, "record", record_event),
+        patch.object(torch.cuda.Event, "synchronize", synchronize_event),
+        patch.object(torch.amp.GradScaler, "get_scale", scale),
+        tracer,
+    ):
+        yield
