@@ -1,6 +1,7 @@
 """Layers that make the split of a batch over ranks invisible: synchronised batch normalisation, and float64 sums.
 
-:class:`SyncBatchNorm` is for every run with ``sync_batchnorm``; torch's own computes on GPUs only.
+:class:`SyncBatchNorm` is for every run with ``sync_batchnorm``. torch.nn.SyncBatchNorm computes on GPUs only, and there
+the host waits for the device three times per layer, to leave out ranks without samples.
 
 :func:`sum_gradients_in_float64` serves one user: whoever verifies on CPUs that another number of ranks changes
 nothing, by comparing losses to 1e-6 after tens of steps. The order of float32 sums, and so their rounding, depends on
@@ -16,16 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
 from plsc.parallel.data_parallel import Float64Gradients
 from plsc.parallel.mesh import Mesh
+
+# The count of a rank without samples: it weighs nothing, and is not the 0 by which PyTorch's kernel would divide.
+_NO_SAMPLES = 2.0**-100
 
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm whose mean and variance are those of all ranks' samples together; ranks may hold unequal batches.
 
-    Takes (B, C) or (B, C, …). Sums run in float64, so that the split of the batch does not show in the last bits.
-    Communication per layer: 2C + 1 float64 numbers forward, 2C backward.
+    Takes (B, C) or (B, C, …); B may be 0 on some ranks. On a CPU, sums run in float64, so that the split of the batch
+    does not show in the last bits. Communication per layer: forward an all-reduce of C + 1 float64 numbers and one of
+    C, on GPUs an all-gather of 2C + 1 float32 ones; backward an all-reduce of 2C.
     """
 
     mesh: Mesh
@@ -39,16 +44,25 @@ class SyncBatchNorm(_BatchNorm):
         """Normalise ``input`` (B, C, …); in eval mode this is ordinary batch normalisation."""
         if not self.training:
             return super().forward(input)
+        momentum = self._count_batch()
+        if self.mesh.device.type == "cuda":
+            return _NormaliseOnGpu.apply(input, self.weight, self.bias, self, momentum)  # type: ignore[no-any-return]
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self)
-        self._update_running(mean, variance, count)
+        self._update_running(mean, variance, count, momentum)
         return output  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
+    def _count_batch(self) -> float:
+        """Count a batch; the weight of its statistics in the running ones."""
+        if self.num_batches_tracked is None:
+            return 0.0
         self.num_batches_tracked.add_(1)
-        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        return self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+
+    @torch.no_grad()
+    def _update_running(self, mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
+        if self.running_mean is None or self.running_var is None:
+            return
         unbiased = variance * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
@@ -118,6 +132,69 @@ class _Normalise(torch.autograd.Function):
             grad_bias.to(hat.dtype) if layer.bias is not None else None,
             None,
         )
+
+
+class _NormaliseOnGpu(torch.autograd.Function):
+    """The kernels of torch.nn.SyncBatchNorm with the same collectives, and no wait of the host."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, layer: SyncBatchNorm, momentum: float
+    ) -> Tensor:
+        x, channels = x.contiguous(memory_format=_dense_format(x)), x.shape[1]
+        if x.numel() > 0:
+            mean, invstd = torch.batch_norm_stats(x, layer.eps)
+            count = float(x.numel() // channels)
+        else:
+            mean = x.new_zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32))
+            invstd, count = torch.ones_like(mean), _NO_SAMPLES
+        local = torch.cat([mean, invstd, mean.new_full((1,), count)])
+        means, invstds, counts = all_gather_equal(local, layer.mesh).split([channels, channels, 1], dim=1)
+        counts = counts.squeeze(1)
+        mean, invstd = torch.batch_norm_gather_stats_with_counts(
+            x,
+            means,
+            invstds,
+            layer.running_mean,
+            layer.running_var,
+            momentum,
+            layer.eps,
+            counts if layer.running_mean is None else counts.to(layer.running_mean.dtype),
+        )
+        ctx.save_for_backward(x, weight, bias, mean, invstd, counts.to(torch.int32))
+        ctx.mesh = layer.mesh
+        return torch.batch_norm_elemt(x, weight, bias, mean, invstd, layer.eps) if x.numel() > 0 else x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, mean, invstd, counts = ctx.saved_tensors
+        by_x, by_weight, by_bias = ctx.needs_input_grad[:3]
+        grad_x: Tensor | None = None
+        grad_weight: Tensor | None
+        grad_bias: Tensor | None
+        if x.numel() > 0:
+            grad = grad.contiguous(memory_format=_dense_format(x))
+            sum_grad, sum_grad_x, grad_weight, grad_bias = torch.batch_norm_backward_reduce(
+                grad, x, mean, invstd, weight, by_x, by_weight, by_bias
+            )
+        else:  # the collective is every rank's, and data parallelism wants a gradient of every parameter
+            sum_grad, sum_grad_x = torch.zeros_like(mean), torch.zeros_like(mean)
+            grad_weight = torch.zeros_like(weight) if by_weight else None
+            grad_bias = torch.zeros_like(bias) if by_bias else None
+        if by_x:
+            totals = all_reduce_sum(torch.cat([sum_grad, sum_grad_x]), ctx.mesh)
+            sum_grad, sum_grad_x = totals.split(len(mean))
+            scale = None if weight is None else weight.to(mean.dtype)
+            grad_x = grad
+            if x.numel() > 0:
+                grad_x = torch.batch_norm_backward_elemt(grad, x, mean, invstd, scale, sum_grad, sum_grad_x, counts)
+        return grad_x, grad_weight if by_weight else None, grad_bias if by_bias else None, None, None
+
+
+def _dense_format(x: Tensor) -> torch.memory_format:
+    """The memory format in which kernels take ``x``: NHWC or NDHWC if it is so, else contiguous."""
+    formats = torch.channels_last, torch.channels_last_3d
+    return next((kind for kind in formats if x.is_contiguous(memory_format=kind)), torch.contiguous_format)
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:

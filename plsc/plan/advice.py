@@ -80,7 +80,6 @@ def profile_of(setup: PlanConfig) -> BackboneProfile:
         config.data.image_size,
         config.data.batch_size,
         config.precision,
-        config.sync_batchnorm,
         keeps_gradients(setup),
     )
 
@@ -100,17 +99,13 @@ def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
 
 
 @functools.cache
-def _profile(
-    name: str, dim: int, image_size: int, batch: int, precision: str, sync_batchnorm: bool, keep_gradients: bool
-) -> BackboneProfile:
+def _profile(name: str, dim: int, image_size: int, batch: int, precision: str, keep_gradients: bool) -> BackboneProfile:
     import torch
 
     from plsc.models import create
-    from plsc.parallel import Mesh, convert_sync_batchnorm
 
+    # synchronised batch normalisation keeps on a GPU what the ordinary one does: its input and two numbers per channel
     backbone: torch.nn.Module = create(name, embedding_dim=dim, image_size=image_size)
-    if sync_batchnorm:
-        backbone = convert_sync_batchnorm(backbone, Mesh(0, 1, 0, torch.device("cpu")))
     return profile_backbone(backbone, batch, image_size, precision, keep_gradients=keep_gradients)
 
 
