@@ -5,12 +5,13 @@ From top to bottom: :class:`TrainLoader`; the order of samples; :class:`BatchRea
 processes; :class:`ImageCache`, which they share.
 """
 
+import itertools
 import logging
 import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -27,7 +28,6 @@ from plsc.progress import counted
 
 AUTO_CACHE_BYTES = 2**30
 T = TypeVar("T", covariant=True)
-_NEIGHBOURS = 100
 _log = logging.getLogger("plsc.data")
 
 
@@ -49,7 +49,8 @@ class TrainLoader:
         cache_images: keep decoded images in memory over the epochs, shared by the loader processes; ``"auto"`` does
             if they take less than 1 GiB and an eighth of the free memory.
         max_bad_records: number of distinct unreadable images after which loading fails. Each is reported by key, once,
-            and left out of its batch (a batch left with fewer than two takes the next readable images).
+            and the next readable image of the data set takes its place: every rank knows the size of any rank's batch.
+        pin_memory: put batches into pinned memory, from which they are copied to a GPU while the host goes on.
 
     Raises:
         UsageError: an argument is out of range, or the data set is too small for the ranks.
@@ -69,18 +70,21 @@ class TrainLoader:
         shuffle: bool = True,
         cache_images: bool | Literal["auto"] = "auto",
         max_bad_records: int = 100,
+        pin_memory: bool = False,
     ) -> None:
         _check(dataset, batch_size, rank, world_size, seed, workers)
         check_augmentation(augment)
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
+        self._pin_memory = pin_memory
         self._epoch = self._consumed = self._yielded = 0
+        self._ranges: list[StepRange] = []
         self._bad_keys: set[str] = set()
         self._has_read = False
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
-        reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None)
+        reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None, max_bad_records)
         self._requests = _Requests()
-        self._batches = map_in_workers(reader, self._requests, workers, persistent=True)
+        self._batches = map_in_workers(reader, self._requests, workers, persistent=True, pin_memory=pin_memory)
 
     @property
     def epoch(self) -> int:
@@ -99,7 +103,18 @@ class TrainLoader:
         Reading them ahead leaves the position where it is: that of the batches already yielded.
         """
         part = self._requests.part_at(self._yielded)
-        return None if part is None else torch.from_numpy(self.dataset.labels[part.astype(np.int64)])
+        return None if part is None else self._labels_of(part.astype(np.int64))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Every rank's number of samples in the batch that was yielded last."""
+        return self._ranges[self._yielded - 1].sizes(self.world_size)
+
+    @property
+    def next_sizes(self) -> list[int] | None:
+        """Those of the next batch; None at an epoch's end."""
+        upcoming = self._ranges[self._yielded : self._yielded + 1]
+        return upcoming[0].sizes(self.world_size) if upcoming else None
 
     def state_dict(self) -> dict[str, int]:
         """Return ``{"epoch", "consumed"}``: samples of the epoch that all ranks together have yielded."""
@@ -120,7 +135,7 @@ class TrainLoader:
             self._epoch, self._consumed = self._epoch + 1, 0
         plan = self._plan(self._consumed)
         order = epoch_order(len(self.dataset), seed=self.seed, epoch=self._epoch, shuffle=self.shuffle)
-        self._yielded = 0
+        self._yielded, self._ranges = 0, plan
         self._requests.epoch = self._epoch
         self._requests.parts = [order[batch.part(self.rank, self.world_size)] for batch in plan]
         for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
@@ -128,13 +143,17 @@ class TrainLoader:
             self._report(batch.failures)
             # The position advances by what was yielded, not by what the processes have read ahead.
             self._consumed, self._yielded = step.stop, count
-            yield batch.images, torch.from_numpy(self.dataset.labels[batch.indices])
+            yield batch.images, self._labels_of(batch.indices)
         self._epoch, self._consumed = self._epoch + 1, 0
 
     def _plan(self, consumed: int) -> list["StepRange"]:
         return global_batches(
             len(self.dataset), consumed=consumed, batch_size=self.batch_size, world_size=self.world_size
         )
+
+    def _labels_of(self, indices: NDArray[np.int64]) -> torch.Tensor:
+        labels = torch.from_numpy(self.dataset.labels[indices])
+        return labels.pin_memory() if self._pin_memory else labels
 
     def _report(self, failures: dict[str, str]) -> None:
         """Log unreadable images, each once; :class:`DataError` if there are too many."""
@@ -148,12 +167,12 @@ class TrainLoader:
                 )
 
     def _check_readable(self, batch: "ImageBatch") -> None:
-        """Raise :class:`DataError` if this is the first batch and none of its images, or their neighbours, is readable.
+        """Raise :class:`DataError` if no image of the data set is readable.
 
-        A later batch without an image is left to the step, which takes the other ranks' images.
+        If there may be some beyond ``max_bad_records`` unreadable ones, that is left to :meth:`_report`.
         """
-        if self._has_read or len(batch.indices):
-            self._has_read = True
+        self._has_read = self._has_read or len(batch.indices) > 0
+        if len(batch.indices) or (self._has_read and len(batch.failures) > self.max_bad_records):
             return
         first = next(iter(batch.failures.values()))
         raise DataError(
@@ -191,6 +210,11 @@ class StepRange:
         share, longer = divmod(count, world_size)
         begin = first + rank * share + min(rank, longer)
         return slice(begin, begin + share + (rank < longer))
+
+    def sizes(self, world_size: int) -> list[int]:
+        """Return every rank's number of samples."""
+        share, longer = divmod(self.stop - self.start, world_size)
+        return [share + (rank < longer) for rank in range(world_size)]
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool) -> NDArray[np.unsignedinteger]:
@@ -251,12 +275,23 @@ class ImageBatch:
     indices: NDArray[np.int64]
     failures: dict[str, str]
 
+    def pin_memory(self) -> "ImageBatch":
+        """Copy the images into pinned memory; torch's DataLoader calls it."""
+        return replace(self, images=self.images.pin_memory())
+
 
 class BatchReader(Dataset[ImageBatch]):
-    """Reads, caches and augments one rank's part of a batch: a map from request to batch, for torch's DataLoader."""
+    """Reads, caches and augments one rank's part of a batch: a map from request to batch, for torch's DataLoader.
 
-    def __init__(self, dataset: ImageDataset, augment: str, seed: int, cache: "ImageCache | None") -> None:
+    The next readable images of the data set take the places of unreadable ones, but where more than
+    ``max_bad_records`` were tried in vain for one batch.
+    """
+
+    def __init__(
+        self, dataset: ImageDataset, augment: str, seed: int, cache: "ImageCache | None", max_bad_records: int
+    ) -> None:
         self.dataset, self.augment, self.seed, self.cache = dataset, augment, seed, cache
+        self.max_bad_records = max_bad_records
 
     def __getitem__(self, request: BatchRequest) -> ImageBatch:
         batch = self._read(request.indices)
@@ -272,11 +307,13 @@ class BatchReader(Dataset[ImageBatch]):
         return ImageBatch(images[torch.from_numpy(good)] if failures else images, indices[good], failures)
 
     def _with_neighbours(self, batch: ImageBatch, requested: NDArray[np.int64]) -> ImageBatch:
-        """Add the images that follow in the data set while fewer than two are readable: batch norm fails on one."""
-        for distance in range(1, _NEIGHBOURS):
-            if len(batch.indices) >= min(2, len(requested)):
+        """Add the readable images that follow the first unreadable one, around the data set if need be."""
+        bad = requested[~np.isin(requested, batch.indices)][:1]
+        for distance in itertools.count(1):
+            is_hopeless = distance > len(self.dataset) and not len(batch.indices)
+            if len(batch.indices) == len(requested) or len(batch.failures) > self.max_bad_records or is_hopeless:
                 break
-            extra = self._read((requested[:1] + distance) % len(self.dataset))
+            extra = self._read((bad + distance) % len(self.dataset))
             images = torch.cat([batch.images, extra.images])
             indices = np.concatenate([batch.indices, extra.indices])
             batch = ImageBatch(images, indices, batch.failures | extra.failures)
@@ -311,7 +348,12 @@ class SizedIterable(Protocol):
 
 
 def map_in_workers(
-    reader: Dataset[T], requests: SizedIterable, workers: int, *, persistent: bool = False
+    reader: Dataset[T],
+    requests: SizedIterable,
+    workers: int,
+    *,
+    persistent: bool = False,
+    pin_memory: bool = False,
 ) -> DataLoader[T]:
     """Iterate ``reader[request]`` over ``requests`` in order, read ahead by loader processes.
 
@@ -323,6 +365,7 @@ def map_in_workers(
         requests: iterated anew for each pass.
         workers: number of processes; 0 reads in this one.
         persistent: keep the processes from one pass to the next.
+        pin_memory: call the results' ``pin_memory()``.
     """
     return DataLoader(
         reader,
@@ -331,6 +374,7 @@ def map_in_workers(
         num_workers=workers,
         collate_fn=_identity_collate,
         persistent_workers=persistent and workers > 0,
+        pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: torch's global one would advance by a base seed in each pass
     )
 

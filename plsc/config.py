@@ -59,7 +59,9 @@ class DataConfig:
         renamed_from="turned_classes",
     )
     workers: int = key(2, "Decoding processes per rank; 0 decodes in the training process.", least=0)
-    max_bad_records: int = key(1000, "Unreadable images to skip before the run stops with an error.", least=0)
+    max_bad_records: int = key(
+        1000, "Unreadable images, in whose places the next ones are taken, before the run stops with an error.", least=0
+    )
     cache: str = key(
         "auto",
         "Keep decoded images in memory between epochs; auto does so where they take a small part of it.",

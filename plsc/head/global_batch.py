@@ -4,6 +4,7 @@ Where the table is replicated over groups of ranks, a rank holds its own group's
 more than a few numbers per sample.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,13 +12,16 @@ from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
 from plsc.head.class_table import SMALLEST_NORM, ClassRows
-from plsc.parallel.collectives import all_gather_equal, all_gather_rows, all_reduce_sum
+from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
-_FITTING, _EMBEDDINGS, _LABELS = range(3)
+_TARGET_BYTES = 16 << 20  # of the float64 copies of targets' rows that are made at a time
+
+_FITTING, _EMBEDDINGS, _LABELS, _SIZES = range(4)
 _PROBLEMS = {
     _EMBEDDINGS: "embeddings must be (b, {dim}) and floating point",
     _LABELS: "labels must be (b,) integers, as many as there are embeddings",
+    _SIZES: "sizes must be every rank's number of samples, and this rank has another one",
 }
 
 
@@ -66,21 +70,28 @@ def gather_batch(
     dtype: torch.dtype,
     with_norms: bool,
     mesh: Mesh,
+    sizes: Sequence[int] | None = None,
 ) -> GlobalBatch:
     """Check this rank's embeddings (b, dim) and labels (b,), and gather those of its head group.
 
-    Moves 32 bytes per rank of the world, then b·dim numbers of ``dtype`` and 8 to 16 bytes per sample of the group.
+    Moves b·dim numbers of ``dtype`` and 8 to 16 bytes per sample of the group. Where ``sizes``, every rank's number of
+    samples, is not given, 32 bytes per rank of the world are exchanged first.
     """
-    sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh)
+    unchecked = sizes is not None and is_read_late(labels)
+    sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh, sizes)
     head = mesh.head
     groups = [sizes[start : start + head.world_size] for start in range(0, mesh.world_size, head.world_size)]
     group = groups[mesh.replicas.rank]
     x = embeddings.to(torch.promote_types(dtype, torch.float32))
     norm = torch.linalg.vector_norm(x, dim=1).clamp(min=SMALLEST_NORM)
     unit = (x / norm[:, None]).to(dtype)
+    labels = labels.to(mesh.device, torch.int64, non_blocking=True)
+    if unchecked:  # the loss is NaN then, on every rank, and no optimizer updates anything by it
+        outside = (labels < 0) | (labels >= num_classes)
+        unit = unit.masked_fill(outside[:, None], torch.nan)
     return GlobalBatch(
         all_gather_rows(unit, head, group),
-        all_gather_rows(labels.to(mesh.device, torch.int64), head, group),
+        all_gather_rows(labels, head, group),
         all_gather_rows(norm, head, group) if with_norms else None,
         group,
         [sum(sizes) for sizes in groups],
@@ -88,28 +99,33 @@ def gather_batch(
     )
 
 
-def gather_labels(labels: Tensor, *, num_classes: int, mesh: Mesh) -> Tensor:
-    """Check every rank's labels (b,) and gather them, (B,) in rank order."""
-    sizes = _agreed_sizes(labels.new_empty((labels.numel(), 1), dtype=torch.float32), labels, 1, num_classes, mesh)
-    return all_gather_rows(labels.to(mesh.device, torch.int64), mesh, sizes)
+def gather_labels(labels: Tensor, *, num_classes: int, mesh: Mesh, sizes: Sequence[int] | None = None) -> Tensor:
+    """Check every rank's labels (b,) and gather them, (B,) in rank order; ``sizes`` as for :func:`gather_batch`."""
+    placeholder = labels.new_empty((labels.numel(), 1), dtype=torch.float32)
+    sizes = _agreed_sizes(placeholder, labels, 1, num_classes, mesh, sizes)
+    return all_gather_rows(labels.to(mesh.device, torch.int64, non_blocking=True), mesh, sizes)
 
 
 @dataclass(frozen=True)
 class LocalTargetRows:
     """The rows of the samples' own classes, of which this shard has the classes; the nearest of several centres.
 
-    ``samples`` (n,) are the samples' positions; ``weight`` (n, D) and ``inverse_norm`` (n,) their rows.
+    ``owned`` (b,) tells which samples' classes it has, ``nearest`` (b,) their rows' numbers in ``rows``, any for other
+    samples. All are taken through the arithmetic: a list of the owned ones has a length that only the device knows.
     """
 
-    samples: Tensor
-    weight: Tensor
-    inverse_norm: Tensor
+    rows: ClassRows
+    owned: Tensor
+    nearest: Tensor
 
     def add_gradient(self, grad_embeddings: Tensor, target_grad: Tensor) -> None:
-        """Add ``target_grad``·ρ_y·W_y to ``grad_embeddings`` (B, D); the former is by the samples' own cosines (B,)."""
+        """Add ``target_grad``·ρ_y·W_y to ``grad_embeddings`` (b, D); the former is by the samples' own cosines (b,)."""
         dtype = grad_embeddings.dtype
-        strength = target_grad[self.samples].to(dtype) * self.inverse_norm.to(dtype)
-        grad_embeddings.index_add_(0, self.samples, self.weight.to(dtype) * strength[:, None])
+        strength = torch.where(self.owned, target_grad, 0).to(dtype)
+        for part in _parts(self.rows, len(strength)):
+            picked = self.rows.picked(self.nearest[part])
+            factor = strength[part] * picked.inverse_norm.to(dtype)
+            grad_embeddings[part] += picked.weight.to(dtype) * factor[:, None]
 
 
 def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Mesh) -> tuple[Tensor, LocalTargetRows]:
@@ -123,29 +139,51 @@ def target_cosines(rows: ClassRows, features: Tensor, position: Tensor, mesh: Me
         position: (b,) index of each target among the selected classes, −1 where another shard owns it.
         mesh: whose head group sums the cosines.
     """
-    owned = torch.where(position >= 0)[0]
-    classes = position[owned] if rows.selected is None else rows.selected[position[owned]]
-    picked = rows.picked(rows.rows_of(classes))
-    weight = picked.weight.double().view(len(owned), rows.centers, features.shape[1])
-    x = features[owned].double()
+    owned = position >= 0
+    cos = torch.zeros_like(position, dtype=torch.float64)
+    classes = position.clamp(min=0)
+    if rows.selected is not None and rows.num_classes:
+        classes = rows.selected[classes]
+    nearest = torch.zeros_like(classes)
+    for part in _parts(rows, len(position)):
+        cos[part], nearest[part] = _nearest_rows(rows, classes[part], features[part])
+    return all_reduce_sum(torch.where(owned, cos, 0), mesh.head), LocalTargetRows(rows, owned, nearest)
+
+
+def _nearest_rows(rows: ClassRows, classes: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sample's cosine (n,) with the nearest centre of its class (n,), and that centre's row."""
+    weight = rows.picked(rows.rows_of(classes)).weight.double().view(len(classes), rows.centers, features.shape[1])
+    x = features.double()
     norms = torch.linalg.vector_norm(weight, dim=2) * torch.linalg.vector_norm(x, dim=1, keepdim=True)
     each = torch.einsum("bkd,bd->bk", weight, x) / norms.clamp(min=SMALLEST_NORM)
-    best, winner = each.max(dim=1) if rows.centers > 1 else (each[:, 0], torch.zeros_like(classes))
-    cos = features.new_zeros(len(position), dtype=torch.float64)
-    cos[owned] = best
-    nearest = torch.arange(len(owned), device=winner.device) * rows.centers + winner
-    local = LocalTargetRows(owned, picked.weight[nearest], picked.inverse_norm[nearest])
-    return all_reduce_sum(cos, mesh.head), local
+    if rows.centers == 1:
+        return each[:, 0], classes
+    best, winner = each.max(dim=1)
+    return best, classes * rows.centers + winner
 
 
-def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int, mesh: Mesh) -> list[int]:
-    """Every rank's batch size. One small exchange shows every rank any rank's bad input, so that all raise."""
+def _parts(rows: ClassRows, samples: int) -> Iterator[slice]:
+    """The samples in parts whose float64 copies of their classes' rows are small; none where there is no row."""
+    size = max(_TARGET_BYTES // (8 * rows.centers * rows.weight.shape[1]), 1)
+    for start in range(0, samples if rows.num_classes else 0, size):
+        yield slice(start, min(start + size, samples))
+
+
+def _agreed_sizes(
+    embeddings: Tensor, labels: Tensor, dim: int, num_classes: int, mesh: Mesh, known: Sequence[int] | None
+) -> list[int]:
+    """Every rank's batch size: ``known``, or from a small exchange that shows all ranks any rank's bad input.
+
+    Labels on a GPU are waited for, unless sizes are known.
+    """
     problem = _problem(embeddings, labels, dim)
-    facts = [0, 0, 0, problem]
-    if not problem and labels.numel():
-        facts = [labels.numel(), int(labels.min()), int(labels.max()), problem]
-    everyone = all_gather_equal(torch.tensor(facts, device=mesh.device), mesh).tolist()
-    for rank, (_, low, high, problem) in enumerate(everyone):
+    if known is not None and not problem and (len(known) != mesh.world_size or known[mesh.rank] != len(labels)):
+        problem = _SIZES
+    facts = [labels.numel(), 0, 0, problem]
+    if not problem and labels.numel() and (known is None or not is_read_late(labels)):
+        facts[1:3] = torch.stack(labels.aminmax()).tolist()
+    everyone = [facts] if known is not None else all_gather_numbers(facts, mesh)
+    for rank, (_, low, high, problem) in enumerate(everyone, start=0 if known is None else mesh.rank):
         if problem:
             raise UsageError(f"rank {rank}: {_PROBLEMS[problem].format(dim=dim)}")
         if low < 0 or high >= num_classes:
@@ -154,10 +192,15 @@ def _agreed_sizes(embeddings: Tensor, labels: Tensor, dim: int, num_classes: int
                 f"rank {rank}: label {wrong} lies outside [0, {num_classes}), the head's classes: "
                 "correct the labels, or make the head with as many classes as they need"
             )
-    sizes = [size for size, *_ in everyone]
+    sizes = [size for size, *_ in everyone] if known is None else list(known)
     if sum(sizes) == 0:
         raise UsageError("no rank has a sample; skip the step, or give at least one")
     return sizes
+
+
+def is_read_late(labels: Tensor) -> bool:
+    """Return whether the host would have to wait for ``labels``."""
+    return labels.is_cuda
 
 
 def _problem(embeddings: Tensor, labels: Tensor, dim: int) -> int:

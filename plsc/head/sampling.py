@@ -41,11 +41,14 @@ class ClassSampler:
 
         The same on every replica of the shard, and for a batch that is prefetched and the same one when it is trained.
         """
-        local = labels - self.first
-        owned = local[(local >= 0) & (local < self.stop - self.first)]
+        local, count = labels - self.first, self.stop - self.first
+        owned = (local >= 0) & (local < count)
         # keyed by the shard's first class, since shards must draw independently; salt 0 belongs to the margins
         generator = keyed_generator(self.device, self.seed, self.first + 1, batch)
-        return sample_classes(self.stop - self.first, owned, self.rate, generator)
+        size = round(self.rate * count)
+        if self.device.type != "cpu" and labels.numel() <= size:
+            return sample_with_fixed_size(count, torch.where(owned, local, count), size, generator)
+        return sample_classes(count, local[owned], self.rate, generator)
 
 
 def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: torch.Generator) -> Tensor:
@@ -72,6 +75,26 @@ def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: 
     else:
         negatives = _draw(num_classes, positives, missing, generator)
     return torch.cat([positives, negatives]).sort().values
+
+
+def sample_with_fixed_size(num_classes: int, positives: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Draw a shard's classes for one step, without waiting for the device: their number is known to the host.
+
+    :func:`sample_classes` has to ask how many positives there are, and how many draws coincide; here every class draws
+    a number, positives the largest, and the largest win. The time is proportional to num_classes.
+
+    Args:
+        num_classes: of the shard.
+        positives: (p,) int64 local classes that must be in it, any order, repeats allowed; ``num_classes`` for none.
+        size: of the sample, at least p.
+        generator: on the device of the result.
+
+    Returns:
+        Sorted int64 classes (size,) without repeats, the negatives among them a uniform sample.
+    """
+    keys = torch.rand(num_classes + 1, generator=generator, device=positives.device)
+    keys.index_fill_(0, positives, 2.0)
+    return keys[:num_classes].topk(size, sorted=False).indices.sort().values
 
 
 def _draw(num_classes: int, excluded: Tensor, count: int, generator: torch.Generator) -> Tensor:

@@ -2,6 +2,7 @@
 
 import logging
 import numbers
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -154,12 +155,16 @@ class ShardedHead(nn.Module):
         self._softmax.table.settle()
         super()._load_from_state_dict(*arguments)
 
-    def forward(self, embeddings: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """The mean loss over the global batch.
 
         Args:
             embeddings: this rank's (b, D), floating point, of any norm; b may differ between ranks and may be 0.
-            labels: (b,) integers in [0, num_classes). Never changed.
+            labels: (b,) integers in [0, num_classes), on the CPU or the device. Never changed.
+            sizes: b of every rank. Without it, ranks tell each other their b and whether their labels are in range,
+                and wait for labels that lie on a GPU. With it, nothing waits, and each rank speaks for itself: of a
+                label out of range, a rank that has it on the CPU raises the error alone; on a GPU it makes the loss NaN
+                on every rank, by which no optimizer of the head updates anything.
 
         Returns:
             A float32 scalar (float64 for float64 tables), equal on every rank.
@@ -178,12 +183,12 @@ class ShardedHead(nn.Module):
         # norms and statistics outlive this call: made in inference mode, no later training step could change them
         with torch.inference_mode(False), torch.set_grad_enabled(differentiate):
             loss: Tensor = HeadLoss.apply(
-                embeddings, self._anchor, weight, labels, self._softmax, differentiate, self.training
+                embeddings, self._anchor, weight, labels, self._softmax, sizes, differentiate, self.training
             )
         return loss
 
     @torch.no_grad()
-    def prefetch(self, labels: Tensor) -> None:
+    def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """Begin to fetch the rows of a coming training batch, while this one computes.
 
         Announce each batch once, in order, at any time before its loss. Results do not depend on it: the classes drawn
@@ -192,11 +197,12 @@ class ShardedHead(nn.Module):
 
         Args:
             labels: this rank's (b,) of that batch. Moves 8 bytes per sample of all ranks.
+            sizes: as :meth:`forward` takes them.
 
         Raises:
             LabelError, UsageError: as :meth:`forward` does.
         """
-        self._softmax.prefetch(labels)
+        self._softmax.prefetch(labels, sizes)
 
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""

@@ -3,7 +3,7 @@
 The notation is DESIGN's: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,7 +64,13 @@ class ShardedSoftmax:
     # Forward, in the order in which it happens.
 
     def forward(
-        self, embeddings: Tensor, labels: Tensor, *, differentiate: bool, training: bool
+        self,
+        embeddings: Tensor,
+        labels: Tensor,
+        *,
+        differentiate: bool,
+        training: bool,
+        sizes: Sequence[int] | None = None,
     ) -> tuple[Tensor, Tensor | None, PendingBackward]:
         """Compute the mean loss over the global batch.
 
@@ -72,6 +78,7 @@ class ShardedSoftmax:
             embeddings, labels: this rank's (b, D) and (b,).
             differentiate: compute gradients too.
             training: count this batch, and move the margin's statistics, if it is differentiated.
+            sizes: every rank's number of samples, where the caller knows them.
 
         Returns:
             The loss; this rank's embedding gradient (b, D) if ``differentiate``; what the update needs.
@@ -90,6 +97,7 @@ class ShardedSoftmax:
             dtype=self.table.parameter.dtype,
             with_norms=self.margin.uses_norm,
             mesh=self.mesh,
+            sizes=sizes,
         )
         selected, rows = self._select_rows(gathered, training)
         position = rows.positions(gathered.labels - self.sampler.first)
@@ -121,11 +129,11 @@ class ShardedSoftmax:
         gradient = self._embedding_gradient(embeddings, unit_gradient, target, probability, gathered)
         return loss, gradient, pending
 
-    def prefetch(self, labels: Tensor) -> None:
-        """Begin to fetch the rows of a coming training batch with this rank's ``labels`` (b,)."""
+    def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
+        """Begin to fetch the rows of a coming training batch with this rank's ``labels`` (b,) of all ``sizes``."""
         if not self.table.prefetches or self.sampler.takes_all:
             return
-        all_labels = gather_labels(labels, num_classes=self.num_classes, mesh=self.mesh)
+        all_labels = gather_labels(labels, num_classes=self.num_classes, mesh=self.mesh, sizes=sizes)
         self.table.notice_writes()
         key = self.forwards + self.table.num_prefetched
         self.table.prefetch(key, all_labels, self.sampler.draw(all_labels, key))
@@ -279,12 +287,13 @@ class HeadLoss(torch.autograd.Function):
         weight: Tensor | None,
         labels: Tensor,
         softmax: ShardedSoftmax,
+        sizes: Sequence[int] | None,
         differentiate: bool,
         training: bool,
     ) -> Tensor:
         with torch.autocast(softmax.mesh.device.type, enabled=False):
             loss, gradient, pending = softmax.forward(
-                embeddings.detach(), labels, differentiate=differentiate, training=training
+                embeddings.detach(), labels, differentiate=differentiate, training=training, sizes=sizes
             )
         ctx.softmax, ctx.pending, ctx.training, ctx.dense = softmax, pending, training, weight is not None
         ctx.save_for_backward(*([gradient] if gradient is not None else []))
@@ -304,4 +313,4 @@ class HeadLoss(torch.autograd.Function):
             softmax.pending.add(pending)
         # data parallelism averages gradients over the ranks; the factor makes that average the sum of their parts
         by_embeddings = (gradient * (grad * softmax.mesh.world_size)).to(ctx.dtype)
-        return by_embeddings, None, by_weight, None, None, None, None
+        return by_embeddings, None, by_weight, None, None, None, None, None

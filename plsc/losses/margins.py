@@ -174,7 +174,7 @@ class ArcFace(Margin):
 
     def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + m)."""
-        return _shifted_angle(cos, cos.new_tensor(self.m))
+        return _shifted_angle(cos, self.m)
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Combined(Margin):
     def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(m1·θ + m2) − m3."""
         if self.m1 == 1.0:
-            return _shifted_angle(cos, cos.new_tensor(self.m2)) - self.m3
+            return _shifted_angle(cos, self.m2) - self.m3
         return _falling_cosine(self.m1 * _angle(cos) + self.m2) - self.m3
 
 
@@ -302,7 +302,7 @@ class CurricularFace(Margin):
 
     def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + m)."""
-        return _shifted_angle(cos, cos.new_tensor(self.m))
+        return _shifted_angle(cos, self.m)
 
     def negatives(self, cos: Tensor, phi: Tensor, state: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """cos·(t + cos) where cos > φ, else cos."""
@@ -330,7 +330,10 @@ class ElasticFace(Margin):
 
     def phi(self, cos: Tensor, norm: Tensor | None, state: Mapping[str, Tensor], generator: torch.Generator) -> Tensor:
         """φ(t) = cos(θ + mᵢ) or t − mᵢ."""
-        drawn = torch.normal(self.m, self.std, (cos.numel(),), generator=generator, dtype=cos.dtype).to(cos.device)
+        on_host = torch.empty(cos.numel(), dtype=cos.dtype, pin_memory=cos.is_cuda).normal_(
+            self.m, self.std, generator=generator
+        )
+        drawn = on_host.to(cos.device, non_blocking=True)
         if self.plus:
             margin = torch.empty_like(drawn)
             margin[cos.detach().argsort()] = drawn.sort(descending=True).values
@@ -375,10 +378,16 @@ def _angle(cos: Tensor) -> Tensor:
     return torch.atan2(_sine(cos), cos)
 
 
-def _shifted_angle(cos: Tensor, margin: Tensor) -> Tensor:
+def _shifted_angle(cos: Tensor, margin: Tensor | float) -> Tensor:
     """cos(θ + m), and beyond π the line t − m·sin m."""
-    shifted = cos * margin.cos() - _sine(cos) * margin.sin()
-    return torch.where(cos > -margin.cos(), shifted, cos - margin * margin.sin())
+    cos_m: Tensor | float
+    sin_m: Tensor | float
+    if isinstance(margin, Tensor):
+        cos_m, sin_m = margin.cos(), margin.sin()
+    else:  # made a tensor, a number would be copied to the device, and the host would wait for that
+        cos_m, sin_m = math.cos(margin), math.sin(margin)
+    shifted = cos * cos_m - _sine(cos) * sin_m
+    return torch.where(cos > -cos_m, shifted, cos - margin * sin_m)
 
 
 def _falling_cosine(angle: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._updates = UpdateCounter()
         self._number = 0  # of the update that is enqueued
         self._verdict: Verdict | None = None
+        self._given_verdict: Verdict | None = None
         self._state = self._table.new_state(state_dtypes, rounding)
         self._updater = choose_updater(
             head.backend,
@@ -117,25 +118,26 @@ class HeadOptimizer(torch.optim.Optimizer):
         scale = getattr(self, "grad_scale", None)  # torch.amp.GradScaler sets it for the length of this call
         if scale is not None:
             self.scale_gradients(scale.double().reciprocal())
-        self.step_unless(self._agreed_verdict())
-        return loss
-
-    @torch.no_grad()
-    def step_unless(self, verdict: Verdict) -> None:
-        """Do what step() does, by a verdict that is the same on every rank, about this rank's batches too.
-
-        Raises:
-            PlscError: as step() does.
-        """
-        if not self._pending.batches:
-            return
         self._check_version()
+        self._verdict = verdict = self._given_verdict or self._agreed_verdict()
         self._number = self._updates.begin(verdict)
-        self._verdict = verdict
         decided = verdict.host_decides(self.head.mesh.device)
         if not (decided and verdict.skipped):
             self._update_rows(skip=None if decided else verdict.flag)
         self._pending.clear()
+        return loss
+
+    def step_unless(self, verdict: Verdict) -> None:
+        """Call step() with a verdict that is the same on every rank, and speaks for this rank's batches too.
+
+        Raises:
+            PlscError: as step() does.
+        """
+        self._given_verdict = verdict
+        try:
+            self.step()  # and not a part of it: learning-rate schedulers watch whether it is called
+        finally:
+            self._given_verdict = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the batches seen since the last step."""

@@ -79,6 +79,14 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
     return local[: sizes[mesh.rank]]
 
 
+def all_gather_numbers(numbers: list[int], mesh: Mesh) -> list[list[int]]:
+    """Return every rank's ``numbers``, equally many, in rank order: from host to host, past the device's work."""
+    if mesh.world_size == 1:
+        return [numbers]
+    gathered: list[list[int]] = all_gather_equal(torch.tensor(numbers, device=mesh.device), mesh).tolist()
+    return gathered
+
+
 def all_gather_object(value: T, mesh: Mesh) -> list[T]:
     """Return every rank's ``value``, in rank order. For small objects: it pickles, and waits."""
     if mesh.world_size == 1:

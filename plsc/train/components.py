@@ -162,6 +162,7 @@ def make_loader(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainLoade
         workers=data.workers,
         max_bad_records=data.max_bad_records,
         cache_images=_CACHE[data.cache],
+        pin_memory=mesh.device.type == "cuda",
     )
 
 

@@ -17,11 +17,19 @@ from plsc.train.components import TrainComponents
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """This rank's ``images`` uint8 (b, 3, S, S) and ``labels`` (b,) of a global batch of ``size`` samples."""
+    """This rank's ``images`` uint8 (b, 3, S, S) and ``labels`` (b,) of a global batch, of which ranks have ``sizes``.
+
+    Both lie on the CPU, in pinned memory where a GPU computes.
+    """
 
     images: Tensor
     labels: Tensor
-    size: int
+    sizes: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Samples of the global batch."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -46,10 +54,8 @@ def micro_batches(loader: TrainLoader, accumulate: int) -> Iterator[list[MicroBa
     When a group is yielded, the loader's position is the one after it.
     """
     group: list[MicroBatch] = []
-    consumed = loader.state_dict()["consumed"]
     for images, labels in loader:
-        before, consumed = consumed, loader.state_dict()["consumed"]
-        group.append(MicroBatch(images, labels, consumed - before))
+        group.append(MicroBatch(images, labels, loader.sizes))
         if len(group) == accumulate:
             yield group
             group = []
@@ -113,17 +119,20 @@ class Stepper:
         for index, batch in enumerate(group):
             share = batch.size / samples
             with self._reduced_only_at_end(last=index == len(group) - 1):
-                loss = components.head(self._embed(batch.images), batch.labels.to(components.mesh.device))
-                self._prefetch(group[index + 1].labels if index + 1 < len(group) else components.loader.next_labels)
+                loss = components.head(self._embed(batch.images), batch.labels, batch.sizes)
+                if index + 1 < len(group):
+                    self._prefetch(group[index + 1].labels, group[index + 1].sizes)
+                else:
+                    self._prefetch(components.loader.next_labels, components.loader.next_sizes)
                 components.scaler.scale(loss * share).backward()
             total += loss.detach().double() * share
         return total
 
-    def _prefetch(self, labels: Tensor | None) -> None:
+    def _prefetch(self, labels: Tensor | None, sizes: Sequence[int] | None) -> None:
         """Prefetch the next batch's rows of a table that is not on the device, during this batch's backward pass."""
         head = self.components.head
         if labels is not None and head.placement != "device":
-            head.prefetch(labels.to(self.components.mesh.device))
+            head.prefetch(labels, sizes)
 
     def _seed(self, number: int) -> None:
         """Seed dropout and its like by (seed, step, rank), so that resuming needs no generator's state."""
@@ -133,16 +142,11 @@ class Stepper:
     def _embed(self, images: Tensor) -> Tensor:
         """Compute the embeddings (b, D) of this rank's images.
 
-        Unreadable records may leave a rank with one image or none, and batch normalisation needs two. Placeholders
-        fill the forward pass then; none of their embeddings reaches the loss. All ranks run the backward pass, which
-        holds data parallel's collectives.
+        Batch normalisation needs two: beside a single one stands its mirror image, whose embedding reaches no loss.
         """
         components = self.components
         count = len(images)
-        if count == 0:
-            images = torch.zeros((2, *images.shape[1:]), dtype=images.dtype)
-            images[1] = 255
-        elif count == 1:
+        if count == 1:
             images = torch.cat([images, images.flip(-1)])
         x = normalize(images.to(components.mesh.device, non_blocking=True))
         if components.config.channels_last:

@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plsc.data import ImageDataset, TrainLoader
-from plsc.data.loader import epoch_order, global_batches, map_in_workers, report_killed_workers
+from plsc.data.loader import (
+    BatchReader,
+    BatchRequest,
+    epoch_order,
+    global_batches,
+    map_in_workers,
+    report_killed_workers,
+)
 from plsc.data.transforms import augment_batch, sample_keys
 from plsc.errors import DataError, UsageError
 
@@ -186,7 +193,9 @@ def test_states_that_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_broken_images_are_left_out_and_told_once(workers: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_images_give_their_places_to_the_next_and_are_told_once(
+    workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
     data = Numbered(40, bad=frozenset({3, 17}))
     (loader,) = loaders(data, 1, 10, workers=workers, max_bad_records=2)
     with caplog.at_level(logging.WARNING, logger="plsc.data"):
@@ -194,8 +203,10 @@ def test_broken_images_are_left_out_and_told_once(workers: int, caplog: pytest.L
             seen = []
             for images, labels in loader:
                 assert [number % 5 for number in numbers(images)] == labels.tolist()
+                assert [len(images)] == loader.sizes
                 seen += numbers(images)
-            assert sorted(seen) == sorted(set(range(40)) - {3, 17})
+            assert len(seen) == 40
+            assert set(seen) == set(range(40)) - {3, 17}
     assert caplog.text.count("n3 is broken") == 1
     assert caplog.text.count("n17 is broken") == 1
     (strict,) = loaders(data, 1, 10, workers=workers, max_bad_records=1)
@@ -212,14 +223,41 @@ def test_data_without_a_readable_image_is_named(caplog: pytest.LogCaptureFixture
     assert caplog.text == ""
 
 
-def test_a_batch_left_with_one_image_borrows_another() -> None:
+def test_batches_keep_their_size_whatever_is_broken() -> None:
     data = Numbered(8, bad=frozenset({2, 4, 5}))
     (loader,) = loaders(data, 1, 2, shuffle=False)
     assert [numbers(images) for images, _ in loader] == [[0, 1], [3, 3], [6, 7], [6, 7]]
     (again,) = loaders(data, 1, 2, shuffle=False)
     assert [labels.tolist() for _, labels in again] == [[0, 1], [3, 3], [1, 2], [1, 2]]
     (hopeless,) = loaders(Numbered(200, bad=frozenset(range(2, 200))), 1, 2, shuffle=False, max_bad_records=200)
-    assert [len(images) for images, _ in islice(hopeless, 3)] == [2, 0, 0]  # other ranks may have images
+    assert [numbers(images) for images, _ in islice(hopeless, 3)] == [[0, 1]] * 3  # around the data set
+    (few,) = loaders(Numbered(4, bad=frozenset({0, 2, 3})), 1, 4, shuffle=False)
+    assert [numbers(images) for images, _ in few] == [[1, 1, 1, 1]]
+    (strict,) = loaders(Numbered(200, bad=frozenset(range(2, 200))), 1, 2, shuffle=False, max_bad_records=50)
+    with pytest.raises(DataError, match="more than 50 images of numbered could not be read"):
+        list(strict)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_rank_knows_the_sizes_of_all(world: int) -> None:
+    data = Numbered(32, bad=frozenset({1, 2, 3, 30}))
+    ranks = [list(loader) for loader in loaders(data, world, 5)]
+    for loader in loaders(data, world, 5):
+        announced: list[int] | None = None
+        for step, _ in enumerate(loader):
+            assert loader.sizes == [len(batches[step][0]) for batches in ranks]
+            assert announced in (None, loader.sizes)
+            announced = loader.next_sizes
+        assert announced is None
+
+
+def test_pinned_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning needs a GPU: here it is recorded."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.dtype) or tensor.clone())
+    batch = BatchReader(Numbered(8), "none", 0, None, 0)[BatchRequest(0, np.arange(3))]
+    assert torch.equal(batch.pin_memory().images, batch.images)
+    assert pinned == [torch.uint8]
 
 
 def test_the_cache_reads_each_image_once() -> None:

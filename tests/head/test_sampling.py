@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reference import Oracle, relative_error
 
 import plsc
-from plsc.head.sampling import sample_classes
+from plsc.head.sampling import sample_classes, sample_with_fixed_size
 from plsc.head.sharded_head import softmax_of
 
 
@@ -23,17 +23,36 @@ def test_sample_is_sorted_distinct_holds_positives_and_has_the_size_asked(classe
     assert len(sample) == 0 or (sample.min() >= 0 and sample.max() < classes)
 
 
+def fixed(classes, positives, rate, generator):
+    return sample_with_fixed_size(classes, positives, round(rate * classes), generator)
+
+
+@pytest.mark.parametrize("draw", [sample_classes, fixed])
 @pytest.mark.parametrize("rate", [0.1, 0.6])
-def test_negatives_are_uniform(rate):
+def test_negatives_are_uniform(rate, draw):
     generator = torch.Generator().manual_seed(0)
     positives = torch.tensor([3, 3, 7])
     counts = torch.zeros(100)
     for _ in range(2000):
-        counts[sample_classes(100, positives, rate, generator)] += 1
+        counts[draw(100, positives, rate, generator)] += 1
     assert counts[3] == counts[7] == 2000
     rest = torch.cat([counts[:3], counts[4:7], counts[8:]]) / 2000
     expected = (rate * 100 - 2) / 98
     assert (rest - expected).abs().max() < 5 * (expected * (1 - expected) / 2000) ** 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 300), st.integers(0, 40), st.integers(0, 300), st.integers(0, 1000))
+def test_a_sample_of_fixed_size_is_one_too(classes, positives, more, seed):
+    """Labels of other shards are given as the number of classes."""
+    generator = torch.Generator().manual_seed(seed)
+    wanted = torch.randint(classes + 1, (positives,), generator=generator)
+    size = min(len(wanted.unique()) + more, classes)
+    sample = sample_with_fixed_size(classes, wanted, size, generator)
+    assert torch.equal(sample, sample.unique())
+    assert len(sample) == size
+    assert torch.isin(wanted[wanted < classes], sample).all()
+    assert size == 0 or (sample.min() >= 0 and sample.max() < classes)
 
 
 def sampled_step(mesh, weight, x, y, sizes, rate, dtype=torch.float64):

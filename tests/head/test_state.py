@@ -1,11 +1,15 @@
 """What the head notices, refuses, keeps and resumes."""
 
+from unittest.mock import patch
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import plsc
 from plsc.errors import LabelError, UsageError
+from plsc.head import global_batch
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import class_range
 from plsc.head.sharded_head import softmax_of
@@ -59,6 +63,47 @@ def test_a_label_out_of_range_is_named_on_every_rank(ranks, label):
     assert messages[0] == messages[1]
     assert str(label) in messages[0]
     assert "rank 1" in messages[0]
+
+
+def step_with_sizes(mesh, label, given, on_gpu):
+    """The loss where rank 1 has ``label`` and sizes are ``given``, the weights, and whether a step skipped them."""
+    head = plsc.ShardedHead(16, 23, mesh)
+    optimizer = plsc.HeadSGD(head, lr=0.1)
+    before = head.weight.detach().clone()
+    x, y = some_batch(batch=4 + mesh.rank)
+    if mesh.rank == 1:
+        y[2] = label
+    with patch.object(global_batch, "is_read_late", lambda labels: on_gpu):
+        try:
+            loss = head(x, y, [4, 5] if given else None)
+        except LabelError as error:
+            return str(error)
+    loss.backward()
+    optimizer.step()
+    return loss.item(), head.weight.detach(), optimizer.skipped and torch.equal(head.weight, before)
+
+
+def test_sizes_that_are_given_save_the_exchange_and_change_nothing(ranks):
+    told, asked = ranks(2, step_with_sizes, 3, True, False), ranks(2, step_with_sizes, 3, False, False)
+    for (loss, weight, skipped), (other_loss, other_weight, _) in zip(told, asked, strict=True):
+        assert loss == other_loss
+        assert torch.equal(weight, other_weight)
+        assert not skipped
+
+
+@pytest.mark.parametrize("label", [23, -1])
+def test_with_sizes_a_label_out_of_range_on_a_gpu_updates_nothing_on_any_rank(ranks, label):
+    for loss, _, skipped in ranks(2, step_with_sizes, label, True, True):
+        assert np.isnan(loss)
+        assert skipped
+
+
+@pytest.mark.parametrize("sizes", [[7], [8, 8], []])
+def test_sizes_that_are_not_those_of_the_ranks_are_refused(sizes):
+    with pytest.raises(UsageError, match="sizes must be every rank's number of samples"):
+        plsc.ShardedHead(16, 23)(*some_batch(batch=8), sizes)
+    with pytest.raises(LabelError, match="rank 0: label 23 lies outside"):
+        plsc.ShardedHead(16, 23)(some_batch(batch=1)[0], torch.tensor([23]), [1])
 
 
 @pytest.mark.parametrize(
