@@ -17,6 +17,7 @@ SUBJECTS = {
     "tools": "one file per command",
     "quickstart": "all of it once, on drawn data",
     "bench": "our code beside its peers",
+    "doctor": "machine and kernels, examined",
     "plan": "memory and time, predicted",
     "train": "loop, steps, checkpoints",
     "config": "every key of a recipe",

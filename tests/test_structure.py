@@ -22,7 +22,7 @@ import write_configuration  # noqa: E402
 ORDER = [
     "errors", "progress", "files", "sizes", "strict_toml", "client", "native", "parallel", "losses", "head", "optim",
     "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve", "arcface_torch", "config",
-    "train", "plan", "bench", "quickstart", "tools",
+    "train", "plan", "bench", "doctor", "quickstart", "tools",
 ]  # fmt: skip
 
 

@@ -1,83 +1,85 @@
-"""Report what this machine has and which implementations plsc chooses on it.
+"""Examine this machine and the kernels on it: ok or FAIL a line, what was found, and what to do where it is wrong.
 
-Lines: versions, processor and GPUs, the compiled CPU kernels, the class head's backend for each storage of its table,
-and the exact search's. Send this output, or the file of --json, with a question or a bug report.
+  versions     of everything that computes, and whether they go together
+  machine      driver, processor, memory, space, GPUs and their links; the compiled CPU kernels
+  choices      what a class head of each storage and the exact search compute with here, and why
+  kernels      each kernel that runs here against float64: the error beside its bound
+  rates        products, memory, and the bus to the GPU
+  collectives  exact or not, and the bus bandwidth, with several ranks
+  training     a few steps on all ranks: twice bit by bit the same, and beside float64 in one piece
+  plan         what plsc plan predicts of the head here, beside what was measured
 
-  plsc doctor
-  PLSC_CPU=avx2 plsc doctor --json doctor.json
+Exit code 1 if a line FAILs. A rank that hangs is named after --limit seconds. Send the file of --json with a question
+or a bug report: it holds versions, figures and host names, and nothing else of your files.
+
+  plsc doctor --json doctor.json
+  plsc doctor --nproc 8 --json doctor.json
+  torchrun --nproc-per-node 8 --no-python plsc doctor --json doctor.json
+  PLSC_CPU=avx2 plsc doctor --only kernels
 """
 
 import argparse
-import os
-import platform
 from typing import Any
 
-HELP = "what this machine has, and which implementations run on it"
-_STORAGES = {"float32": ("float32", "float32"), "bfloat16 + int8": ("bfloat16", "int8")}
+from plsc.errors import UsageError
+from plsc.files import write_json
+from plsc.tools.entry import is_launched
+
+HELP = "examine this machine: versions, kernels against float64, rates, a training step; ok or FAIL a line"
+_SECTIONS = ("versions", "machine", "choices", "kernels", "rates", "collectives", "training", "plan")
+_LIMIT = 45.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments: none of its own."""
+    """Declare the arguments."""
+    parser.add_argument("--nproc", metavar="N", type=int, default=1, help="ranks on this machine (1; one per GPU)")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", choices=_SECTIONS, help="these sections alone")
+    parser.add_argument(
+        "--limit",
+        metavar="S",
+        type=float,
+        default=_LIMIT,
+        help="seconds without progress after which a rank is reported as hanging (%(default)g)",
+    )
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the report; its values as ``--json`` stores them."""
-    report = {"versions": _versions(), "machine": _machine(), "head": _head_backends(), "search": _search_backend()}
-    for title, lines in report.items():
-        print(title)
-        for name, value in lines.items():
-            print(f"  {name:<26}{value}")
-    return report
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Start the ranks, or be one: print the report; its values as ``--json`` stores them."""
+    if not args.limit > 0:
+        raise UsageError(f"--limit {args.limit:g}: it has to be above 0")
+    if args.nproc != 1 and not is_launched():
+        _launch(args)
+        return None
+    from plsc.doctor.examination import Examination
+
+    def save(report: dict[str, Any]) -> None:
+        if args.json is not None:
+            write_json(args.json, report)
+
+    return Examination(args.only or (), args.limit, save).run()
 
 
-def _versions() -> dict[str, str]:
-    import numpy
-    import torch
-
-    import plsc
-
-    return {
-        "plsc": plsc.__version__,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-    }
+def exit_code(report: dict[str, Any] | None) -> int:
+    """0 if all lines are ok, else 1; None of a rank that does not report."""
+    return 0 if report is None or report["ok"] else 1
 
 
-def _machine() -> dict[str, str]:
-    import torch
+def _launch(args: argparse.Namespace) -> None:
+    from plsc.parallel.launch import launch
 
-    from plsc.bench.harness import processor_name
-    from plsc.native.build import available_paths
-
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "processor": processor_name(),
-        "threads": str(torch.get_num_threads()),
-        "compiled CPU paths": ", ".join(available_paths()) or "none: no C++ compiler, or PLSC_NATIVE=0",
-        "PLSC_CPU": os.environ.get("PLSC_CPU") or "not set: the best path runs",
-        "GPUs": ", ".join(gpus) or "none",
-    }
+    options = ["--limit", str(args.limit)]
+    if args.only:
+        options += ["--only", *args.only]
+    if args.json is not None:
+        options += ["--json", str(args.json)]
+    code = launch(["doctor", *options, *(["--overwrite"] if args.overwrite else [])], args.nproc)
+    if code:
+        raise SystemExit(code)  # a rank has said why
 
 
-def _head_backends() -> dict[str, str]:
-    import torch
+if __name__ == "__main__":
+    import sys
 
-    import plsc
+    from plsc.tools.entry import main
 
-    mesh = plsc.init()
-    described = {}
-    for storage, (weight, momentum) in _STORAGES.items():
-        dtypes = {"weight_dtype": getattr(torch, weight), "momentum_dtype": getattr(torch, momentum)}
-        head = plsc.ShardedHead(512, 8 * mesh.world_size, mesh, **dtypes)
-        described[storage] = head.backend.describe()
-    return described
-
-
-def _search_backend() -> dict[str, str]:
-    import numpy
-
-    from plsc.index.scan import PRECISIONS, ExactScan
-
-    rows = numpy.eye(32, dtype=numpy.float32)
-    return {precision: f"{ExactScan(rows, precision=precision).backend} scan" for precision in PRECISIONS}
+    raise SystemExit(main(["doctor", *sys.argv[1:]]))

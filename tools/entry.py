@@ -1,7 +1,8 @@
 """The command ``plsc``: finds the tool, parses its arguments, turns failures into one line and an exit code.
 
 Every other module of this package is a command: it defines ``HELP`` (a line for the overview), ``configure(parser)``
-and ``run(args)``, whose result ``--json`` writes; ``accepts_overrides = True`` gives it ``args.overrides``.
+and ``run(args)``, whose result ``--json`` writes; ``accepts_overrides = True`` gives it ``args.overrides``, and
+``exit_code(result)`` says whether a result that was found is a failure.
 
 A command imports torch, and whatever imports it, in ``run`` only: help and usage errors take no time then.
 """
@@ -145,8 +146,9 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     try:
         args = _parse(parser, argv, overrides=getattr(tool, "accepts_overrides", False))
         with _result_file(args) as write:
-            write(tool.run(args))
-        return 0
+            result = tool.run(args)
+            write(result)
+        return int(tool.exit_code(result)) if hasattr(tool, "exit_code") else 0
     except ArgumentError as error:
         return _fail(error.prog, str(error), error.exit_code)
     except PlscError as error:

@@ -140,7 +140,7 @@ def measure_device() -> Device:
     device = torch.device(kind)
     source = torch.ones(copied // 4, device=device)
     target = torch.empty_like(source)
-    copy = 2 * copied / _seconds(lambda: target.copy_(source), kind)
+    copy = 2 * copied / shortest_seconds(lambda: target.copy_(source), kind)
     products = {name: _product_speed(side, name, device) for name in ("bf16", "fp16", "fp32", "tf32")}
     if kind == "cpu":
         return Device("this CPU, measured", kind, products, copy)
@@ -159,11 +159,11 @@ def _product_speed(side: int, precision: str, device: "object") -> float:
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     fp32_precision: Fp32Precision = "tf32" if precision == "tf32" else "ieee"
     a = torch.full((side, side), 0.01, dtype=dtype, device=device)  # type: ignore[call-overload]
-    return float(2 * side**3 / _seconds(lambda: product(a, a, fp32_precision), a.device.type))
+    return float(2 * side**3 / shortest_seconds(lambda: product(a, a, fp32_precision), a.device.type))
 
 
-def _seconds(work: Callable[[], object], kind: str, least: float = 0.2) -> float:
-    """The shortest of some runs that take ``least`` seconds together, after one that does not count."""
+def shortest_seconds(work: Callable[[], object], kind: str, least: float = 0.2, *, runs: int = 1) -> float:
+    """The shortest of at least ``runs`` runs that take ``least`` seconds together, after one that does not count."""
     import torch
 
     def once() -> float:
@@ -175,6 +175,6 @@ def _seconds(work: Callable[[], object], kind: str, least: float = 0.2) -> float
 
     once()
     times = [once()]
-    while sum(times) < least:
+    while len(times) < runs or sum(times) < least:
         times.append(once())
     return min(times)

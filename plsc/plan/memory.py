@@ -76,6 +76,15 @@ def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> 
     return Memory(kept, phases, allowed, host)
 
 
+def head_memory(setup: PlanConfig, device: Device) -> tuple[int, int]:
+    """Bytes of a rank's resident table with its state, and the most that a step of the head takes on top of it."""
+    table = sum(row_bytes(setup.config).values()) * setup.rows
+    first = chunk_rows(setup, device, setup.group_batch)
+    second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
+    passes = [_sums(setup) + _block(setup, device, first, passes=1), _block(setup, device, second, passes=2)]
+    return table, setup.micro_batches * _features(setup) + max(passes)
+
+
 def keeps_gradients(setup: PlanConfig) -> bool:
     """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
     return setup.world == 1 and setup.micro_batches == 1

@@ -56,22 +56,27 @@ class Timing:
         return self.samples / self.seconds
 
 
+def head_seconds(setup: PlanConfig, device: Device) -> dict[str, float]:
+    """The class head's own work in a step of ``setup`` on one rank, by part: without its collectives."""
+    return {"head, products": _products(setup, device), "head, table traffic": _table_traffic(setup, device)}
+
+
 def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
     """The parts of a step of ``setup``. Reading the data, and waiting for it, is not among them."""
     backbone = setup.micro_batches * backbone_seconds(profile, device)
-    products, traffic = _products(setup, device), _table_traffic(setup, device)
+    head = head_seconds(setup, device)
+    on_device = sum(head.values())
     reduce, exposed = _data_parallel(setup, profile, links, backbone)
     bus = _bus(setup, links)
     parts = {
         "backbone, forward and backward": backbone,
-        "head, products": products,
-        "head, table traffic": traffic,
+        **head,
         **{name: seconds for name, seconds in _head_collectives(setup, links).items() if seconds},
         "backbone, all-reduce not hidden": exposed,
         "backbone, update": _update_traffic(setup, profile) / device.bandwidth,
-        "host bus, not hidden": max(bus - products - traffic, 0.0),
+        "host bus, not hidden": max(bus - on_device, 0.0),
     }
-    hidden = {"backbone, all-reduce": reduce - exposed, "host bus": min(bus, products + traffic)}
+    hidden = {"backbone, all-reduce": reduce - exposed, "host bus": min(bus, on_device)}
     samples = setup.batch * setup.world * setup.micro_batches
     return Timing(_positive(parts), _positive(hidden), samples)
 

@@ -34,15 +34,17 @@ TOO_LONG = (
     "quickstart",  # minutes; tests/quickstart runs it on fewer identities
     "bench",  # minutes; tests/bench runs it on small tables
 )
+QUICK_DOCTOR = {"plsc doctor": "plsc doctor --only versions choices"}
 SETTINGS = {
+    "install.md": Setting(replaced=QUICK_DOCTOR),
     "README.md": Setting(
         files="quickstart/model.onnx photos/ points.csv unseen/ someone.jpg lfw.bin cfp_fp.bin faces.toml",
         names={"backbone": torch.nn.Linear(4, 512), "loader": [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))]},
-        replaced={"10_000_000": "1_000"},  # the table of ten million classes takes 15 GB
+        replaced={"10_000_000": "1_000", **QUICK_DOCTOR},  # the table of ten million classes takes 15 GB
     ),
     "distributed.md": Setting(
         files="faces.toml faces.rec lfw.bin unseen/ photos/",
-        replaced={"/shared/": "shared/"},
+        replaced={"/shared/": "shared/", **QUICK_DOCTOR},
     ),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
     "faces.md": Setting(

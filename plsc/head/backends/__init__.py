@@ -107,6 +107,19 @@ def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBacken
         UsageError: the requested one does not exist, or cannot run such a head here; nothing here multiplies in
             ``shape.fp32_precision``; or ``PLSC_CPU`` is wrong.
     """
+    backend = select_backend(shape, requested)
+    if not backend.takes_passes or _is_too_slow_to_check(backend):
+        return backend
+    problem = why_no_passes(backend, Shard(shape.device, shape.dtype, shape.dim, fp32_precision=shape.fp32_precision))
+    if problem is None:
+        return backend
+    reason = f"the passes of the {backend.name} backend disagree with float64 here: {problem}"
+    _LOG.warning("KERNELS SWITCHED OFF: %s; PyTorch computes instead (slower); run plsc doctor", reason)
+    return fall_back(shape, reason)
+
+
+def select_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:
+    """:func:`choose_backend` without a look at what the kernels compute."""
     requested = requested or os.environ.get("PLSC_HEAD_BACKEND") or None
     if requested not in (None, *BACKENDS):
         raise UsageError(f"head backend {requested!r} does not exist: give {', '.join(BACKENDS)}")
@@ -156,34 +169,21 @@ def _torch(shape: HeadShape, reason: str) -> TorchBackend:
     return TorchBackend(reason + shape.products, shape.fp32_precision)
 
 
-def _triton(shape: HeadShape) -> TorchBackend:
+def _triton(shape: HeadShape) -> TritonBackend:
     unusual = shape.unusual_logits
     reason = f"on {shape.device}" + ("" if unusual is None else f"; passes by torch: {unusual}")
     if unusual is not None:
         _check_torchs_products(shape, unusual)
-    backend = TritonBackend(
+    return TritonBackend(
         reason + shape.products, dim=shape.dim, with_passes=unusual is None, fp32_precision=shape.fp32_precision
     )
-    return backend if unusual is not None else _with_trusted_passes(backend, shape)
 
 
-def _cpu(shape: HeadShape) -> TorchBackend:
+def _cpu(shape: HeadShape) -> CpuBackend:
     _check_torchs_products(shape, "")
     missing = shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
     reason = "compiled passes and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
-    backend = CpuBackend(reason, with_passes=missing is None)
-    return backend if missing is not None else _with_trusted_passes(backend, shape)
-
-
-def _with_trusted_passes(backend: TorchBackend, shape: HeadShape) -> TorchBackend:
-    """``backend``, or PyTorch where its passes disagree with float64."""
-    kind = Shard(shape.device, shape.dtype, shape.dim, fp32_precision=shape.fp32_precision)
-    problem = None if _is_too_slow_to_check(backend) else why_no_passes(backend, kind)
-    if problem is None:
-        return backend
-    reason = f"the passes of the {backend.name} backend disagree with float64 here: {problem}"
-    _LOG.warning("KERNELS SWITCHED OFF: %s; PyTorch computes instead (slower); run plsc doctor", reason)
-    return fall_back(shape, reason)
+    return CpuBackend(reason, with_passes=missing is None)
 
 
 def fall_back(shape: HeadShape, reason: str) -> TorchBackend:

@@ -26,11 +26,11 @@ class CpuBackend(TorchBackend):
 
     def __init__(self, reason: str, *, with_passes: bool) -> None:
         super().__init__(reason)
-        self._with_passes = with_passes
+        self.takes_passes = with_passes
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`. Chunks are whole blocks of the kernels."""
-        if not self._with_passes:
+        if not self.takes_passes:
             return super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
         sums = kernels.FirstPass(kernels.PackedBatch(batch.features, batch.position), batch.margin.s, with_grad)
         for chunk in rows.chunks(kernels.whole_blocks(chunk_size)):
@@ -49,7 +49,7 @@ class CpuBackend(TorchBackend):
         member: Tensor | None = None,
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
-        if not self._with_passes or member is not None:
+        if not self.takes_passes or member is not None:
             yield from super().second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member)
             return
         packed = kernels.PackedBatch(batch.features, batch.position)

@@ -52,7 +52,7 @@ class Deviation:
         return self.error <= self.bound
 
     def __str__(self) -> str:
-        return f"{self.name} {self.error:.1e} (bound {self.bound:.1g})"
+        return f"{self.name} {self.error:.2g} (bound {self.bound:.3g})"
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,13 @@ class TorchBackend:
     Args:
         reason: why this backend was chosen, for logs.
         fp32_precision: of products over a float32 table on a GPU.
+
+    Attributes:
+        takes_passes: whether the passes are kernels, and not this class's.
     """
 
     name = "torch"
+    takes_passes = False
 
     def __init__(self, reason: str, fp32_precision: Fp32Precision = "ieee") -> None:
         self.reason, self._fp32_precision = reason, fp32_precision

@@ -98,7 +98,7 @@ class TritonBackend(TorchBackend):
 
     def __init__(self, reason: str, *, dim: int, with_passes: bool, fp32_precision: Fp32Precision = "ieee") -> None:
         super().__init__(reason, fp32_precision)
-        self._dim, self._with_passes = dim, with_passes
+        self._dim, self.takes_passes = dim, with_passes
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`."""
@@ -131,7 +131,7 @@ class TritonBackend(TorchBackend):
         return super().updater(rule, state_dtypes, rounding)
 
     def _takes(self, batch: Batch) -> bool:
-        return self._with_passes and len(batch.features) > 0  # a group without a sample has no block to launch
+        return self.takes_passes and len(batch.features) > 0  # a group without a sample has no block to launch
 
 
 def first_pass(
