@@ -123,7 +123,7 @@ def _state(components: TrainComponents, stepper: Stepper) -> Iterable[Tensor]:
     yield from (components.head.weight, components.head.inverse_norms())
     for shard in components.head_optimizer.sharded_state().values():
         yield shard.local
-    yield from (*components.backbone.parameters(), *components.backbone.buffers(), *stepper._buffers_before)
+    yield from (*components.backbone.parameters(), *components.backbone.buffers(), *stepper.statistics.before.values())
     for state in components.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

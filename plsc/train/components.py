@@ -23,6 +23,7 @@ from plsc.models.weights import unwrapped
 from plsc.models.wrappers import RotationTTA
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
+from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.failures import raise_on_all_ranks
@@ -49,13 +50,13 @@ class MovingAverage:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.model = model.eval().requires_grad_(False)
         self.decay = decay
-        self.updates = 0
+        self.updates = UpdateCounter()
 
     @torch.no_grad()
-    def update(self, source: nn.Module) -> None:
-        """Take in the weights of ``source``, a module with the same keys."""
-        weight = 1 - min(self.decay, (1 + self.updates) / (10 + self.updates))
-        self.updates += 1
+    def update(self, source: nn.Module, verdict: Verdict) -> None:
+        """Take in the weights of ``source``, a module with the same keys, unless ``verdict`` skips the step."""
+        number = self.updates.begin(verdict)
+        weight = torch.where(verdict.flag != 0, 0.0, 1 - min(self.decay, number / (9 + number)))
         averaged: list[Tensor] = []
         present: list[Tensor] = []
         values = source.state_dict()
@@ -65,7 +66,9 @@ class MovingAverage:
                 present.append(values[name])
             else:
                 old.copy_(values[name])
-        torch._foreach_lerp_(averaged, present, weight)
+        changes = torch._foreach_sub(present, averaged)
+        torch._foreach_mul_(changes, weight)
+        torch._foreach_add_(averaged, changes)
 
 
 @dataclass
@@ -125,7 +128,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         backbone,
         net,
         head,
-        _optimizer(config, net),
+        _optimizer(config, net, mesh.device),
         make_head_optimizer(config, head),
         average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
@@ -210,14 +213,24 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
     )
 
 
-def _optimizer(config: Config, net: nn.Module) -> torch.optim.Optimizer:
-    """Of the backbone: every weight decays, as in arcface_torch's recipes."""
-    optim = config.optim
+def _optimizer(config: Config, net: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """Of the backbone: every weight decays, as in arcface_torch's recipes.
+
+    On a GPU it is a fused one, which skips a step by the device's own verdict.
+    """
+    optim, fused = config.optim, not Verdict.host_decides(device) or None
     weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
     if optim.name == "sgd":
-        return torch.optim.SGD(weights, optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
+        momentum, decay = optim.momentum, optim.weight_decay
+        sgd = torch.optim.SGD(weights, optim.lr, momentum=momentum, weight_decay=decay, fused=fused)
+        if fused and momentum:  # the fused kernel would leave them unwritten where the first step is skipped
+            for weight in weights:
+                sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+        return sgd
     betas = (optim.betas[0], optim.betas[1])
-    return torch.optim.AdamW(weights, optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    return torch.optim.AdamW(
+        weights, optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=fused
+    )
 
 
 def make_head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:

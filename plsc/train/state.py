@@ -125,7 +125,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "scaler": components.scaler.state_dict(),
         "head": components.head.get_extra_state(),
         "head_steps": components.head_optimizer.steps,
-        "average_updates": components.average.updates if components.average is not None else 0,
+        "average_updates": components.average.updates.count if components.average is not None else 0,
     }
 
 
@@ -199,4 +199,4 @@ def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None
     assert components.average is not None
     tensors = stored.read("average.")
     components.average.model.load_state_dict(tensors or components.backbone.state_dict())
-    components.average.updates = int(stored.state["average_updates"])
+    components.average.updates.count = int(stored.state["average_updates"])

@@ -1,9 +1,8 @@
 """One optimizer step: forward, loss and backward over its micro-batches, a vote of all ranks, the update."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import normalize
 from plsc.optim.gradients import clip_grad_norm_, total_norm
+from plsc.optim.verdict import Verdict
 from plsc.parallel.collectives import all_reduce_max
 from plsc.train.components import TrainComponents
 
@@ -63,27 +63,65 @@ def micro_batches(loader: TrainLoader, accumulate: int) -> Iterator[list[MicroBa
         yield group
 
 
-class _Vote(NamedTuple):
-    """All ranks' verdict on a step, the largest signal that any of them has received, and the step's numbers."""
+@dataclass(frozen=True)
+class EnqueuedStep:
+    """A step of ``images`` samples whose work is enqueued, and whose result the device has not come to yet."""
 
-    finite: bool
-    stop: int
-    loss: float
-    norm: float
+    images: int
+    verdict: Verdict
+
+    def result(self) -> StepResult:
+        """The step's result; waits until the device has come to the ranks' vote, which is before the update."""
+        skipped, stop, loss, norm = self.verdict.numbers()
+        return StepResult(loss, norm, self.images, bool(skipped), int(stop))
+
+
+class RunningStatistics:
+    """The buffers of a backbone as they were before a step, to which the device goes back where a step is skipped.
+
+    Args:
+        buffers: all of them. Copies are made of those of one dtype together: a step has hundreds, and each copy of its
+            own would be a launch.
+    """
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        self._buffers: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in buffers:
+            self._buffers.setdefault(buffer.dtype, []).append(buffer)
+        self.before = {dtype: _flat(group) for dtype, group in self._buffers.items()}
+
+    def remember(self) -> None:
+        """Copy the buffers."""
+        for dtype, group in self._buffers.items():
+            self.before[dtype].copy_(_flat(group))
+
+    def restore_where(self, skip: Tensor) -> None:
+        """Copy them back where ``skip``, a scalar on their device, is not 0."""
+        for dtype, group in self._buffers.items():
+            kept = torch.where(skip != 0, self.before[dtype], _flat(group))
+            parts = kept.split([buffer.numel() for buffer in group])
+            torch._foreach_copy_(group, [part.view_as(buffer) for part, buffer in zip(parts, group, strict=True)])
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 class Stepper:
-    """Takes steps with the components of a run."""
+    """Takes steps with the components of a run.
+
+    On a GPU the host never waits for the step that it enqueues: the device decides by the ranks' vote whether the
+    update goes through, and the host reads the vote of the step before when this one's backward pass is enqueued.
+    """
 
     def __init__(self, components: TrainComponents) -> None:
         self.components = components
         self._weights = [p for group in components.optimizer.param_groups for p in group["params"]]
-        self._buffers = list(components.backbone.buffers())
-        self._buffers_before = [buffer.clone() for buffer in self._buffers]
+        self.statistics = RunningStatistics(components.backbone.buffers())
         if components.mesh.world_size > 2:
             self._warm_up_ddp_buckets()
 
-    def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> StepResult:
+    def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> EnqueuedStep:
         """Learn from ``group`` as step ``number``; ``stop`` is this rank's vote to stop (a signal's number).
 
         The gradients are those of the mean loss over all samples of the group, so k micro-batches step as one
@@ -92,24 +130,24 @@ class Stepper:
         """
         components = self.components
         margin_state = components.head.margin_state
-        self._remember_buffers()
+        self.statistics.remember()
         self._seed(number)
         loss = self._backward(group)
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
         norm = self._clipped_norm()
-        vote = self._vote(loss, norm, stop)
-        if vote.finite:
-            components.scaler.step_both(components.optimizer, components.head_optimizer)
-            if components.average is not None:
-                components.average.update(components.backbone)
-        else:
-            components.head.margin_state = margin_state
-            self._restore_buffers()
+        verdict = self._vote(loss, norm, stop)
+        components.scaler.step_both(components.optimizer, components.head_optimizer, verdict)
+        self.statistics.restore_where(verdict.flag)
+        components.head.margin_state = {
+            name: torch.where(verdict.flag != 0, margin_state[name], moved)
+            for name, moved in components.head.margin_state.items()
+        }
+        if components.average is not None:
+            components.average.update(components.backbone, verdict)
         components.scaler.update()
         components.optimizer.zero_grad()
         components.head_optimizer.zero_grad()
-        size = sum(batch.size for batch in group)
-        return StepResult(vote.loss, vote.norm, size, not vote.finite, vote.stop)
+        return EnqueuedStep(sum(batch.size for batch in group), verdict)
 
     def _backward(self, group: Sequence[MicroBatch]) -> Tensor:
         """Leave the gradients of the group's mean loss, times the loss scale; the loss itself, detached."""
@@ -120,19 +158,23 @@ class Stepper:
             share = batch.size / samples
             with self._reduced_only_at_end(last=index == len(group) - 1):
                 loss = components.head(self._embed(batch.images), batch.labels, batch.sizes)
-                if index + 1 < len(group):
-                    self._prefetch(group[index + 1].labels, group[index + 1].sizes)
-                else:
-                    self._prefetch(components.loader.next_labels, components.loader.next_sizes)
+                self._prefetch(group[index + 1] if index + 1 < len(group) else None)
                 components.scaler.scale(loss * share).backward()
             total += loss.detach().double() * share
         return total
 
-    def _prefetch(self, labels: Tensor | None, sizes: Sequence[int] | None) -> None:
-        """Prefetch the next batch's rows of a table that is not on the device, during this batch's backward pass."""
-        head = self.components.head
-        if labels is not None and head.placement != "device":
-            head.prefetch(labels, sizes)
+    def _prefetch(self, upcoming: MicroBatch | None) -> None:
+        """Prefetch the next batch's rows of a table that is not on the device, during this batch's backward pass.
+
+        ``upcoming`` is that batch where the group holds it; else the loader knows its labels.
+        """
+        head, loader = self.components.head, self.components.loader
+        if head.placement == "device":
+            return
+        if upcoming is not None:
+            head.prefetch(upcoming.labels, upcoming.sizes)
+        elif (labels := loader.next_labels) is not None:
+            head.prefetch(labels, loader.next_sizes)
 
     def _seed(self, number: int) -> None:
         """Seed dropout and its like by (seed, step, rank), so that resuming needs no generator's state."""
@@ -163,12 +205,12 @@ class Stepper:
         stopped in the last bits of its first step.
         """
         components = self.components
-        self._remember_buffers()
+        self.statistics.remember()
         size = components.config.data.image_size
         blank = torch.zeros((components.config.data.batch_size, 3, size, size), dtype=torch.uint8)
         (self._embed(blank).sum() * 0).backward()
         components.optimizer.zero_grad()
-        self._restore_buffers()
+        self.statistics.restore_where(torch.ones((), device=components.mesh.device))
 
     def _reduced_only_at_end(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
         """Exchange data parallel's gradients once per step, with the last micro-batch."""
@@ -186,21 +228,11 @@ class Stepper:
             return clip_grad_norm_(self._weights, optim.clip_norm, head)
         return total_norm([w.grad for w in self._weights if w.grad is not None])
 
-    def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> _Vote:
-        """Agree with all ranks on this step, and read its numbers: the host waits for the device here and nowhere else.
-
-        Read after the update was enqueued, the loss would keep the host from preparing the next step meanwhile.
+    def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> Verdict:
+        """Agree with all ranks whether this step goes through, on the largest signal that any has received, and
+        send the step's loss and norm to the host along with that.
         """
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | (self.components.head_optimizer.not_finite() != 0)
         ballot = torch.stack([bad.double(), torch.full_like(bad, stop, dtype=torch.float64)])
         agreed = all_reduce_max(ballot, self.components.mesh)
-        bad_somewhere, signal, own_loss, own_norm = torch.cat([agreed, torch.stack([loss, norm.to(loss)])]).tolist()
-        return _Vote(not bad_somewhere, int(signal), own_loss, own_norm)
-
-    def _remember_buffers(self) -> None:
-        if self._buffers:
-            torch._foreach_copy_(self._buffers_before, self._buffers)
-
-    def _restore_buffers(self) -> None:
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, self._buffers_before)
+        return Verdict(torch.cat([agreed, torch.stack([loss, norm.to(loss)])]))

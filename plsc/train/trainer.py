@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
 from plsc.train.metrics import METRICS, MetricsLog, StepMeter
 from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
 from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
-from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
+from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
 CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
@@ -100,24 +101,30 @@ class Trainer:
             self.report.line(line)
         self._report_resumption(stored, superseded)
         self.last_loss: float | None = None
+        self._unread: deque[tuple[int, EnqueuedStep]] = deque()
         self._skipped_in_a_row = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._evaluated_at = -1
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
-        """Take the steps that are left; evaluate, log and save on the way."""
+        """Take the steps that are left; evaluate, log and save on the way.
+
+        A step's result is read when the next one is enqueued, so that the device never waits for the host; at once
+        where something is written or evaluated after the step. So all ranks learn of a signal after the same step.
+        """
         start, images = time.monotonic(), 0
         last_step = self._last_step()
         progress = StepProgress(self.report, self.position, last_step)
         meter = StepMeter()
         for group in self._groups():
-            result = self.stepper.step(group, self.position.step, stop.signal)
-            images += result.images
-            self._after_step(result)
-            meter.update(result)
+            enqueued = self.stepper.step(group, self.position.step, stop.signal)
+            images += enqueued.images
+            self._count(enqueued)
+            result = self._read_results(meter, keep=0 if self._is_looked_at(last_step) else 1)
             self._log(meter, result)
-            progress.advance(result.images, epoch=self.epochs_done, lr=self.rates[0], loss=self.last_loss)
-            if result.stop:
+            progress.advance(enqueued.images, epoch=self.epochs_done, lr=self.rates[0], loss=self.last_loss)
+            if result is not None and result.stop:
+                self._read_results(meter)
                 self._save()
                 raise Interrupted(
                     f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
@@ -130,6 +137,7 @@ class Trainer:
                     self._evaluate()
                 if _is_due(self.position.step, self.config.checkpoint.every_steps):
                     self._save()
+        self._read_results(meter)
         progress.finish()
         self._evaluate()
         self._save()
@@ -234,12 +242,32 @@ class Trainer:
         assert self.config.epochs is not None
         return self.components.loader.epoch >= self.config.epochs
 
-    def _after_step(self, result: StepResult) -> None:
-        """Count the step, move the learning rate on, and give up where too many in a row were not finite."""
+    def _count(self, enqueued: EnqueuedStep) -> None:
+        """Count a step, and move the learning rate on."""
         self.position.step += 1
         self.position.schedule_step += 1
         self.rates = [float(each.get_last_lr()[0]) for each in self.schedulers]
         advance(self.schedulers)
+        self._unread.append((self.position.step, enqueued))
+
+    def _is_looked_at(self, last_step: int) -> bool:
+        """Return whether something is written or evaluated after the present step."""
+        config, step = self.config, self.position.step
+        due = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
+        return step >= last_step or any(_is_due(step, every) for every in due)
+
+    def _read_results(self, meter: StepMeter, keep: int = 0) -> StepResult | None:
+        """Read the results of all steps but the ``keep`` newest; the last one that was read."""
+        result = None
+        while len(self._unread) > keep:
+            number, enqueued = self._unread.popleft()
+            result = enqueued.result()
+            self._take_in(number, result)
+            meter.update(result)
+        return result
+
+    def _take_in(self, number: int, result: StepResult) -> None:
+        """Count a step that was skipped, and give up where too many in a row were not finite."""
         if not result.skipped:
             self.last_loss, self._skipped_in_a_row = result.loss, 0
             return
@@ -248,7 +276,7 @@ class Trainer:
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
             raise PlscError(
                 f"loss or gradients were not finite for {self._skipped_in_a_row} steps in a row, up to step "
-                f"{self.position.step:,} (learning rate {self.rates[0]:.3g}); lower optim.lr, lengthen the "
+                f"{number:,} (learning rate {self.rates[0]:.3g}); lower optim.lr, lengthen the "
                 'warm-up, set optim.clip_norm = 5, or compute with precision = "bf16" or "fp32"; --resume auto '
                 "goes on from the last checkpoint"
             )
@@ -280,9 +308,9 @@ class Trainer:
 
     # Reporting.
 
-    def _log(self, meter: StepMeter, result: StepResult) -> None:
+    def _log(self, meter: StepMeter, result: StepResult | None) -> None:
         """Write a line of metrics when it is due. All ranks call: the head's norm is summed over them."""
-        if not _is_due(self.position.step, self.config.log.every_steps):
+        if result is None or not _is_due(self.position.step, self.config.log.every_steps):
             return
         loss_mean, images_per_second = meter.reset()
         values = {

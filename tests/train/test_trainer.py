@@ -201,7 +201,7 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
         before = state(self)
         result = take(self, group, number, stop)
         same = all(torch.equal(a, b) for a, b in zip(before, state(self), strict=True))
-        states.append((result.skipped, same))
+        states.append((result.result().skipped, same))
         return result
 
     step.Stepper._embed, step.Stepper.step = poisoning, stepping  # type: ignore[method-assign]
