@@ -26,6 +26,7 @@ import torch
 from results_file import RESULTS, add_row
 
 import plsc
+from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CheckpointFolder, open_newest
 
 IDENTITIES = 2000
@@ -63,6 +64,7 @@ class Worker:
         self.peaks: dict[str, float] = {}
         self.mesh = plsc.init("cpu")
         self.checkpoints = CheckpointFolder(args.folder / "checkpoints", self.mesh, keep=1)
+        self.checkpointer = AsyncCheckpointer(self.checkpoints, print, background=False)  # the least memory
         forget_peak()
         begin = time.monotonic()
         self.head = plsc.ShardedHead(
@@ -101,7 +103,7 @@ class Worker:
 
     def save(self, step: int) -> None:
         """Write a checkpoint."""
-        self.checkpoints.save(step, self.tensors(), {"head": self.head.get_extra_state()})
+        self.checkpointer.save(step, self.tensors(), {"head": self.head.get_extra_state()})
         self.note("save")
 
     def go(self) -> None:

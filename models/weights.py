@@ -32,6 +32,12 @@ def save_model(model: nn.Module, path: str | Path) -> None:
 
     The metadata hold what :func:`load_model` needs: name, embedding_dim, image_size, options, preprocessing.
     """
+    with atomic_write(Path(path)) as tmp_path:
+        tmp_path.write_bytes(serialize_model(model))
+
+
+def serialize_model(model: nn.Module) -> bytes:
+    """Return the content of :func:`save_model`'s file: a copy of the weights as they are now."""
     from safetensors.torch import save
 
     backbone = unwrapped(model)
@@ -45,9 +51,7 @@ def save_model(model: nn.Module, path: str | Path) -> None:
         "std": str(PIXEL_STD),
         "channels": "RGB",
     }
-    state = {key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}
-    with atomic_write(Path(path)) as tmp_path:
-        tmp_path.write_bytes(save(state, metadata))
+    return save({key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}, metadata)
 
 
 def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone:

@@ -191,7 +191,13 @@ class EvalConfig:
 class CheckpointConfig:
     """[checkpoint]: when to save, and how many to keep."""
 
-    every_steps: int = key(1000, "Steps between checkpoints; 0: at the end only.", least=0)
+    every_steps: int = key(1000, "Steps between checkpoints; 0: by the clock alone, and at the end.", least=0)
+    every_minutes: float = key(
+        0.0, "Minutes after which a checkpoint is due, whatever the steps; 0: by steps alone.", least=0
+    )
+    async_save: bool = key(
+        True, "Write checkpoints while training goes on, from a copy in host memory; false: training waits for them."
+    )
     keep: int = key(3, "Number of newest checkpoints to keep.", least=1)
 
 

@@ -1,7 +1,8 @@
-"""Amounts of memory as people write them: 4GB is 4·10^9 bytes, 4GiB is 4·2^30."""
+"""Amounts of memory: as people write them (4GB is 4·10^9 bytes, 4GiB is 4·2^30), and what the machine has left."""
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
 from plsc.errors import UsageError
 
@@ -45,3 +46,22 @@ def parse_memory(
     if not match or match[2] not in units or float(match[1]) <= 0:
         raise UsageError(f"{option} {text!r} is no amount of memory; write {examples}")
     return int(float(match[1]) * units[match[2]])
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes that this process can get without swapping; None where the system does not report them.
+
+    A container's limit counts (cgroup v2): pages that its files are cached in can be had as well.
+    """
+    if not meminfo.exists():
+        return None
+    free = _entry(meminfo, "MemAvailable:") * 1024
+    limit = (cgroup / "memory.max").read_text().strip() if (cgroup / "memory.max").exists() else "max"
+    if limit == "max":
+        return free
+    used = int((cgroup / "memory.current").read_text()) - _entry(cgroup / "memory.stat", "inactive_file")
+    return max(min(free, int(limit) - used), 0)
+
+
+def _entry(path: Path, name: str) -> int:
+    return next(int(words[1]) for words in map(str.split, path.read_text().splitlines()) if words[0] == name)

@@ -3,7 +3,7 @@
 import pytest
 
 from plsc.errors import UsageError
-from plsc.sizes import parse_memory
+from plsc.sizes import available_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,19 @@ def test_amounts_of_memory(text: str, size: int) -> None:
 def test_what_is_no_amount_is_refused_by_the_name_of_the_option(text: str) -> None:
     with pytest.raises(UsageError, match=r"--max-memory .* is no amount of memory; write 4GB, 500MiB or 4e9 \(bytes\)"):
         parse_memory(text, "--max-memory")
+
+
+def test_what_is_available_is_the_machines_or_what_its_container_leaves(tmp_path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 9000 kB\nMemFree: 100 kB\nMemAvailable: 4000 kB\n")
+    assert available_bytes(meminfo, tmp_path) == 4000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(meminfo, tmp_path) == 4000 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("2500000\n")
+    (tmp_path / "memory.stat").write_text("anon 1500000\ninactive_file 700000\nactive_file 300000\n")
+    assert available_bytes(meminfo, tmp_path) == 3_000_000 - 2_500_000 + 700_000
+    (tmp_path / "memory.max").write_text("1000000\n")
+    assert available_bytes(meminfo, tmp_path) == 0
+    assert available_bytes(tmp_path / "none", tmp_path) is None
+    assert available_bytes() > 2**20

@@ -141,15 +141,6 @@ class PeakMemory:
         return _high_water_mib()
 
 
-def available_bytes() -> int | None:
-    """Return the bytes that the system can give to processes without swapping; None where it does not report them."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    line = next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable:"))
-    return int(line.split()[1]) * 1024
-
-
 def limit_allocations(more: int) -> None:
     """Let this process allocate ``more`` bytes beyond what it has; a larger allocation fails (Linux only).
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from plsc.bench.harness import available_bytes, environment, last_line, median, processor_name, thread_limits
+from plsc.bench.harness import environment, last_line, median, processor_name, thread_limits
 from plsc.bench.head_baselines import (
     IMPLEMENTATIONS,
     NEED_PARTIAL_FC,
@@ -26,6 +26,7 @@ from plsc.errors import UsageError
 from plsc.files import read_json, write_json
 from plsc.parallel.launch import rank_environment
 from plsc.progress import Progress
+from plsc.sizes import available_bytes
 
 RATIO_FIGURES = ("cpu_s", "wall_s", "memory_mib")
 _FIGURES = (*RATIO_FIGURES, "peak_mib", "loss", "product_gflops", "copy_gb_s")

@@ -2,15 +2,16 @@
 
 RUN/checkpoints/step-XXXXXXXX holds the tensors as torch.distributed.checkpoint stores them (.metadata, __R_0.distcp),
 state.json with all that is small, and manifest.json with every file's size and SHA-256. ``latest`` names the newest.
-All ranks see one file system.
+All ranks see one file system. :mod:`plsc.train.async_checkpoint` writes them while training goes on.
 
 What ``kill -9`` leaves, by the moment at which it comes:
 
-- while files are written: ``.step-XXXXXXXX.tmp``, which no reader looks at; the next start of the run removes it
-  (:meth:`CheckpointFolder.clean`). The checkpoints before it are untouched.
-- while the folder is published: the same, or the checkpoint whole. Every file is synced to disk, then one rename
-  gives the folder its name (:func:`plsc.files.atomic_replace_dir`). Where the same step is written again, the former
-  folder waits as ``.step-XXXXXXXX.former`` for that moment; killed right then, ``--resume auto`` takes the one before.
+- while files are written, in the background or not: ``.step-XXXXXXXX.tmp``, which no reader looks at; the next start of
+  the run removes it (:meth:`CheckpointFolder.clean`). The checkpoints before it are untouched.
+- while the folder is published: the same, or the checkpoint whole. Every rank has synced its files to disk, and the
+  main rank its own, then one rename gives the folder its name (:func:`plsc.files.atomic_replace_dir`). Where the same
+  step is written again, the former folder waits as ``.step-XXXXXXXX.former`` for that moment; killed right then,
+  ``--resume auto`` takes the one before.
 - after that: the checkpoint, with ``latest`` perhaps still naming the one before (resuming does not read it), or
   with checkpoints beyond ``keep`` not removed, or half removed: those have no manifest.json and do not count.
 
@@ -28,13 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError
 from plsc.files import (
@@ -47,7 +46,7 @@ from plsc.files import (
     write_json,
 )
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import all_gather_object, barrier, broadcast_object
+from plsc.parallel.collectives import barrier, broadcast_object
 from plsc.train.failures import raise_on_all_ranks
 
 FORMAT = 1
@@ -59,7 +58,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 
 class CheckpointFolder:
-    """RUN/checkpoints: saves, and keeps the newest ``keep``."""
+    """RUN/checkpoints: names, publishes, and keeps the newest ``keep``."""
 
     def __init__(self, folder: Path, mesh: Mesh, keep: int) -> None:
         self.folder, self.mesh, self.keep = folder, mesh, keep
@@ -71,29 +70,30 @@ class CheckpointFolder:
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         barrier(self.mesh)
 
-    def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any]) -> Path:
-        """Publish ``tensors`` and ``state`` as the checkpoint of ``step``. Every rank calls.
+    def prepare(self, step: int) -> Path:
+        """Return the empty folder that the files of ``step`` are written into; the main rank makes it."""
+        tmp_path = self._path(step).with_name(f".{self._path(step).name}.tmp")
+        if self.mesh.is_main:
+            shutil.rmtree(tmp_path, ignore_errors=True)
+            tmp_path.mkdir(parents=True)
+        return tmp_path
+
+    def publish(self, tmp_path: Path, step: int, files: dict[str, dict[str, Any]]) -> None:
+        """Give a finished folder its name, and remove the oldest beyond ``keep``. The main rank calls.
 
         Args:
-            step: its number, and its name.
-            tensors: tensors by name; each rank gives what it has to write, tables as RowShard. Of a tensor
-                that all ranks hold, one rank gives it.
-            state: everything else, as JSON holds it; the main rank's is written.
-
-        Raises:
-            DataError: it cannot be written (a full disk, say); nothing was published.
+            tmp_path: of :meth:`prepare`; every file in it is synced to disk.
+            step: its number.
+            files: the ranks' files as the manifest describes them; the main rank's few others are added.
         """
-        final = self.folder / f"step-{step:08d}"
-        tmp_path = self.folder / f".{final.name}.tmp"
-        raise_on_all_ranks(self.mesh, lambda: self._prepare(tmp_path))
-        _write_tensors(tmp_path, tensors, self.mesh)
-        names = raise_on_all_ranks(self.mesh, lambda: self._finish(tmp_path, state))
-        share = broadcast_object(names, self.mesh)[self.mesh.rank :: self.mesh.world_size]
-        described = raise_on_all_ranks(self.mesh, lambda: describe_files(tmp_path, share))
-        shares = all_gather_object(described, self.mesh)
-        files = {name: entry for share in shares for name, entry in share.items()}
-        raise_on_all_ranks(self.mesh, lambda: self._publish(tmp_path, final, files))
-        return final
+        files = {**files, **describe_files(tmp_path, [STATE, METADATA])}
+        write_json(tmp_path / MANIFEST, {"format": FORMAT, "files": files})
+        atomic_replace_dir(tmp_path, self._path(step))
+        with atomic_write(self.folder / LATEST) as latest:
+            latest.write_text(self._path(step).name + "\n", encoding="utf-8")
+        for old in self.published()[: -self.keep]:
+            (old / MANIFEST).unlink()  # first: half of a folder must not count as published
+            shutil.rmtree(old)
 
     def published(self) -> list[Path]:
         """Return the published checkpoints, oldest first."""
@@ -111,28 +111,8 @@ class CheckpointFolder:
         barrier(self.mesh)
         return later
 
-    def _prepare(self, tmp_path: Path) -> None:
-        if self.mesh.is_main:
-            shutil.rmtree(tmp_path, ignore_errors=True)
-            tmp_path.mkdir(parents=True)
-
-    def _finish(self, tmp_path: Path, state: Mapping[str, Any]) -> list[str]:
-        """Write the files that the main rank writes; return the names of all files."""
-        if not self.mesh.is_main:
-            return []
-        write_json(tmp_path / STATE, dict(state))
-        return sorted(path.name for path in tmp_path.iterdir())
-
-    def _publish(self, tmp_path: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
-        if not self.mesh.is_main:
-            return
-        write_json(tmp_path / MANIFEST, {"format": FORMAT, "files": files})
-        atomic_replace_dir(tmp_path, final)
-        with atomic_write(self.folder / LATEST) as latest:
-            latest.write_text(final.name + "\n", encoding="utf-8")
-        for old in self.published()[: -self.keep]:
-            (old / MANIFEST).unlink()  # first: half of a folder must not count as published
-            shutil.rmtree(old)
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
 
 class StoredCheckpoint:
@@ -225,21 +205,9 @@ def _verify(path: Path, mesh: Mesh) -> None:
     verify_files(path, {name: files[name] for name in names})
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, Any], mesh: Mesh) -> None:
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=False)
-    try:
-        with _quiet():
-            save(dict(tensors), storage_writer=writer, process_group=mesh.group, no_dist=mesh.world_size == 1)
-    except CheckpointException as error:
-        first = next(iter(error.failures.values()))[0]
-        if isinstance(first, OSError):
-            raise DataError(f"cannot write the checkpoint {folder}: {first.strerror}; free some space") from None
-        raise
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warning that it saves or loads in one process, which is intended."""
+    """Suppress torch's warning that it loads in one process, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
         yield

@@ -1,5 +1,6 @@
 """Evaluation during training: on every set of [eval], with the weights that will be shipped."""
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,7 @@ from plsc.config import Config
 from plsc.data.transforms import normalize
 from plsc.evaluation.evaluator import evaluate, open_set, set_names
 from plsc.files import atomic_write
-from plsc.models import save_model
+from plsc.models.weights import serialize_model
 from plsc.train.components import TrainComponents
 from plsc.train.failures import raise_on_all_ranks
 from plsc.train.state import average_buffers
@@ -70,10 +71,16 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def save_weights(components: TrainComponents, path: Path) -> None:
     """Write the backbone alone, replacing ``path`` atomically; every rank calls, the main one writes."""
+    raise_on_all_ranks(components.mesh, weights_writer(components, path))
+
+
+def weights_writer(components: TrainComponents, path: Path) -> Callable[[], None]:
+    """Return a function that writes the backbone's weights as they are now; on other ranks it does nothing."""
+    content = serialize_model(components.shipped_model) if components.mesh.is_main else b""
 
     def write() -> None:
         if components.mesh.is_main:
             with atomic_write(path) as tmp_path:
-                save_model(components.shipped_model, tmp_path)
+                tmp_path.write_bytes(content)
 
-    raise_on_all_ranks(components.mesh, write)
+    return write

@@ -1,5 +1,6 @@
 """The training run, top to bottom: from a configuration to a run directory, in one go or in as many as it takes."""
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
@@ -17,15 +18,26 @@ from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main
 from plsc.parallel.rendezvous import Launch, current_launch
 from plsc.progress import counted
+from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import build, open_training_data
-from plsc.train.evaluate import BEST, MODEL, check_sets, evaluate_sets, mean_accuracy, save_weights, summary
+from plsc.train.evaluate import (
+    BEST,
+    MODEL,
+    check_sets,
+    evaluate_sets,
+    mean_accuracy,
+    save_weights,
+    summary,
+    weights_writer,
+)
 from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
 from plsc.train.metrics import METRICS, MetricsLog, StepMeter
 from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
 from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
+POLL_STEPS = 10  # between two exchanges about a checkpoint under way; each waits for the device, if only for a moment
 CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 
@@ -66,6 +78,7 @@ def train(
             trainer.report.log(f"ended: {error}")
             raise
         finally:
+            trainer.checkpointer.close()
             trainer.metrics.close()
             trainer.report.close()
 
@@ -100,6 +113,12 @@ class Trainer:
         for line in header(self.components, self._last_step(), start):
             self.report.line(line)
         self._report_resumption(stored, superseded)
+        self.checkpointer = AsyncCheckpointer(
+            self.checkpoints,
+            self.report.line,
+            background=config.checkpoint.async_save,
+            every_minutes=config.checkpoint.every_minutes,
+        )
         self.last_loss: float | None = None
         self._unread: deque[tuple[int, EnqueuedStep]] = deque()
         self._skipped_in_a_row = 0
@@ -125,7 +144,7 @@ class Trainer:
             progress.advance(enqueued.images, epoch=self.epochs_done, lr=self.rates[0], loss=self.last_loss)
             if result is not None and result.stop:
                 self._read_results(meter)
-                self._save()
+                self._save(wait=True)
                 raise Interrupted(
                     f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
                     f"written: --resume auto goes on",
@@ -135,12 +154,12 @@ class Trainer:
                 # The last step's evaluation comes before its checkpoint, which stores the best accuracy.
                 if _is_due(self.position.step, self.config.eval.every_steps) or self.position.step >= last_step:
                     self._evaluate()
-                if _is_due(self.position.step, self.config.checkpoint.every_steps):
+                if self._is_checkpoint_due():
                     self._save()
         self._read_results(meter)
         progress.finish()
         self._evaluate()
-        self._save()
+        self._save(wait=True)
         summary = self._result(time.monotonic() - start, images)
         for line in closing_lines(self.out, summary):
             self.report.log(line)
@@ -253,7 +272,8 @@ class Trainer:
     def _is_looked_at(self, last_step: int) -> bool:
         """Return whether something is written or evaluated after the present step."""
         config, step = self.config, self.position.step
-        due = (config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps)
+        due = [config.log.every_steps, config.eval.every_steps, config.checkpoint.every_steps]
+        due += [POLL_STEPS] if config.checkpoint.every_minutes else []
         return step >= last_step or any(_is_due(step, every) for every in due)
 
     def _read_results(self, meter: StepMeter, keep: int = 0) -> StepResult | None:
@@ -274,6 +294,8 @@ class Trainer:
         self.position.skipped += 1
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
+            with contextlib.suppress(PlscError):
+                self.checkpointer.wait()
             raise PlscError(
                 f"loss or gradients were not finite for {self._skipped_in_a_row} steps in a row, up to step "
                 f"{number:,} (learning rate {self.rates[0]:.3g}); lower optim.lr, lengthen the "
@@ -297,14 +319,21 @@ class Trainer:
             self._saved_at = -1  # a checkpoint of this step does not know of it yet
             save_weights(self.components, self.out / BEST)
 
-    def _save(self) -> None:
+    def _is_checkpoint_due(self) -> bool:
+        """By the steps or by the clock; every few steps, the ranks also see how the last checkpoint does."""
         step = self.position.step
-        if step in (self._saved_at, 0):
-            return
-        tensors, state = capture(self.components, self.position)
-        self.checkpoints.save(step, tensors, state)
-        save_weights(self.components, self.out / MODEL)
-        self._saved_at = step
+        by_clock = step % POLL_STEPS == 0 and self.checkpointer.poll()
+        return by_clock or _is_due(step, self.config.checkpoint.every_steps)
+
+    def _save(self, *, wait: bool = False) -> None:
+        """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""
+        step = self.position.step
+        if step not in (self._saved_at, 0):
+            tensors, state = capture(self.components, self.position)
+            self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
+            self._saved_at = step
+        if wait:
+            self.checkpointer.wait()
 
     # Reporting.
 

@@ -5,6 +5,7 @@ Runs happen in worker processes only, so that the backbone is never known to the
 
 import multiprocessing as mp
 import os
+import pkgutil
 import signal
 import socket
 import tempfile
@@ -179,21 +180,25 @@ def _be_rank(
 
 
 def _arm(fault: str) -> None:
-    """Kill this process at a place in the second checkpoint's writing: before or after a function is called."""
-    from plsc.train import checkpoint
+    """Kill this process at a place in the second checkpoint's writing: before or after a function is called.
 
-    name, _, when = fault.partition(":")
-    original = getattr(checkpoint, name)
+    ``fault`` is FUNCTION:before or FUNCTION:after, of plsc.train, with :N for another call than the second.
+    """
+    name, when, *count = fault.split(":")
+    path, _, attribute = f"plsc.train.{name}".rpartition(".")
+    owner = pkgutil.resolve_name(path)
+    original = getattr(owner, attribute)
     calls = 0
 
     def killing(*args: Any, **keywords: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == 2 and when == "before":
+        is_fatal = calls == int(count[0] if count else 2)
+        if is_fatal and when == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         result = original(*args, **keywords)
-        if calls == 2 and when == "after":
+        if is_fatal and when == "after":
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(checkpoint, name, killing)
+    setattr(owner, attribute, killing)

@@ -71,12 +71,15 @@ def test_killed_at_a_random_step(
 @pytest.mark.parametrize(
     "fault",
     [
-        "_write_tensors:before",
-        "_write_tensors:after",
-        "write_json:before",
-        "atomic_replace_dir:before",
-        "atomic_replace_dir:after",
-        "atomic_write:before",
+        "async_checkpoint.ShardWriter:before",
+        "checkpoint_writer.HostStager.put:before:40",  # of 26 tensors each: in the training thread
+        "checkpoint_writer.HostStager.get:after:40",  # in the writing thread
+        "checkpoint_writer.ShardWriter._write:after",
+        "async_checkpoint.write_json:before",
+        "checkpoint.write_json:before",
+        "checkpoint.atomic_replace_dir:before",
+        "checkpoint.atomic_replace_dir:after",
+        "checkpoint.atomic_write:before",
     ],
 )
 def test_killed_while_it_saves(fault: str, unkilled: dict[int, dict[int, float]], tmp_path: Path, ranks: Ranks) -> None:
