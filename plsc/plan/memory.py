@@ -30,13 +30,15 @@ _STAGES = 5  # copies of a table in host memory: in use, fetched ahead, and up t
 class Memory:
     """Bytes of a rank: ``kept`` all the time, ``phases`` of a step in turn, ``allowed`` but not computed.
 
-    ``host`` is what its share of the table takes of its machine's memory, or disk.
+    ``host`` is what its share of the table takes of its machine's memory, or disk; ``checkpoint`` what the first rank
+    writes of the state, and copies to its machine's memory before (:mod:`plsc.train.checkpoint_writer`).
     """
 
     kept: dict[str, int]
     phases: dict[str, int]
     allowed: dict[str, int]
     host: int = 0
+    checkpoint: int = 0
 
     @property
     def computed(self) -> int:
@@ -64,6 +66,7 @@ def row_bytes(config: Config) -> dict[str, int]:
 def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> Memory:
     """The bytes of ``setup``'s fullest rank. ``profile`` is the backbone's at the setup's batch and precision."""
     table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()}
+    stored = sum(table.values()) - table["1/norms"] + _stored_of_backbone(setup, profile)
     host = 0
     if setup.placement != "device":
         host, table = sum(table.values()), _staging(setup, device)
@@ -73,7 +76,7 @@ def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> 
     if device.kind == "cuda":
         allowed["CUDA context and libraries"] = CONTEXT_BYTES + (NCCL_BYTES if setup.world > 1 else 0)
         allowed["allocator's fragments"] = int(FRAGMENTED_SHARE * max(phases.values()))
-    return Memory(kept, phases, allowed, host)
+    return Memory(kept, phases, allowed, host, stored)
 
 
 def head_memory(setup: PlanConfig, device: Device) -> tuple[int, int]:
@@ -104,6 +107,11 @@ def _one_row(config: Config) -> ShardedHead:
 
 def _state_label(name: str) -> str:
     return {"momentum_scale": "int8 scales", "first_moment_scale": "int8 scales"}.get(name, name.replace("_", " "))
+
+
+def _stored_of_backbone(setup: PlanConfig, profile: BackboneProfile) -> int:
+    weights = profile.weights + profile.buffers
+    return (2 if setup.config.ema_decay else 1) * weights + setup.backbone_states * profile.trainable
 
 
 def _backbone_state(setup: PlanConfig, profile: BackboneProfile) -> dict[str, int]:
@@ -178,4 +186,5 @@ def as_dict(memory: Memory) -> dict[str, Any]:
         "computed": memory.computed,
         "total": memory.total,
         "host": memory.host,
+        "checkpoint": memory.checkpoint,
     }

@@ -173,6 +173,7 @@ def _memory(plan: Plan) -> Iterable[str]:
     if memory.host:
         where = "in its host's memory" if plan.configured.setup.placement == "host" else "on its host's disk"
         yield _line(f"its share of the table, {where}", amount(memory.host))
+    yield _line("a checkpoint's copy, in its host's memory", amount(memory.checkpoint))
     phases = ", ".join(f"{name} {amount(size).strip()}" for name, size in memory.phases.items())
     yield f"  (a step holds on top, in turn: {phases})"
 

@@ -54,7 +54,8 @@ def train(
         out: config.toml, classes.json, train.log, metrics.jsonl, tensorboard/, checkpoints/, model.safetensors (the
             last weights) and best.safetensors (those of the best mean accuracy).
         resume: None begins a run; "auto" goes on from the newest checkpoint of ``out``, or begins where there
-            is none; else a checkpoint's folder, or a run's.
+            is none; else a checkpoint's folder, or a run's. After a restart by torchrun, the run that the same
+            launch has begun in ``out`` goes on as by "auto".
         quiet: print nothing; train.log is written.
 
     Returns:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import losses, run
+from support.tiny_runs import TINY, losses, run
 from torch import Tensor
 
+from plsc import config
 from plsc.errors import DataError
 from plsc.head.row_shard import RowShard
 from plsc.train import async_checkpoint, checkpoint_writer
@@ -218,6 +219,26 @@ def test_asynchronous_checkpoints_are_the_synchronous_ones_bit_for_bit(tmp_path:
     second = ranks(2, trained, tmp_path / "sync", {**changes, "checkpoint.async_save": False})[0]
     assert len(first) == 6
     assert first == second
+
+
+def stored_and_planned(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of a checkpoint's tensors, and as the plan has them."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    from plsc.plan import Hardware, Links, named_device, plan
+
+    run(mesh, out, changes)
+    entries = FileSystemReader(out / "checkpoints/step-00000002").read_metadata().state_dict_metadata.values()
+    stored = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries)  # type: ignore[union-attr]
+    hardware = Hardware(named_device("h100"), 80 << 30, Links(1e11, 1e11))
+    return stored, plan(config.load(None, {**TINY, **changes}), 4000, hardware).configured.memory.checkpoint
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_plan_gives_a_checkpoints_bytes(optimizer: str, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"data.train": "avatars:4000x1", "epochs": None, "steps": 2, "optim.name": optimizer, "ema_decay": 0.9}
+    ((stored, planned),) = ranks(1, stored_and_planned, tmp_path, {**changes, "head.momentum_dtype": "int8"})
+    assert planned == pytest.approx(stored, rel=2e-3)  # which counts steps as well
 
 
 def test_the_clock_makes_checkpoints_too(tmp_path: Path, ranks: Ranks) -> None:

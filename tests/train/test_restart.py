@@ -1,6 +1,5 @@
 """Runs under torchrun that lose a rank: they go on by themselves, and leave a run of another launch alone."""
 
-import json
 import os
 import subprocess
 import sys
@@ -15,8 +14,10 @@ from support.tiny_runs import losses, run
 
 Ranks = Any
 
-# Rank 1 of attempt 0 kills itself where step 7 begins: after the checkpoint of step 4, and before that of step 8.
-SCRIPT = """
+CHANGES = {"data.batch_size": 6, "epochs": 2}
+# Each attempt tries the folder of a foreign run first. Rank 1 of the first one kills itself where step 10 begins: the
+# checkpoint of step 4 is published when that of step 8 begins.
+SCRIPT = f"""
 import os, signal, sys
 from pathlib import Path
 import torch
@@ -27,55 +28,48 @@ from support.tiny_runs import run
 
 torch.set_num_threads(1)
 take = step.Stepper.step
+own, foreign = map(Path, sys.argv[1:])
 
-def dying(self, group, number, *rest):
-    if number == 7 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+def dying(self, group, number, *rest, **options):
+    if number == 9 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    return take(self, group, number, *rest)
+    return take(self, group, number, *rest, **options)
 
 step.Stepper.step = dying
+mesh = plsc.init("cpu")
 try:
-    run(plsc.init("cpu"), Path(sys.argv[1]), {"data.batch_size": 6, "epochs": 2})
+    run(mesh, foreign, {CHANGES})
 except PlscError as error:
     print("refused:", error, flush=True)
-    sys.exit(error.exit_code)
+run(mesh, own, {CHANGES})
 """
 
 
-def torchrun(script: Path, out: Path, nproc: int, restarts: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    command += ["--max-restarts", str(restarts), "--monitor-interval", "0.1"]
+def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", "--monitor-interval", "0.1", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
     return subprocess.run(
-        [*command, str(script), str(out)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
+        command, env=environment, capture_output=True, text=True, timeout=2 * HANG_SECONDS, check=False
     )
 
 
 def whole(mesh: Any, out: Path) -> None:
-    run(mesh, out, {"data.batch_size": 6, "epochs": 2})
+    run(mesh, out, CHANGES)
 
 
 @pytest.mark.slow
 def test_a_restart_goes_on_with_its_own_run_and_with_no_other(tmp_path: Path, ranks: Ranks) -> None:
-    script = tmp_path / "script.py"
+    script, own, foreign = tmp_path / "script.py", tmp_path / "own", tmp_path / "foreign"
     script.write_text(SCRIPT)
-    out = tmp_path / "run"
-    done = torchrun(script, out, nproc=2, restarts=2)
+    ranks(2, whole, foreign)
+    done = torchrun(str(script), str(own), str(foreign))
     assert done.returncode == 0, done.stderr
-    assert "restarted by torchrun: resumed from" in (out / "train.log").read_text()
-    ranks(2, whole, tmp_path / "whole")
-    assert losses(out) == losses(tmp_path / "whole")
-    first, second = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "whole"))
+    assert "restarted by torchrun: resumed from" in (own / "train.log").read_text()
+    assert losses(own) == losses(foreign)
+    first, second = (load_file(folder / "model.safetensors") for folder in (own, foreign))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-    before = json.loads((out / "launch.json").read_text())
-    refused = torchrun(script, out, nproc=1, restarts=1)
-    assert refused.returncode != 0
-    assert refused.stdout.count("holds a run already; go on with it by --resume auto") == 2  # attempts
-    assert json.loads((out / "launch.json").read_text()) == before
+    assert done.stdout.count(f"refused: {foreign} holds a run already; go on with it by --resume auto") == 4
+    assert (own / "launch.json").exists()
+    assert not (foreign / "launch.json").exists()
