@@ -14,9 +14,10 @@ import numpy
 import torch
 
 import plsc
-from plsc.bench.harness import available_bytes, processor_name
+from plsc.bench.harness import processor_name
 from plsc.doctor.report import Line, absent, failed, found
 from plsc.native import build
+from plsc.sizes import available_bytes
 
 # At least the first, below the second: what pyproject.toml admits.
 SUPPORTED = {"Python": ("3.11", None), "torch": ("2.11", "2.16"), "numpy": ("2", None)}
