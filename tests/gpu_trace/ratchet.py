@@ -51,7 +51,7 @@ def committed() -> dict[str, Any]:
 
 def write(scenarios: Mapping[str, Any]) -> None:
     """Write counts.json anew."""
-    content = {"torch": _version(), "scenarios": scenarios}
+    content = {"torch": torch_version(), "scenarios": scenarios}
     COUNTS.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -84,7 +84,7 @@ def summary(traced: Mapping[str, Any], rows: int) -> dict[str, dict[str, float]]
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """What differs between committed counts and those of now, scenario by scenario."""
     changes: list[Change] = []
-    same_torch = old["torch"] == _version()
+    same_torch = old["torch"] == torch_version()
     for name in sorted({*old["scenarios"], *new}):
         if name not in new or name not in old["scenarios"]:
             where = "traced" if name in new else "in counts.json"
@@ -127,5 +127,6 @@ def _by_part(places: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(parts.items()))
 
 
-def _version() -> str:
+def torch_version() -> str:
+    """The version of torch that counts depend on."""
     return ".".join(torch.__version__.split(".")[:2])

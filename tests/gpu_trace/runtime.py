@@ -39,7 +39,13 @@ def environment(library: Path) -> dict[str, str]:
     hidden = ("CUDA_VISIBLE_DEVICES", "PLSC_HEAD_BACKEND", "TRITON_INTERPRET", "PYTORCH_CUDA_ALLOC_CONF")
     kept = {name: value for name, value in os.environ.items() if name not in hidden}
     # no kernel computes anything here, so none agrees with float64
-    return {**kept, "LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "PLSC_SELF_CHECK": "0"}
+    return {
+        **kept,
+        "LD_PRELOAD": str(library),
+        "OMP_NUM_THREADS": "1",
+        "PLSC_SELF_CHECK": "0",
+        "TRITON_CACHE_DIR": str(library.parent),
+    }
 
 
 def _headers() -> list[Path]:

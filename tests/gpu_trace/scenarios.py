@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_trace.tracer import Counts, Tracer, traced
@@ -12,6 +13,7 @@ from gpu_trace.triton_launches import launches_recorded
 from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
 from plsc import config as configuration
 from plsc.config import Config, margin_keys
+from plsc.data.loader import TrainLoader
 from plsc.train.step import MicroBatch, Stepper
 
 SMALL = {"backbone": "resnet8", "data.image_size": 32, "data.batch_size": 16, "head.weight_dtype": "bfloat16"}
@@ -28,6 +30,7 @@ class Scenario:
         traced_ranks: whose collectives are compared; all counts are those of the first.
         sizes: batch sizes that differ from the configuration's, by rank.
         planned: whether ``plsc plan`` has to know the step's peak.
+        steps: to take, until memory in use no longer grows.
     """
 
     ranks: int
@@ -36,6 +39,7 @@ class Scenario:
     traced_ranks: tuple[int, ...] = (0,)
     sizes: Mapping[int, int] = field(default_factory=dict)
     planned: bool = False
+    steps: int = 2
 
     @property
     def config(self) -> Config:
@@ -60,16 +64,18 @@ SCENARIOS: dict[str, Scenario] = {
     "50M classes, 1,024 ranks": Scenario(1024, 50_000_000, FULL),
     "adamw, 8 ranks": Scenario(8, 10_000_000, ADAMW, (0, 7)),
     "sampled at 0.1, 8 ranks": Scenario(8, 10_000_000, {"head.sample_rate": 0.1}, (0, 4), planned=True),
-    "host memory, 8 ranks": Scenario(8, 10_000_000, {"head.placement": "host"}, (0, 4)),
-    "host memory, sampled, 8 ranks": Scenario(8, 10_000_000, {"head.placement": "host", "head.sample_rate": 0.1}),
+    "host memory, 8 ranks": Scenario(8, 10_000_000, {"head.placement": "host"}, steps=3),
+    "host memory, sampled, 8 ranks": Scenario(
+        8, 10_000_000, {"head.placement": "host", "head.sample_rate": 0.1}, steps=6
+    ),
     "float32, 8 ranks": Scenario(8, 10_000_000, {"head.weight_dtype": "float32", "head.momentum_dtype": "float32"}),
-    "groups of 8, 64 ranks": Scenario(64, 1_000_000, {"head_ranks": 8}, (0, 3, 7, 8, 59)),
+    "groups of 8, 64 ranks": Scenario(64, 1_000_000, {"head_ranks": 8}, (0, 3, 7, 8, 63)),
     "groups of 64, sampled, 1,024 ranks": Scenario(
         1024, 10_000_000, {"head_ranks": 64, "head.sample_rate": 0.1}, (0, 63, 64, 1023)
     ),
-    "unequal batches, 8 ranks": Scenario(8, 1_000_000, {}, (0, 3, 5, 7), sizes={3: 0, 5: 1, 7: 5}),
+    "unequal batches, 8 ranks": Scenario(8, 1_000_000, {}, (0, 3, 5, 7), sizes={3: 1, 5: 2, 7: 5}),
     "unequal batches, groups of 4, 8 ranks": Scenario(
-        8, 1_000_000, {"head_ranks": 4, "head.margin": "adaface"}, (0, 3, 5, 7), sizes={3: 0, 5: 1, 7: 5}
+        8, 1_000_000, {"head_ranks": 4, "head.margin": "adaface"}, (0, 3, 5, 7), sizes={3: 1, 5: 2, 7: 5}
     ),
     "fp16, accumulate 4, clipped, 8 ranks": Scenario(
         8,
@@ -96,7 +102,7 @@ SCENARIOS: dict[str, Scenario] = {
 
 
 def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
-    """The counts of the scenario's second step on one rank; the peak is that of both."""
+    """The counts of the scenario's last step on one rank; the peak is that of all."""
     config, sizes = scenario.config, scenario.batch_sizes()
     tracer = Tracer(sizes, samples_kept=max(sizes))
     LateExecutor.tracer = tracer
@@ -107,16 +113,39 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
         fake_components(),
         fake_rank(rank, scenario.ranks, config.head_ranks) as mesh,
     ):
-        stepper = Stepper(build(config, scenario.classes, mesh))
-        for number in range(2):
-            tracer.begin_step()
-            stepper.step([_micro_batch(config, sizes, rank) for _ in range(config.optim.accumulate)], number)
+        components = build(config, scenario.classes, mesh)
+        group = [_micro_batch(config, sizes, rank) for _ in range(config.optim.accumulate)]
+        components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes))
+        try:
+            _train(Stepper(components), tracer, group, scenario.steps)
+        except RuntimeError as error:  # of fake tensors on two devices, which is noted
+            if not tracer.counts.problems:
+                raise
+            tracer.counts.problems[str(error).splitlines()[0]] += 1
     return tracer.counts
+
+
+def _train(stepper: Stepper, tracer: Tracer, group: list[MicroBatch], steps: int) -> None:
+    """Take steps as the trainer does: the result of each is read when the next one is enqueued."""
+    before = None
+    for number in range(steps):
+        tracer.begin_step(last=number == steps - 1)
+        enqueued = stepper.step(group, number)
+        if before is not None:
+            before.result()
+        before = enqueued
+
+
+class UpcomingBatch(NamedTuple):
+    """What a step asks its loader for: the next batch, whose rows of a host table are fetched ahead."""
+
+    next_labels: Tensor
+    next_sizes: list[int]
 
 
 def _micro_batch(config: Config, sizes: list[int], rank: int) -> MicroBatch:
     """One rank's part of a global batch, as its loader brings it."""
     side = config.data.image_size
-    images = torch.zeros(sizes[rank], 3, side, side, dtype=torch.uint8)
-    labels = torch.zeros(sizes[rank], dtype=torch.int64)
-    return MicroBatch(images, labels, sum(sizes))
+    images = torch.zeros(sizes[rank], 3, side, side, dtype=torch.uint8, pin_memory=True)
+    labels = torch.zeros(sizes[rank], dtype=torch.int64, pin_memory=True)
+    return MicroBatch(images, labels, sizes)

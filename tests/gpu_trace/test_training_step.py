@@ -1,8 +1,11 @@
 """A whole training step on fake CUDA tensors: what is wrong with it, what it costs beside the committed counts."""
 
+import re
+
 import pytest
 
 from gpu_trace import order, ratchet, runtime
+from gpu_trace.faults import FAULTS
 from gpu_trace.runner import Traced, summaries, trace_all
 from gpu_trace.scenarios import SCENARIOS
 from gpu_trace.tracer import Collective
@@ -19,8 +22,8 @@ PLANNED = [name for name, scenario in SCENARIOS.items() if scenario.planned]
 
 @pytest.fixture(scope="session")
 def traced() -> Traced:
-    """The counts of all scenarios, by rank."""
-    return trace_all(SCENARIOS)
+    """The counts of all scenarios, and of steps with a planted fault, by rank."""
+    return trace_all([*SCENARIOS, *FAULTS])
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
@@ -38,7 +41,7 @@ def test_ranks_issue_their_collectives_in_one_order(traced: Traced, name: str):
 
 
 def test_no_count_is_worse_than_the_committed_one(traced: Traced):
-    changes = ratchet.compare(ratchet.committed(), summaries(traced))
+    changes = ratchet.compare(ratchet.committed(), summaries({name: traced[name] for name in SCENARIOS}))
     worse = [str(change) for change in changes if change.worse]
     better = [str(change) for change in changes if not change.worse]
     assert not worse, "\n".join(["more than tests/gpu_trace/counts.json allows:", *worse])
@@ -53,3 +56,38 @@ def test_the_plan_knows_the_peak_of_device_memory(traced: Traced, name: str):
     placement = config.head.placement.partition(":")[0]
     setup = PlanConfig(config, scenario.classes, ranks, min(ranks, 8), config.head_ranks or ranks, placement)
     assert estimate(setup, hardware).memory.computed == pytest.approx(traced[name][0]["peak"], rel=0.03)
+
+
+def test_a_tensor_of_the_host_is_named(traced: Traced):
+    assert any(
+        "inverse_norm" in problem and "is on cpu" in problem for problem in traced["a CPU tensor"][0]["problems"]
+    )
+
+
+def test_an_int32_offset_is_named(traced: Traced):
+    (problem,) = traced["an int32 offset"][0]["problems"]
+    assert "sum_rows(weight): on the way to an address, muli reaches 25,599,999,488 in 32 bits" in problem
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("an extra item", r"host waits \d+ -> \d+: plsc/train/step.py:Stepper._backward item 0 -> 1"),
+        ("a doubled copy", r"bytes per class [\d,]+ -> [\d,]+: plsc/head/.*clone 0 -> 2,048"),
+    ],
+)
+def test_a_fault_that_costs_fails_the_ratchet(traced: Traced, fault: str, says: str):
+    name = FAULTS[fault][1]
+    rows = SCENARIOS[name].rows
+    sound = {"torch": ratchet.torch_version(), "scenarios": {name: ratchet.summary(traced[name][0], rows)}}
+    changes = ratchet.compare(sound, {name: ratchet.summary(traced[fault][0], rows)})
+    assert any(change.worse and re.match(f"{name}: {says}", str(change)) for change in changes), changes
+
+
+def test_ranks_in_another_order_are_named(traced: Traced):
+    sequences = {
+        rank: [Collective(*fields) for fields in counts["collectives"]]
+        for rank, counts in traced["another order of collectives"].items()
+    }
+    (line,) = order.differences(sequences)
+    assert re.match(r"collective \d+: rank 7 issues all\w+ .*, rank 63 allreduce of float32 over 64 ranks", line)

@@ -51,12 +51,12 @@ def _label(code: CodeType) -> str | None:
     return f"{relative}:{code.co_qualname.split('.<locals>')[0]}"
 
 
-def place(skip: int = 1) -> str:
-    """The innermost function of the project on the stack."""
-    frame = sys._getframe(skip)
+def place(beyond: str = "") -> str:
+    """The innermost function of the project on the stack, outside of the file ``beyond``."""
+    frame = sys._getframe(1)
     while frame is not None:
         label = _label(frame.f_code)
-        if label is not None:
+        if label is not None and not (beyond and label.startswith(beyond)):
             return label
         frame = frame.f_back  # type: ignore[assignment]
     return BACKWARD
@@ -119,12 +119,13 @@ class Tracer(TorchDispatchMode):
         self.counts = Counts()
         self.live = 0
         self.in_background = False
-        self.step = 0
+        self.step, self.is_last_step = 0, False
         self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # on the device
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, last: bool) -> None:
         """Forget what was counted so far; memory in use stays, and the peak and the problems with it."""
+        self.is_last_step = last
         before = self.counts
         self.step += 1
         self.counts = Counts(problems=before.problems, peak=before.peak, peak_place=before.peak_place)
@@ -255,7 +256,8 @@ class Tracer(TorchDispatchMode):
         dtypes = "+".join(sorted({str(t.dtype).removeprefix("torch.") for t in taken}))
         size = sum(tensor.nbytes for tensor in taken)
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-        self.counts.collectives.append(Collective(ranks[0], ranks[-1] + 1, step, name, dtypes, size, place()))
+        caller = place(beyond="plsc/parallel/collectives.py")
+        self.counts.collectives.append(Collective(ranks[0], ranks[-1] + 1, step, name, dtypes, size, caller))
 
     backends: ClassVar[dict[str, str]] = {}  # of process groups by name, where it is not NCCL
 

@@ -1,13 +1,21 @@
-"""Launches of Triton kernels: noted, their operands checked, nothing run."""
+"""Launches of Triton kernels: noted, their operands checked and counted, nothing run."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch
 from torch import Tensor
 
 from gpu_trace.tracer import Tracer, place
+from gpu_trace.triton_ir import Access, accesses, intermediate
+
+_TYPES = {
+    torch.float64: "*fp64", torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.bool: "*i1",
+    torch.int64: "*i64", torch.int32: "*i32", torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8",
+}  # fmt: skip
 
 
 @contextmanager
@@ -16,19 +24,62 @@ def launches_recorded(tracer: Tracer) -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        name = kernel.fn.__name__
-        arguments = dict(zip(kernel.arg_names, args, strict=False)) | {
-            k: v for k, v in options.items() if k in kernel.arg_names
-        }
-        tracer.counts.triton[name] += 1
-        tracer.counts.launches[place()] += 1
-        strided = any("stride" in argument for argument in arguments)
-        for argument, tensor in arguments.items():
-            if isinstance(tensor, Tensor):
-                if tensor.device.type != "cuda":
-                    tracer.problem(f"{name}({argument}) is on {tensor.device.type}")
-                if not (tensor.is_contiguous() or strided):
-                    tracer.problem(f"{name}({argument}) is not contiguous, strides {tuple(tensor.stride())}")
+        arguments = dict(zip(kernel.arg_names, args, strict=False))
+        arguments |= {name: value for name, value in options.items() if name in kernel.arg_names}
+        _record(tracer, kernel, arguments, tuple(grid(arguments) if callable(grid) else grid))
 
     with patch.object(JITFunction, "run", run):
         yield
+
+
+def _record(tracer: Tracer, kernel: Any, arguments: dict[str, Any], grid: tuple[int, ...]) -> None:
+    name, counts = kernel.fn.__name__, tracer.counts
+    counts.triton[name] += 1
+    counts.launches[place()] += 1
+    tensors = {argument: value for argument, value in arguments.items() if isinstance(value, Tensor)}
+    strided = any("stride" in argument for argument in arguments)
+    for argument, tensor in tensors.items():
+        if tensor.device.type != "cuda":
+            tracer.problem(f"{name}({argument}) is on {tensor.device.type}")
+        if not (tensor.is_contiguous() or strided):
+            tracer.problem(f"{name}({argument}) is not contiguous, its strides are {tuple(tensor.stride())}")
+    if not tracer.is_last_step:  # all steps launch alike
+        return
+    for argument, access in _accesses(kernel, *_signature(kernel, arguments), grid).items():
+        tensor = tensors[argument]
+        counts.moved[f"{place()} {name}"] += access.elements(tensor.numel()) * tensor.element_size()
+        if access.wraps:
+            tracer.problem(f"{name}({argument}): on the way to an address, {access.wraps}")
+
+
+def _signature(
+    kernel: Any, arguments: Mapping[str, Any]
+) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...], tuple[tuple[str, int | None], ...]]:
+    """The arguments' types, the values of those that are constants, and those of integers (None of a pointer)."""
+    types, constants, values = [], [], []
+    for parameter in kernel.params:
+        name = parameter.name
+        value = arguments.get(name, parameter.default)
+        if parameter.is_constexpr or value is None:
+            types.append((name, "constexpr"))
+            constants.append((name, value))
+        elif isinstance(value, Tensor):
+            types.append((name, _TYPES[value.dtype]))
+            values.append((name, None))
+        elif isinstance(value, int):
+            types.append((name, "i1" if isinstance(value, bool) else "i32" if abs(value) < 2**31 else "i64"))
+            values.append((name, int(value)))
+        else:
+            types.append((name, "fp32"))
+    return tuple(types), tuple(constants), tuple(values)
+
+
+@functools.lru_cache(maxsize=65536)
+def _accesses(
+    kernel: Any,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    values: tuple[tuple[str, int | None], ...],
+    grid: tuple[int, ...],
+) -> dict[str, Access]:
+    return accesses(intermediate(kernel, signature, constants), dict(values), grid)

@@ -1,0 +1,112 @@
+"""Faults planted into a step, each of which the trace has to name."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from plsc.head.class_table import ClassRows, ResidentTable
+from plsc.head.sharded_head import ShardedHead, softmax_of
+from plsc.parallel.collectives import all_reduce_max
+from plsc.parallel.mesh import Mesh
+
+
+@contextmanager
+def cpu_tensor() -> Iterator[None]:
+    """Hand the head's first kernel a table of norms that lies on the host."""
+    rows = ResidentTable.rows
+
+    def on_host(table: ResidentTable, *args: Any, **options: Any) -> ClassRows:
+        found = rows(table, *args, **options)
+        norms = torch.empty(found.inverse_norm.shape, device="cpu")
+        return ClassRows(found.weight, norms, found.centers, found.selected)
+
+    with patch.object(ResidentTable, "rows", on_host):
+        yield
+
+
+@contextmanager
+def extra_item() -> Iterator[None]:
+    """Ask for the loss as a number, right behind its kernels."""
+    with _behind_forward(lambda head, loss: loss.item()):
+        yield
+
+
+@contextmanager
+def int32_offset() -> Iterator[None]:
+    """Read the table by offsets that are computed in 32 bits."""
+
+    def launch(head: ShardedHead, loss: Tensor) -> None:
+        weight = softmax_of(head).table.parameter
+        rows, dim = weight.shape
+        sum_rows[(rows,)](weight, loss, dim, BLOCK=512)
+
+    with _behind_forward(launch):
+        yield
+
+
+@contextmanager
+def doubled_copy() -> Iterator[None]:
+    """Copy the table in every pass."""
+    rows = ResidentTable.rows
+
+    def copied(table: ResidentTable, *args: Any, **options: Any) -> ClassRows:
+        found = rows(table, *args, **options)
+        return ClassRows(found.weight.clone(), found.inverse_norm, found.centers, found.selected)
+
+    with patch.object(ResidentTable, "rows", copied):
+        yield
+
+
+@contextmanager
+def other_order() -> Iterator[None]:
+    """Let the last rank join a collective before the loss that the others join behind it."""
+    forward = ShardedHead.forward
+
+    def reordered(head: ShardedHead, *args: Any) -> Tensor:
+        if head.mesh.rank == head.mesh.world_size - 1:
+            _extra_collective(head.mesh)
+            return forward(head, *args)
+        loss = forward(head, *args)
+        _extra_collective(head.mesh)
+        return loss
+
+    with patch.object(ShardedHead, "forward", reordered):
+        yield
+
+
+# Faults by name, with the scenario whose step they are planted into.
+FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[None]], str]] = {
+    "a CPU tensor": (cpu_tensor, "cosface, 8 ranks"),
+    "an extra item": (extra_item, "cosface, 8 ranks"),
+    "an int32 offset": (int32_offset, "50M classes, 1 rank"),
+    "a doubled copy": (doubled_copy, "cosface, 8 ranks"),
+    "another order of collectives": (other_order, "groups of 8, 64 ranks"),
+}
+
+
+@triton.jit
+def sum_rows(weight, total, dim, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Add up the first column; a row times the width leaves 32 bits where there are many rows."""
+    offset = tl.program_id(0) * dim
+    tl.atomic_add(total, tl.load(weight + offset).to(tl.float32))
+
+
+def _behind_forward(action: Callable[[ShardedHead, Tensor], object]) -> AbstractContextManager[Any]:
+    forward = ShardedHead.forward
+
+    def acting(head: ShardedHead, *args: Any) -> Tensor:
+        loss = forward(head, *args)
+        action(head, loss.detach())
+        return loss
+
+    return patch.object(ShardedHead, "forward", acting)
+
+
+def _extra_collective(mesh: Mesh) -> None:
+    all_reduce_max(torch.zeros(1, device=mesh.device), mesh)
