@@ -31,6 +31,7 @@ from plsc.train.checkpoint import STATE, CheckpointFolder
 from plsc.train.checkpoint_writer import Described, ShardWriter, StagingClosedError, write_errors
 from plsc.train.failures import raise_on_all_ranks
 
+WAITING_BYTES = 128 << 20  # of host memory where training waits: a piece is copied while another is written
 HOST_SHARE = 0.5  # of the host memory that is free at the first checkpoint: what its ranks may fill with snapshots
 
 
@@ -69,7 +70,7 @@ class AsyncCheckpointer:
         self.folder, self.mesh, self._report = folder, folder.mesh, report
         self._background, self._every_seconds = background, 60 * every_minutes
         self._last_begin = time.monotonic()
-        self._host_bytes: int | None = None if background else 0
+        self._host_bytes: int | None = None if background else WAITING_BYTES
         self._pending: _Pending | None = None
         self._has_waited = False
         self._thread = ThreadPoolExecutor(1, "checkpoint", _take_device, (self.mesh.device,))
