@@ -205,7 +205,12 @@ def test_groups_are_those_of_the_configuration():
     tree["head_ranks"] = 8
     grouped = plan(configuration.from_dict(tree), 1_000_000, CARD, gpus=64).configured
     assert (grouped.setup.head_ranks, grouped.setup.rows) == (8, 125_000)
-    assert grouped.timing.parts["head, replicas' gradients summed"] > 0
+    whole = 8 * 512 * 125_000 * 7 / 8 / CARD.links.between
+    waited, hidden = (
+        part["head, replicas' gradients summed"] for part in (grouped.timing.parts, grouped.timing.hidden)
+    )
+    assert waited + hidden == pytest.approx(whole, rel=0.01)
+    assert 0 < hidden <= grouped.timing.parts["head, products"] / 2
     with pytest.raises(UsageError, match="head_ranks"):
         plan(configuration.from_dict(tree), 1_000_000, CARD, gpus=12)
 

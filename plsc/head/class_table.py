@@ -23,6 +23,7 @@ _SEEDED_ROWS = 1024  # rows that share one generator of initial values
 _CPU_CHUNK_BYTES = 4 << 20  # of one float32 (classes, B) block, to stay in the cache
 _GPU_CHUNK_BYTES = 512 << 20  # of all scratch of a chunk: 64k classes at B = D = 512, where launch costs vanish
 _GPU_CHUNK_STEP = 1024  # a multiple of every kernel's block, so that sums over classes group alike in every chunk
+OVERLAPPED_CHUNKS = 8  # the sum of the last one is waited for
 
 
 def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> int:
@@ -32,6 +33,17 @@ def default_chunk_size(batch: int, dim: int, centers: int, device_type: str) -> 
         fitting = _GPU_CHUNK_BYTES // ((logits + gradients) * centers)
         return max(fitting // _GPU_CHUNK_STEP, 1) * _GPU_CHUNK_STEP
     return max(_CPU_CHUNK_BYTES // (4 * max(batch, dim // 2) * centers), 256)
+
+
+def overlapped_chunk_size(largest: int, classes: int) -> int:
+    """Classes per chunk where a chunk is summed over replicas while the next is computed: that needs several chunks.
+
+    Args:
+        largest: classes per chunk that fit.
+        classes: that a pass visits.
+    """
+    share = -(-classes // OVERLAPPED_CHUNKS)
+    return min(largest, -(-share // _GPU_CHUNK_STEP) * _GPU_CHUNK_STEP)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,31 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
 from plsc.head.backends import HeadBackend
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, backward_through_normalize, is_bounded
-from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows, ClassTable, OptimizerState, default_chunk_size
+from plsc.head.class_table import (
+    SMALLEST_NORM,
+    Chunk,
+    ClassRows,
+    ClassTable,
+    OptimizerState,
+    ResidentTable,
+    default_chunk_size,
+    overlapped_chunk_size,
+)
 from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
 from plsc.head.pending import PendingBackward, PendingBatches
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.losses.margins import Margin, State, TargetLogit
-from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
+from plsc.parallel.collectives import (
+    all_gather_equal,
+    all_reduce_max,
+    all_reduce_sum,
+    all_reduce_sum_async,
+    reduce_scatter_rows,
+)
 from plsc.parallel.mesh import Mesh
 
 
@@ -235,9 +251,26 @@ class ShardedSoftmax:
         scale = torch.cat([p.scale * _grad_loss(p) for p in pending])
         target_grad = torch.cat([p.target_grad * _grad_loss(p) for p in pending])
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
+        if self._overlaps_sums and self.chunk_classes is None:
+            size = overlapped_chunk_size(size, rows.num_classes)
         with torch.autocast(self.mesh.device.type, enabled=False):
-            for chunk, gradient in self.backend.second_pass(rows, batch, log_z, scale, target_grad, size, member):
-                yield chunk, all_reduce_sum(gradient, self.mesh.replicas)
+            chunks = self.backend.second_pass(rows, batch, log_z, scale, target_grad, size, member)
+            yield from self._summed_over_replicas(chunks)
+
+    @property
+    def _overlaps_sums(self) -> bool:
+        """True if a chunk is summed over the replicas while the next is computed, and is updated after that.
+
+        Tables that do not lie on the device store a chunk when the next is asked for: it has to be updated by then.
+        """
+        return self.mesh.replicas.world_size > 1 and isinstance(self.table, ResidentTable)
+
+    def _summed_over_replicas(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
+        """``chunks`` with their gradients summed over the replicas."""
+        replicas = self.mesh.replicas
+        if self._overlaps_sums:
+            return _summed_asynchronously(chunks, replicas)
+        return ((chunk, all_reduce_sum(gradient, replicas)) for chunk, gradient in chunks)
 
     def dense_gradient(self, pending: PendingBackward) -> Tensor:
         """The gradient by the whole table (rows, D), for ``update="autograd"``."""
@@ -245,6 +278,23 @@ class ShardedSoftmax:
         for chunk, gradient in self.gradient_chunks([pending]):
             dense[chunk.index] = backward_through_normalize(gradient, chunk).to(dense.dtype)
         return dense
+
+
+def _summed_asynchronously(chunks: Iterator[tuple[Chunk, Tensor]], mesh: Mesh) -> Iterator[tuple[Chunk, Tensor]]:
+    """Sum each chunk's gradient over ``mesh`` while the caller updates the one before and the next is computed."""
+    summing: tuple[Chunk, Tensor, Work] | None = None
+    for chunk, gradient in chunks:
+        summed = gradient if gradient.is_cuda else gradient.clone()  # a CPU's backend overwrites it by the next
+        before, summing = summing, (chunk, summed, all_reduce_sum_async(summed, mesh))
+        if before is not None:
+            yield _waited_for(*before)
+    if summing is not None:
+        yield _waited_for(*summing)
+
+
+def _waited_for(chunk: Chunk, gradient: Tensor, work: Work) -> tuple[Chunk, Tensor]:
+    work.wait()
+    return chunk, gradient
 
 
 def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:

@@ -27,6 +27,14 @@ def all_reduce_sum(tensor: Tensor, mesh: Mesh) -> Tensor:
     return tensor
 
 
+def all_reduce_sum_async(tensor: Tensor, mesh: Mesh) -> dist.Work:
+    """Begin to sum ``tensor`` over the ranks, several of them, in place; the sum is there after the result's wait().
+
+    On GPUs the sum starts when the work enqueued so far is done, and wait() holds up the stream, not the host.
+    """
+    return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=mesh.group, async_op=True)
+
+
 def all_reduce_max(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Take the elementwise maximum of ``tensor`` over the ranks, in place."""
     if mesh.world_size > 1:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from plsc.config import Config
-from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size
+from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
 from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
@@ -82,7 +82,7 @@ def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> 
 def head_memory(setup: PlanConfig, device: Device) -> tuple[int, int]:
     """Bytes of a rank's resident table with its state, and the most that a step of the head takes on top of it."""
     table = sum(row_bytes(setup.config).values()) * setup.rows
-    first = chunk_rows(setup, device, setup.group_batch)
+    first = chunk_rows(setup, device, setup.group_batch, passes=1)
     second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
     passes = [_sums(setup) + _block(setup, device, first, passes=1), _block(setup, device, second, passes=2)]
     return table, setup.micro_batches * _features(setup) + max(passes)
@@ -93,11 +93,18 @@ def keeps_gradients(setup: PlanConfig) -> bool:
     return setup.world == 1 and setup.micro_batches == 1
 
 
-def chunk_rows(setup: PlanConfig, device: Device, samples: int) -> int:
+def chunk_rows(setup: PlanConfig, device: Device, samples: int, *, passes: int = 2) -> int:
     """Rows that a pass over ``samples`` has in hand at a time."""
     head, dim = setup.config.head, setup.config.embedding_dim
     classes = default_chunk_size(samples, dim, head.centers, device.kind)
+    if passes == 2 and _overlaps_sums(setup):
+        classes = overlapped_chunk_size(classes, setup.visited_rows // head.centers)
     return min(classes * head.centers, setup.visited_rows)
+
+
+def _overlaps_sums(setup: PlanConfig) -> bool:
+    """Return whether a chunk's gradient is summed over replicas while the next one is computed."""
+    return setup.replicas > 1 and setup.placement == "device"
 
 
 def _one_row(config: Config) -> ShardedHead:
@@ -132,7 +139,7 @@ def _phases(setup: PlanConfig, profile: BackboneProfile, device: Device) -> dict
     """Return what each part of a step holds on top, activations included."""
     gradients = profile.trainable if keeps_gradients(setup) else 0
     waiting = setup.micro_batches * _features(setup)
-    first = chunk_rows(setup, device, setup.group_batch)
+    first = chunk_rows(setup, device, setup.group_batch, passes=1)
     second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
     # torch's optimizers work on all weights at a time on GPUs, and copy them once
     copied = profile.trainable if device.kind == "cuda" else profile.largest
@@ -166,7 +173,8 @@ def _block(setup: PlanConfig, device: Device, rows: int, *, passes: int) -> int:
     gathered = rows * setup.config.embedding_dim * width if setup.config.head.sample_rate < 1 else 0
     if passes == 1:
         return block + gathered
-    return block + gathered + wide_rows * (1 if device.has_kernels else _PLAIN_COPIES)
+    summed = 2 * wide_rows if _overlaps_sums(setup) else 0
+    return block + gathered + summed + wide_rows * (1 if device.has_kernels else _PLAIN_COPIES)
 
 
 def _staging(setup: PlanConfig, device: Device) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import LINK_SHARE, LINKS, Device
 from plsc.plan.memory import row_bytes
@@ -68,15 +69,22 @@ def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links
     on_device = sum(head.values())
     reduce, exposed = _data_parallel(setup, profile, links, backbone)
     bus = _bus(setup, links)
+    summed = _replicas_sum(setup, links)
+    summed_meanwhile = _hidden_sum(setup, summed, head["head, products"])
     parts = {
         "backbone, forward and backward": backbone,
         **head,
-        **{name: seconds for name, seconds in _head_collectives(setup, links).items() if seconds},
+        **_head_collectives(setup, links),
+        "head, replicas' gradients summed": summed - summed_meanwhile,
         "backbone, all-reduce not hidden": exposed,
         "backbone, update": _update_traffic(setup, profile) / device.bandwidth,
         "host bus, not hidden": max(bus - on_device, 0.0),
     }
-    hidden = {"backbone, all-reduce": reduce - exposed, "host bus": min(bus, on_device)}
+    hidden = {
+        "backbone, all-reduce": reduce - exposed,
+        "head, replicas' gradients summed": summed_meanwhile,
+        "host bus": min(bus, on_device),
+    }
     samples = setup.batch * setup.world * setup.micro_batches
     return Timing(_positive(parts), _positive(hidden), samples)
 
@@ -113,21 +121,32 @@ def _table_traffic(setup: PlanConfig, device: Device) -> float:
 
 
 def _head_collectives(setup: PlanConfig, links: Links) -> dict[str, float]:
-    """Per micro-batch: features, sums over shards, the features' gradient. Per step: that of a replicated table."""
+    """Per micro-batch: features, sums over shards, the features' gradient."""
     ranks, dim = setup.head_ranks, setup.config.embedding_dim
     sent = setup.group_batch * (ranks - 1) / ranks
 
     def seconds(bytes_per_sample: float) -> float:
         return setup.micro_batches * links.seconds(sent * bytes_per_sample, ranks, setup.per_node)
 
-    copies = setup.replicas
-    replicated = 8 * dim * setup.visited_rows * (copies - 1) / copies
     return {
         "head, features gathered": seconds(dim * setup.weight_width),
         "head, sums over shards": seconds(32),
         "head, gradient scattered": seconds(dim * 4),
-        "head, replicas' gradients summed": links.seconds(replicated, copies, setup.per_node, stride=ranks),
     }
+
+
+def _replicas_sum(setup: PlanConfig, links: Links) -> float:
+    """Seconds per step of the sum of a replicated table's gradients over its replicas."""
+    copies = setup.replicas
+    moved = 8 * setup.config.embedding_dim * setup.visited_rows * (copies - 1) / copies
+    return links.seconds(moved, copies, setup.per_node, stride=setup.head_ranks)
+
+
+def _hidden_sum(setup: PlanConfig, summed: float, products: float) -> float:
+    """Seconds of the replicas' sum beside the second pass, which makes half of the ``products``; all but a chunk's."""
+    if setup.placement != "device":
+        return 0.0
+    return min(summed * (1 - 1 / OVERLAPPED_CHUNKS), products / 2)
 
 
 def _data_parallel(setup: PlanConfig, profile: BackboneProfile, links: Links, backbone: float) -> tuple[float, float]:

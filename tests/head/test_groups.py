@@ -1,5 +1,8 @@
 """Head groups: a table sharded over some ranks and replicated over the others computes what one process does."""
 
+import contextlib
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -7,10 +10,11 @@ from reference import Oracle, relative_error
 
 import plsc
 from plsc.errors import LabelError, UsageError
+from plsc.head import sharded_softmax
 from plsc.head.sharded_head import softmax_of
 from plsc.optim import GradScaler, clip_grad_norm_
 from plsc.parallel import Mesh, with_head_groups
-from plsc.parallel.collectives import all_gather_rows, broadcast_object
+from plsc.parallel.collectives import all_gather_rows, all_reduce_sum, broadcast_object
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 GROUPS = [(2, 1), (4, 1), (4, 2)]  # worlds, and ranks of a head group
@@ -212,11 +216,88 @@ def test_tables_that_are_not_on_the_device(ranks, tmp_path, options, rate):
     if options["placement"] == "mmap":
         options = {"placement": f"mmap:{tmp_path / 'table'}"}
     arguments = 4, steps_in_groups, plsc.ArcFace(), problem, uneven(12, 4), 3
-    resident = ranks(*arguments, head_ranks=2, sample_rate=rate)
-    elsewhere = ranks(*arguments, head_ranks=2, sample_rate=rate, **options)
+    resident = ranks(*arguments, head_ranks=2, sample_rate=rate, chunk_classes=8)
+    elsewhere = ranks(*arguments, head_ranks=2, sample_rate=rate, chunk_classes=8, **options)
     for rank, wanted in zip(elsewhere, resident, strict=True):
         for got, want in zip(rank, wanted, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+CHUNKED = {"chunk_classes": 8}
+
+
+def tables_with_sums(mesh: Mesh, problem: Step, in_turn: bool, options: dict) -> list[torch.Tensor]:
+    """The table and its state after three steps, with the replicas' sums one after another or behind each other."""
+
+    def summed_in_turn(chunks, replicas):
+        return ((chunk, all_reduce_sum(gradient, replicas)) for chunk, gradient in chunks)
+
+    with contextlib.ExitStack() as patches:
+        if in_turn:
+            patches.enter_context(patch.object(sharded_softmax, "_summed_asynchronously", summed_in_turn))
+        head = make_head(mesh, problem, **{**CHUNKED, **options})
+        optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
+        norms = []
+        for step in range(3):
+            x, y = batch_of(problem, step, mesh, uneven(12, mesh.world_size))
+            head(x.to(torch.promote_types(head.weight.dtype, torch.float32)), y).backward()
+            norms.append(optimizer.gradient_norm())
+            optimizer.step()
+    state = [shard.local for shard in optimizer.sharded_state().values()]
+    return [head.weight.detach().clone(), head.inverse_norms().clone(), *state, torch.stack(norms)]
+
+
+@pytest.mark.parametrize(("world", "head_ranks"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "options", [{}, LOW, {**LOW, "backend": "torch"}, {"sample_rate": 0.3}, {"chunk_classes": 200}]
+)
+def test_sums_that_overlap_give_the_bits_of_sums_in_turn(ranks, world, head_ranks, options):
+    problem = make_problem(classes=101)
+    overlapped, in_turn = (
+        ranks(world, tables_with_sums, problem, alone, options, head_ranks=head_ranks) for alone in (False, True)
+    )
+    for got, want in zip(overlapped, in_turn, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def events_of_a_step(mesh: Mesh, problem: Step) -> list[str]:
+    """Gradients computed, sums begun and waited for, and updates, in order."""
+    head = make_head(mesh, problem, **CHUNKED, backend="torch")
+    optimizer = plsc.HeadSGD(head, lr=LR)
+    events: list[str] = []
+    second_pass, begin, update = head.backend.second_pass, sharded_softmax.all_reduce_sum_async, optimizer._updater
+
+    def noted_pass(*args):
+        for chunk, gradient in second_pass(*args):
+            events.append("gradient")
+            yield chunk, gradient
+
+    class NotedWork:
+        def __init__(self, *args):
+            self.work = begin(*args)
+            events.append("sum")
+
+        def wait(self):
+            events.append("wait")
+            self.work.wait()
+
+    def noted_update(*args):
+        events.append("update")
+        update(*args)
+
+    optimizer._updater, head.backend.second_pass = noted_update, noted_pass
+    with patch.object(sharded_softmax, "all_reduce_sum_async", NotedWork):
+        x, y = batch_of(problem, 0, mesh, [6, 6])
+        head(x, y).backward()
+        optimizer.step()
+    return events
+
+
+def test_a_chunk_is_summed_while_the_next_is_computed(ranks):
+    begin, end = ["gradient", "sum"], ["wait", "update"]
+    expected = [*begin, *begin, *end, *begin, *end, *end]
+    for events in ranks(2, events_of_a_step, make_problem(classes=20), head_ranks=1):
+        assert events == expected
 
 
 def accumulated(mesh: Mesh, problem: Step, rate: float, micro: list[list[int]]) -> Step:

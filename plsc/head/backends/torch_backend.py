@@ -159,7 +159,8 @@ class TorchBackend:
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """Give each chunk with the gradient (n·K, D) by its unit rows; see :func:`backward_through_normalize`.
 
-        It is float32 (float64 for float64 tables), and may be overwritten when the next is asked for.
+        It is float32 (float64 for float64 tables). On a CPU it may be overwritten when the next is asked for; on a GPU
+        each has memory of its own, since the last one may still be in use by a collective.
 
         Args:
             rows: the shard, as pass 1 saw it.
