@@ -6,13 +6,14 @@ OLDEST_TORCH := 2.11.0
 STAMP := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest
 
-.PHONY: help install lock quickstart test test-fast test-oldest lint docs clean
+.PHONY: help install lock quickstart test test-fast test-oldest gpu-day lint docs clean
 
 help:
 	@echo "make quickstart   train on built-in identities, evaluate on unseen ones, search; writes quickstart/report.html"
 	@echo "make test         all tests"
 	@echo "make test-fast    the tests without the slow ones, for the inner loop"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
+	@echo "make gpu-day      on a machine with a GPU: examination, GPU tests, benchmarks; into gpu-day/, under 40 minutes"
 	@echo "make lint         ruff (rules and layout) and mypy --strict"
 	@echo "make docs         the documentation as a site, in build/site"
 	@echo "make install      the virtual environment in $(VENV), with the versions of constraints.txt"
@@ -57,6 +58,11 @@ test-fast: install
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest
+
+# A GPU's machine may reach no package index: an interpreter that has torch is used as it is, with these sources.
+gpu-day:
+	@if $(PYTHON) -c 'import torch' 2>/dev/null; then $(PYTHON) benchmarks/gpu_day.py $(ARGS); \
+		else $(MAKE) --no-print-directory install && $(VENV)/bin/python benchmarks/gpu_day.py $(ARGS); fi
 
 lint: install
 	$(VENV)/bin/ruff check --no-cache .  # a cached verdict of a moved module outlives the move

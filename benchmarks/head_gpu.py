@@ -1,6 +1,6 @@
 """The class head on one NVIDIA GPU: is it right, which of its variants is fastest, how near to the floor is it.
 
-    python benchmarks/head_gpu.py [--minutes 8] [--only checks|variants|whole]
+    python benchmarks/head_gpu.py [--minutes 8] [--only checks|variants|whole] [--out DIR]
     TRITON_INTERPRET=1 python benchmarks/head_gpu.py --dry      # every line once, tiny, on the CPU
 
 needs torch with triton, numpy and this project. In one run it measures the floor (a bfloat16 product and a copy), runs
@@ -352,6 +352,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=8.0, help="no part begins that would end later")
     parser.add_argument("--only", choices=("checks", "variants", "whole"))
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="DIR", help="of head_gpu.csv (%(default)s)")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on the CPU where there is no GPU; keeps no row")
     args = parser.parse_args()
     if not torch.cuda.is_available() and not (args.dry and is_interpreted()):
@@ -364,7 +365,7 @@ def main() -> int:
     rate = measure_floor(clock, sizes)
     fine = run_checks(clock, args.dry) if args.only in (None, "checks") else True
     with tempfile.TemporaryDirectory() as thrown_away:
-        table = Table(rate, Path(thrown_away) if args.dry else RESULTS)
+        table = Table(rate, Path(thrown_away) if args.dry else args.out)
         if args.only in (None, "whole"):
             time_whole_steps(clock, sizes, table)
         if args.only in (None, "variants"):

@@ -1,18 +1,103 @@
-"""The class head on a GPU: the checks that its benchmark begins with."""
+"""The class head on a GPU: its benchmark's checks, every kernel against float64, host placement, steps on all GPUs."""
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import plsc
 from benchmarks.head_gpu_checks import CHECKS, SMALL
+from plsc.doctor import kernels, training
+from plsc.head import host_memory
+from plsc.parallel import Mesh
+
+GPU = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[2]
+
+
+def failures(lines):
+    return [f"{line.name}: {line.text}" for line in lines if line.state == "FAIL"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_a_gpu(check):
-    check(torch.device("cuda", 0))
+    check(GPU)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("check", list(SMALL), ids=lambda check: check.__name__)
 def test_interpreted(interpreter, check):
     interpreter(check, torch.device("cpu"), **SMALL[check])
+
+
+@pytest.mark.gpu
+def test_every_kernel_agrees_with_float64(device=GPU):
+    lines = kernels.head(device, lambda place: None)
+    assert any(line.name.startswith("triton, ") for line in lines if line.state == "ok")
+    assert failures(lines) == []
+
+
+@pytest.mark.gpu
+def test_a_head_takes_the_kernels_that_it_has_checked(device=GPU):
+    for storage in ({}, {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}):
+        head = plsc.ShardedHead(512, 3000, Mesh(0, 1, 0, device), **storage)
+        for optimizer in (plsc.HeadSGD(head, momentum=0.9), plsc.HeadAdamW(head)):
+            assert head.backend.name == "triton", head.backend.describe()
+            assert "disagree" not in head.backend.describe()
+            del optimizer
+            head = plsc.ShardedHead(512, 3000, Mesh(0, 1, 0, device), **storage)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sample_rate", [1.0, 0.2])
+def test_rows_in_pinned_memory_equal_the_resident_table_s(monkeypatch, sample_rate, device=GPU):
+    """Copies of many small registrations, each of which a copy must not cross; bit for bit the same table."""
+    monkeypatch.setattr(host_memory, "_PIN_BYTES", 5 * mmap.PAGESIZE)
+    tables = []
+    for placement in ("device", "host"):
+        head = plsc.ShardedHead(
+            64,
+            9001,
+            Mesh(0, 1, 0, device),
+            sample_rate=sample_rate,
+            weight_dtype="bfloat16",
+            momentum_dtype="int8",
+            placement=placement,
+            chunk_classes=1024,
+        )
+        optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=1e-3)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            x, labels = torch.randn(32, 64, generator=generator), torch.randint(9001, (32,), generator=generator)
+            head.prefetch(labels.to(device))
+            head(x.to(device), labels.to(device)).backward()
+            optimizer.step()
+        tables.append(head.weight.detach().cpu().clone())
+    assert torch.equal(*tables)
+
+
+@pytest.mark.gpu
+def test_training_steps_repeat_and_agree_with_float64(device=GPU):
+    lines = training.steps(Mesh(0, 1, 0, device), lambda place: None)
+    assert len(lines) == 4
+    assert failures(lines) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_all_gpus_train_together(tmp_path):
+    """NCCL's collectives are exact, and two runs of DDP and head over all GPUs agree with each other and float64."""
+    command = ["doctor", "--nproc", str(torch.cuda.device_count()), "--only", "collectives", "training"]
+    done = subprocess.run(
+        [sys.executable, "-m", "plsc.tools.entry", *command, "--json", str(tmp_path / "doctor.json")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "NCCL, " in done.stdout
