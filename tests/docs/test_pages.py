@@ -37,6 +37,7 @@ TOO_LONG = (
 QUICK_DOCTOR = {"plsc doctor": "plsc doctor --only versions choices"}
 SETTINGS = {
     "install.md": Setting(replaced=QUICK_DOCTOR),
+    "gpu.md": Setting(replaced=QUICK_DOCTOR),
     "README.md": Setting(
         files="quickstart/model.onnx photos/ points.csv unseen/ someone.jpg lfw.bin cfp_fp.bin faces.toml",
         names={"backbone": torch.nn.Linear(4, 512), "loader": [(torch.ones(2, 4), torch.zeros(2, dtype=torch.int64))]},

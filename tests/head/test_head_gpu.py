@@ -4,6 +4,7 @@ import mmap
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,26 +37,25 @@ def test_interpreted(interpreter, check):
 
 
 @pytest.mark.gpu
-def test_every_kernel_agrees_with_float64(device=GPU):
-    lines = kernels.head(device, lambda place: None)
+def test_every_kernel_agrees_with_float64():
+    lines = kernels.head(GPU, lambda place: None)
     assert any(line.name.startswith("triton, ") for line in lines if line.state == "ok")
     assert failures(lines) == []
 
 
 @pytest.mark.gpu
-def test_a_head_takes_the_kernels_that_it_has_checked(device=GPU):
+def test_a_head_takes_the_kernels_that_it_has_checked():
     for storage in ({}, {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}):
-        head = plsc.ShardedHead(512, 3000, Mesh(0, 1, 0, device), **storage)
-        for optimizer in (plsc.HeadSGD(head, momentum=0.9), plsc.HeadAdamW(head)):
+        for optimizer in (partial(plsc.HeadSGD, momentum=0.9), plsc.HeadAdamW):
+            head = plsc.ShardedHead(512, 3000, Mesh(0, 1, 0, GPU), **storage)
+            optimizer(head)
             assert head.backend.name == "triton", head.backend.describe()
             assert "disagree" not in head.backend.describe()
-            del optimizer
-            head = plsc.ShardedHead(512, 3000, Mesh(0, 1, 0, device), **storage)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("sample_rate", [1.0, 0.2])
-def test_rows_in_pinned_memory_equal_the_resident_table_s(monkeypatch, sample_rate, device=GPU):
+def test_rows_in_pinned_memory_equal_the_resident_table_s(monkeypatch, sample_rate):
     """Copies of many small registrations, each of which a copy must not cross; bit for bit the same table."""
     monkeypatch.setattr(host_memory, "_PIN_BYTES", 5 * mmap.PAGESIZE)
     tables = []
@@ -63,7 +63,7 @@ def test_rows_in_pinned_memory_equal_the_resident_table_s(monkeypatch, sample_ra
         head = plsc.ShardedHead(
             64,
             9001,
-            Mesh(0, 1, 0, device),
+            Mesh(0, 1, 0, GPU),
             sample_rate=sample_rate,
             weight_dtype="bfloat16",
             momentum_dtype="int8",
@@ -74,16 +74,16 @@ def test_rows_in_pinned_memory_equal_the_resident_table_s(monkeypatch, sample_ra
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             x, labels = torch.randn(32, 64, generator=generator), torch.randint(9001, (32,), generator=generator)
-            head.prefetch(labels.to(device))
-            head(x.to(device), labels.to(device)).backward()
+            head.prefetch(labels.to(GPU))
+            head(x.to(GPU), labels.to(GPU)).backward()
             optimizer.step()
         tables.append(head.weight.detach().cpu().clone())
     assert torch.equal(*tables)
 
 
 @pytest.mark.gpu
-def test_training_steps_repeat_and_agree_with_float64(device=GPU):
-    lines = training.steps(Mesh(0, 1, 0, device), lambda place: None)
+def test_training_steps_repeat_and_agree_with_float64():
+    lines = training.steps(Mesh(0, 1, 0, GPU), lambda place: None)
     assert len(lines) == 4
     assert failures(lines) == []
 
