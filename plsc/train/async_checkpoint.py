@@ -33,6 +33,7 @@ from plsc.train.failures import raise_on_all_ranks
 
 WAITING_BYTES = 128 << 20  # of host memory where training waits: a piece is copied while another is written
 HOST_SHARE = 0.5  # of the host memory that is free at the first checkpoint: what its ranks may fill with snapshots
+LONG_WAIT_SECONDS = 10.0  # shorter waits for the checkpoint before are not reported
 
 
 @dataclass
@@ -100,8 +101,10 @@ class AsyncCheckpointer:
             DataError: it cannot be written (a full disk, say); nothing was published. What happens in the
                 background is reported by :meth:`poll` or the next call, or raised by :meth:`wait`.
         """
+        begin = self._last_begin = time.monotonic()
         self._report_failure(self.wait)
-        self._last_begin = time.monotonic()
+        if (waited := time.monotonic() - begin) >= LONG_WAIT_SECONDS:
+            self._report(f"training waited {waited:.0f} s until the checkpoint before was written: save less often")
         tmp_path = raise_on_all_ranks(self.mesh, lambda: self.folder.prepare(step))
         writer = ShardWriter(tmp_path, tensors, self.mesh, self._allowed_bytes())
         if self._background and not writer.fits and not self._has_waited:

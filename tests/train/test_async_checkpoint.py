@@ -90,6 +90,21 @@ def test_it_holds_the_state_at_its_step_whatever_memory_there_is(
         assert waits == [True] * (memory < 10**9)  # it is said once
 
 
+def saved_too_often(mesh: Any, path: Path) -> list[str]:
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(async_checkpoint, "LONG_WAIT_SECONDS", 0.0)
+        checkpointer = AsyncCheckpointer(CheckpointFolder(path, mesh, keep=3), lines.append)
+        save(checkpointer, 1)
+        checkpointer.close()
+    return lines
+
+
+def test_a_long_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, ranks: Ranks) -> None:
+    (lines,) = ranks(1, saved_too_often, tmp_path)
+    assert lines == ["training waited 0 s until the checkpoint before was written: save less often"]
+
+
 def polled(mesh: Any, path: Path) -> list[int]:
     """The published steps after each poll of a checkpoint whose second rank writes when it is allowed to."""
     folder = CheckpointFolder(path, mesh, keep=3)
