@@ -195,15 +195,21 @@ def is_launched() -> bool:
 
 def _fail(command: str, message: str, code: int) -> int:
     """Print the one line of a failure and return its exit code; of several ranks, one prints."""
-    line = f"{command}: error: {' '.join(message.split())}"
     if is_launched():
         if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_HOLD_SECONDS)
         # The launcher ends all ranks when one has failed; its SIGTERM must not keep this line from being printed.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _write_error_file(line)
-    print(line, file=sys.stderr)
+    print_error(command, message)
     return code
+
+
+def print_error(command: str, message: str) -> None:
+    """Print the one line of a failure of ``command``, and tell torchrun of it."""
+    line = f"{command}: error: {' '.join(message.split())}"
+    if is_launched():
+        _write_error_file(line)
+    print(line, file=sys.stderr, flush=True)
 
 
 def _write_error_file(line: str) -> None:

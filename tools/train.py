@@ -38,7 +38,7 @@ from plsc import arcface_torch
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
-from plsc.tools.entry import is_launched, main
+from plsc.tools.entry import is_launched, main, print_error
 
 HELP = "train a backbone and a class head from a TOML configuration"
 
@@ -123,14 +123,15 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel import shutdown
     from plsc.train import train
-    from plsc.train.failures import as_lost_rank, is_reporting_rank, wait_for_reporter
+    from plsc.train.failures import RankWatch, as_lost_rank, is_reporting_rank, wait_for_reporter
     from plsc.train.report import closing_lines
 
     keep_freed_memory()
     mesh = plsc.init(head_ranks=config.head_ranks)
     out = args.out if args.out is not None else Path("runs") / args.config.stem
     try:
-        result = train(config, mesh, out=out, resume=args.resume)
+        with RankWatch(mesh, lambda lost: print_error("plsc train", str(lost))):
+            result = train(config, mesh, out=out, resume=args.resume)
         shutdown()
     except PlscError as error:
         if is_reporting_rank(mesh):

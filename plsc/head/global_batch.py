@@ -15,7 +15,7 @@ from plsc.head.class_table import SMALLEST_NORM, ClassRows
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
-_TARGET_BYTES = 16 << 20  # of the float64 copies of targets' rows that are made at a time
+_TARGET_BYTES = 64 << 20  # of the float64 copies of targets' rows that are made at a time
 
 _FITTING, _EMBEDDINGS, _LABELS, _SIZES = range(4)
 _PROBLEMS = {

@@ -93,7 +93,8 @@ class GradScaler(torch.amp.GradScaler):
             The verdict. ``skipped`` of it waits for the device.
         """
         if verdict is None:
-            verdict = Verdict(all_reduce_max(self._not_finite(backbone, head), self.mesh).reshape(1))
+            agreed = all_reduce_max(self._not_finite(backbone, head), self.mesh)
+            verdict = Verdict(agreed.reshape(1), self.mesh.timeout)
         step_unless(backbone, verdict)
         head.step_unless(verdict)
         for found in self._found_inf(backbone):

@@ -215,7 +215,8 @@ class HeadOptimizer(torch.optim.Optimizer):
 
     def _agreed_verdict(self) -> Verdict:
         """The verdict of all ranks, as head groups see other samples. Moves 4 bytes."""
-        return Verdict(all_reduce_max(self.not_finite(), self.head.mesh).reshape(1))
+        mesh = self.head.mesh
+        return Verdict(all_reduce_max(self.not_finite(), mesh).reshape(1), mesh.timeout)
 
 
 class HeadSGD(HeadOptimizer):

@@ -6,8 +6,15 @@ as it was where it says so; the host reads it while the device computes, to coun
 CPU, where reading costs nothing, the host decides.
 """
 
+import math
+import time
+
 import torch
 from torch import Tensor
+
+from plsc.errors import PlscError
+
+_POLL_SECONDS = 2e-4
 
 
 class Verdict:
@@ -17,13 +24,15 @@ class Verdict:
 
     Args:
         numbers: (n,) floating point on the device that computes. The step is skipped where the first is not 0.
+        limit: seconds that the device may take to come to them once they are asked for.
 
     Attributes:
         flag: float32 scalar on the device, 0 where the step goes through; torch's ``found_inf``.
     """
 
-    def __init__(self, numbers: Tensor) -> None:
+    def __init__(self, numbers: Tensor, limit: float = math.inf) -> None:
         self.flag = numbers[0].float()
+        self._limit = limit
         self._event: torch.cuda.Event | None = None
         self._on_host = numbers
         if numbers.is_cuda:
@@ -38,12 +47,27 @@ class Verdict:
         return device.type == "cpu"
 
     def numbers(self) -> list[float]:
-        """The numbers; waits until the device has come to them."""
+        """The numbers; waits until the device has come to them.
+
+        Raises:
+            PlscError: it has not in time; a collective before them waits for a rank that does not come.
+        """
         if self._event is not None:
-            self._event.synchronize()
+            self._wait_for(self._event)
             self._event = None
         values: list[float] = self._on_host.tolist()
         return values
+
+    def _wait_for(self, event: torch.cuda.Event) -> None:
+        deadline = time.monotonic() + self._limit
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise PlscError(
+                    f"the GPU did not end a step within {self._limit:g} s, perhaps because another rank hangs: "
+                    "plsc doctor examines the machines; --resume auto goes on from the last checkpoint"
+                )
+            time.sleep(_POLL_SECONDS)
+        event.synchronize()  # over by now: profilers show the step's one wait under this name
 
     @property
     def skipped(self) -> bool:

@@ -4,6 +4,7 @@ Each takes the mesh last and is the identity where there is one rank. All ranks 
 """
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from plsc.errors import PlscError
 from plsc.parallel.mesh import Mesh
 
 T = TypeVar("T")
+_FAREWELL = 7  # the tag of its messages
 
 # torch 2.14 gave these two new names; its old ones are aliases, and 2.14's warn at every call.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -91,8 +93,12 @@ def all_gather_numbers(numbers: list[int], mesh: Mesh) -> list[list[int]]:
     """Return every rank's ``numbers``, equally many, in rank order: from host to host, past the device's work."""
     if mesh.world_size == 1:
         return [numbers]
-    gathered: list[list[int]] = all_gather_equal(torch.tensor(numbers, device=mesh.device), mesh).tolist()
-    return gathered
+    # a mesh made by hand may have no group for hosts
+    device = mesh.device if mesh.host_group is None else torch.device("cpu")
+    own = torch.tensor(numbers, device=device)
+    gathered = own.new_empty((mesh.world_size * len(numbers),))
+    _all_gather_single(gathered, own, group=mesh.control)
+    return cast(list[list[int]], gathered.view(mesh.world_size, -1).tolist())
 
 
 def all_gather_object(value: T, mesh: Mesh) -> list[T]:
@@ -100,7 +106,7 @@ def all_gather_object(value: T, mesh: Mesh) -> list[T]:
     if mesh.world_size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(values, value, group=mesh.group)
+    dist.all_gather_object(values, value, group=mesh.control)
     return values
 
 
@@ -109,7 +115,7 @@ def broadcast_object(value: T, mesh: Mesh, source: int = 0) -> T:
     if mesh.world_size == 1:
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, group=mesh.group, group_src=source)
+    dist.broadcast_object_list(holder, group=mesh.control, group_src=source)
     return holder[0]
 
 
@@ -135,9 +141,25 @@ def broadcast(tensor: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
 
 
 def barrier(mesh: Mesh) -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank is here. On a GPU that says nothing of the device's work."""
     if mesh.world_size > 1:
-        dist.barrier(group=mesh.group)
+        dist.barrier(group=mesh.control)
+
+
+def farewell(mesh: Mesh) -> None:
+    """Tell the next rank, around the ring of all, that this one will end well."""
+    dist.send(torch.zeros(1), group=mesh.control, group_dst=(mesh.rank + 1) % mesh.world_size, tag=_FAREWELL)
+
+
+def await_farewell(mesh: Mesh, limit: timedelta) -> None:
+    """Wait for the farewell of the rank before this one; a RuntimeError where it ends without, or after ``limit``.
+
+    For a thread of its own, beside the main thread's collectives.
+    """
+    before = (mesh.rank - 1) % mesh.world_size
+    work = dist.irecv(torch.zeros(1), group=mesh.control, group_src=before, tag=_FAREWELL)
+    assert work is not None
+    work.wait(limit)
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:

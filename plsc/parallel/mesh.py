@@ -1,7 +1,13 @@
-"""The mesh: this process's rank, its process groups, and its device."""
+"""The mesh: this process's rank, its process groups, and its device.
+
+Tensors travel between GPUs by NCCL. What one host tells the others (objects, barriers) travels by gloo, in groups
+beside NCCL's: one rank may work alone for hours while the others wait in a broadcast, which NCCL would take for a
+failure, and gloo notices at once when the process of a rank has ended.
+"""
 
 import os
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -9,13 +15,19 @@ import torch.distributed as dist
 from plsc.errors import UsageError
 from plsc.parallel.rendezvous import agent_keeps_store, connect, store_of_attempt
 
+DEVICE_SECONDS = 600.0  # in which all ranks come to a collective of GPUs, of which a step has several
+_NCCL_SECONDS = 60.0  # more: NCCL ends the process where it gives up, and should not be the first to do so
+HOST_TIMEOUT = timedelta(hours=24)  # of gloo's collectives: while the first rank evaluates alone, the others wait
+
 
 @dataclass(frozen=True)
 class Mesh:
     """One rank of a run: ``rank`` of ``world_size`` in ``group``, computing on ``device``.
 
     ``group`` is None where there is one rank only; no process group is needed then. ``head_group`` and
-    ``replica_group`` are those of :func:`with_head_groups`, None where all ranks share one class table.
+    ``replica_group`` are those of :func:`with_head_groups`, None where all ranks share one class table. ``host_group``
+    are the same ranks in a group of gloo's, for what lies on hosts; None where ``group`` does that itself. ``timeout``
+    are the seconds in which all ranks of a run on GPUs have to come to a step's end.
     """
 
     rank: int
@@ -25,6 +37,13 @@ class Mesh:
     group: dist.ProcessGroup | None = None
     head_group: "Mesh | None" = None
     replica_group: "Mesh | None" = None
+    host_group: dist.ProcessGroup | None = None
+    timeout: float = DEVICE_SECONDS
+
+    @property
+    def control(self) -> dist.ProcessGroup | None:
+        """The process group for what lies on hosts: objects, numbers, barriers."""
+        return self.group if self.host_group is None else self.host_group
 
     @property
     def is_main(self) -> bool:
@@ -42,22 +61,27 @@ class Mesh:
         return Mesh(0, 1, self.local_rank, self.device) if self.replica_group is None else self.replica_group
 
 
-def init(device: str | torch.device | None = None, head_ranks: int = 0) -> Mesh:
+def init(device: str | torch.device | None = None, head_ranks: int = 0, timeout: float | None = None) -> Mesh:
     """Join the run that torchrun's environment describes; without one, be a single process.
 
     Args:
         device: where this rank computes; by default its GPU (one per local rank), else the CPU.
         head_ranks: over how many ranks a class table is sharded; the other ranks hold replicas of it, as
             :func:`with_head_groups` says. 0: over all.
+        timeout: seconds in which all ranks have to come to a collective, else it fails: on GPUs 600 by default,
+            elsewhere 24 hours. Objects and barriers always have 24 hours; a rank that ends is noticed at once there.
 
     Returns:
-        The mesh. The backend is NCCL on GPUs and gloo elsewhere; a process group that exists already is used.
+        The mesh. The backend is NCCL on GPUs, with a gloo group beside it for what lies on hosts, and gloo elsewhere;
+        a process group that exists already is used.
 
     Raises:
         UsageError: torchrun's environment is incomplete or contradicts itself, there is no such device, there are
             fewer GPUs than ranks, or ``head_ranks`` does not divide the number of ranks.
     """
-    return with_head_groups(_joined(device, head_ranks), head_ranks)
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"timeout is a number of seconds above 0, not {timeout!r}")
+    return with_head_groups(_joined(device, head_ranks, timeout), head_ranks)
 
 
 def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
@@ -104,11 +128,22 @@ def _submesh(mesh: Mesh, parts: list[range]) -> Mesh:
     ranks = dist.get_process_group_ranks(mesh.group)
     submesh = mesh
     for members in parts:
-        group = dist.new_group([ranks[member] for member in members]) if len(members) > 1 else None
+        group = host_group = None
+        if len(members) > 1:
+            numbers = [ranks[member] for member in members]
+            group = dist.new_group(numbers)
+            host_group = _new_host_group(numbers) if mesh.host_group is not None else None
         if mesh.rank in members:
             assert group is None or isinstance(group, dist.ProcessGroup)  # this rank is a member
-            submesh = Mesh(members.index(mesh.rank), len(members), mesh.local_rank, mesh.device, group)
+            place = members.index(mesh.rank), len(members), mesh.local_rank, mesh.device
+            submesh = Mesh(*place, group, host_group=host_group, timeout=mesh.timeout)
     return submesh
+
+
+def _new_host_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:
+    """A group of gloo's for these ranks of the world, or all; None on a rank that is no member. Every rank calls."""
+    group = dist.new_group(ranks, timeout=HOST_TIMEOUT, backend="gloo")
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def require_mesh(mesh: object) -> Mesh:
@@ -130,7 +165,7 @@ def check_head_ranks(head_ranks: int, world_size: int) -> None:
         )
 
 
-def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
+def _joined(device: str | torch.device | None, head_ranks: int, timeout: float | None) -> Mesh:
     rank, world_size, local_rank = (
         _integer(name, default) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
     )
@@ -138,14 +173,8 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-        return Mesh(
-            dist.get_rank(),
-            dist.get_world_size(),
-            local_rank,
-            chosen,
-            group if dist.get_world_size() > 1 else None,
-        )
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return _mesh_of_world(rank, world_size, local_rank, chosen, timeout)
     check_head_ranks(head_ranks, world_size)  # before any rank waits for the others
     if world_size == 1:
         return Mesh(0, 1, 0, chosen)
@@ -153,14 +182,25 @@ def _joined(device: str | torch.device | None, head_ranks: int) -> Mesh:
         raise UsageError(f"RANK={rank} is not below WORLD_SIZE={world_size}; start the ranks with torchrun or --nproc")
     # env:// would meet under the keys of ranks that were restarted, see plsc.parallel.rendezvous.
     shared = agent_keeps_store()
+    on_gpu = chosen.type == "cuda"
+    wait = HOST_TIMEOUT if timeout is None else timedelta(seconds=timeout)
     dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
-        device_id=chosen if chosen.type == "cuda" else None,
+        "nccl" if on_gpu else "gloo",
+        timeout=timedelta(seconds=(timeout or DEVICE_SECONDS) + _NCCL_SECONDS) if on_gpu else wait,
+        device_id=chosen if on_gpu else None,
         store=store_of_attempt(connect(), rank, world_size) if shared else None,
         rank=rank if shared else -1,
         world_size=world_size if shared else -1,
     )
-    return Mesh(rank, world_size, local_rank, chosen, dist.group.WORLD)
+    return _mesh_of_world(rank, world_size, local_rank, chosen, timeout)
+
+
+def _mesh_of_world(rank: int, world_size: int, local_rank: int, device: torch.device, timeout: float | None) -> Mesh:
+    """The mesh of all ranks, which have met."""
+    group = dist.group.WORLD if world_size > 1 else None
+    host_group = _new_host_group() if group is not None and device.type == "cuda" else None
+    seconds = DEVICE_SECONDS if timeout is None else timeout
+    return Mesh(rank, world_size, local_rank, device, group, host_group=host_group, timeout=seconds)
 
 
 def shutdown() -> None:

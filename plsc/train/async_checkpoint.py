@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from plsc.errors import PlscError
 from plsc.files import write_json
-from plsc.parallel.collectives import all_gather_object, all_reduce_max
+from plsc.parallel.collectives import all_gather_numbers, all_gather_object
 from plsc.sizes import available_bytes
 from plsc.train.checkpoint import STATE, CheckpointFolder
 from plsc.train.checkpoint_writer import Described, ShardWriter, StagingClosedError, write_errors
@@ -204,8 +204,8 @@ class AsyncCheckpointer:
         return self._host_bytes
 
     def _on_any_rank(self, *flags: bool) -> list[bool]:
-        ballot = torch.tensor(flags, dtype=torch.float32, device=self.mesh.device)
-        return [bool(flag) for flag in all_reduce_max(ballot, self.mesh).tolist()]
+        everyone = all_gather_numbers([int(flag) for flag in flags], self.mesh)
+        return [any(column) for column in zip(*everyone, strict=True)]
 
 
 def _take_device(device: torch.device) -> None:

@@ -1,23 +1,29 @@
 """Failures and signals of a run on many ranks: shared with all ranks, reported once, obeyed between two steps."""
 
+import contextlib
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType, TracebackType
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from plsc.errors import PlscError
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import all_gather_object
+from plsc.parallel.collectives import all_gather_object, await_farewell, farewell
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
 _REPORT_SECONDS = 10.0
+_ALWAYS = timedelta(days=365)
 
 
 class LostRankError(PlscError):
@@ -87,9 +93,73 @@ def as_lost_rank(error: RuntimeError, mesh: Mesh) -> LostRankError | None:
     if mesh.world_size == 1 or not is_of_network or isinstance(error, torch.cuda.OutOfMemoryError):
         return None
     wait_for_reporter()
-    return LostRankError(
-        f"rank {mesh.rank} lost touch with another rank; --resume auto goes on from the last checkpoint"
-    )
+    return _lost_rank(mesh, None)
+
+
+def _lost_rank(mesh: Mesh, lost: int | None) -> LostRankError:
+    """The error that names the first rank that was found to have ended, here (``lost``) or on any rank."""
+    name = "" if lost is None else str(lost)
+    with contextlib.suppress(RuntimeError, ValueError):  # the process that keeps the store has ended
+        store = dist.distributed_c10d._get_default_store()
+        name = store.compare_set("plsc/lost", "", name).decode() if name else _get(store, "plsc/lost")
+    other = f"rank {name}" if name else "another rank"
+    return LostRankError(f"rank {mesh.rank} lost touch with {other}; --resume auto goes on from the last checkpoint")
+
+
+def _get(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+class RankWatch:
+    """Notices at once when the rank before this one, around the ring of all ranks, ends without a farewell.
+
+    A GPU that waits in a collective for a rank that has died waits until NCCL's time-out, and NCCL then ends the
+    process without a line that tells a user what to do. A thread here waits for the farewell over gloo instead. The
+    rank that failed has reported before it ended, if it could; if it could not, ``report`` is called with the error
+    that names it, on one rank, and the process ends, wherever its main thread waits.
+
+    Within ``with RankWatch(mesh, report):`` the ranks are watched; leaving it without an error is the farewell.
+
+    Args:
+        mesh: the ranks.
+        report: prints the error's line.
+    """
+
+    def __init__(self, mesh: Mesh, report: Callable[[LostRankError], None]) -> None:
+        self._mesh, self._report = mesh, report
+        self._left, self._ends_well = threading.Event(), False
+        self._thread = threading.Thread(target=self._watch, name="plsc-rank-watch", daemon=True)
+
+    def __enter__(self) -> "RankWatch":
+        if self._mesh.world_size > 1:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends_well = kind is None
+        self._left.set()
+        if self._mesh.world_size > 1 and self._ends_well:
+            with contextlib.suppress(RuntimeError):  # the next rank has ended, after all collectives
+                farewell(self._mesh)
+            self._thread.join(_REPORT_SECONDS)
+
+    def _watch(self) -> None:
+        try:
+            await_farewell(self._mesh, _ALWAYS)
+            return
+        except RuntimeError:
+            if self._ends_well:
+                return
+        lost = _lost_rank(self._mesh, (self._mesh.rank - 1) % self._mesh.world_size)
+        if self._left.is_set():  # the main thread has noticed too, and ends by itself
+            return
+        if is_reporting_rank(self._mesh):
+            self._report(lost)
+        elif self._left.wait(2 * _REPORT_SECONDS):
+            return
+        os._exit(lost.exit_code)
 
 
 class StopRequest:

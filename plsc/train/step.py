@@ -234,5 +234,6 @@ class Stepper:
         """
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm)) | (self.components.head_optimizer.not_finite() != 0)
         ballot = torch.stack([bad.double(), torch.full_like(bad, stop, dtype=torch.float64)])
-        agreed = all_reduce_max(ballot, self.components.mesh)
-        return Verdict(torch.cat([agreed, torch.stack([loss, norm.to(loss)])]))
+        mesh = self.components.mesh
+        agreed = all_reduce_max(ballot, mesh)
+        return Verdict(torch.cat([agreed, torch.stack([loss, norm.to(loss)])]), mesh.timeout)

@@ -122,6 +122,7 @@ class Trainer:
         )
         self.last_loss: float | None = None
         self._unread: deque[tuple[int, EnqueuedStep]] = deque()
+        self._meter = StepMeter()
         self._skipped_in_a_row = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._evaluated_at = -1
@@ -135,16 +136,15 @@ class Trainer:
         start, images = time.monotonic(), 0
         last_step = self._last_step()
         progress = StepProgress(self.report, self.position, last_step)
-        meter = StepMeter()
+        self._meter = StepMeter()
         for group in self._groups():
             enqueued = self.stepper.step(group, self.position.step, stop.signal)
             images += enqueued.images
             self._count(enqueued)
-            result = self._read_results(meter, keep=0 if self._is_looked_at(last_step) else 1)
-            self._log(meter, result)
+            result = self._read_results(keep=0 if self._is_looked_at(last_step) else 1)
+            self._log(result)
             progress.advance(enqueued.images, epoch=self.epochs_done, lr=self.rates[0], loss=self.last_loss)
             if result is not None and result.stop:
-                self._read_results(meter)
                 self._save(wait=True)
                 raise Interrupted(
                     f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
@@ -157,7 +157,7 @@ class Trainer:
                     self._evaluate()
                 if self._is_checkpoint_due():
                     self._save()
-        self._read_results(meter)
+        self._read_results()
         progress.finish()
         self._evaluate()
         self._save(wait=True)
@@ -277,14 +277,14 @@ class Trainer:
         due += [POLL_STEPS] if config.checkpoint.every_minutes else []
         return step >= last_step or any(_is_due(step, every) for every in due)
 
-    def _read_results(self, meter: StepMeter, keep: int = 0) -> StepResult | None:
+    def _read_results(self, keep: int = 0) -> StepResult | None:
         """Read the results of all steps but the ``keep`` newest; the last one that was read."""
         result = None
         while len(self._unread) > keep:
             number, enqueued = self._unread.popleft()
             result = enqueued.result()
             self._take_in(number, result)
-            meter.update(result)
+            self._meter.update(result)
         return result
 
     def _take_in(self, number: int, result: StepResult) -> None:
@@ -329,6 +329,7 @@ class Trainer:
     def _save(self, *, wait: bool = False) -> None:
         """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""
         step = self.position.step
+        self._read_results()  # the position counts the steps that were skipped
         if step not in (self._saved_at, 0):
             tensors, state = capture(self.components, self.position)
             self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
@@ -338,11 +339,11 @@ class Trainer:
 
     # Reporting.
 
-    def _log(self, meter: StepMeter, result: StepResult | None) -> None:
+    def _log(self, result: StepResult | None) -> None:
         """Write a line of metrics when it is due. All ranks call: the head's norm is summed over them."""
         if result is None or not _is_due(self.position.step, self.config.log.every_steps):
             return
-        loss_mean, images_per_second = meter.reset()
+        loss_mean, images_per_second = self._meter.reset()
         values = {
             "epoch": self.epochs_done,
             "loss": result.loss,

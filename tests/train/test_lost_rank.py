@@ -1,0 +1,111 @@
+"""A rank that is killed in mid-run: the others say which one, in one line, and end, wherever they wait."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from plsc.errors import PlscError
+from plsc.optim.verdict import Verdict
+
+# A rank's program: plsc train with short waits. With "stuck" its main thread stands still in a step, as one does that
+# waits for a GPU, and hears of no error.
+PROGRAM = textwrap.dedent("""
+    import sys, time
+    from plsc.tools import entry
+    from plsc.train import failures, step
+
+    entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.5
+    stuck, said, take = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step
+
+    def stepping(self, group, number, stop=0):
+        if number == 2:
+            open(said + str(self.components.mesh.rank), "w").close()
+            if stuck:
+                time.sleep(120)
+        if number >= 2:
+            time.sleep(0.05)
+        return take(self, group, number, stop)
+
+    step.Stepper.step = stepping
+    sys.exit(entry.main(["train", *sys.argv[3:]]))
+""")
+RECIPE = """
+backbone = "resnet8"
+embedding_dim = 16
+precision = "fp32"
+steps = 100000
+[data]
+train = "avatars:6x4"
+image_size = 32
+batch_size = 2
+workers = 0
+[checkpoint]
+every_steps = 1
+"""
+
+
+@contextlib.contextmanager
+def started(world: int, folder: Path, mode: str) -> Iterator[list["subprocess.Popen[str]"]]:
+    """The ranks of a run, at its third step; what is left of them is killed."""
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "recipe.toml").write_text(RECIPE)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = []
+    for rank in range(world):
+        environment = {
+            **os.environ,
+            **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
+            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+        }
+        words = ["program.py", mode, str(folder / "said"), "recipe.toml", "--out", "run"]
+        options = {"cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, *words], **options))  # type: ignore[call-overload]
+    try:
+        while not all((folder / f"said{rank}").exists() for rank in range(world)):
+            assert all(rank.poll() is None for rank in ranks), [rank.communicate()[1] for rank in ranks if rank.poll()]
+            time.sleep(0.02)
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["working", "stuck"])
+def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> None:
+    with started(3, tmp_path, mode) as ranks:
+        ranks[1].send_signal(signal.SIGKILL)
+        texts = [ranks[number].communicate(timeout=60)[1] for number in (0, 2)]
+        assert [process.wait() for process in ranks] == [1, -signal.SIGKILL, 1]
+    errors = [line for text in texts for line in text.splitlines() if "error" in line]
+    assert len(errors) == 1, texts
+    line = r"plsc train: error: rank [02] lost touch with rank 1; --resume auto goes on from the last checkpoint"
+    assert re.fullmatch(line, errors[0])
+    assert "Traceback" not in "".join(texts)
+
+
+class Stalled:
+    """An event that a device never comes to."""
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_device_that_stands_still_is_one_line() -> None:
+    verdict = Verdict(torch.zeros(1), limit=0.01)
+    verdict._event = Stalled()  # type: ignore[assignment]
+    with pytest.raises(PlscError, match=r"did not end a step within 0\.01 s.*--resume auto") as error:
+        verdict.numbers()
+    assert "\n" not in str(error.value)
