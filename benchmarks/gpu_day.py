@@ -75,10 +75,10 @@ def parts(out: Path, gpus: int, minutes: float) -> list[Part]:
         ]
     ranks = ["--nproc", str(gpus)] if gpus > 1 else []
     return [
-        Part("doctor", [*doctor, *ranks], 6),
+        Part("doctor", [*doctor, *ranks], 8),
         Part("tests", tests, 10),
         Part("head", [*head, "--only", "whole", "--minutes", "5"], 6),
-        Part("peers", [*bench, "--limit", "60", "--rounds", "1"], 8),
+        Part("peers", [*bench, "--limit", "60", "--rounds", "1"], 7),
         Part("variants", [*head, "--only", "variants", "--minutes", "6"], 7),
     ]
 

@@ -22,16 +22,19 @@ from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[att
 from plsc.errors import PlscError, first_line
 
 _POLL_SECONDS = 0.02
+_WATCH_SECONDS = 0.5
+_COMPILE_SECONDS = 300.0  # that a rank may compile at one place
 _STACK_SECONDS = 3.0  # how long a rank waits for the others to tell what they are at
 _YIELD_SECONDS = 5.0  # how long a rank that hangs itself leaves the report to others
 _COLLECTIVE_FILES = ("/torch/distributed/", "/torch/nn/parallel/", "/plsc/parallel/collectives.py")
+_COMPILER_FILES = "/triton/compiler/"
 
 
 class RankMonitor:
     """The whereabouts of the ranks of a run, as torchrun's environment describes it.
 
     Args:
-        limit: seconds without progress after which a rank is taken to hang.
+        limit: seconds in which no rank makes progress, after which those that the others wait for are taken to hang.
         on_hang: called with a line that names the ranks and what they are at, on one rank only, from another thread.
             It is to end the process; the other ranks end when their launcher notices.
 
@@ -51,10 +54,11 @@ class RankMonitor:
 
     def at(self, place: str) -> None:
         """Tell where this rank is now: it makes progress."""
-        self._place, self._since = place, time.monotonic()
+        self._place, self._since, self._compiled_for = place, time.monotonic(), 0.0
         self._steps += 1
         if self._store is not None:
             self._store.set(f"place/{self.rank}", json.dumps([self._steps, place, socket.gethostname()]))
+            self._store.add("progress", 1)
 
     def meet(self, place: str) -> None:
         """Wait until every rank is at ``place``. All ranks call, in the same order."""
@@ -80,10 +84,34 @@ class RankMonitor:
         self._ended.set()
 
     def _watch(self) -> None:
-        while not self._ended.wait(min(0.25, self._limit / 4)):
-            if time.monotonic() - self._since > self._limit:
+        period = min(_WATCH_SECONDS, self._limit / 4)
+        progress, since = 0, time.monotonic()
+        while not self._ended.wait(period):
+            now = time.monotonic()
+            if self._is_compiling(period):
+                self._since = now
+                if self._store is not None:
+                    self._store.add("progress", 1)
+            seen = self._progress()
+            if seen != progress:
+                progress, since = seen, now
+            if now - max(self._since, since) > self._limit:
                 self._report()
                 return
+
+    def _progress(self) -> int:
+        """A number that changes when any rank goes on."""
+        try:
+            return 0 if self._store is None else int(self._store.add("progress", 0))
+        except (RuntimeError, ValueError):  # the store has gone: the report will say so
+            return 0
+
+    def _is_compiling(self, period: float) -> bool:
+        """True while the main thread compiles a Triton kernel, which may take longer than any hanging rank should."""
+        if not _Stack.of_main_thread().is_compiling:
+            return False
+        self._compiled_for += period
+        return self._compiled_for < _COMPILE_SECONDS
 
     def _report(self) -> None:
         try:
@@ -147,20 +175,22 @@ class _Whereabouts:
 
 @dataclass(frozen=True)
 class _Stack:
-    """The main thread's innermost function, and whether it is inside a collective, where it waits for others."""
+    """The main thread's innermost function, whether it is in a collective, where it waits for others, or compiles."""
 
     innermost: str
     in_collective: bool
+    is_compiling: bool
 
     @classmethod
     def of_main_thread(cls) -> "_Stack":
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         frames = [] if frame is None else traceback.extract_stack(frame)
         if not frames:
-            return cls("an unknown function", False)
+            return cls("an unknown function", False, False)
         last = frames[-1]
         name = f"{last.name} ({Path(last.filename).name}:{last.lineno})"
-        return cls(name, any(part in each.filename for each in frames for part in _COLLECTIVE_FILES))
+        in_collective = any(part in each.filename for each in frames for part in _COLLECTIVE_FILES)
+        return cls(name, in_collective, any(_COMPILER_FILES in each.filename for each in frames))
 
 
 def _join(limit: float) -> Store:

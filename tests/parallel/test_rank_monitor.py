@@ -1,0 +1,59 @@
+"""A rank that makes no progress is named by its place and function; one that compiles is not."""
+
+import importlib.util
+import time
+
+import pytest
+
+from plsc.parallel.rank_monitor import RankMonitor
+
+SLOW = "import time\n\n\ndef compile_kernel(seconds):\n    time.sleep(seconds)\n"
+
+
+@pytest.fixture
+def hangs(monkeypatch):
+    """The lines that a monitor of one rank reports within 0.4 s without progress."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    lines = []
+    monitor = RankMonitor(0.4, lines.append)
+    yield monitor, lines
+    monitor.end()
+
+
+def wait(lines, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not lines and time.monotonic() < end:
+        time.sleep(0.01)
+    return lines
+
+
+@pytest.mark.slow
+def test_a_process_without_progress_is_reported_once(hangs):
+    monitor, lines = hangs
+    monitor.meet("the first product")
+    (line,) = wait(lines)
+    assert line.startswith("no progress for 0.4 s at 'the first product', in wait (test_rank_monitor.py:")
+    time.sleep(0.6)
+    assert len(lines) == 1
+
+
+@pytest.mark.slow
+def test_compiling_a_kernel_is_progress(hangs, tmp_path):
+    _, lines = hangs
+    file = tmp_path / "triton" / "compiler" / "compiler.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(SLOW)
+    spec = importlib.util.spec_from_file_location("slow_compiler", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.compile_kernel(1.2)
+    assert lines == []
+    assert "in wait" in wait(lines)[0]
+
+
+def test_one_rank_gathers_its_own_value(hangs):
+    monitor, lines = hangs
+    assert monitor.gather("lines", {"a": [1]}) == [{"a": [1]}]
+    monitor.end()
+    assert lines == []
