@@ -42,13 +42,15 @@ def updated(
     first: int = FIRST,
     *,
     by_kernel: bool,
+    skip: float | None = None,
 ) -> tuple:
     """Copies of a table's rows and moments after an update by the kernel, or by the plain path."""
     weight, inverse_norm, states = copy.deepcopy(given)  # tensors cross to another process as shared memory
     version = weight._version
     update = update_rows if by_kernel else TorchBackend("for comparison").update
     chunk = Chunk(0, len(gradient), index, ClassRows(weight, inverse_norm))
-    update(chunk, gradient.clone(), states, Update(rule, 0.5, rounding, seed, step, first))
+    skipping = None if skip is None else torch.tensor(skip)
+    update(chunk, gradient.clone(), states, Update(rule, 0.5, rounding, seed, step, first, skipping))
     assert weight._version > version
     return weight, inverse_norm, states
 
@@ -109,6 +111,19 @@ def test_bits_are_those_of_random_bits(interpreter, first, seed, step):
     assert torch.equal(got[0], expected[0])
     for name, state in expected[2].items():
         assert torch.equal(got[2][name].values, state.values)
+
+
+@pytest.mark.parametrize("rows", list(INDEX))
+def test_a_skipped_update_leaves_every_bit(interpreter, rows):
+    given, index = table(24, torch.bfloat16, torch.int8, torch.bfloat16, "stochastic"), INDEX[rows]
+    gradient = torch.full((len(given[0][index]), 24), torch.nan)
+    for before, after in zip(
+        numbers(given), numbers(interpreter(updated, given, index, gradient, by_kernel=True, skip=1.0)), strict=True
+    ):
+        assert torch.equal(before, after)
+    gradient = torch.randn(gradient.shape)
+    told, untold = (interpreter(updated, given, index, gradient, by_kernel=True, skip=skip) for skip in (0.0, None))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(numbers(told), numbers(untold), strict=True))
 
 
 @pytest.mark.parametrize("step", [1, 3, 10**6])
