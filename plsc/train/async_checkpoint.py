@@ -12,7 +12,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
@@ -33,6 +33,7 @@ from plsc.train.failures import raise_on_all_ranks
 
 WAITING_BYTES = 128 << 20  # of host memory where training waits: a piece is copied while another is written
 HOST_SHARE = 0.5  # of the host memory that is free at the first checkpoint: what its ranks may fill with snapshots
+_LOOK_SECONDS = 1.0  # between two exchanges of ranks that wait
 LONG_WAIT_SECONDS = 10.0  # shorter waits for the checkpoint before are not reported
 
 
@@ -102,7 +103,8 @@ class AsyncCheckpointer:
                 background is reported by :meth:`poll` or the next call, or raised by :meth:`wait`.
         """
         begin = self._last_begin = time.monotonic()
-        self._report_failure(self.wait)
+        with self._reported_failure():
+            self.wait()
         if (waited := time.monotonic() - begin) >= LONG_WAIT_SECONDS:
             self._report(f"training waited {waited:.0f} s until the checkpoint before was written: save less often")
         tmp_path = raise_on_all_ranks(self.mesh, lambda: self.folder.prepare(step))
@@ -124,17 +126,10 @@ class AsyncCheckpointer:
         """
         if self._pending is None and not self._every_seconds:  # the same on all ranks
             return False
-        task = self._pending.task if self._pending is not None else None
-        is_due = bool(self._every_seconds) and time.monotonic() - self._last_begin >= self._every_seconds
-        running, failed, is_due = self._on_any_rank(
-            task is not None and not task.done(),
-            task is not None and task.done() and task.exception() is not None,
-            is_due and self.mesh.is_main,
-        )
-        if failed:
-            self._report_failure(self._abandon)
-        elif not running:
-            self._advance()
+        by_clock = bool(self._every_seconds) and time.monotonic() - self._last_begin >= self._every_seconds
+        is_due = False  # also after a failure: clocks differ
+        with self._reported_failure():
+            is_due = self._go_on(by_clock and self.mesh.is_main)
         return is_due and self._pending is None
 
     def wait(self) -> None:
@@ -143,18 +138,29 @@ class AsyncCheckpointer:
         Raises:
             DataError: it cannot be written; nothing was published.
         """
-        while self._pending is not None:
-            futures.wait([self._pending.task])
-            failed = self._pending.task.exception() is not None
-            if any(all_gather_object(failed, self.mesh)):
-                self._abandon()
-            self._advance()
+        while self._pending is not None:  # in many short exchanges: a process group's time-out would end a long one
+            futures.wait([self._pending.task], _LOOK_SECONDS)
+            self._go_on()
 
     def close(self) -> None:
         """Leave a checkpoint that is not published as it is; holds no collective. The run's next start removes it."""
         if self._pending is not None:
             self._pending.writer.cancel()
         self._thread.shutdown()
+
+    def _go_on(self, is_due: bool = False) -> bool:
+        """Publish what all ranks have written, or raise what some rank has met; True if any rank gives ``is_due``."""
+        task = self._pending.task if self._pending is not None else None
+        running, failed, is_due = self._on_any_rank(
+            task is not None and not task.done(),
+            task is not None and task.done() and task.exception() is not None,
+            is_due,
+        )
+        if failed:
+            self._abandon()
+        if not running:
+            self._advance()
+        return is_due
 
     def _advance(self) -> None:
         """All ranks' tasks have ended well: let the main rank publish, or forget what is published."""
@@ -188,10 +194,11 @@ class AsyncCheckpointer:
                 shutil.rmtree(pending.tmp_path, ignore_errors=True)
         raise AssertionError("no rank has failed")
 
-    def _report_failure(self, function: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _reported_failure(self) -> Iterator[None]:
         pending = self._pending
         try:
-            function()
+            yield
         except PlscError as error:
             assert pending is not None
             self._report(f"no checkpoint of step {pending.step:,}: {error}; training goes on, and tries again later")
