@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,10 @@ from results_file import RESULTS, add_row
 from torch import Tensor
 
 from plsc.bench.harness import environment
-from plsc.head.backends import HeadBackend, triton_backend, triton_update
-from plsc.head.backends.products import product
+from plsc.head.backends import HeadBackend, triton_update
 from plsc.head.backends.torch_backend import Batch
-from plsc.head.backends.triton_backend import Block, is_interpreted
+from plsc.head.backends.triton_backend import is_interpreted
+from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.class_table import ClassRows
 from plsc.head.sharded_head import softmax_of
 
@@ -40,14 +40,14 @@ Way = Callable[[], AbstractContextManager[Any]]
 
 STATE_BYTES = 1544  # per class at D = 512, bfloat16 + int8
 ROUNDS = 5
-PRODUCT_BLOCKS = (
-    Block(128, 256, 64, warps=8, stages=3),
-    Block(128, 256, 64, warps=8, stages=4),
-    Block(128, 128, 64, warps=4, stages=3),
-    Block(128, 128, 64, warps=8, stages=3),
-    Block(64, 256, 64, warps=4, stages=4),
+TILES = (
+    Tile(64, 32, 512, stages=3),
+    Tile(64, 32, 128),
+    Tile(32, 64, 256, stages=3),
+    Tile(32, 64, 128),
+    Tile(64, 64, 128, flipped=True),
+    Tile(32, 32, 128, flipped=True),
 )
-LOGITS_BLOCKS = (Block(64, 64, warps=4), Block(32, 128, warps=4), Block(16, 256, warps=4))
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,6 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
     features = torch.nn.functional.normalize(x).bfloat16()
     given = Batch(features, y, torch.zeros(batch, device=clock.device), head.margin, {})
     time_steps(clock, sizes, table, optimizer, partial(training_step, head, optimizer, x, y))
-    time_pulls(clock, sizes, table)
     time_updates(clock, sizes, table, head, optimizer)
     for chunk in sizes.chunks:
         for part, work in passes_over(head.backend, softmax_of(head).table.rows(None), given, chunk).items():
@@ -200,9 +199,12 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
 
 
 def time_steps(clock: Clock, sizes: Sizes, table: Table, optimizer: Any, step: Callable[[], float]) -> None:
-    """Whole steps without kernels, and with each kind of them as the head chooses its blocks."""
-    ways: dict[str, Way] = {"torch elementwise": partial(checks.plain_path, optimizer)}
-    ways |= {name: partial(triton_backend.force_kernel, name) for name in ("logits", "product")}
+    """Whole steps without kernels, with them, and with the gradient stored between pass 2 and the update."""
+    ways: dict[str, Way] = {
+        "torch": partial(checks.plain_path, optimizer),
+        "kernels": nullcontext,
+        "kernels, gradient stored": checks.gradient_stored,
+    }
     works = {f"exact, by {name}": inside(way, step) for name, way in ways.items()}
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("step", name, sizes.variants, sizes.dim, spent, products=4)
@@ -230,12 +232,10 @@ def passes_over(backend: HeadBackend, rows: ClassRows, batch: Batch, chunk: int)
 
 
 def ways_of_a_pass() -> dict[str, Way]:
-    """What lies between two products: by torch, by a kernel behind the first, or in a kernel with it."""
-    ways: dict[str, Way] = {"torch elementwise": checks.plain_path}
-    for block in LOGITS_BLOCKS:
-        ways[f"kernel behind product {_named(block)}"] = partial(triton_backend.force_kernel, "logits", block)
-    for block in PRODUCT_BLOCKS:
-        ways[f"exp in product {_named(block)}"] = partial(triton_backend.force_kernel, "product", block)
+    """By torch, by the kernels as they ship, and with other tiles."""
+    ways: dict[str, Way] = {"torch": checks.plain_path, "kernels": nullcontext}
+    for tile in TILES:
+        ways[f"tile {_named(tile)}"] = partial(force_tile, tile)
     return ways
 
 
@@ -249,28 +249,9 @@ def inside(way: Way, work: Callable[[], object]) -> Callable[[], None]:
     return both
 
 
-def _named(block: Block) -> str:
-    return f"{block.classes}x{block.samples}x{block.depth} w{block.warps} s{block.stages}"
-
-
-def time_pulls(clock: Clock, sizes: Sizes, table: Table) -> None:
-    """(B, n)·(n, D): few results, long sums; in one product, and split into several that are added."""
-    (_, batch), dim, n = sizes.variants, sizes.dim, sizes.chunks[-2]
-    e = torch.randn(n, batch, device=clock.device).bfloat16()
-    w = torch.randn(n, dim, device=clock.device).bfloat16()
-    works: dict[str, Callable[[], object]] = {"mm": lambda: product(e.t(), w)}
-    for parts in (4, 8, 16):
-        works[f"bmm of {parts}"] = partial(split_product, e, w, parts)
-    for name, spent in in_turn(clock, works, ROUNDS).items():
-        table.add("pull", f"{name}, chunk {n}", (n, batch), dim, spent, products=1)
-
-
-def split_product(e: Tensor, w: Tensor, parts: int) -> Tensor:
-    """eᵀ·w as a sum over parts of the classes."""
-    a, b = e.view(parts, -1, e.shape[1]).transpose(1, 2), w.view(parts, -1, w.shape[1])
-    if e.is_cuda:
-        return torch.bmm(a, b, out_dtype=torch.float32).sum(0)
-    return torch.bmm(a.float(), b.float()).sum(0)
+def _named(tile: Tile) -> str:
+    flipped = " flipped" if tile.flipped else ""
+    return f"{tile.samples}x{tile.slots}x{tile.columns} s{tile.stages}{flipped}"
 
 
 def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer: Any) -> None:
@@ -281,7 +262,10 @@ def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer:
     ways: dict[str, Way] = {"torch": partial(checks.plain_path, optimizer)}
     for elements in (512, 1024, 2048, 4096):
         ways[f"kernel, {elements} elements a program"] = partial(patch.object, triton_update, "_ELEMENTS", elements)
-    works = {name: inside(way, lambda: optimizer._update_chunk(chunk, gradient, 1.0)) for name, way in ways.items()}
+    works = {
+        name: inside(way, lambda: optimizer._updater(chunk, gradient, optimizer._state.of(chunk), optimizer._step(1.0)))
+        for name, way in ways.items()
+    }
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("update", name, (n, sizes.variants[1]), sizes.dim, spent, products=0)
     softmax_of(head).table.norms_are_current()

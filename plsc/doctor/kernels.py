@@ -14,7 +14,14 @@ from plsc.doctor.report import Line, absent, failed, found
 from plsc.errors import first_line
 from plsc.head.backends import HeadShape, select_backend
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.self_check import Deviation, Shard, check_passes, check_update
+from plsc.head.backends.self_check import (
+    Deviation,
+    Shard,
+    check_passes,
+    check_update,
+    check_update_pass,
+    has_update_pass,
+)
 from plsc.head.backends.triton_backend import is_interpreted, runs_on
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, UpdateRule
@@ -147,7 +154,7 @@ def _shards(like: Shard, backend: str) -> Iterator[tuple[str, Shard]]:
             shard = replace(shard, classes=40, batch=9, chunk=32)
         yield f"D = {dim}", shard
         yield f"D = {dim}, sampled", replace(shard, listed=True)
-        if shard.fp32_precision != "bf16x3" and not small:  # sub-centres' passes are PyTorch's
+        if not small:
             yield f"D = {dim}, sub-centres", replace(shard, centers=3)
 
 
@@ -157,6 +164,8 @@ def _checks(name: str, shard: Shard) -> Iterator[tuple[str, Callable[[], list[De
     yield "passes", partial(check_passes, backend, shard)
     for kind, rule, dtypes in _rules():
         yield kind, partial(check_update, backend, shard, rule, dtypes)
+        if has_update_pass(backend):
+            yield f"{kind} in pass 2", partial(check_update_pass, backend, shard, rule, dtypes)
 
 
 def _rules() -> Iterator[tuple[str, UpdateRule, dict[str, torch.dtype]]]:

@@ -100,6 +100,16 @@ class ClassRows:
     selected: Tensor | None = None
 
     @property
+    def is_copy(self) -> bool:
+        """Whether rows lie elsewhere than in the shard, so that their numbers here are not :meth:`local_rows`."""
+        return False
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether each chunk is copied to the device for itself, so that chunks must be small."""
+        return False
+
+    @property
     def num_classes(self) -> int:
         """The number of classes that a pass visits."""
         return self.weight.shape[0] // self.centers if self.selected is None else self.selected.numel()

@@ -263,6 +263,11 @@ class FetchedRows(ClassRows):
     host: HostTable
     update: Mapping[str, Column] | None = None
 
+    @property
+    def is_copy(self) -> bool:
+        """Always true."""
+        return True
+
     def positions(self, local_labels: Tensor) -> Tensor:
         """Index of each label (B,) among the fetched classes, −1 where it is not one of them."""
         assert self.classes is not None
@@ -294,6 +299,11 @@ class StreamedRows(ClassRows):
 
     host: HostTable
     update: Mapping[str, Column] | None = None
+
+    @property
+    def is_streamed(self) -> bool:
+        """Always true."""
+        return True
 
     def picked(self, index: Tensor) -> ClassRows:
         """Rows ``index`` (n,) alone, on the compute device, in that order."""

@@ -58,7 +58,8 @@ class ShardedHead(nn.Module):
         seed: of first weights, sampling and rounding.
         update: "fused" lets the head's optimizers do pass 2 and the step, chunk by chunk; "autograd" leaves
             ``weight.grad`` for any optimizer instead.
-        chunk_classes: classes per chunk; by default chosen from the batch and the device. Results do not depend on it.
+        chunk_classes: classes per chunk; by default chosen from the batch and the device. Results depend on it
+            by the order of float32 sums at most.
         placement: where the table and the optimizer's state lie. "device": in the memory of the device that computes.
             "host": in ordinary memory, pinned for a GPU. "mmap:FILE": in files FILE.rankR-of-W.NAME, mapped; they are
             working memory of this run, not a checkpoint, and are overwritten by the next. From host and file, rows

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.distributed import Work
 
 from plsc.head.backends import HeadBackend
-from plsc.head.backends.torch_backend import Batch, PartialSoftmax, backward_through_normalize, is_bounded
+from plsc.head.backends.torch_backend import (
+    Batch,
+    PartialSoftmax,
+    Updater,
+    backward_through_normalize,
+    is_bounded,
+)
 from plsc.head.class_table import (
     SMALLEST_NORM,
     Chunk,
@@ -25,6 +31,7 @@ from plsc.head.class_table import (
 from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
 from plsc.head.pending import PendingBackward, PendingBatches
 from plsc.head.sampling import ClassSampler, keyed_generator
+from plsc.head.update_rules import Update
 from plsc.losses.margins import Margin, State, TargetLogit
 from plsc.parallel.collectives import (
     all_gather_equal,
@@ -238,6 +245,26 @@ class ShardedSoftmax:
         Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Every rank calls.
         Where the caller updates each chunk as it comes, ``update`` is its state.
         """
+        given = self._second_pass(pending, update)
+        with torch.autocast(self.mesh.device.type, enabled=False):
+            yield from self._summed_over_replicas(self.backend.second_pass(*given))
+
+    def update_rows(
+        self, pending: list[PendingBackward], state: OptimizerState, updater: Updater, step: Update
+    ) -> None:
+        """Run pass 2 as :meth:`gradient_chunks` does, and update every row that took part. Every rank calls."""
+        if self.mesh.replicas.world_size > 1:
+            for chunk, gradient in self.gradient_chunks(pending, state):
+                updater(chunk, gradient, state.of(chunk), step)
+            return
+        given = self._second_pass(pending, state)
+        with torch.autocast(self.mesh.device.type, enabled=False):
+            self.backend.update_pass(*given, updater, state.of, step)
+
+    def _second_pass(
+        self, pending: list[PendingBackward], update: OptimizerState | None
+    ) -> tuple[ClassRows, Batch, Tensor, Tensor, Tensor, int, Tensor | None]:
+        """The arguments of :meth:`HeadBackend.second_pass` over the concatenation of ``pending``."""
         selected, member = _union(pending)
         rows = self.table.rows_again(selected, [p.rows for p in pending], update)
         batch = Batch(
@@ -253,9 +280,7 @@ class ShardedSoftmax:
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
         if self._overlaps_sums and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
-        with torch.autocast(self.mesh.device.type, enabled=False):
-            chunks = self.backend.second_pass(rows, batch, log_z, scale, target_grad, size, member)
-            yield from self._summed_over_replicas(chunks)
+        return rows, batch, log_z, scale, target_grad, size, member
 
     @property
     def _overlaps_sums(self) -> bool:

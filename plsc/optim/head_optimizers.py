@@ -14,7 +14,6 @@ from torch import Tensor
 from plsc.errors import PlscError, UsageError
 from plsc.head.backends import choose_updater
 from plsc.head.backends.torch_backend import backward_through_normalize
-from plsc.head.class_table import Chunk
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.pending import PendingBackward
 from plsc.head.row_shard import RowShard
@@ -197,15 +196,13 @@ class HeadOptimizer(torch.optim.Optimizer):
             group.update(saved)
 
     def _update_rows(self, skip: Tensor | None) -> None:
-        for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches, self._state):
-            self._update_chunk(chunk, gradient, 1.0, skip)
+        self._softmax.update_rows(self._pending.batches, self._state, self._updater, self._step(skip=skip))
         self._table.norms_are_current()
 
-    def _update_chunk(self, chunk: Chunk, unit_gradient: Tensor, factor: float, skip: Tensor | None = None) -> None:
-        """Update a chunk's rows, state and norms by ``factor`` times the gradient by its unit rows."""
+    def _step(self, factor: float = 1.0, skip: Tensor | None = None) -> Update:
+        """This step of the rule, for all rows; ``factor`` multiplies the gradient."""
         seed, first_row = self.head.seed, self._table.first_row
-        update = Update(self._rule(), factor, self.rounding, seed, self._number, first_row, skip)
-        self._updater(chunk, unit_gradient, self._state.of(chunk), update)
+        return Update(self._rule(), factor, self.rounding, seed, self._number, first_row, skip)
 
     def _check_version(self) -> None:
         if any(pending.version != self._table.version for pending in self._pending.batches):

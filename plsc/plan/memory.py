@@ -2,18 +2,22 @@
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from plsc.config import Config
+from plsc.head.backends import HeadShape, why_no_triton_passes
+from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.triton_passes import scratch_bytes
+from plsc.head.backends.triton_tiles import shipped_tile
 from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlapped_chunk_size
 from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import Device
 from plsc.plan.plan_config import PlanConfig
-from plsc.train.components import make_head, make_head_optimizer
+from plsc.train.components import make_head, make_head_optimizer, make_margin
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
 CONTEXT_BYTES = 1 << 30
@@ -23,6 +27,8 @@ FRAGMENTED_SHARE = 0.05
 # Copies of a chunk's rows in float32 that the update in plain PyTorch has at a time: gradient, unit rows, weights,
 # state, random bits and what is computed from them. The fused kernels have the gradient alone.
 _PLAIN_COPIES = 7
+_PROCESSORS = 132  # of an H100, and the shared memory that a block of threads may have there
+_HOPPER_SHARED = 227 << 10
 _STAGES = 5  # copies of a table in host memory: in use, fetched ahead, and up to three whose updates return
 
 
@@ -163,8 +169,48 @@ def _sums(setup: PlanConfig) -> int:
     return 2 * setup.group_batch * setup.config.embedding_dim * 4
 
 
+def has_fused_passes(setup: PlanConfig, device: Device) -> bool:
+    """Whether the head's passes are Triton's kernels, which store no (classes, B) block."""
+    head = setup.config.head
+    weights = {"float32": torch.float32, "bfloat16": torch.bfloat16}[head.weight_dtype]
+    shape = HeadShape(
+        torch.device("cuda"), weights, setup.config.embedding_dim, head.centers, make_margin(head), _precision(setup)
+    )
+    return device.has_kernels and device.kind == "cuda" and why_no_triton_passes(shape) is None
+
+
+def _precision(setup: PlanConfig) -> Fp32Precision:
+    return cast(Fp32Precision, setup.config.head.fp32_precision)
+
+
+def stores_gradient(setup: PlanConfig) -> bool:
+    """Whether the rows' gradient is stored before the update, as replicas must sum it."""
+    return setup.replicas > 1
+
+
+def clips_head(setup: PlanConfig) -> bool:
+    """Whether pass 2 runs once more before the update, for the norm of the gradient."""
+    return setup.config.optim.clip_head and setup.config.optim.clip_norm > 0
+
+
+def _fused_block(setup: PlanConfig, rows: int, *, passes: int) -> int:
+    """The scratch of Triton's passes: pass 1's sums by parts of the classes; gradients on their way to the update."""
+    samples, dim = setup.group_batch, setup.config.embedding_dim
+    dtype = torch.float32 if setup.weight_width == 4 else torch.bfloat16
+    first, second = (
+        shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, dim, _precision(setup)) for which in ("first", "second")
+    )
+    both = samples, samples * setup.micro_batches
+    scratch = scratch_bytes(both, setup.visited_rows, dim, (first, second), _PROCESSORS)
+    if passes == 2 and (stores_gradient(setup) or clips_head(setup)):
+        return rows * dim * 4 * (3 if _overlaps_sums(setup) else 1)
+    return scratch[passes - 1]
+
+
 def _block(setup: PlanConfig, device: Device, rows: int, *, passes: int) -> int:
     """A chunk's scratch: its (rows, B) block in float32, rounded for the product; its rows' gradient and copies."""
+    if has_fused_passes(setup, device):
+        return _fused_block(setup, rows, passes=passes)
     samples = setup.group_batch * (setup.micro_batches if passes == 2 else 1)
     width = setup.weight_width
     rounded = width if width < 4 else 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.devices import LINK_SHARE, LINKS, Device
-from plsc.plan.memory import row_bytes
+from plsc.plan.memory import clips_head, has_fused_passes, row_bytes, stores_gradient
 from plsc.plan.plan_config import PlanConfig
 
 # Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
@@ -114,9 +114,18 @@ def _product_speed(setup: PlanConfig, device: Device) -> float:
 
 
 def _table_traffic(setup: PlanConfig, device: Device) -> float:
-    """The first pass reads weights, once per micro-batch; the second reads and writes all of a row."""
-    row = row_bytes(setup.config)
-    per_row = setup.micro_batches * row["class weights"] + 2 * sum(row.values())
+    """The first pass reads weights, once per micro-batch; the second reads and writes all of a row.
+
+    Where the update is not part of pass 2, the float32 gradient is written and read, and weights are read again; where
+    the head's norm is clipped, all of that once more, without the update.
+    """
+    row, gradient = row_bytes(setup.config), 8 * setup.config.embedding_dim
+    weights = row["class weights"]
+    per_row = setup.micro_batches * weights + 2 * sum(row.values())
+    if stores_gradient(setup) or not has_fused_passes(setup, device):
+        per_row += gradient + weights
+    if clips_head(setup):
+        per_row += gradient + 2 * weights
     return per_row * setup.visited_rows / device.bandwidth
 
 

@@ -111,9 +111,15 @@ def test_every_backend_gives_the_same_update_but_for_sums():
         ({"fp32_precision": "tf32"}, "torch", "torch backend: requested; float32 products: tf32"),
         ({"fp32_precision": "bf16x3"}, None, "triton backend: on cuda; float32 products: bf16x3"),
         (
-            {"fp32_precision": "tf32", "centers": 3},
+            {"fp32_precision": "tf32", "dim": 40},
             None,
-            "triton backend: on cuda; passes by torch: several centres to a class; float32 products: tf32",
+            "triton backend: on cuda; passes by torch: D is no multiple of 32; float32 products: tf32",
+        ),
+        (
+            {},
+            None,
+            "triton backend: on cuda; passes by torch: matrix units do not multiply float32 exactly; "
+            "float32 products: ieee",
         ),
         ({"fp32_precision": "tf32", "dtype": torch.bfloat16}, None, "triton backend: on cuda"),
         ({"fp32_precision": "bf16x3", "dtype": torch.float64}, "torch", "torch backend: requested"),
@@ -132,7 +138,7 @@ def test_the_precision_of_float32_products_is_told(monkeypatch, options, request
         ({"fp32_precision": "tf32", "device": "cpu"}, None, 'fp32_precision "tf32" is for GPUs, .* give "ieee"'),
         ({"fp32_precision": "bf16x3", "device": "cpu"}, "torch", 'fp32_precision "bf16x3" is for GPUs'),
         ({"fp32_precision": "bf16x3"}, "torch", r"needs Triton's passes \(requested\): give \"tf32\" or \"ieee\""),
-        ({"fp32_precision": "bf16x3", "centers": 2}, None, r"needs Triton's passes \(several centres to a class\)"),
+        ({"fp32_precision": "bf16x3", "dim": 40}, None, r"needs Triton's passes \(D is no multiple of 32\)"),
     ],
 )
 def test_a_precision_that_nothing_computes_is_a_usage_error(monkeypatch, options, requested, message):

@@ -1,4 +1,7 @@
-"""Triton's interpreter takes more than its compiler does: kernels are compiled for a GPU here, which needs none."""
+"""Triton's interpreter takes more than its compiler does: kernels are compiled for GPUs here, which needs none.
+
+``python benchmarks/compiled_kernels.py`` compiles all of them; here it is those that most depends on.
+"""
 
 import importlib.util
 
@@ -7,52 +10,49 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from support.compiled_kernels import assembler_report, compile_kernel
+from benchmarks.compiled_kernels import GPUS, PASSES, Row, Variant, compiled, problem, read, variants
 
-TILE = {"BLOCK_N": 64, "BLOCK_B": 64}
-PRODUCT = {**TILE, "BLOCK_K": 32, "dim": 500, "WIDEN": False}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize(
-    ("module", "name", "constants"),
-    [
-        ("plsc.head.backends.triton_kernels", "exponentials_of_logits", TILE),
-        ("plsc.head.backends.triton_kernels", "exponentials_of_product", PRODUCT),
-        ("plsc.head.backends.triton_kernels", "probabilities_of_product", PRODUCT),
-        ("plsc.head.backends.triton_kernels", "scatter_targets", {"BLOCK_B": 64}),
-    ],
-)
-def test_kernels_compile(tmp_path, monkeypatch, capability, module, name, constants):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = compile_kernel(getattr(importlib.import_module(module), name), constants, capability)
-    assert name in compiled.asm["ptx"]
+GPU = {gpu.name: gpu for gpu in GPUS}
+INSTRUCTION = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_90a": "wgmma.mma_async", "sm_100a": "tcgen05.mma"}
+RECOMPILED = [Variant(kernel, gpu) for gpu in GPUS for kernel in ("first_pass", "sgd_pass")] + [
+    Variant("gradient_pass", GPU["sm_90a"], listed=True),
+    Variant("adamw_pass", GPU["sm_90a"], centers=3),
+    Variant("first_pass", GPU["sm_80"], "fp32", "tf32"),
+    Variant("sgd_pass", GPU["sm_90a"], "fp32", "bf16x3"),
+    Variant("sgd_rows", GPU["sm_80"]),
+    Variant("adamw_rows", GPU["sm_90a"], listed=True),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["exponentials_of_product", "probabilities_of_product"])
-@pytest.mark.parametrize(
-    ("capability", "architecture", "shared_kib", "instruction"),
-    [(80, "sm_80", 163, "mma.sync"), (89, "sm_89", 99, "mma.sync"), (90, "sm_90a", 227, "wgmma.mma_async")],
-)
-def test_products_of_the_shipped_tiles_fit(
-    tmp_path, monkeypatch, name, capability, architecture, shared_kib, instruction
-):
-    """On an A100, L40 or H100 they use the matrix units, fit into shared memory, and spill no register."""
-    from plsc.head.backends import triton_kernels
-    from plsc.head.backends.triton_backend import PRODUCT_BLOCKS
+def key(row: Row) -> tuple:
+    return row.kernel, row.gpu, row.dtype, row.precision, row.dim, row.centers, row.listed
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    block = next(block for least, block in PRODUCT_BLOCKS if shared_kib << 10 >= least)
-    options = dict(block.options)
-    launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
-    constants = {
-        "WIDEN": False,
-        "dim": 512,
-        **{key: value for key, value in options.items() if key.startswith("BLOCK")},
+
+@pytest.fixture(scope="module")
+def table() -> dict[tuple, Row]:
+    return {key(row): row for row in read()}
+
+
+def test_the_table_holds_everything_that_ships_and_nothing_is_wrong_in_it(table):
+    shipped = {
+        (v.kernel, v.gpu.name, v.dtype, v.precision if v.dtype == "fp32" else "", v.dim, v.centers, v.listed)
+        for v in variants()
     }
-    compiled = compile_kernel(getattr(triton_kernels, name), constants, capability, aligned=True, **launch)
-    assert instruction in compiled.asm["ptx"]
-    assert compiled.metadata.shared <= shared_kib << 10
-    assert "0 bytes spill stores, 0 bytes spill loads" in assembler_report(compiled, capability, architecture)
+    assert set(table) == shipped
+    assert {key(row): problem(row) for row in table.values() if problem(row) is not None} == {}
+    for row in table.values():
+        if row.kernel in PASSES and row.dtype == "bf16" and row.dim == 512:
+            assert row.instruction == INSTRUCTION[row.gpu], row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", RECOMPILED, ids=lambda v: f"{v.kernel}-{v.gpu.name}-{v.dtype}-{v.precision}")
+def test_kernels_compile_as_in_the_table(tmp_path, monkeypatch, table, variant):
+    """Another Triton may count other registers, but spills none and uses the same units."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    row = compiled(variant)
+    committed = table[key(row)]
+    assert problem(row) is None
+    assert (row.tile, row.instruction) == (committed.tile, committed.instruction)
+    assert row.shared <= committed.shared * 1.1
+    assert row.registers <= min(committed.registers * 1.1, 255)

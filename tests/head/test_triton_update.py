@@ -165,12 +165,12 @@ def test_rows_beyond_element_2_to_the_31(interpreter):
 def steps(dtype: torch.dtype, state: torch.dtype | None, count: int, **options: object) -> dict:
     """Some steps of a head over made-up data: the last loss and gradient, and the rows after them."""
     generator = torch.Generator().manual_seed(1)
-    head = plsc.ShardedHead(24, 53, weight_dtype=dtype, momentum_dtype=state, chunk_classes=32, **options)
+    head = plsc.ShardedHead(32, 53, weight_dtype=dtype, momentum_dtype=state, chunk_classes=32, **options)
     with torch.no_grad():
-        head.weight.copy_(torch.randn(53, 24, generator=generator))
+        head.weight.copy_(torch.randn(head.weight.shape, generator=generator))
     initial = head.weight.detach().clone()
     optimizer = plsc.HeadSGD(head, lr=0.1, momentum=0.9 if state is not None else 0.0, weight_decay=1e-2)
-    x, y = torch.randn(9, 24, generator=generator), torch.randint(53, (9,), generator=generator)
+    x, y = torch.randn(9, 32, generator=generator), torch.randint(53, (9,), generator=generator)
     for _ in range(count):
         mine = x.clone().requires_grad_()
         loss = head(mine, y)
@@ -220,22 +220,27 @@ def test_low_precision_steps_agree_with_those_without_kernels(interpreter, sampl
 
 def path_taken(**options: object) -> list[str]:
     """Which kernels a step of such a head calls."""
-    from plsc.head.backends import triton_backend
+    from plsc.head.backends import triton_passes, triton_update
 
     with ExitStack() as patches:
         watched = {
-            name: patches.enter_context(patch.object(triton_backend, name, wraps=getattr(triton_backend, name)))
-            for name in ("first_pass", "second_pass", "update_rows")
+            name: patches.enter_context(patch.object(module, name, wraps=getattr(module, name)))
+            for module, name in (
+                (triton_passes, "first_pass"),
+                (triton_passes, "second_pass"),
+                (triton_passes, "update_pass"),
+                (triton_update, "_kernel"),
+            )
         }
         steps(torch.float32, torch.float32, 1, **options)
     return [name for name, function in watched.items() if function.called]
 
 
 def test_heads_take_the_kernels_where_they_can(interpreter):
-    everything = ["first_pass", "second_pass", "update_rows"]
-    assert interpreter(path_taken) == everything
-    assert interpreter(path_taken, margin=plsc.ArcFace(s=100.0)) == ["update_rows"]  # needs a maximum taken off
-    assert interpreter(path_taken, margin=plsc.CurricularFace()) == ["update_rows"]
+    assert interpreter(path_taken) == ["first_pass", "update_pass"]
+    assert interpreter(path_taken, centers=3) == ["first_pass", "update_pass"]
+    assert interpreter(path_taken, margin=plsc.ArcFace(s=100.0)) == ["_kernel"]  # needs a maximum taken off
+    assert interpreter(path_taken, margin=plsc.CurricularFace()) == ["_kernel"]
 
 
 def norms_found_again(dtype: torch.dtype) -> bool:

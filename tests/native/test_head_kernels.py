@@ -128,7 +128,7 @@ def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(path, weight_dtype,
             optimizer.steps = step
             chunks = list(softmax_of(head).table.rows(None).chunks(1000))
             gradient = torch.randn(300, 40, generator=torch.Generator().manual_seed(step))
-            optimizer._update_chunk(chunks[0], gradient, 0.5)
+            optimizer._updater(chunks[0], gradient, optimizer._state.of(chunks[0]), optimizer._step(0.5))
         tables = [head.weight.detach().float(), softmax_of(head).table.rows(None).inverse_norm]
         return tables + [table.read(slice(None), torch.float32) for table in optimizer.tables.values()]
 

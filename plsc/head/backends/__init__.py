@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
+from plsc.head.backends.triton_tiles import why_no_tile
 from plsc.head.class_table import Chunk, ClassRows
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.update_rules import Update, UpdateRule
@@ -46,6 +47,21 @@ class HeadBackend(Protocol):
         member: Tensor | None = None,
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """Give each chunk of rows with the gradient by its unit rows."""
+
+    def update_pass(
+        self,
+        rows: ClassRows,
+        batch: Batch,
+        log_z: Tensor,
+        scale: Tensor,
+        target_grad: Tensor,
+        chunk_size: int,
+        member: Tensor | None,
+        updater: Updater,
+        state: Callable[[Chunk], Mapping[str, RowState]],
+        update: Update,
+    ) -> None:
+        """Run pass 2, and update each chunk's rows as soon as their gradient exists."""
 
     def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
         """Choose, once for an optimizer, how its rows are updated."""
@@ -85,9 +101,7 @@ class HeadShape:
 
     @property
     def unusual_logits(self) -> str | None:
-        """Why the kernels cannot take the passes: their logits are s·cos but for the targets', in float32."""
-        if self.centers > 1:
-            return "several centres to a class"
+        """Why no kernel can take the passes: their logits are s·cos but for the targets', in float32."""
         if self.margin.changes_negatives:
             return f"{type(self.margin).__name__} changes the negatives"
         return None if is_bounded(self.margin) else "logits that need a running maximum"
@@ -169,8 +183,16 @@ def _torch(shape: HeadShape, reason: str) -> TorchBackend:
     return TorchBackend(reason + shape.products, shape.fp32_precision)
 
 
+def why_no_triton_passes(shape: HeadShape) -> str | None:
+    """The reason why PyTorch takes the passes of such a head on a GPU; None: Triton's kernels do."""
+    missing = shape.unusual_logits or why_no_tile(shape.dim, shape.centers, shape.dtype)
+    if shape.dtype == torch.float32 and shape.fp32_precision == "ieee" and shape.device.type == "cuda":
+        missing = missing or "matrix units do not multiply float32 exactly"
+    return missing
+
+
 def _triton(shape: HeadShape) -> TritonBackend:
-    unusual = shape.unusual_logits
+    unusual = why_no_triton_passes(shape)
     reason = f"on {shape.device}" + ("" if unusual is None else f"; passes by torch: {unusual}")
     if unusual is not None:
         _check_torchs_products(shape, unusual)
@@ -181,7 +203,8 @@ def _triton(shape: HeadShape) -> TritonBackend:
 
 def _cpu(shape: HeadShape) -> CpuBackend:
     _check_torchs_products(shape, "")
-    missing = shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
+    several = "several centres to a class" if shape.centers > 1 else None
+    missing = several or shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
     reason = "compiled passes and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
     return CpuBackend(reason, with_passes=missing is None)
 

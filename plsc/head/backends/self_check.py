@@ -1,14 +1,15 @@
 """Checks of a backend's kernels against float64 on the device that runs them: a kernel that disagrees is not used.
 
-:func:`check_passes` and :func:`check_update` return errors beside their bounds. A head asks :func:`why_no_passes`, and
-its optimizer :func:`why_no_update`, about the kernels that it is going to run: once per process and kind of table.
-``PLSC_SELF_CHECK=0`` leaves those two out. ``plsc doctor`` checks more kinds, and always.
+:func:`check_passes`, :func:`check_update` and :func:`check_update_pass` return errors beside their bounds. A head asks
+:func:`why_no_passes`, and its optimizer :func:`why_no_update`, about the kernels that it is going to run: once per
+process and kind of table. ``PLSC_SELF_CHECK=0`` leaves those two out. ``plsc doctor`` checks more kinds, and always.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ _NORM_BOUND = 1e-6
 # Of stored numbers: float32 relative in the Frobenius norm; bfloat16 and int8 in units of the last place, of which
 # rounding costs less than one, and stochastic rounding none in the mean: cutting off costs a third of one.
 _FLOAT32_BOUND, _ROUNDING_BOUND, _BIAS_BOUND = 1e-5, 1.01, 0.05
+_SAME_BOUND = 1e-3  # of one arithmetic in two kernels: a sum's last place may lead to the other neighbour
 _BFLOAT16_ULP = 2.0**-7  # relative to the number, at most
 _INT8_STEPS = 127
 _SEED, _STEP, _FIRST_ROW = 7, 3, 1000
@@ -158,7 +160,8 @@ def why_no_update(
     terms = _terms(rule)
     key = ("update", backend.name, terms, tuple(state_dtypes.items()), rounding, device, dtype, dim)
     shard = Shard(device, dtype, dim)
-    return _verdict(key, lambda: check_update(backend, shard, terms, state_dtypes, rounding))
+    checks = (check_update, check_update_pass) if has_update_pass(backend) else (check_update,)
+    return _verdict(key, lambda: [each for c in checks for each in c(backend, shard, terms, state_dtypes, rounding)])
 
 
 def _verdict(key: tuple[object, ...], check: Callable[[], list[Deviation]]) -> str | None:
@@ -269,6 +272,52 @@ def check_update(
             found += _stored(name.replace("_", " "), table.values, table.scale, exact_state[name].values, visited)
         norms = 1 / rows.weight.double().norm(dim=1)
         return [*found, Deviation("1/norms", _relative(rows.inverse_norm, norms), _NORM_BOUND)]
+
+
+def has_update_pass(backend: TorchBackend) -> bool:
+    """Return whether a kernel of ``backend`` makes pass 2 and the update in one."""
+    return backend.takes_passes and type(backend).update_pass is not TorchBackend.update_pass
+
+
+def check_update_pass(
+    backend: TorchBackend,
+    shard: Shard,
+    rule: UpdateRule,
+    state_dtypes: Mapping[str, torch.dtype],
+    rounding: Rounding = "stochastic",
+) -> list[Deviation]:
+    """Compare ``backend``'s pass 2 that ends with the update with its pass 2 and its update apart.
+
+    Returns:
+        The differences of weights, norms and state, relative in the Frobenius norm.
+    """
+    with _plain_arithmetic(shard.device):
+        together, apart = (
+            _after_pass(backend, run, shard, rule, state_dtypes, rounding)
+            for run in (backend.update_pass, partial(TorchBackend.update_pass, backend))
+        )
+        return [Deviation(f"{name} of pass 2", _relative(together[name], apart[name]), _SAME_BOUND) for name in apart]
+
+
+def _after_pass(
+    backend: TorchBackend,
+    run: Callable[..., None],
+    shard: Shard,
+    rule: UpdateRule,
+    state_dtypes: Mapping[str, torch.dtype],
+    rounding: Rounding,
+) -> dict[str, Tensor]:
+    """Weights, 1/norms and state in float64, after pass 2 with the update as ``run`` makes it."""
+    rows = shard.rows()
+    batch = shard.samples(rows)
+    log_z = torch.full((shard.batch,), _LOG_Z, dtype=torch.float64, device=shard.device)
+    scale = torch.linspace(0.5, 1.5, shard.batch, dtype=torch.float64, device=shard.device)
+    state = {name: shard.state(name, dtype, rounding) for name, dtype in state_dtypes.items()}
+    updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
+    update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
+    run(rows, batch, log_z, scale, -0.5 * scale, shard.chunk, None, updater, lambda chunk: state, update)
+    tables = {name: table.read(slice(0, len(rows.weight)), torch.float64) for name, table in state.items()}
+    return {"weights": rows.weight.double(), "1/norms": rows.inverse_norm.double(), **tables}
 
 
 def _float64_copies(rows: ClassRows, state: Mapping[str, RowState]) -> tuple[ClassRows, dict[str, RowState]]:

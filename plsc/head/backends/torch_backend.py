@@ -187,6 +187,30 @@ class TorchBackend:
             weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), rows.centers)
             yield chunk, products.multiply("gradient", products.rounded_factor(weighted), features)
 
+    def update_pass(
+        self,
+        rows: ClassRows,
+        batch: Batch,
+        log_z: Tensor,
+        scale: Tensor,
+        target_grad: Tensor,
+        chunk_size: int,
+        member: Tensor | None,
+        updater: Updater,
+        state: Callable[[Chunk], Mapping[str, RowState]],
+        update: Update,
+    ) -> None:
+        """Run pass 2, and update each chunk's rows as soon as their gradient exists.
+
+        Args:
+            rows, batch, log_z, scale, target_grad, chunk_size, member: :meth:`second_pass`'s.
+            updater: of this backend.
+            state: gives the optimizer's tables that a chunk's index selects rows of.
+            update: the step.
+        """
+        for chunk, gradient in self.second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member):
+            updater(chunk, gradient, state(chunk), update)
+
     def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
         """Choose, once for an optimizer, how its rows are updated: :meth:`update`, or a kernel with its arguments.
 

@@ -78,10 +78,22 @@ def _kernel(rule: UpdateRule) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
     """The kernel of a rule, the numbers that it takes and its constants."""
     from plsc.head.backends import triton_update_kernels as kernels
 
+    numbers = tuple(rule_numbers(rule).values())
+    return (kernels.sgd_rows if isinstance(rule, SgdRule) else kernels.adamw_rows), numbers, rule_constants(rule)
+
+
+def rule_numbers(rule: UpdateRule) -> dict[str, float]:
+    """The numbers of a step that its kernels take, by name and in their order."""
     if isinstance(rule, SgdRule):
-        return kernels.sgd_rows, (rule.lr, rule.momentum, rule.weight_decay), {"NESTEROV": rule.nesterov}
+        return {"lr": rule.lr, "momentum": rule.momentum, "weight_decay": rule.weight_decay}
     assert isinstance(rule, AdamWRule)
-    return kernels.adamw_rows, adamw_numbers(rule), {}
+    names = ("rate1", "beta2", "rate2", "step_size", "correction2", "eps", "decay")
+    return dict(zip(names, adamw_numbers(rule), strict=True))
+
+
+def rule_constants(rule: UpdateRule) -> dict[str, bool]:
+    """What a step's kernels are compiled for, beside its type."""
+    return {"NESTEROV": rule.nesterov} if isinstance(rule, SgdRule) else {}
 
 
 def adamw_numbers(rule: AdamWRule) -> tuple[float, ...]:

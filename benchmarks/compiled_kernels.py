@@ -1,0 +1,245 @@
+"""Compile every Triton kernel of the head for every kind of GPU, without one: registers, shared memory, instructions.
+
+    python benchmarks/compiled_kernels.py [--only TEXT]     # writes benchmarks/results/compiled_kernels.csv anew
+
+needs triton, whose ptxas compiles for GPUs that are not there. No kernel spills registers, and each product uses the
+GPU's matrix units: the command fails where that is not so. Nothing is timed.
+"""
+# mypy: disable-error-code="import-untyped"
+
+import argparse
+import csv
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
+
+TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
+PASSES = ("first_pass", "gradient_pass", "sgd_pass", "adamw_pass")
+INSTRUCTIONS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
+_POINTERS = {
+    **dict.fromkeys(("index", "position", "row_numbers", "numbers"), "*i64"),
+    **dict.fromkeys(("member",), "*u8"),
+    **dict.fromkeys(("total",), "*fp64"),
+    **dict.fromkeys(("taken",), "*i32"),
+    **dict.fromkeys(("buffer", "first_moment"), "*i8"),
+    **dict.fromkeys(("second_moment",), "*bf16"),
+    **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient", "parking"), "*fp32"),
+    **dict.fromkeys(("buffer_scale", "first_scale", "skip"), "*fp32"),
+}
+_INTEGERS = dict.fromkeys(("n", "batch", "key"), "i32") | dict.fromkeys(
+    ("first", "start", "per", "first_number"), "i64"
+)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU: its compute capability and the shared memory that a block of threads may have."""
+
+    name: str
+    capability: tuple[int, int]
+    shared: int
+
+    @property
+    def number(self) -> int:
+        """The capability as Triton takes it."""
+        return 10 * self.capability[0] + self.capability[1]
+
+
+GPUS = (
+    Gpu("sm_80", (8, 0), 163 << 10),
+    Gpu("sm_89", (8, 9), 99 << 10),
+    Gpu("sm_90a", (9, 0), 227 << 10),
+    Gpu("sm_100a", (10, 0), 227 << 10),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as it is compiled for one kind of table."""
+
+    kernel: str
+    gpu: Gpu
+    dtype: str = "bf16"
+    precision: Fp32Precision = "ieee"
+    dim: int = 512
+    centers: int = 1
+    listed: bool = False
+
+    @property
+    def tile(self) -> Tile:
+        """The tile that ships."""
+        which: Pass = "first" if self.kernel == "first_pass" else "second"
+        dtype = torch.bfloat16 if self.dtype == "bf16" else torch.float32
+        return shipped_tile(which, self.gpu.capability, self.gpu.shared, dtype, self.dim, self.precision)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a variant was compiled to. Shared memory is in bytes."""
+
+    kernel: str
+    gpu: str
+    dtype: str
+    precision: str
+    dim: int
+    centers: int
+    listed: bool
+    tile: str
+    registers: int
+    spilled: int
+    shared: int
+    instruction: str
+
+
+def variants() -> Iterator[Variant]:
+    """Everything that ships: every kernel and GPU, by widths, dtypes, centres and lists of rows."""
+    for gpu in GPUS:
+        for kernel in PASSES:
+            main = Variant(kernel, gpu)
+            yield from (replace(main, dim=dim) for dim in (32, 96, 256, 512, 768, 1024))
+            yield from (replace(main, listed=True), replace(main, centers=3), replace(main, centers=3, listed=True))
+            yield replace(main, dtype="fp32", precision="tf32")
+            yield replace(main, dtype="fp32", precision="bf16x3")
+        for kernel in ("sgd_rows", "adamw_rows"):
+            yield Variant(kernel, gpu)
+            yield Variant(kernel, gpu, listed=True)
+
+
+def compiled(variant: Variant, tile: Tile | None = None) -> Row:
+    """Compile a variant, with ``tile`` instead of its own if given."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    tile = tile or (variant.tile if variant.kernel in PASSES else None)
+    built = _triton_compile(variant, tile)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(built.asm["ptx"])
+        command = [get_ptxas(variant.gpu.number).path, "-v", "--gpu-name", variant.gpu.name, str(source)]
+        report = subprocess.run([*command, "-o", f"{source}.o"], capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    assert registers is not None
+    assert spilled is not None
+    return Row(
+        variant.kernel,
+        variant.gpu.name,
+        variant.dtype,
+        variant.precision if variant.dtype == "fp32" else "",
+        variant.dim,
+        variant.centers,
+        variant.listed,
+        _named(tile),
+        int(registers[1]),
+        int(spilled[1]),
+        built.metadata.shared,
+        next((name for name in INSTRUCTIONS if name in built.asm["ptx"]), ""),
+    )
+
+
+def _named(tile: Tile | None) -> str:
+    if tile is None:
+        return ""
+    return f"{tile.samples}x{tile.slots}x{tile.columns} s{tile.stages}" + (" flipped" if tile.flipped else "")
+
+
+def _triton_compile(variant: Variant, tile: Tile | None) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from plsc.head.backends import triton_pass_kernels, triton_update_kernels
+
+    module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
+    kernel = getattr(module, variant.kernel)
+    options, constants = _constants(variant, tile)
+    names = kernel.arg_names
+    constants = {name: value for name, value in constants.items() if name in names}
+    types = {name: "constexpr" if name in constants else _type(name, variant) for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    # torch's pointers are aligned to 16 bytes
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if types[name].startswith("*")}
+    source = ASTSource(kernel, types, constexprs=places, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", variant.gpu.number, 32), options=options)
+
+
+def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The compiler's options, and the values of arguments that a kernel is compiled for."""
+    common = {"dim": variant.dim, "STOCHASTIC": True, "NESTEROV": False, "second_scale": None, "WIDEN": False}
+    common |= {} if variant.listed else {"index": None, "row_numbers": None}
+    if tile is None:
+        return {"num_warps": 4, "enable_fp_fusion": True}, {**common, "BLOCK_N": 2048 // variant.dim, "BLOCK_D": 512}
+    options = tile.options
+    sizes = {name: options.pop(name) for name in ("TILE", "BLOCK_B", "BLOCK_N", "FLIPPED")}
+    width = 1 << (variant.dim - 1).bit_length()
+    return options, {
+        **common,
+        **sizes,
+        "CENTERS": variant.centers,
+        "PRECISION": variant.precision,
+        "member": None,
+        "PARKS": 132,
+        "BLOCK_ROWS": min(4096 // width, tile.slots),
+    }
+
+
+def _type(name: str, variant: Variant) -> str:
+    if name in ("weight", "features"):
+        return f"*{variant.dtype}"
+    return (_POINTERS | _INTEGERS).get(name, "fp32")
+
+
+def problem(row: Row) -> str | None:
+    """What is wrong with a compiled kernel."""
+    gpu = next(gpu for gpu in GPUS if gpu.name == row.gpu)
+    if row.spilled:
+        return f"{row.spilled} bytes of registers spilled"
+    if row.shared > gpu.shared:
+        return f"{row.shared} bytes of shared memory, of {gpu.shared}"
+    return "no matrix unit" if row.kernel in PASSES and not row.instruction else None
+
+
+def read() -> list[Row]:
+    """The committed table."""
+    with TABLE.open(newline="", encoding="utf-8") as file:
+        return [_row(record) for record in csv.DictReader(file)]
+
+
+def _row(record: Mapping[str, str]) -> Row:
+    kinds = {field.name: field.type for field in fields(Row)}
+    read_as: dict[Any, Any] = {int: int, bool: lambda text: text == "True", str: str}
+    return Row(**{name: read_as[kinds[name]](text) for name, text in record.items()})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="print variants whose description holds this; write nothing")
+    arguments = parser.parse_args()
+    rows, failed = [], False
+    for variant in variants():
+        if arguments.only not in str(variant):
+            continue
+        row = compiled(variant)
+        rows.append(row)
+        wrong = problem(row)
+        failed |= wrong is not None
+        print(*[str(value) for value in asdict(row).values()], f"WRONG: {wrong}" if wrong else "", flush=True)
+    if not arguments.only and not failed:
+        with TABLE.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,506 @@
+"""The Triton kernels of the two passes, in the shape of attention whose keys and values are both the class rows.
+
+Scores, exponentials and the second product of a pass stay inside one program: no (classes, B) matrix is stored. Pass 1
+is FlashAttention's forward with a fixed maximum of 0, which bounded logits allow: a program takes some samples through
+many classes. In pass 2 it takes some classes through all samples, and their gradient never leaves it: the update of
+their rows follows in the same program. Import this module only where
+:func:`plsc.head.backends.triton_backend.runs_on` holds.
+
+D is cut into tiles, as are the accumulators, so that an update holds few values beside them. With FLIPPED the
+accumulators are transposed, columns of D along the rows of the matrix unit: tensor memory and Hopper's instructions
+take 64 rows or more, however few samples or classes a program has.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped, assignment"
+# ruff: noqa: RUF005 (Triton compiles the sum of two tuples, and no starred expression)
+
+import triton
+import triton.language as tl
+
+from plsc.head.backends.triton_update_kernels import update_by_adamw, update_by_sgd
+
+# their values must not specialise the kernel: each would compile it anew
+_CHANGING = ["first", "start", "n", "batch", "s"]
+_CHANGING_UPDATE = [*_CHANGING, "first_number", "key", "factor"]
+_CHANGING_SGD = [*_CHANGING_UPDATE, "lr", "momentum", "weight_decay"]
+_CHANGING_ADAMW = [*_CHANGING_UPDATE, "rate1", "beta2", "rate2", "step_size", "correction2", "eps", "decay"]
+
+
+@triton.jit
+def _along(values, AXIS: tl.constexpr):
+    """A vector as a matrix of one column (AXIS 0) or one row (AXIS 1)."""
+    return values[:, None] if AXIS == 0 else values[None, :]
+
+
+@triton.jit
+def _as_tf32(values):
+    """float32 rounded to the nearest TF32, half away from zero: the matrix unit alone would cut off."""
+    raw = values.to(tl.uint32, bitcast=True)
+    return ((raw + 0x1000) & 0xFFFFE000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(a, b, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """total + a·b, summed in float32. WIDEN is for the interpreter, whose dot knows no bfloat16."""
+    if a.dtype == tl.bfloat16:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total) if WIDEN else tl.dot(a, b, total)
+    elif PRECISION == "bf16x3":
+        a_high, b_high = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        a_low, b_low = (a - a_high.to(tl.float32)).to(tl.bfloat16), (b - b_high.to(tl.float32)).to(tl.bfloat16)
+        total = _product(a_low, b_high, total, PRECISION, WIDEN)
+        total = _product(a_high, b_low, total, PRECISION, WIDEN)
+        return _product(a_high, b_high, total, PRECISION, WIDEN)
+    elif PRECISION == "tf32":
+        return tl.dot(_as_tf32(a), _as_tf32(b), total, input_precision="tf32")
+    else:
+        return tl.dot(a, b, total, input_precision="ieee")
+
+
+@triton.jit
+def _scores(left, right, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """left·rightᵀ of two matrices that are cut into tiles of D."""
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for tile in tl.static_range(len(left)):
+        total = _product(left[tile], tl.trans(right[tile]), total, PRECISION, WIDEN)
+    return total
+
+
+@triton.jit
+def _accumulated(totals, weights, values, FLIPPED: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
+    """Every tile of ``totals`` + weights·values; FLIPPED: + valuesᵀ·weights, of weights that are transposed already."""
+    new = ()
+    for tile in tl.static_range(len(totals)):
+        if FLIPPED:
+            total = _product(tl.trans(values[tile]), weights, totals[tile], PRECISION, WIDEN)
+        else:
+            total = _product(weights, values[tile], totals[tile], PRECISION, WIDEN)
+        new = new + (total,)
+    return new
+
+
+@triton.jit
+def _is_winner(logits, AXIS: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.constexpr, CENTERS: tl.constexpr):
+    """Whether a logit is the first largest of its class's ``CENTERS``, which lie side by side along ``AXIS``."""
+    center = tl.arange(0, CENTERS)
+    if AXIS == 0:
+        grouped = tl.reshape(logits, (SLOTS // CENTERS, CENTERS, OTHERS))
+        _, best = tl.max(grouped, axis=1, return_indices=True)
+        winner = center[None, :, None] == best[:, None, :]
+        return tl.reshape(winner, (SLOTS, OTHERS))
+    else:
+        grouped = tl.reshape(logits, (OTHERS, SLOTS // CENTERS, CENTERS))
+        _, best = tl.max(grouped, axis=2, return_indices=True)
+        winner = center[None, None, :] == best[:, :, None]
+        return tl.reshape(winner, (OTHERS, SLOTS))
+
+
+@triton.jit
+def _rows(
+    weight,
+    inverse_norm,
+    index,
+    first,
+    position,
+    inside,
+    slot,
+    dim: tl.constexpr,
+    CENTERS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Rows in the slots from class ``position`` on, as tiles of D, and their 1/norms; zeros where not ``inside``."""
+    d = tl.arange(0, TILE)
+    row = (slot // SLOTS) * CENTERS + slot % SLOTS
+    if index is None:
+        at = weight + (first + position * CENTERS) * dim + (row[:, None] * dim + d[None, :])
+        rho = tl.load(inverse_norm + first + position * CENTERS + row, mask=inside, other=0.0)
+    else:
+        listed = tl.load(index + position * CENTERS + row, mask=inside, other=0)
+        at = weight + listed[:, None] * dim + d[None, :]
+        rho = tl.load(inverse_norm + listed, mask=inside, other=0.0)
+    tiles = ()
+    for tile in tl.static_range(dim // TILE):
+        tiles = tiles + (tl.load(at + tile * TILE, mask=inside[:, None], other=0.0),)
+    return tiles, rho
+
+
+@triton.jit(do_not_specialize=[*_CHANGING, "per"])
+def first_pass(
+    weight,
+    features,
+    inverse_norm,
+    index,
+    position,
+    total,
+    pull,
+    first,
+    start,
+    n,
+    batch,
+    per,
+    s,
+    dim: tl.constexpr,
+    CENTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Sums over ``per`` classes to a program: of exponentials, and of the rows that they weigh unless ``pull`` is None.
+
+    Programs of the same classes follow each other, so that the second-level cache serves their rows. A class takes a
+    power of two of slots, one for each of its centres and some empty ones.
+    """
+    TILES: tl.constexpr = dim // TILE
+    SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
+    CLASSES: tl.constexpr = BLOCK_N // SLOTS
+    SAMPLE_AXIS: tl.constexpr = 1 if FLIPPED else 0
+    CLASS_AXIS: tl.constexpr = 0 if FLIPPED else 1
+    blocks = tl.cdiv(batch, BLOCK_B)
+    split = (tl.program_id(0) // blocks).to(tl.int64)
+    first_sample = ((tl.program_id(0) % blocks) * BLOCK_B).to(tl.int64)
+    b, slot, d = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N), tl.arange(0, TILE)
+    held = b < batch - first_sample
+    target = tl.load(position + first_sample + b, mask=held, other=-1) - start
+    x = ()
+    pulls = ()
+    x_at = features + first_sample * dim + (b[:, None] * dim + d[None, :])
+    for tile in tl.static_range(TILES):
+        x = x + (tl.load(x_at + tile * TILE, mask=held[:, None], other=0.0),)
+        pulls = pulls + (tl.zeros((TILE, BLOCK_B) if FLIPPED else (BLOCK_B, TILE), dtype=tl.float32),)
+    sums = tl.zeros((BLOCK_N, BLOCK_B) if FLIPPED else (BLOCK_B,), dtype=tl.float32)
+    lost = sums
+
+    begin = split * per
+    count = tl.minimum(n - begin, per).to(tl.int32)
+    for done in range(0, count, CLASSES):
+        inside = (slot // SLOTS < count - done) & (slot % SLOTS < CENTERS)
+        w, rho = _rows(weight, inverse_norm, index, first, begin + done, inside, slot, dim, CENTERS, SLOTS, TILE)
+        if FLIPPED:
+            scores = _scores(w, x, BLOCK_N, BLOCK_B, PRECISION, WIDEN)
+        else:
+            scores = _scores(x, w, BLOCK_B, BLOCK_N, PRECISION, WIDEN)
+        logits = scores * _along(rho * s, CLASS_AXIS)
+        own = _along(slot // SLOTS, CLASS_AXIS) == _along((target - begin - done).to(tl.int32), SAMPLE_AXIS)
+        counted = _along(inside, CLASS_AXIS) & ~own
+        if CENTERS > 1:
+            logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
+            counted = counted & _is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS)
+        e = tl.where(counted, tl.exp2(logits), 0.0)
+        # compensated (Kahan, 1965): a program adds hundreds of thousands of them
+        more = (e if FLIPPED else tl.sum(e, axis=1)) - lost
+        higher = sums + more
+        lost = (higher - sums) - more
+        sums = higher
+        if pull is not None:
+            weights = (e * _along(rho, CLASS_AXIS)).to(weight.dtype.element_ty)
+            pulls = _accumulated(pulls, weights, w, FLIPPED, PRECISION, WIDEN)
+
+    sample = split * batch + first_sample
+    if pull is not None:
+        at = pull + sample * dim + (_along(b, SAMPLE_AXIS) * dim + _along(d, CLASS_AXIS))
+        for tile in tl.static_range(TILES):
+            tl.store(at + tile * TILE, pulls[tile], mask=_along(held, SAMPLE_AXIS))
+    sums = sums.to(tl.float64) - lost
+    tl.store(total + sample + b, tl.sum(sums, axis=0) if FLIPPED else sums, mask=held)
+
+
+@triton.jit
+def _gradient_tiles(
+    weight,
+    features,
+    inverse_norm,
+    index,
+    position,
+    log_z,
+    scale,
+    target_grad,
+    member,
+    first,
+    start,
+    n,
+    batch,
+    s,
+    dim: tl.constexpr,
+    CENTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """The gradient by the unit rows of a program's classes, summed over all samples, as tiles of D."""
+    TILES: tl.constexpr = dim // TILE
+    SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
+    SAMPLE_AXIS: tl.constexpr = 0 if FLIPPED else 1
+    CLASS_AXIS: tl.constexpr = 1 if FLIPPED else 0
+    begin = tl.program_id(0).to(tl.int64) * (BLOCK_N // SLOTS)
+    b, slot, d = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N), tl.arange(0, TILE)
+    inside = (slot // SLOTS < n - begin) & (slot % SLOTS < CENTERS)
+    w, rho = _rows(weight, inverse_norm, index, first, begin, inside, slot, dim, CENTERS, SLOTS, TILE)
+    totals = ()
+    for _ in tl.static_range(TILES):
+        totals = totals + (tl.zeros((TILE, BLOCK_N) if FLIPPED else (BLOCK_N, TILE), dtype=tl.float32),)
+    for sample in range(0, batch.to(tl.int64), BLOCK_B):
+        held = b < batch - sample
+        x = ()
+        x_at = features + sample * dim + (b[:, None] * dim + d[None, :])
+        for tile in tl.static_range(TILES):
+            x = x + (tl.load(x_at + tile * TILE, mask=held[:, None], other=0.0),)
+        if FLIPPED:
+            scores = _scores(x, w, BLOCK_B, BLOCK_N, PRECISION, WIDEN)
+        else:
+            scores = _scores(w, x, BLOCK_N, BLOCK_B, PRECISION, WIDEN)
+        logits = scores * _along(rho * s, CLASS_AXIS)
+        share = tl.load(scale + sample + b, mask=held, other=0.0)
+        p = tl.exp2(logits - _along(tl.load(log_z + sample + b, mask=held, other=0.0), SAMPLE_AXIS))
+        p *= _along(share, SAMPLE_AXIS)
+        if member is not None:
+            at = member + (start + begin) * batch + sample
+            at += _along(slot // SLOTS, CLASS_AXIS).to(tl.int64) * batch + _along(b, SAMPLE_AXIS)
+            taken = tl.load(at, mask=_along(inside, CLASS_AXIS) & _along(held, SAMPLE_AXIS), other=0)
+            p = tl.where(taken != 0, p, 0.0)
+        target = (tl.load(position + sample + b, mask=held, other=-1) - start - begin).to(tl.int32)
+        pull = tl.load(target_grad + sample + b, mask=held, other=0.0)
+        own = _along(slot // SLOTS, CLASS_AXIS) == _along(target, SAMPLE_AXIS)
+        p = tl.where(own, _along(pull, SAMPLE_AXIS), p)
+        if CENTERS > 1:
+            logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
+            p = tl.where(_is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS), p, 0.0)
+        totals = _accumulated(totals, p.to(weight.dtype.element_ty), x, FLIPPED, PRECISION, WIDEN)
+    return totals
+
+
+@triton.jit
+def _program_rows(index, first, slot, n, CENTERS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which of a program's slots hold a row, the rows' positions among those of the launch, and in the table."""
+    SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
+    begin = tl.program_id(0).to(tl.int64) * (BLOCK_N // SLOTS)
+    held = (slot // SLOTS < n - begin) & (slot % SLOTS < CENTERS)
+    at = (begin + slot // SLOTS) * CENTERS + slot % SLOTS
+    rows = first + at if index is None else tl.load(index + at, mask=held, other=0)
+    return held, at, rows
+
+
+@triton.jit(do_not_specialize=_CHANGING)
+def gradient_pass(
+    weight,
+    features,
+    inverse_norm,
+    index,
+    position,
+    log_z,
+    scale,
+    target_grad,
+    member,
+    first,
+    start,
+    n,
+    batch,
+    s,
+    gradient,
+    dim: tl.constexpr,
+    CENTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Pass 2 that stores the gradient by the unit rows, for an update that is not its own."""
+    # fmt: off
+    totals = _gradient_tiles(
+        weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
+        dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN,
+    )
+    # fmt: on
+    held, at, _ = _program_rows(index, first, tl.arange(0, BLOCK_N), n, CENTERS, BLOCK_N)
+    columns = tl.arange(0, TILE)
+    for tile in tl.static_range(dim // TILE):
+        values = tl.trans(totals[tile]) if FLIPPED else totals[tile]
+        tl.store(gradient + at[:, None] * dim + tile * TILE + columns[None, :], values, mask=held[:, None])
+
+
+@triton.jit
+def _park(
+    totals,
+    parking,
+    taken,
+    dim: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PARKS: tl.constexpr,
+):
+    """Store the gradient of a program's slots in a free part of ``parking`` (PARKS, BLOCK_N, dim); return which.
+
+    An update has no registers left beside the accumulators of a matrix unit. There are about as many parts as programs
+    run at a time, so that all of them stay in the second-level cache. ``taken`` (PARKS,) int32 says which are in use;
+    a program that finds none free waits for one that will be: those that hold one never wait.
+    """
+    park = tl.program_id(0) % PARKS
+    while tl.atomic_cas(taken + park, 0, 1) != 0:
+        park = (park + 1) % PARKS
+    at = parking + park.to(tl.int64) * (BLOCK_N * dim)
+    at += tl.arange(0, BLOCK_N)[:, None] * dim + tl.arange(0, TILE)[None, :]
+    for tile in tl.static_range(dim // TILE):
+        values = tl.trans(totals[tile]) if FLIPPED else totals[tile]
+        tl.store(at + tile * TILE, values, eviction_policy="evict_last")
+    tl.debug_barrier()  # other threads of the program read it
+    return park.to(tl.int64)
+
+
+@triton.jit
+def _leave(taken, park):
+    """Free a part of the parking, once every thread of the program has read it."""
+    tl.debug_barrier()
+    tl.atomic_xchg(taken + park, 0)
+
+
+@triton.jit(do_not_specialize=_CHANGING_SGD)
+def sgd_pass(
+    weight,
+    features,
+    inverse_norm,
+    index,
+    position,
+    log_z,
+    scale,
+    target_grad,
+    member,
+    first,
+    start,
+    n,
+    batch,
+    s,
+    buffer,
+    buffer_scale,
+    parking,
+    taken,
+    row_numbers,
+    first_number,
+    skip,
+    key,
+    factor,
+    smallest_norm,
+    lr,
+    momentum,
+    weight_decay,
+    dim: tl.constexpr,
+    CENTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PARKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    NESTEROV: tl.constexpr,
+):
+    """Pass 2, and SGD on its rows: see :func:`plsc.head.backends.triton_update_kernels.sgd_rows`."""
+    # fmt: off
+    totals = _gradient_tiles(
+        weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
+        dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN,
+    )
+    # fmt: on
+    park = _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS)
+    parked = parking + park * (BLOCK_N * dim)
+    if skip is not None:
+        n = tl.where(tl.load(skip) == 0, n, 0)
+    columns = tl.arange(0, triton.next_power_of_2(dim))
+    for done in range(0, BLOCK_N, BLOCK_ROWS):
+        slot = done + tl.arange(0, BLOCK_ROWS)
+        held, at, rows = _program_rows(index, first, slot, n, CENTERS, BLOCK_N)
+        inside = held[:, None] & (columns < dim)[None, :]
+        local = rows if row_numbers is None else tl.load(row_numbers + at, mask=held, other=0)
+        gradient = tl.load(parked + (slot[:, None] * dim + columns[None, :]), mask=inside, other=0.0)
+        w = tl.load(weight + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        # fmt: off
+        update_by_sgd(
+            gradient, w, weight, inverse_norm, buffer, buffer_scale, rows, columns, held, local + first_number, key,
+            factor, smallest_norm, lr, momentum, weight_decay, dim, BLOCK_ROWS, NESTEROV, STOCHASTIC,
+        )
+        # fmt: on
+    _leave(taken, park)
+
+
+@triton.jit(do_not_specialize=_CHANGING_ADAMW)
+def adamw_pass(
+    weight,
+    features,
+    inverse_norm,
+    index,
+    position,
+    log_z,
+    scale,
+    target_grad,
+    member,
+    first,
+    start,
+    n,
+    batch,
+    s,
+    first_moment,
+    first_scale,
+    second_moment,
+    second_scale,
+    parking,
+    taken,
+    row_numbers,
+    first_number,
+    skip,
+    key,
+    factor,
+    smallest_norm,
+    rate1,
+    beta2,
+    rate2,
+    step_size,
+    correction2,
+    eps,
+    decay,
+    dim: tl.constexpr,
+    CENTERS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FLIPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    PARKS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+):
+    """Pass 2, and AdamW on its rows: see :func:`plsc.head.backends.triton_update_kernels.adamw_rows`."""
+    # fmt: off
+    totals = _gradient_tiles(
+        weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
+        dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN,
+    )
+    # fmt: on
+    park = _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS)
+    parked = parking + park * (BLOCK_N * dim)
+    if skip is not None:
+        n = tl.where(tl.load(skip) == 0, n, 0)
+    columns = tl.arange(0, triton.next_power_of_2(dim))
+    for done in range(0, BLOCK_N, BLOCK_ROWS):
+        slot = done + tl.arange(0, BLOCK_ROWS)
+        held, at, rows = _program_rows(index, first, slot, n, CENTERS, BLOCK_N)
+        inside = held[:, None] & (columns < dim)[None, :]
+        local = rows if row_numbers is None else tl.load(row_numbers + at, mask=held, other=0)
+        gradient = tl.load(parked + (slot[:, None] * dim + columns[None, :]), mask=inside, other=0.0)
+        w = tl.load(weight + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        # fmt: off
+        update_by_adamw(
+            gradient, w, weight, inverse_norm, first_moment, first_scale, second_moment, second_scale, rows, columns,
+            held, local + first_number, key, factor, smallest_norm, rate1, beta2, rate2, step_size, correction2, eps,
+            decay, dim, BLOCK_ROWS, STOCHASTIC,
+        )
+        # fmt: on
+    _leave(taken, park)

@@ -1,0 +1,254 @@
+"""The head's passes by the kernels of :mod:`plsc.head.backends.triton_pass_kernels`: launches, and what they sum into.
+
+Nothing here waits for the device. Sums over classes are taken by parts of the table, whose number depends on the
+device's kind and the batch's size alone, and in float64 over the parts, in their order: two runs agree.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.torch_backend import Batch
+from plsc.head.backends.triton_tiles import Tile, choose_tile
+from plsc.head.backends.triton_update import STATES, rule_constants, rule_numbers
+from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows
+from plsc.head.low_precision import RowState, as_int32, rounding_key
+from plsc.head.update_rules import SgdRule, Update
+
+# Matrix units cut off what their float32 sums lose; over this many classes, that stays below 2⁻¹² of a sum.
+_MOST_CLASSES = 1 << 18  # to a program of pass 1
+_PROGRAMS = 4  # of pass 1 for each of the device's processors
+_PARKED_BYTES = 32 << 20  # of gradients between product and update, at most about: they must stay in the cache
+_MOST_PARKED = 8  # programs for each of the device's processors
+_UPDATED_ELEMENTS = 4096  # of the table at a time, in a program
+_LOG2_E = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class SecondPass:
+    """The input of pass 2 over some rows: see :meth:`TorchBackend.second_pass`."""
+
+    rows: ClassRows
+    batch: Batch
+    log_z: Tensor
+    scale: Tensor
+    target_grad: Tensor
+    member: Tensor | None = None
+
+
+def first_pass(
+    rows: ClassRows, batch: Batch, chunk_size: int, precision: Fp32Precision, *, with_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Sum the exponentials of a table's classes, targets left out.
+
+    Args:
+        rows: the shard.
+        batch: the samples, at least one.
+        chunk_size: classes at a time, of a table that is copied chunk by chunk.
+        precision: of the products of a float32 table.
+        with_grad: whether to sum the rows as well.
+
+    Returns:
+        Σ exp(z) (B,) float64, and Σ exp(z)·ρ·W (B, D) float32 or None.
+    """
+    from plsc.head.backends import triton_pass_kernels as kernels
+
+    features, position = batch.features.contiguous(), batch.position.contiguous()
+    size, device = len(features), features.device
+    tile = choose_tile("first", rows, device, precision)
+    blocks, step = -(-size // tile.samples), tile.classes(rows.centers)
+    most_parts = _most_parts(blocks, _processors(device))
+    total = torch.zeros(size, dtype=torch.float64, device=device)
+    grad: Tensor | None = None
+    at_once = most_parts * _MOST_CLASSES
+    for chunk in rows.chunks(min(chunk_size, at_once) if rows.is_streamed else at_once):
+        count = chunk.stop - chunk.start
+        share = -(-count // (most_parts * step)) * step
+        parts = -(-count // share)
+        totals = torch.empty(parts, size, dtype=torch.float64, device=device)
+        pulls = torch.empty(parts, *features.shape, dtype=torch.float32, device=device) if with_grad else None
+        _launch(
+            kernels.first_pass,
+            parts * blocks,
+            tile,
+            chunk,
+            precision,
+            weight=chunk.table.weight,
+            features=features,
+            inverse_norm=chunk.table.inverse_norm,
+            position=position,
+            total=totals,
+            pull=pulls,
+            batch=size,
+            per=share,
+            s=batch.margin.s * _LOG2_E,
+        )
+        total += totals.sum(0)
+        if pulls is not None:
+            pull = pulls[0] if parts == 1 else pulls.sum(0, dtype=torch.float64)
+            grad = pull.float() if grad is None else grad.add_(pull)
+    if with_grad and grad is None:
+        grad = torch.zeros_like(features, dtype=torch.float32)
+    return total, grad
+
+
+def second_pass(given: SecondPass, chunk_size: int, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
+    """Give each chunk with the gradient (n·K, D) float32 by its unit rows."""
+    from plsc.head.backends import triton_pass_kernels as kernels
+
+    tile, arguments = _prepared(given, precision)
+    for chunk in given.rows.chunks(chunk_size):
+        count = chunk.stop - chunk.start
+        shape = count * given.rows.centers, given.batch.features.shape[1]
+        gradient = torch.empty(shape, dtype=torch.float32, device=given.batch.features.device)
+        programs = -(-count // tile.classes(given.rows.centers))
+        _launch(
+            kernels.gradient_pass, programs, tile, chunk, precision, gradient=gradient, **_table(chunk), **arguments
+        )
+        yield chunk, gradient
+
+
+def update_pass(
+    given: SecondPass,
+    chunk_size: int,
+    precision: Fp32Precision,
+    state: Callable[[Chunk], Mapping[str, RowState]],
+    update: Update,
+) -> None:
+    """Run pass 2, and the update of :func:`plsc.head.backends.triton_update.update_rows` in the same programs.
+
+    Its result is that of the gradient and that function, bit for bit.
+    """
+    from plsc.head.backends import triton_pass_kernels as kernels
+
+    rows, features = given.rows, given.batch.features
+    tile, arguments = _prepared(given, precision)
+    dim, step = features.shape[1], tile.classes(rows.centers)
+    largest = chunk_size if rows.is_streamed else rows.num_classes
+    parks = _parks(_processors(features.device), tile, dim, -(-largest // step))
+    parking = torch.empty(parks, tile.slots, dim, dtype=torch.float32, device=features.device)
+    taken = torch.zeros(parks, dtype=torch.int32, device=features.device)
+    kernel = kernels.sgd_pass if isinstance(update.rule, SgdRule) else kernels.adamw_pass
+    for chunk in rows.chunks(max(largest, 1)):
+        tables = {name: state(chunk).get(name) for name in STATES[type(update.rule)]}
+        _launch(
+            kernel,
+            -(-(chunk.stop - chunk.start) // step),
+            tile,
+            chunk,
+            precision,
+            **_table(chunk),
+            **arguments,
+            **_state_arguments(tables),
+            **rule_numbers(update.rule),
+            **rule_constants(update.rule),
+            parking=parking,
+            taken=taken,
+            row_numbers=chunk.local_rows.contiguous() if chunk.table.is_copy else None,
+            first_number=update.first_row,
+            skip=update.skip,
+            key=as_int32(rounding_key(update.seed, update.step)),
+            factor=update.factor,
+            smallest_norm=SMALLEST_NORM,
+            PARKS=parks,
+            BLOCK_ROWS=min(max(_UPDATED_ELEMENTS // (1 << (dim - 1).bit_length()), 1), tile.slots),
+            STOCHASTIC=update.rounding == "stochastic",
+        )
+        written = [chunk.table.weight, *[table.values for table in tables.values() if table is not None]]
+        # the kernel writes behind PyTorch's back: versions show writes from outside
+        torch.autograd.graph.increment_version(written)
+
+
+def _state_arguments(tables: Mapping[str, RowState | None]) -> dict[str, Tensor | None]:
+    """The kernels' arguments for the optimizer's tables."""
+    names = {
+        "momentum": ("buffer", "buffer_scale"),
+        "first_moment": ("first_moment", "first_scale"),
+        "second_moment": ("second_moment", "second_scale"),
+    }
+    arguments: dict[str, Tensor | None] = {}
+    for name, table in tables.items():
+        values, scale = names[name]
+        arguments |= {values: None if table is None else table.values, scale: None if table is None else table.scale}
+    return arguments
+
+
+def _prepared(given: SecondPass, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
+    """Pass 2's tile, and those arguments of its kernels that all chunks share."""
+    batch, device = given.batch, given.batch.features.device
+    log_z = given.log_z.double() * _LOG2_E
+    by_sample = {"log_z": log_z, "scale": given.scale, "target_grad": given.target_grad}
+    member = None if given.member is None else given.member.contiguous().view(torch.uint8)
+    arguments = {name: values.float().contiguous() for name, values in by_sample.items()}
+    return choose_tile("second", given.rows, device, precision), {
+        **arguments,
+        "features": batch.features.contiguous(),
+        "position": batch.position.contiguous(),
+        "member": member,
+        "batch": len(batch.features),
+        "s": batch.margin.s * _LOG2_E,
+    }
+
+
+def _table(chunk: Chunk) -> dict[str, Tensor]:
+    return {"weight": chunk.table.weight, "inverse_norm": chunk.table.inverse_norm}
+
+
+def _launch(kernel: Any, programs: int, tile: Tile, chunk: Chunk, precision: Fp32Precision, **arguments: Any) -> None:
+    """Run a kernel over a chunk's rows, by their numbers or from the first on."""
+    index, features = chunk.index, arguments["features"]
+    if programs == 0:
+        return
+    with torch.cuda.device_of(features):
+        kernel[(programs,)](
+            **arguments,
+            index=None if isinstance(index, slice) else index.contiguous(),
+            first=index.indices(len(chunk.table.weight))[0] if isinstance(index, slice) else 0,
+            start=chunk.start,
+            n=chunk.stop - chunk.start,
+            dim=features.shape[1],
+            CENTERS=chunk.table.centers,
+            PRECISION=precision,
+            WIDEN=features.device.type == "cpu",
+            **tile.options,
+        )
+
+
+def _processors(device: torch.device) -> int:
+    """Of a GPU; 2 where kernels are interpreted."""
+    return 2 if device.type == "cpu" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _most_parts(blocks: int, processors: int) -> int:
+    """Into how many parts pass 1 divides the classes for this many blocks of samples."""
+    return max(_PROGRAMS * processors // blocks, 1)
+
+
+def _parks(processors: int, tile: Tile, dim: int, programs: int) -> int:
+    """How many programs of pass 2 may be between product and update at a time; others wait."""
+    fitting = _PARKED_BYTES // (tile.slots * dim * 4)
+    return max(min(max(fitting, processors), _MOST_PARKED * processors, programs), 1)
+
+
+def scratch_bytes(
+    samples: tuple[int, int], classes: int, dim: int, tiles: tuple[Tile, Tile], processors: int
+) -> tuple[int, int]:
+    """Bytes that :func:`first_pass` and :func:`update_pass` take beside the table, at most, for a plan.
+
+    Args:
+        samples: B of pass 1 and of pass 2.
+        classes: that are visited, of one centre.
+        dim: D.
+        tiles: of both passes.
+        processors: of the device.
+    """
+    first, second = tiles
+    parts = min(_most_parts(-(-samples[0] // first.samples), processors), max(classes // first.slots, 1))
+    summed = samples[0] * dim * (parts * 4 + (8 if parts > 1 else 0))
+    parked = _parks(processors, second, dim, -(-classes // second.slots)) * second.slots * dim * 4
+    return summed, parked
