@@ -34,7 +34,7 @@ from plsc.parallel.mesh import Mesh
 Tick = Callable[[str], None]
 
 _STORAGES = {"float32": ("float32", "float32"), "bfloat16 + int8": ("bfloat16", "int8")}
-_DIMS = (64, 512)
+_USUAL = {torch.float32: "SGD, float32 momentum", torch.bfloat16: "SGD, int8 momentum"}
 _SGD = SgdRule(0.1, 0.9, 5e-4, nesterov=False)
 _ADAMW = AdamWRule(1e-3, 0.9, 0.999, 1e-8, 1e-2, step=3)
 _MOMENTA = (torch.float32, torch.bfloat16, torch.int8)
@@ -121,8 +121,8 @@ def _backend_line(name: str, backend: str, like: Shard, tick: Tick) -> Line:
         return failed(name, build.why_no_library(), "repair the compiler, or set PLSC_NATIVE=0 to do without")
     deviations: dict[str, list[Deviation]] = {}
     try:
-        for label, shard in _shards(like, backend):
-            for kind, check in _checks(backend, shard):
+        for label, shard, every_update in _tables(like, backend):
+            for kind, check in _checks(backend, shard, every_update):
                 tick(f"{name}, {kind}, {label}")
                 deviations[f"{kind}, {label}"] = check()
     except Exception as error:  # of a compiler, a driver or a kernel: the report says so, and goes on
@@ -145,27 +145,38 @@ def _share(deviation: Deviation) -> float:
     return float("inf") if share != share else share
 
 
-def _shards(like: Shard, backend: str) -> Iterator[tuple[str, Shard]]:
-    """All rows, sampled rows and sub-centres, at each width; few and narrow ones where kernels are interpreted."""
-    small = backend == "triton" and is_interpreted()
-    for dim in (64,) if small else _DIMS:
-        shard = replace(like, dim=dim)
-        if small:
-            shard = replace(shard, classes=40, batch=9, chunk=32)
-        yield f"D = {dim}", shard
-        yield f"D = {dim}, sampled", replace(shard, listed=True)
-        if not small:
-            yield f"D = {dim}, sub-centres", replace(shard, centers=3)
+def _tables(like: Shard, backend: str) -> Iterator[tuple[str, Shard, bool]]:
+    """The tables to check, and whether every update is checked on it, or the usual one of its storage.
+
+    Triton compiles a kernel for each kind of table and update, which takes seconds on a GPU's first day, and interprets
+    them in more: fewer then.
+    """
+    of_triton = backend == "triton"
+    if of_triton and is_interpreted():
+        small = replace(like, dim=64, classes=40, batch=9, chunk=32)
+        yield "D = 64", small, True
+        yield "D = 64, sampled", replace(small, listed=True), False
+        return
+    yield "D = 512", replace(like, dim=512), like.fp32_precision == "ieee"
+    if like.fp32_precision != "ieee":
+        return
+    for dim in (512, 64):
+        shard, every = replace(like, dim=dim), not of_triton
+        if dim != 512:
+            yield f"D = {dim}", shard, every
+        yield f"D = {dim}, sampled", replace(shard, listed=True), every
+        yield f"D = {dim}, sub-centres", replace(shard, centers=3), every
 
 
-def _checks(name: str, shard: Shard) -> Iterator[tuple[str, Callable[[], list[Deviation]]]]:
+def _checks(name: str, shard: Shard, every_update: bool) -> Iterator[tuple[str, Callable[[], list[Deviation]]]]:
     shape = HeadShape(shard.device, shard.dtype, shard.dim, shard.centers, ArcFace(), shard.fp32_precision)
     backend = select_backend(shape, name)
     yield "passes", partial(check_passes, backend, shard)
     for kind, rule, dtypes in _rules():
-        yield kind, partial(check_update, backend, shard, rule, dtypes)
-        if has_update_pass(backend):
-            yield f"{kind} in pass 2", partial(check_update_pass, backend, shard, rule, dtypes)
+        if every_update or kind == _USUAL[shard.dtype]:
+            yield kind, partial(check_update, backend, shard, rule, dtypes)
+            if has_update_pass(backend):
+                yield f"{kind}, in pass 2", partial(check_update_pass, backend, shard, rule, dtypes)
 
 
 def _rules() -> Iterator[tuple[str, UpdateRule, dict[str, torch.dtype]]]:

@@ -176,7 +176,7 @@ def test_a_kernel_that_returns_noise_is_named(doctor, monkeypatch):
     assert "disagrees with float64 here: weights" in sections["choices"]["head, float32"]["text"]
     line = sections["kernels"][f"compiled for {path}, bfloat16"]
     assert line["state"] == "FAIL"
-    assert line["text"].startswith("24 of 48 checks: SGD, D = 64: ")
+    assert line["text"].startswith("24 of 48 checks: SGD, D = 512: ")
     assert "PLSC_HEAD_BACKEND=torch" in line["advice"]
     assert sections["kernels"]["torch, bfloat16"]["state"] == "ok"
 
