@@ -22,7 +22,7 @@ from plsc.parallel.data_parallel import Float64Gradients
 from plsc.parallel.mesh import Mesh
 
 # The count of a rank without samples: it weighs nothing, and is not the 0 by which PyTorch's kernel would divide.
-_NO_SAMPLES = 2.0**-100
+NO_SAMPLES = 2.0**-100
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -147,7 +147,7 @@ class _NormaliseOnGpu(torch.autograd.Function):
             count = float(x.numel() // channels)
         else:
             mean = x.new_zeros(channels, dtype=torch.promote_types(x.dtype, torch.float32))
-            invstd, count = torch.ones_like(mean), _NO_SAMPLES
+            invstd, count = torch.ones_like(mean), NO_SAMPLES
         local = torch.cat([mean, invstd, mean.new_full((1,), count)])
         means, invstds, counts = all_gather_equal(local, layer.mesh).split([channels, channels, 1], dim=1)
         counts = counts.squeeze(1)

@@ -131,6 +131,34 @@ def test_gpus_equal_one_process_on_the_concatenated_batch(ranks, sizes, memory_f
         }
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ranks_without_samples_weigh_nothing(monkeypatch, device, memory_format):
+    """On a GPU by PyTorch's kernels: the statistics of empty ranks stand before and after this one's."""
+    if device == "cpu":
+        for kernel in KERNELS:
+            monkeypatch.setattr(torch, kernel.__name__, kernel)
+
+    def between_empty_ranks(local: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+        channels = len(local) // 2
+        empty = torch.zeros_like(local)
+        empty[channels:-1], empty[-1] = 1, sync_batchnorm.NO_SAMPLES
+        return torch.stack([empty, local, empty])
+
+    monkeypatch.setattr(sync_batchnorm, "all_gather_equal", between_empty_ranks)
+    plain = make_net().float().to(device=device, memory_format=memory_format)
+    synced = convert_sync_batchnorm(copy.deepcopy(plain), Mesh(0, 1, 0, torch.device("cuda")))
+    images = torch.randn(8, 2, 5, 5, generator=torch.Generator().manual_seed(0)).to(device, memory_format=memory_format)
+    results = []
+    for net in (synced, plain):
+        x = images.clone().requires_grad_()
+        out = net(x)
+        (out * torch.linspace(0, 1, 36, device=device)).square().sum().backward()
+        results.append([out, x.grad, net[1].weight.grad, net[1].bias.grad, *net.state_dict().values()])
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+
+
 def test_conversion_keeps_keys_and_evaluates_alike():
     net = make_net().eval()
     synced = convert_sync_batchnorm(copy.deepcopy(net), Mesh(0, 1, 0, torch.device("cpu"))).eval()
