@@ -4,6 +4,7 @@ Where the table is replicated over groups of ranks, a rank holds its own group's
 more than a few numbers per sample.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -74,8 +75,8 @@ def gather_batch(
 ) -> GlobalBatch:
     """Check this rank's embeddings (b, dim) and labels (b,), and gather those of its head group.
 
-    Moves b·dim numbers of ``dtype`` and 8 to 16 bytes per sample of the group. Where ``sizes``, every rank's number of
-    samples, is not given, 32 bytes per rank of the world are exchanged first.
+    Moves b·dim numbers of ``dtype`` and 8 to 16 bytes per sample of the group, at once. Where ``sizes``, every rank's
+    number of samples, is not given, 32 bytes per rank of the world are exchanged first.
     """
     unchecked = sizes is not None and is_read_late(labels)
     sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh, sizes)
@@ -89,14 +90,31 @@ def gather_batch(
     if unchecked:  # the loss is NaN then, on every rank, and no optimizer updates anything by it
         outside = (labels < 0) | (labels >= num_classes)
         unit = unit.masked_fill(outside[:, None], torch.nan)
+    features, labels, *norms = _gather_together([unit, labels, *([norm] if with_norms else [])], head, group)
     return GlobalBatch(
-        all_gather_rows(unit, head, group),
-        all_gather_rows(labels, head, group),
-        all_gather_rows(norm, head, group) if with_norms else None,
+        features,
+        labels,
+        norms[0] if with_norms else None,
         group,
         [sum(sizes) for sizes in groups],
         mesh.replicas.rank,
     )
+
+
+def _gather_together(columns: list[Tensor], mesh: Mesh, sizes: list[int]) -> list[Tensor]:
+    """Concatenate the ranks' rows of several tensors by one collective: their bytes travel beside each other.
+
+    Over many ranks an all-gather of a few bytes takes nearly as long as one of the features.
+    """
+    if mesh.world_size == 1:
+        return columns
+    packed = [column.reshape(len(column), math.prod(column.shape[1:])).view(torch.uint8) for column in columns]
+    gathered = all_gather_rows(torch.cat(packed, dim=1), mesh, sizes)
+    parts = gathered.split([part.shape[1] for part in packed], dim=1)
+    return [
+        part.contiguous().view(column.dtype).view(-1, *column.shape[1:])
+        for part, column in zip(parts, columns, strict=True)
+    ]
 
 
 def gather_labels(labels: Tensor, *, num_classes: int, mesh: Mesh, sizes: Sequence[int] | None = None) -> Tensor:
