@@ -149,7 +149,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
-                total += backward_through_normalize(gradient, chunk).double().square().sum()
+                gradient = backward_through_normalize(gradient, chunk)
+                total += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()  # makes no float64 copy
         return all_reduce_sum(total, self.head.mesh.head).sqrt()
 
     def scale_gradients(self, factor: Tensor | float) -> None:

@@ -106,16 +106,18 @@ class Tracer(TorchDispatchMode):
 
     Fake tensors have no values. Where the host asks for one of the device's, a number is 0, a truth False, and of a
     tensor with a row per rank the first column is the ranks' batch sizes. A number of the host (AdamW's steps) is 1. A
-    selection by a mask over samples keeps ``samples_kept`` of them, one over anything larger keeps all.
+    selection by a mask over samples keeps ``samples_kept`` of them, one over anything larger keeps all; of rows,
+    those in which two lists meet (nonzero) are ``share_kept``.
 
     Args:
         sizes: the ranks' batch sizes.
         samples_kept: samples of the global batch that belong to a shard.
+        share_kept: the share of the classes that a batch visits, and so of the rows that it shares with another.
     """
 
-    def __init__(self, sizes: list[int], samples_kept: int) -> None:
+    def __init__(self, sizes: list[int], samples_kept: int, share_kept: float = 1.0) -> None:
         super().__init__()
-        self.sizes, self.samples_kept = sizes, samples_kept
+        self.sizes, self.samples_kept, self.share_kept = sizes, samples_kept, share_kept
         self.counts = Counts()
         self.live = 0
         self.in_background = False
@@ -175,14 +177,16 @@ class Tracer(TorchDispatchMode):
     def _selected(self, name: str, args: tuple[Any, ...]) -> Any:
         values = args[0]
         if name == "nonzero":
-            return values.new_empty((self._kept(values), values.dim()), dtype=torch.int64)
+            return values.new_empty((self._kept(values, self.share_kept), values.dim()), dtype=torch.int64)
         if name == "masked_select":
             return values.new_empty(self._kept(args[1]))
         count = values.new_empty(0, dtype=torch.int64)
         return values.new_empty(values.numel()), count, count.clone()
 
-    def _kept(self, mask: Tensor) -> int:
-        return min(self.samples_kept, mask.numel()) if mask.numel() <= sum(self.sizes) else mask.numel()
+    def _kept(self, mask: Tensor, share: float = 1.0) -> int:
+        if mask.numel() <= sum(self.sizes):
+            return min(self.samples_kept, mask.numel())
+        return round(share * mask.numel())
 
     def tolist(self, tensor: Tensor) -> Any:
         """The values of a tensor of which the host asks for all."""

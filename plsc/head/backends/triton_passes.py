@@ -249,6 +249,6 @@ def scratch_bytes(
     """
     first, second = tiles
     parts = min(_most_parts(-(-samples[0] // first.samples), processors), max(classes // first.slots, 1))
-    summed = samples[0] * dim * (parts * 4 + (8 if parts > 1 else 0))
+    summed = samples[0] * dim * (parts * 4 + (8 + 4 if parts > 1 else 0))  # in float32, float64 and float32
     parked = _parks(processors, second, dim, -(-classes // second.slots)) * second.slots * dim * 4
     return summed, parked
