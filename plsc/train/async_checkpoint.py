@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from plsc.errors import PlscError
 from plsc.files import write_json
-from plsc.parallel.collectives import all_gather_numbers, all_gather_object
+from plsc.parallel.collectives import all_gather_numbers, all_gather_object, barrier
 from plsc.sizes import available_bytes
 from plsc.train.checkpoint import STATE, CheckpointFolder
 from plsc.train.checkpoint_writer import Described, ShardWriter, StagingClosedError, write_errors
@@ -116,6 +116,7 @@ class AsyncCheckpointer:
                 f"and may hold {self._allowed_bytes() / 1e9:.1f} GB of it in host memory"
             )
         self._pending = _Pending(step, tmp_path, deepcopy(state), after, writer, writer.write(self._thread))
+        barrier(self.mesh)  # of hosts: where memory was short, a rank may come later than a GPU's collective waits
         if not self._background:
             self.wait()
 

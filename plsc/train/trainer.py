@@ -37,7 +37,7 @@ from plsc.train.report import RunReport, StepProgress, begins_anew, closing_line
 from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
-POLL_STEPS = 10  # between two exchanges about a checkpoint under way; each waits for the device, if only for a moment
+POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
 CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 
