@@ -85,8 +85,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Row:
-    """What a variant was compiled to. Shared memory is in bytes."""
+    """What a variant was compiled to, by which Triton. Shared memory is in bytes."""
 
+    triton: str
     kernel: str
     gpu: str
     dtype: str
@@ -117,20 +118,17 @@ def variants() -> Iterator[Variant]:
 
 def compiled(variant: Variant, tile: Tile | None = None) -> Row:
     """Compile a variant, with ``tile`` instead of its own if given."""
-    from triton.backends.nvidia.compiler import get_ptxas
+    import triton
+
+    from plsc.head.backends import triton_pass_kernels, triton_update_kernels
 
     tile = tile or (variant.tile if variant.kernel in PASSES else None)
-    built = _triton_compile(variant, tile)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(built.asm["ptx"])
-        command = [get_ptxas(variant.gpu.number).path, "-v", "--gpu-name", variant.gpu.name, str(source)]
-        report = subprocess.run([*command, "-o", f"{source}.o"], capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", report)
-    spilled = re.search(r"(\d+) bytes spill stores", report)
-    assert registers is not None
-    assert spilled is not None
+    module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
+    options, constants = _constants(variant, tile)
+    built = compile_for(variant.gpu, getattr(module, variant.kernel), constants, options, variant.dtype)
+    registers, spilled = assemble(built, variant.gpu)
     return Row(
+        triton.__version__,
         variant.kernel,
         variant.gpu.name,
         variant.dtype,
@@ -139,8 +137,8 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
         variant.centers,
         variant.listed,
         _named(tile),
-        int(registers[1]),
-        int(spilled[1]),
+        registers,
+        spilled,
         built.metadata.shared,
         next((name for name in INSTRUCTIONS if name in built.asm["ptx"]), ""),
     )
@@ -152,24 +150,48 @@ def _named(tile: Tile | None) -> str:
     return f"{tile.samples}x{tile.slots}x{tile.columns} s{tile.stages}" + (" flipped" if tile.flipped else "")
 
 
-def _triton_compile(variant: Variant, tile: Tile | None) -> Any:
+def compile_for(
+    gpu: Gpu, kernel: Any, constants: Mapping[str, Any], options: Mapping[str, Any], dtype: str = "bf16"
+) -> Any:
+    """Compile a kernel for ``gpu``, which need not be there.
+
+    Args:
+        gpu: the target.
+        kernel: a function of ``@triton.jit``.
+        constants: values of arguments; those that the kernel does not have are left out.
+        options: of Triton's compiler.
+        dtype: Triton's name for the table's type.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from plsc.head.backends import triton_pass_kernels, triton_update_kernels
-
-    module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
-    kernel = getattr(module, variant.kernel)
-    options, constants = _constants(variant, tile)
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
-    types = {name: "constexpr" if name in constants else _type(name, variant) for name in names}
+    types = {name: "constexpr" if name in constants else _type(name, dtype) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     # torch's pointers are aligned to 16 bytes
     aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if types[name].startswith("*")}
     source = ASTSource(kernel, types, constexprs=places, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", variant.gpu.number, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", gpu.number, 32), options=dict(options))
+
+
+def assemble(built: Any, gpu: Gpu) -> tuple[int, int]:
+    """Assemble a compiled kernel: registers of a thread, and bytes of them that are spilled to memory."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(built.asm["ptx"])
+        command = [get_ptxas(gpu.number).path, "-v", "--gpu-name", gpu.name, str(source), "-o", f"{source}.o"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    stored = re.search(r"(\d+) bytes spill stores", report)
+    loaded = re.search(r"(\d+) bytes spill loads", report)
+    assert registers is not None
+    assert stored is not None
+    assert loaded is not None
+    return int(registers[1]), max(int(stored[1]), int(loaded[1]))
 
 
 def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -192,9 +214,9 @@ def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dic
     }
 
 
-def _type(name: str, variant: Variant) -> str:
+def _type(name: str, dtype: str) -> str:
     if name in ("weight", "features"):
-        return f"*{variant.dtype}"
+        return f"*{dtype}"
     return (_POINTERS | _INTEGERS).get(name, "fp32")
 
 

@@ -48,11 +48,13 @@ def test_the_table_holds_everything_that_ships_and_nothing_is_wrong_in_it(table)
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", RECOMPILED, ids=lambda v: f"{v.kernel}-{v.gpu.name}-{v.dtype}-{v.precision}")
 def test_kernels_compile_as_in_the_table(tmp_path, monkeypatch, table, variant):
-    """Another Triton may count other registers, but spills none and uses the same units."""
+    """Another Triton than the table's may count other registers, but spills none and uses the same units."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     row = compiled(variant)
     committed = table[key(row)]
     assert problem(row) is None
-    assert (row.tile, row.instruction) == (committed.tile, committed.instruction)
-    assert row.shared <= committed.shared * 1.1
-    assert row.registers <= min(committed.registers * 1.1, 255)
+    assert row.instruction == committed.instruction
+    if row.triton == committed.triton:
+        assert row.tile == committed.tile
+        assert row.shared <= committed.shared * 1.1
+        assert row.registers <= min(committed.registers * 1.1, 255)

@@ -7,7 +7,7 @@ import pytest
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs triton", allow_module_level=True)
 
-from support.compiled_kernels import assembler_report, compile_kernel
+from benchmarks.compiled_kernels import GPUS, assemble, compile_for
 
 SHIPPED = {"BLOCK_N": 4, "BLOCK_D": 512, "STOCHASTIC": True}
 LISTED = {"dim": 500, **SHIPPED}
@@ -24,24 +24,21 @@ KERNELS = [
     ("adamw_rows", CONSECUTIVE | {"second_scale": None}),
     ("adamw_rows", WIDEST | {"second_scale": None, "first_scale": None}),
 ]
-ARCHITECTURES = {80: "sm_80", 89: "sm_89", 90: "sm_90a", 100: "sm_100a"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("capability", "name", "constants"),
-    [
-        (capability, *kernel)
-        for capability in ARCHITECTURES
-        for kernel in KERNELS[:: 1 if capability in (80, 90) else 3]
-    ],
+    ("gpu", "name", "constants"),
+    [(gpu, *kernel) for gpu in GPUS for kernel in KERNELS[:: 1 if gpu.name in ("sm_80", "sm_90a") else 3]],
+    ids=lambda value: getattr(value, "name", None),
 )
-def test_updates_compile_without_spills(tmp_path, monkeypatch, capability, name, constants):
+def test_updates_compile_without_spills(tmp_path, monkeypatch, gpu, name, constants):
     from plsc.head.backends import triton_update_kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    compiled = compile_kernel(getattr(triton_update_kernels, name), constants, capability, aligned=True, num_warps=4)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    compiled = compile_for(gpu, getattr(triton_update_kernels, name), constants, options)
     if constants["dim"] == constants["BLOCK_D"]:
         assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes at a time
-    report = assembler_report(compiled, capability, ARCHITECTURES[capability])
-    assert "0 bytes spill stores, 0 bytes spill loads" in report, report
+    _, spilled = assemble(compiled, gpu)
+    assert spilled == 0

@@ -99,10 +99,7 @@ def choose_tile(which: Pass, rows: ClassRows, device: torch.device, precision: F
     capability = torch.cuda.get_device_capability(device)
     # not every supported torch declares this property, or has it
     shared = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
-    tile = shipped_tile(which, capability, shared, rows.weight.dtype, dim, precision)
-    if capability[0] == 10 and not _shares_blocks():
-        return replace(tile, columns=min(tile.columns, 128), stages=1)
-    return tile
+    return shipped_tile(which, capability, shared, rows.weight.dtype, dim, precision)
 
 
 @cache
@@ -115,7 +112,7 @@ def _shares_blocks() -> bool:
 def shipped_tile(
     which: Pass, capability: tuple[int, int], shared: int, dtype: torch.dtype, dim: int, precision: Fp32Precision
 ) -> Tile:
-    """The tile of a pass for a GPU.
+    """The tile of a pass for a GPU, with the Triton that is installed.
 
     Args:
         which: the pass.
@@ -129,6 +126,8 @@ def shipped_tile(
     tile = _BFLOAT16[kind][which] if dtype == torch.bfloat16 else _FLOAT32[precision][which]
     if dim > 512:
         tile = _WIDE[kind][which]
+    if kind == "sm_100" and not _shares_blocks():
+        tile = replace(tile, columns=min(tile.columns, 128), stages=1)
     return replace(tile, columns=min(tile.columns, dim & -dim))
 
 
