@@ -43,7 +43,7 @@ KEYS: Mapping[str, Counterpart] = {
     "interclass_filtering_threshold": Counterpart(
         "", "against wrong labels there are sub-centres (head.centers = 3) and sampling (head.sample_rate)"
     ),
-    "optimizer": Counterpart("optim.name", '"sgd" or "adamw"'),
+    "optimizer": Counterpart("optim.name", '"sgd" or "adamw", which the head takes as well'),
     "lr": Counterpart("optim.lr"),
     "momentum": Counterpart("optim.momentum"),
     "weight_decay": Counterpart("optim.weight_decay"),

@@ -28,6 +28,12 @@ def margin_keys() -> dict[str, tuple[str, ...]]:
     return {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in MARGINS.items()}
 
 
+def _backbone_optimizers() -> tuple[str, ...]:
+    from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS
+
+    return tuple(BACKBONE_OPTIMIZERS)
+
+
 def _schedules() -> tuple[str, ...]:
     from plsc.optim.schedules import SCHEDULES
 
@@ -147,13 +153,30 @@ class HeadConfig:
 class OptimConfig:
     """[optim]: the optimizers of backbone and head, and their learning-rate schedule."""
 
-    name: str = key("sgd", "Optimizer of backbone and head.", choices=("sgd", "adamw"))
+    name: str = key(
+        "sgd",
+        "Optimizer of the backbone; muon trains what is no matrix by adamw.",
+        choices=_backbone_optimizers,
+    )
+    head: str | None = key(
+        None,
+        "Optimizer of the head; unset: sgd beside sgd and lars, adamw beside the others.",
+        choices=("sgd", "adamw"),
+    )
     lr: float = key(0.1, "Peak learning rate; it is not scaled with the batch size.", above=0)
     head_lr: float | None = key(None, "Peak learning rate of the head; unset: lr.", above=0)
-    momentum: float = key(0.9, "sgd: momentum.", least=0, below=1)
+    momentum: float = key(0.9, "sgd, lars, muon: momentum; muon is published with 0.95.", least=0, below=1)
+    trust_coefficient: float = key(
+        1e-3, "lars: length of a layer's step as a share of its weights' norm, before lr.", above=0
+    )
     weight_decay: float = key(5e-4, "Weight decay of all weights, the head's included.", least=0)
-    betas: tuple[float, ...] = key((0.9, 0.999), "adamw: decay rates of the two moments.", least=0, below=1)
-    eps: float = key(1e-8, "adamw: added to the square root of the second moment.", above=0)
+    betas: tuple[float, ...] = key(
+        (0.9, 0.999),
+        "adamw, lamb, lion, muon: decay rates of the two moments; lion is published with 0.9, 0.99.",
+        least=0,
+        below=1,
+    )
+    eps: float = key(1e-8, "adamw, lamb, muon: added to the square root of the second moment.", above=0)
     schedule: str = key("polynomial", "Course of the learning rate after the warm-up.", choices=_schedules)
     warmup_epochs: float | None = key(None, "Epochs of linear warm-up; unset: none.", least=0)
     warmup_steps: int | None = key(None, "Steps of linear warm-up, in place of warmup_epochs; unset: none.", least=0)
@@ -174,6 +197,11 @@ class OptimConfig:
     accumulate: int = key(
         1, "Micro-batches per step (gradient accumulation); the step equals that of one large batch.", least=1
     )
+
+    @property
+    def head_name(self) -> str:
+        """The head's optimizer, "sgd" or "adamw"."""
+        return self.head or ("sgd" if self.name in ("sgd", "lars") else "adamw")
 
 
 @dataclass(frozen=True)
@@ -394,8 +422,10 @@ def _check_together(config: Config) -> None:
         raise UsageError("optim.milestones must rise: each epoch later than the one before it")
     if config.data.batch_size == 1 and not config.sync_batchnorm:
         raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
-    if config.optim.name == "adamw" and config.head.momentum_dtype == "none":
-        raise UsageError('head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8')
+    if config.optim.head_name == "adamw" and config.head.momentum_dtype == "none":
+        raise UsageError(
+            'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
+        )
     _check_head(config)
     _check_backbone(config.backbone)
 

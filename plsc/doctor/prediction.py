@@ -35,7 +35,7 @@ def head(device: torch.device, speeds: Device, tick: Tick) -> list[Line]:
     base = Config()
     data = replace(base.data, batch_size=batch)
     storage = replace(base.head, weight_dtype="bfloat16", momentum_dtype="int8")
-    config = replace(base, embedding_dim=_DIM, data=data, head=storage, optim=replace(base.optim, name="sgd"))
+    config = replace(base, embedding_dim=_DIM, data=data, head=storage, optim=replace(base.optim, head="sgd"))
     setup = PlanConfig(config, classes, 1, 1, 1)
     tick("plan")
     planned_table, planned_scratch = head_memory(setup, speeds)

@@ -147,7 +147,7 @@ def advise(setup: PlanConfig, hardware: Hardware, wanted: float | None = None) -
 def storages(setup: PlanConfig) -> Iterator[tuple[str, str]]:
     """Yield the storages that the configuration's optimizer supports."""
     for weights, momentum in STORAGES:
-        if momentum != "none" or setup.config.optim.name == "sgd":
+        if momentum != "none" or setup.config.optim.head_name == "sgd":
             yield weights, momentum
 
 

@@ -62,9 +62,11 @@ class PlanConfig:
 
     @property
     def backbone_states(self) -> int:
-        """Numbers that the backbone's optimizer keeps for each weight."""
+        """Numbers that the backbone's optimizer keeps for each weight: adafactor at most, muon of each matrix."""
         optim = self.config.optim
-        return 2 if optim.name == "adamw" else int(optim.momentum > 0)
+        if optim.name in ("sgd", "lars"):
+            return int(optim.momentum > 0)
+        return 2 if optim.name in ("adamw", "lamb") else 1
 
     @property
     def weight_width(self) -> int:

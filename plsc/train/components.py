@@ -21,6 +21,7 @@ from plsc.losses.margins import MARGINS, Margin
 from plsc.models import create, load_weights
 from plsc.models.weights import unwrapped
 from plsc.models.wrappers import RotationTTA
+from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.optim.verdict import UpdateCounter, Verdict
@@ -128,7 +129,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         backbone,
         net,
         head,
-        _optimizer(config, net, mesh.device),
+        _optimizer(config, backbone, mesh.device),
         make_head_optimizer(config, head),
         average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
@@ -213,31 +214,31 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
     )
 
 
-def _optimizer(config: Config, net: nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """Of the backbone: every weight decays, as in arcface_torch's recipes.
-
-    On a GPU it is a fused one, which skips a step by the device's own verdict.
-    """
-    optim, fused = config.optim, not Verdict.host_decides(device) or None
-    weights = [parameter for parameter in net.parameters() if parameter.requires_grad]
-    if optim.name == "sgd":
-        momentum, decay = optim.momentum, optim.weight_decay
-        sgd = torch.optim.SGD(weights, optim.lr, momentum=momentum, weight_decay=decay, fused=fused)
-        if fused and momentum:  # the fused kernel would leave them unwritten where the first step is skipped
-            for weight in weights:
-                sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        return sgd
-    betas = (optim.betas[0], optim.betas[1])
-    return torch.optim.AdamW(
-        weights, optim.lr, betas=betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=fused
+def _optimizer(config: Config, backbone: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+    """Of the backbone: every weight decays, as in arcface_torch's recipes."""
+    optim = config.optim
+    values = Hyperparameters(
+        optim.lr,
+        weight_decay=optim.weight_decay,
+        momentum=optim.momentum,
+        betas=(optim.betas[0], optim.betas[1]),
+        eps=optim.eps,
+        trust_coefficient=optim.trust_coefficient,
+        fused=not Verdict.host_decides(device),
     )
+    return make_backbone_optimizer(optim.name, [{"params": trainable(backbone)}], values)
+
+
+def trainable(backbone: nn.Module) -> list[nn.Parameter]:
+    """The weights that are trained, in the module's order, which is that of a checkpoint too."""
+    return [weight for weight in backbone.parameters() if weight.requires_grad]
 
 
 def make_head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:
     """The head's optimizer, as [optim] describes it."""
     optim = config.optim
     lr = optim.lr if optim.head_lr is None else optim.head_lr
-    if optim.name == "sgd":
+    if optim.head_name == "sgd":
         momentum = optim.momentum if head.momentum_dtype is not None else 0.0
         return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)
     betas = (optim.betas[0], optim.betas[1])

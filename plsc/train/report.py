@@ -209,7 +209,8 @@ def _length(components: TrainComponents, total_steps: int) -> str:
     elif optim.warmup_epochs:
         warmup = f" after {optim.warmup_epochs:g} epochs of warm-up"
     length = f"{counted(total_steps, 'step')} = {epochs} of {counted(per_epoch, 'step')}"
-    return f"{length}; {optim.name}, {rate}, {optim.schedule}{warmup}"
+    name = optim.name if optim.head_name == optim.name else f"{optim.name} (head {optim.head_name})"
+    return f"{length}; {name}, {rate}, {optim.schedule}{warmup}"
 
 
 def _evaluation(config: Config) -> str:

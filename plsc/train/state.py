@@ -12,7 +12,7 @@ from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.strict_toml import toml_value
 from plsc.train.checkpoint import StoredCheckpoint
-from plsc.train.components import TrainComponents
+from plsc.train.components import TrainComponents, trainable
 
 # Keys that determine the stored tensors' shapes and types, or the order of the samples.
 FIXED = (
@@ -25,6 +25,7 @@ FIXED = (
     "head.weight_dtype",
     "head.momentum_dtype",
     "optim.name",
+    "optim.head",
 )
 
 
@@ -63,7 +64,7 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     }
     if components.mesh.is_main:
         tensors |= _prefixed("backbone.", components.backbone.state_dict())
-        tensors |= _prefixed("optimizer.", _optimizer_tensors(components.optimizer))
+        tensors |= _prefixed("optimizer.", _optimizer_tensors(components))
         if components.average is not None:
             tensors |= _prefixed("average.", components.average.model.state_dict())
     return tensors, _small_state(components, position)
@@ -85,7 +86,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
             **_prefixed("backbone.", components.backbone.state_dict()),
         }
     )
-    _load_optimizer(components.optimizer, stored.read("optimizer."))
+    _load_optimizer(components, stored.read("optimizer."), state.get("optimizer", {}))
     if components.average is not None:
         _load_average(components, stored)
     components.head.set_extra_state(state["head"])
@@ -123,6 +124,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "data": components.data,
         "loader": components.loader.state_dict(),
         "scaler": components.scaler.state_dict(),
+        "optimizer": _optimizer_numbers(components),
         "head": components.head.get_extra_state(),
         "head_steps": components.head_optimizer.steps,
         "average_updates": components.average.updates.count if components.average is not None else 0,
@@ -174,24 +176,53 @@ def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """``{"INDEX.NAME": tensor}`` of every parameter's state."""
-    state = optimizer.state_dict()["state"]
+def _optimizer_state(components: TrainComponents) -> dict[str, Any]:
+    """``{"INDEX.NAME": value}`` of every weight's state, by the weight's place in the backbone.
+
+    The optimizer's own numbering follows its parameter groups, which may be others when the run goes on.
+    """
+    state = components.optimizer.state
     return {
-        f"{index}.{name}": value for index, entry in state.items() for name, value in entry.items() if value is not None
+        f"{index}.{name}": value
+        for index, weight in enumerate(trainable(components.backbone))
+        for name, value in state.get(weight, {}).items()
+        if value is not None
     }
 
 
-def _load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        index, _, entry = name.partition(".")
-        weight = weights[int(index)]
-        if tensor.shape == weight.shape:  # laid out as the weight is (channels_last): else fused updates fall back
-            tensor = torch.empty_like(weight, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-        state.setdefault(int(index), {})[entry] = tensor
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+def _optimizer_tensors(components: TrainComponents) -> dict[str, Tensor]:
+    return {name: value for name, value in _optimizer_state(components).items() if isinstance(value, Tensor)}
+
+
+def _optimizer_numbers(components: TrainComponents) -> dict[str, Any]:
+    """What is no tensor of a weight: Muon's kind of each weight, and the steps that LAMB counts in every group."""
+    numbers = {name: value for name, value in _optimizer_state(components).items() if not isinstance(value, Tensor)}
+    steps = components.optimizer.param_groups[0].get("step")
+    return numbers if steps is None else {**numbers, "step": float(steps)}
+
+
+def _load_optimizer(components: TrainComponents, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
+    optimizer = components.optimizer
+    groups = optimizer.state_dict()["param_groups"]
+    if "step" in numbers:
+        groups = [{**group, "step": numbers["step"]} for group in groups]
+    in_optimizer = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbering = {id(weight): index for index, weight in enumerate(in_optimizer)}
+    weights = trainable(components.backbone)
+    state: dict[int, dict[str, Any]] = {}
+    for name, value in {**tensors, **numbers}.items():
+        index, dot, entry = name.partition(".")
+        if dot:
+            weight = weights[int(index)]
+            state.setdefault(numbering[id(weight)], {})[entry] = _laid_out_as(weight, value)
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _laid_out_as(weight: Tensor, value: Any) -> Any:
+    """Copy a tensor of the weight's shape into its layout (channels_last): fused updates would fall back else."""
+    if not isinstance(value, Tensor) or value.shape != weight.shape:
+        return value
+    return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
 
 
 def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None:
