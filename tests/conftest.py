@@ -22,6 +22,12 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """A test draws the same numbers whatever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _strict_ranks() -> Iterator[None]:
     """A warning is an error on the ranks that commands start from this process, too."""
