@@ -34,6 +34,12 @@ def _backbone_optimizers() -> tuple[str, ...]:
     return tuple(BACKBONE_OPTIMIZERS)
 
 
+def _lr_scalings() -> tuple[str, ...]:
+    from plsc.optim.schedules import LR_SCALINGS
+
+    return tuple(LR_SCALINGS)
+
+
 def _schedules() -> tuple[str, ...]:
     from plsc.optim.schedules import SCHEDULES
 
@@ -163,7 +169,16 @@ class OptimConfig:
         "Optimizer of the head; unset: sgd beside sgd and lars, adamw beside the others.",
         choices=("sgd", "adamw"),
     )
-    lr: float = key(0.1, "Peak learning rate; it is not scaled with the batch size.", above=0)
+    lr: float = key(0.1, "Peak learning rate, of a global batch of base_batch images where lr_scaling is set.", above=0)
+    lr_scaling: str = key(
+        "none",
+        "Growth of lr and head_lr with the global batch (data.batch_size × ranks × accumulate): linear, by its ratio "
+        "to base_batch, which suits sgd and lars, or sqrt, by the ratio's square root, which suits the others.",
+        choices=_lr_scalings,
+    )
+    base_batch: int = key(
+        512, "Global batch that lr and head_lr are given for; arcface_torch's 0.1 are for 512.", least=1
+    )
     head_lr: float | None = key(None, "Peak learning rate of the head; unset: lr.", above=0)
     momentum: float = key(0.9, "sgd, lars, muon: momentum; muon is published with 0.95.", least=0, below=1)
     trust_coefficient: float = key(

@@ -94,6 +94,23 @@ def schedule(name: str, **options: Any) -> Factor:
     return factor
 
 
+LR_SCALINGS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}  # exponents of the batch size
+
+
+def scaled_lr(lr: float, batch: int, scaling: str, base_batch: int) -> float:
+    """Return the peak learning rate of a global batch, from ``lr``, which suits ``base_batch``.
+
+    Args:
+        lr: tuned at ``base_batch``.
+        batch: samples of a step, over all ranks and micro-batches.
+        scaling: "linear", lr · batch / base_batch, which keeps the sum of an epoch's steps (Goyal et al., 2017, section
+            2.1, with a warm-up); "sqrt", lr · √(batch / base_batch), which keeps the variance of a step (Krizhevsky,
+            2014, section 5; You et al., ICLR 2020, take it for LAMB); or "none".
+        base_batch: samples.
+    """
+    return lr * math.pow(batch / base_batch, LR_SCALINGS[scaling])
+
+
 def scheduler(optimizer: Optimizer, factor: Factor, *, step: int = 0) -> LambdaLR:
     """Return a torch scheduler that gives every parameter group its ``lr`` times ``factor``, starting at ``step``.
 

@@ -24,6 +24,7 @@ from plsc.models.wrappers import RotationTTA
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
+from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
@@ -129,7 +130,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         backbone,
         net,
         head,
-        _optimizer(config, backbone, mesh.device),
+        _optimizer(config, backbone, mesh),
         make_head_optimizer(config, head),
         average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
@@ -214,19 +215,28 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
     )
 
 
-def _optimizer(config: Config, backbone: nn.Module, device: torch.device) -> torch.optim.Optimizer:
+def _optimizer(config: Config, backbone: nn.Module, mesh: Mesh) -> torch.optim.Optimizer:
     """Of the backbone: every weight decays, as in arcface_torch's recipes."""
     optim = config.optim
     values = Hyperparameters(
-        optim.lr,
+        peak_rates(config, mesh.world_size)[0],
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         trust_coefficient=optim.trust_coefficient,
-        fused=not Verdict.host_decides(device),
+        fused=not Verdict.host_decides(mesh.device),
     )
     return make_backbone_optimizer(optim.name, [{"params": trainable(backbone)}], values)
+
+
+def peak_rates(config: Config, world_size: int) -> tuple[float, float]:
+    """The peak learning rates of backbone and head at the global batch that ``world_size`` ranks make."""
+    optim = config.optim
+    batch = config.data.batch_size * world_size * optim.accumulate
+    head_lr = optim.lr if optim.head_lr is None else optim.head_lr
+    lr, head_lr = (scaled_lr(rate, batch, optim.lr_scaling, optim.base_batch) for rate in (optim.lr, head_lr))
+    return lr, head_lr
 
 
 def trainable(backbone: nn.Module) -> list[nn.Parameter]:
@@ -237,7 +247,7 @@ def trainable(backbone: nn.Module) -> list[nn.Parameter]:
 def make_head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:
     """The head's optimizer, as [optim] describes it."""
     optim = config.optim
-    lr = optim.lr if optim.head_lr is None else optim.head_lr
+    lr = peak_rates(config, head.mesh.world_size)[1]
     if optim.head_name == "sgd":
         momentum = optim.momentum if head.momentum_dtype is not None else 0.0
         return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)

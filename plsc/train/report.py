@@ -15,7 +15,7 @@ from plsc.config import Config
 from plsc.losses.margins import Margin
 from plsc.parallel import Mesh
 from plsc.progress import StatusLine, counted, duration
-from plsc.train.components import TrainComponents
+from plsc.train.components import TrainComponents, peak_rates
 from plsc.train.evaluate import BEST, MODEL
 from plsc.train.state import Position, steps_per_epoch
 
@@ -198,7 +198,10 @@ def _ranks(config: Config, mesh: Mesh) -> str:
 
 def _length(components: TrainComponents, total_steps: int) -> str:
     optim, per_epoch = components.config.optim, steps_per_epoch(components)
-    rate = f"lr {optim.lr:g}" + (f" (head {optim.head_lr:g})" if optim.head_lr is not None else "")
+    lr, head_lr = peak_rates(components.config, components.mesh.world_size)
+    rate = f"lr {lr:g}" + (f" (head {head_lr:g})" if optim.head_lr is not None else "")
+    if optim.lr_scaling != "none":
+        rate += f", which is {optim.lr:g} at {optim.base_batch:,} images, scaled ({optim.lr_scaling})"
     # A run that goes on with another batch size has taken steps of two sizes; its epochs are what was asked for.
     count = components.config.epochs or total_steps / per_epoch
     epochs = f"{count:.2f}".rstrip("0").rstrip(".")

@@ -1,5 +1,6 @@
 """Runs with each optimizer: they learn, go on from a checkpoint bit for bit, and take their learning rates and head."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from support.tiny_runs import TINY, losses, run
 from plsc import config
 from plsc.errors import UsageError
 from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS
+from plsc.optim.schedules import scaled_lr
+from plsc.train.metrics import read_metrics
 
 Ranks = Any
 RATES = {"sgd": 0.05, "lars": 2.0, "adamw": 0.01, "lamb": 0.02, "adafactor": 0.02, "lion": 0.001, "muon": 0.01}
@@ -68,3 +71,30 @@ def test_a_head_without_moments_needs_sgd(name: str) -> None:
     with pytest.raises(UsageError, match=r'leaves adamw no moments; .*optim\.head = "sgd"'):
         config.load(None, changes)
     assert config.load(None, {**changes, "optim.head": "sgd"}).optim.head_name == "sgd"
+
+
+def twice(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
+    run(mesh, out, changes)
+    run(mesh, out, {**changes, "steps": 6, "data.batch_size": 3}, "auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("scaling", "power"), [("none", 0.0), ("linear", 1.0), ("sqrt", 0.5)])
+def test_rates_grow_with_the_global_batch(world: int, scaling: str, power: float, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {**SHORT, "steps": 3, "optim.lr_scaling": scaling, "optim.base_batch": 3, "optim.head_lr": 0.02}
+    ranks(world, twice, tmp_path, {**changes, "optim.accumulate": 2, "data.batch_size": 6})
+    lines = {line["step"]: line for line in read_metrics(tmp_path) if "lr" in line}
+    first, second = (4 * world) ** power, (2 * world) ** power  # of 12 and, when it goes on, 6 images per rank
+    assert [lines[step]["lr"] for step in (3, 6)] == pytest.approx([0.05 * first, 0.05 * second])
+    assert [lines[step]["head_lr"] for step in (3, 6)] == pytest.approx([0.02 * first, 0.02 * second])
+    log = (tmp_path / "train.log").read_text()
+    assert f"lr {0.05 * first:g} (head {0.02 * first:g})" in log
+    assert ("which is 0.05 at 3 images, scaled" in log) == (scaling != "none")
+
+
+@pytest.mark.parametrize("batch", [1, 512, 4096])
+def test_scaled_rates_by_hand(batch: int) -> None:
+    assert scaled_lr(0.1, batch, "none", 512) == 0.1
+    assert scaled_lr(0.1, batch, "linear", 512) == pytest.approx(0.1 * batch / 512)
+    assert scaled_lr(0.1, batch, "sqrt", 512) == pytest.approx(0.1 * math.sqrt(batch / 512))
