@@ -220,6 +220,37 @@ class OptimConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """[parallel]: the exchange of the backbone's gradients between ranks."""
+
+    comm_hook: str = key(
+        "none",
+        "Compression of the backbone's gradients on their way between ranks: bf16 and fp16 send 16 bits each; powersgd "
+        "(rank-r approximation) and dgc (Deep Gradient Compression: the largest elements) send a small part, and keep "
+        "the rest on the rank for later steps. None of them goes with sync_batchnorm's exact sums, which it switches "
+        "off.",
+        choices=("none", "bf16", "fp16", "powersgd", "dgc"),
+    )
+    bucket_mb: float | None = key(
+        None,
+        "MiB of gradients that are exchanged together, while the backward pass goes on; unset: DDP's own 25, the first "
+        "bucket 1.",
+        above=0,
+    )
+    powersgd_rank: int = key(1, "powersgd: rank of the approximation of a gradient as a matrix.", least=1)
+    powersgd_start_step: int = key(
+        1000, "powersgd: steps of the run that are exchanged whole before it compresses.", least=2
+    )
+    dgc_sparsity: float = key(
+        0.999, "dgc: share of a tensor's elements that a step does not send; 0 sends all.", least=0, below=1
+    )
+    dgc_warmup_epochs: float = key(
+        4.0, "dgc: epochs over which the sparsity rises from 0.75 in four stages; 0: none.", least=0
+    )
+    dgc_dense_below: int = key(16384, "dgc: tensors with fewer elements than this are sent whole.", least=1)
+
+
+@dataclass(frozen=True)
 class EvalConfig:
     """[eval]: evaluation during training, on classes that are not trained on."""
 
@@ -302,6 +333,7 @@ class Config:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     head: HeadConfig = dataclasses.field(default_factory=HeadConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    parallel: ParallelConfig = dataclasses.field(default_factory=ParallelConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
@@ -441,8 +473,28 @@ def _check_together(config: Config) -> None:
         raise UsageError(
             'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
         )
+    _check_comm_hook(config)
     _check_head(config)
     _check_backbone(config.backbone)
+
+
+def _check_comm_hook(config: Config) -> None:
+    hook, optim = config.parallel.comm_hook, config.optim
+    if hook in ("powersgd", "dgc") and config.precision == "fp16":
+        raise UsageError(
+            f'parallel.comm_hook = "{hook}" adds gradients of several steps, whose loss scales differ under precision '
+            '= "fp16"; give precision = "bf16"'
+        )
+    if hook == "dgc" and optim.name != "sgd":
+        raise UsageError(
+            f'parallel.comm_hook = "dgc" takes the place of sgd\'s momentum, and optim.name is "{optim.name}"; give '
+            'optim.name = "sgd", or comm_hook = "powersgd"'
+        )
+    if hook == "dgc" and optim.clip_head:
+        raise UsageError(
+            'parallel.comm_hook = "dgc" clips each tensor before the exchange, so optim.clip_head has no common norm '
+            "to clip; leave it out"
+        )
 
 
 def _check_head(config: Config) -> None:

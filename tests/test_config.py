@@ -242,7 +242,7 @@ def test_every_key_is_listed_with_its_meaning() -> None:
 @pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
 def test_every_meaning_is_a_sentence_and_names_the_default_of_an_unset_key(entry: Key) -> None:
     start, _, rest = entry.doc.partition(": ")
-    names = {*config.margin_keys(), *BACKBONE_OPTIMIZERS, "polynomial", "cosine", "step"}
+    names = {*config.margin_keys(), *BACKBONE_OPTIMIZERS, "polynomial", "cosine", "step", "powersgd", "dgc"}
     sentence = rest if set(start.split(", ")) <= names else entry.doc
     assert entry.doc.endswith(".")
     assert entry.doc.count("; unset: ") == (entry.default is None and entry.name != "steps")

@@ -10,6 +10,7 @@ from torch.futures import Future
 
 from plsc.errors import UsageError
 from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh, require_mesh
 
 
@@ -60,7 +61,13 @@ class Float64Gradients:
         return embeddings_f64
 
 
-def data_parallel(module: nn.Module, mesh: Mesh, gradients: Float64Gradients | None = None) -> nn.Module:
+def data_parallel(
+    module: nn.Module,
+    mesh: Mesh,
+    gradients: Float64Gradients | None = None,
+    exchange: GradientExchange | None = None,
+    bucket_mb: float | None = None,
+) -> nn.Module:
     """Move ``module`` to the mesh's device and average its gradients over the ranks (DDP).
 
     The class head returns embedding gradients multiplied by the number of ranks, so that DDP's average gives what
@@ -72,6 +79,9 @@ def data_parallel(module: nn.Module, mesh: Mesh, gradients: Float64Gradients | N
         mesh: the ranks.
         gradients: where ``module``'s layers sum in float64, what
             :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64` returned; the ranks then exchange float64.
+        exchange: how the ranks exchange gradients in place of DDP's all-reduce; not with ``gradients``.
+        bucket_mb: MiB of gradients that are exchanged together, while the backward pass goes on; None: DDP's default
+            (25, the first bucket 1).
 
     Returns:
         ``module`` itself where there is one rank, else the DDP wrapper (``.module`` is the original).
@@ -96,7 +106,10 @@ def data_parallel(module: nn.Module, mesh: Mesh, gradients: Float64Gradients | N
             process_group=mesh.group,
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=bucket_mb,
         )
+    if exchange is not None:
+        exchange.register(net)
     if gradients is not None:
         net.register_comm_hook(gradients, Float64Gradients.exchange)
     return net

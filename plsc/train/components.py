@@ -27,6 +27,7 @@ from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
+from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.failures import raise_on_all_ranks
 
@@ -77,8 +78,8 @@ class MovingAverage:
 class TrainComponents:
     """Everything that a step touches.
 
-    ``net`` wraps ``backbone`` (data parallel, compiled). ``data`` is the data set's fingerprint, which must not change
-    between a run's checkpoint and its resumption.
+    ``net`` wraps ``backbone`` (data parallel, compiled), whose gradients the ranks exchange through ``exchange``.
+    ``data`` is the data set's fingerprint, which must not change between a run's checkpoint and its resumption.
     """
 
     config: Config
@@ -88,6 +89,7 @@ class TrainComponents:
     loader: TrainLoader
     backbone: nn.Module
     net: nn.Module
+    exchange: GradientExchange
     head: ShardedHead
     optimizer: torch.optim.Optimizer
     head_optimizer: HeadOptimizer
@@ -116,25 +118,49 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     """Build every component; every rank calls. UsageError where the configuration asks for the impossible."""
     torch.manual_seed(config.seed)  # the same first weights on every rank
     backbone, average = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
+    loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, mesh))
     exact = _sums_exactly(config, mesh)
-    net = data_parallel(backbone, mesh, sum_gradients_in_float64(backbone, mesh) if exact else None)
+    exchange = _exchange(config, backbone, mesh, loader)
+    gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
+    net = data_parallel(backbone, mesh, gradients, exchange, config.parallel.bucket_mb)
     if config.compile:
         net = _compiled(net)
+    optimizer = _optimizer(config, backbone, mesh)
+    exchange.take_momentum(optimizer)
     head = raise_on_all_ranks(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
     return TrainComponents(
         config,
         mesh,
         dataset,
         fingerprint(dataset),
-        raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, mesh)),
+        loader,
         backbone,
         net,
+        exchange,
         head,
-        _optimizer(config, backbone, mesh),
+        optimizer,
         make_head_optimizer(config, head),
         average,
         GradScaler(mesh, enabled=config.precision == "fp16"),
     )
+
+
+def optimizer_steps(config: Config, loader: TrainLoader) -> int:
+    """Optimizer steps of an epoch."""
+    return -(-loader.steps_per_epoch // config.optim.accumulate)
+
+
+def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoader) -> GradientExchange:
+    parallel = config.parallel
+    options = CompressionOptions(
+        powersgd_rank=parallel.powersgd_rank,
+        powersgd_start_step=parallel.powersgd_start_step,
+        dgc_sparsity=parallel.dgc_sparsity,
+        dgc_warmup_steps=round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader)),
+        dgc_dense_below=parallel.dgc_dense_below,
+        clip_norm=config.optim.clip_norm,
+    )
+    return gradient_exchange(parallel.comm_hook, backbone, mesh, options)
 
 
 def _compiled(net: nn.Module) -> nn.Module:
@@ -193,7 +219,7 @@ def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | No
 
 def _sums_exactly(config: Config, mesh: Mesh) -> bool:
     """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
-    plain = config.precision == "fp32" and not config.compile
+    plain = config.precision == "fp32" and not config.compile and config.parallel.comm_hook == "none"
     return config.sync_batchnorm and plain and mesh.device.type == "cpu"
 
 

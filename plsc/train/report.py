@@ -1,6 +1,7 @@
 """Report of a run for its user: header, progress line, closing lines; on standard error and in RUN/train.log."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -130,6 +131,7 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         "model": _model(components),
         "head": _head(components),
         "ranks": _ranks(config, components.mesh),
+        **_compression(components),
         "length": _length(components, total_steps),
         "eval": _evaluation(config),
         "start": start,
@@ -194,6 +196,16 @@ def _ranks(config: Config, mesh: Mesh) -> str:
     batch = config.data.batch_size * mesh.world_size * accumulate
     groups = f", class table over {counted(mesh.head.world_size, 'rank')}" if mesh.head_group is not None else ""
     return f"{counted(mesh.world_size, 'rank')} on {device}{backend}{groups}; global batch {batch:,} = {factors}"
+
+
+def _compression(components: TrainComponents) -> dict[str, str]:
+    """The line about compressed gradients, with what a rank gives to the network once the warm-up is over."""
+    hook, weights = components.config.parallel.comm_hook, list(components.backbone.parameters())
+    if hook == "none" or components.mesh.world_size == 1:
+        return {}
+    sent = components.exchange.sent_bytes(weights, sys.maxsize)
+    whole = sum(weight.numel() * weight.element_size() for weight in weights)
+    return {"hook": f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"}
 
 
 def _length(components: TrainComponents, total_steps: int) -> str:

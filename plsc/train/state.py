@@ -12,7 +12,7 @@ from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.strict_toml import toml_value
 from plsc.train.checkpoint import StoredCheckpoint
-from plsc.train.components import TrainComponents, trainable
+from plsc.train.components import TrainComponents, optimizer_steps, trainable
 
 # Keys that determine the stored tensors' shapes and types, or the order of the samples.
 FIXED = (
@@ -61,6 +61,7 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     tensors: dict[str, Any] = {
         **_prefixed("head.", components.head.sharded_state()),
         **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
+        **_prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state()),
     }
     if components.mesh.is_main:
         tensors |= _prefixed("backbone.", components.backbone.state_dict())
@@ -86,7 +87,10 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
             **_prefixed("backbone.", components.backbone.state_dict()),
         }
     )
-    _load_optimizer(components, stored.read("optimizer."), state.get("optimizer", {}))
+    delayed = _delayed_gradients(components, stored)
+    momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
+    _load_optimizer(components, stored.read("optimizer.") | momenta, state.get("optimizer", {}))
+    components.exchange.restore(components.optimizer, delayed)
     if components.average is not None:
         _load_average(components, stored)
     components.head.set_extra_state(state["head"])
@@ -109,7 +113,7 @@ def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
 
 def steps_per_epoch(components: TrainComponents) -> int:
     """Optimizer steps of an epoch."""
-    return -(-components.loader.steps_per_epoch // components.config.optim.accumulate)
+    return optimizer_steps(components.config, components.loader)
 
 
 def _small_state(components: TrainComponents, position: Position) -> dict[str, Any]:
@@ -223,6 +227,24 @@ def _laid_out_as(weight: Tensor, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.shape != weight.shape:
         return value
     return torch.empty_like(weight, dtype=value.dtype, device=value.device).copy_(value)
+
+
+def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) -> dict[str, Tensor]:
+    """Tensors that compression kept back on ranks: this rank's own in a world of the same size, else the ranks' mean.
+
+    Exchanged by all ranks, the mean amounts to what each would have sent. It is read rank by rank: all ranks' tensors
+    together are as large as many models.
+    """
+    if not any(name.startswith("exchange.") for name in stored.stored):
+        return {}
+    world, mesh = int(stored.state["world_size"]), components.mesh
+    if world == mesh.world_size and components.exchange.state():
+        return stored.read(f"exchange.{mesh.rank}.")
+    means: dict[str, Tensor] = {}
+    for rank in range(world):
+        for name, tensor in stored.read(f"exchange.{rank}.").items():
+            means[name] = means.get(name, 0) + tensor / world
+    return means
 
 
 def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None:

@@ -117,6 +117,9 @@ class Stepper:
     def __init__(self, components: TrainComponents) -> None:
         self.components = components
         self._weights = [p for group in components.optimizer.param_groups for p in group["params"]]
+        clipped_locally = components.exchange.clipped_locally
+        self._clipped = [weight for weight in self._weights if weight not in clipped_locally]
+        self._unclipped = [weight for weight in self._weights if weight in clipped_locally]
         self.statistics = RunningStatistics(components.backbone.buffers())
         if components.mesh.world_size > 2:
             self._warm_up_ddp_buckets()
@@ -132,12 +135,14 @@ class Stepper:
         margin_state = components.head.margin_state
         self.statistics.remember()
         self._seed(number)
+        components.exchange.begin(number)
         loss = self._backward(group)
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
         norm = self._clipped_norm()
         verdict = self._vote(loss, norm, stop)
         components.scaler.step_both(components.optimizer, components.head_optimizer, verdict)
         self.statistics.restore_where(verdict.flag)
+        components.exchange.settle(verdict.flag)
         components.head.margin_state = {
             name: torch.where(verdict.flag != 0, margin_state[name], moved)
             for name, moved in components.head.margin_state.items()
@@ -225,7 +230,11 @@ class Stepper:
         optim = self.components.config.optim
         if optim.clip_norm:
             head = self.components.head_optimizer if optim.clip_head else None
-            return clip_grad_norm_(self._weights, optim.clip_norm, head)
+            norm = clip_grad_norm_(self._clipped, optim.clip_norm, head)
+            if not self._unclipped:
+                return norm
+            unclipped = total_norm([w.grad for w in self._unclipped if w.grad is not None])
+            return torch.hypot(norm, unclipped.to(norm))
         return total_norm([w.grad for w in self._weights if w.grad is not None])
 
     def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> Verdict:

@@ -207,6 +207,8 @@ class Trainer:
             self.report.line(f"changed on resume: {change}")
         for later in superseded:
             self.report.line(f"set aside as superseded-{later.name}: it is of a later step")
+        if self.components.exchange.forgets:
+            self.report.line(f"not stored in checkpoints: {self.components.exchange.forgets}")
         if self._last_step() == self.position.step:
             self.report.line("no step is left to train: raise epochs or steps to go on")
 

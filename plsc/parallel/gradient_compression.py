@@ -1,0 +1,376 @@
+"""Compressed exchange of the backbone's gradients between ranks, for networks slower than the GPUs (``comm_hook``).
+
+Half precision and PowerSGD are torch's DDP communication hooks. Deep Gradient Compression (Lin et al., ICLR 2018,
+arXiv:1712.01887), which torch has not, is here: each rank adds its gradients up and sends the largest sums only.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.futures import Future
+
+from plsc.errors import UsageError
+from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
+from plsc.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
+
+HOOKS = ("none", "bf16", "fp16", "powersgd", "dgc")
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WARMUP_STAGES = 4  # densities 1/4, 1/16, 1/64 and 1/256 (section 3.3 of the paper)
+_MIN_COMPRESSION_RATE = 2  # PowerSGD leaves a matrix dense that it would not shrink by more
+
+
+@dataclass(frozen=True)
+class CompressionOptions:
+    """Options of all hooks; each reads those that it needs.
+
+    Attributes:
+        powersgd_rank: rank of PowerSGD's approximation of a gradient as a matrix.
+        powersgd_start_step: the step, counted from 0, from which PowerSGD compresses.
+        dgc_sparsity: share of a tensor's elements that Deep Gradient Compression does not send in a step.
+        dgc_warmup_steps: steps over which the sparsity rises to that, in four stages.
+        dgc_dense_below: tensors with fewer elements than this are sent whole.
+        clip_norm: Deep Gradient Compression's bound on the norm of the ranks' gradients together; 0: none.
+    """
+
+    powersgd_rank: int = 1
+    powersgd_start_step: int = 1000
+    dgc_sparsity: float = 0.999
+    dgc_warmup_steps: int = 0
+    dgc_dense_below: int = 16384
+    clip_norm: float = 0.0
+
+
+class GradientExchange:
+    """DDP's own all-reduce in the gradients' precision; the base of those that compress.
+
+    Attributes:
+        clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
+        forgets: what a checkpoint does not hold of it, in words; empty: nothing.
+    """
+
+    clipped_locally: frozenset[nn.Parameter] = frozenset()
+    forgets = ""
+
+    def register(self, net: "DistributedDataParallel") -> None:
+        """Make ``net`` exchange its gradients in this way."""
+
+    def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take over what the exchange computes in the optimizer's place."""
+
+    def begin(self, step: int) -> None:
+        """Begin the optimizer step of this number, counted from 0."""
+
+    def settle(self, skip: Tensor) -> None:
+        """Keep what this step's exchange changed on the rank, or forget it where ``skip``, a scalar, is not 0."""
+
+    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
+        """Return the bytes that a rank contributes to the collectives of a step.
+
+        An all-reduce moves twice as many per rank, in and out; an all-gather brings every other rank's.
+        """
+        return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's tensors that the next steps build on, by name."""
+        return {}
+
+    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+        """Take over ``tensors`` of :meth:`state`, and from a restored ``optimizer`` what :meth:`take_momentum` says."""
+
+
+class HalfPrecision(GradientExchange):
+    """torch's fp16_compress_hook or bf16_compress_hook: gradients are divided, rounded and summed in 16 bits."""
+
+    def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
+        self._mesh, self._dtype = mesh, dtype
+
+    def register(self, net: "DistributedDataParallel") -> None:
+        """Register torch's hook."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
+        net.register_comm_hook(self._mesh.group, hooks[self._dtype])
+
+    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
+        """Return two bytes for each element."""
+        return 2 * sum(parameter.numel() for parameter in parameters)
+
+
+class PowerSGD(GradientExchange):
+    """torch's PowerSGD (Vogels et al., NeurIPS 2019, arXiv:1905.13727) with error feedback and warm start."""
+
+    forgets = "PowerSGD's error feedback, which begins at zero after one step that is exchanged whole"
+
+    def __init__(self, mesh: Mesh, options: CompressionOptions) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+        self._mesh, self._start, self._rank = mesh, options.powersgd_start_step, options.powersgd_rank
+        self._hook = powerSGD_hook.powerSGD_hook
+        # a matrix of zeros, a frozen layer's say, must not be divided by its norm
+        self._torch_state = powerSGD_hook.PowerSGDState(
+            mesh.group,
+            matrix_approximation_rank=self._rank,
+            start_powerSGD_iter=self._start,
+            min_compression_rate=_MIN_COMPRESSION_RATE,
+            orthogonalization_epsilon=1e-8,
+        )
+        self._are_buckets_final = False
+
+    def register(self, net: "DistributedDataParallel") -> None:
+        """Register torch's hook."""
+        net.register_comm_hook(self, _exchange_by)
+
+    def begin(self, step: int) -> None:
+        """Count the steps of the run, not of the process. The process's first stays dense, as DDP reorders after it."""
+        self._torch_state.iter = step if self._are_buckets_final else 0
+
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """Exchange a bucket (a DDP communication hook)."""
+        if bucket.is_last():
+            self._are_buckets_final = True
+        future: Future[Tensor] = self._hook(self._torch_state, bucket)
+        if self._mesh.device.type == "cpu":
+            # The hook begins its second collective where the first one ends, on one of gloo's few threads: of several
+            # buckets under way, ranks would take the collectives in different orders.
+            future.wait()
+        return future
+
+    def settle(self, skip: Tensor) -> None:
+        """Begin anew, with no error to feed back, after a step that was not finite. The host waits, as in the hook."""
+        if self._torch_state.error_dict and bool(skip):
+            for memory in ("error_dict", "p_memory_dict", "q_memory_dict"):
+                getattr(self._torch_state, memory).clear()
+
+    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
+        """Count P and Q of every tensor that is compressed, and the others whole."""
+        return sum(self._elements(parameter, step) * parameter.element_size() for parameter in parameters)
+
+    def _elements(self, parameter: nn.Parameter, step: int) -> int:
+        rows = parameter.shape[0] if parameter.dim() else 1
+        columns = parameter.numel() // max(rows, 1)
+        factors = (rows + columns) * min(rows, columns, self._rank)
+        is_compressed = step >= self._start and factors * _MIN_COMPRESSION_RATE < parameter.numel()
+        return factors if is_compressed else parameter.numel()
+
+
+class DeepGradientCompression(GradientExchange):
+    """Deep Gradient Compression: top-k of each tensor, with momentum and what was not sent kept on each rank.
+
+    For a tensor's gradient g on a rank, with weight decay λ and momentum m: u ← m·u + clip(g) + λ·w, v ← v + u; the
+    elements of v that are largest in magnitude are sent, and set to 0 in v and in u (momentum factor masking). The
+    optimizer steps by the mean over the ranks of what was sent, without momentum or decay of its own. At sparsity 0
+    nothing is delayed, so nothing is masked, and the steps are those of SGD with momentum.
+
+    Clipping is by tensor, to clip_norm / √ranks, before the exchange, as in Paddle's DGCMomentumOptimizer; the paper
+    takes the norm of all tensors, which DDP's buckets do not show before they are sent.
+    """
+
+    def __init__(self, mesh: Mesh, options: CompressionOptions, parameters: Iterable[nn.Parameter]) -> None:
+        self._mesh, self._options = mesh, options
+        self._names = {
+            parameter: str(index)
+            for index, parameter in enumerate(p for p in parameters if p.requires_grad)
+            if parameter.numel() >= options.dgc_dense_below
+        }
+        self.clipped_locally = frozenset(self._names)
+        self._decay = dict.fromkeys(self._names, 0.0)
+        self._factor = dict.fromkeys(self._names, 0.0)
+        self._momentum = {parameter: torch.zeros_like(parameter) for parameter in self._names}
+        self._residual = {parameter: torch.zeros_like(parameter) for parameter in self._names}
+        # What the exchange would make of them: whether it counts is known when all ranks have voted on the step.
+        self._pending: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        self._step = 0
+
+    def register(self, net: "DistributedDataParallel") -> None:
+        """Register :meth:`exchange`."""
+        net.register_comm_hook(self, _exchange_by)
+
+    def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take momentum and weight decay of the compressed tensors out of ``optimizer``, a torch.optim.SGD.
+
+        Each of its groups that holds both kinds of tensors becomes two.
+
+        Raises:
+            UsageError: it is another optimizer, or has dampening or Nesterov's momentum.
+        """
+        groups = optimizer.param_groups
+        if type(optimizer) is not torch.optim.SGD or any(g["dampening"] or g["nesterov"] for g in groups):
+            raise UsageError(
+                "Deep Gradient Compression goes with plain momentum: give torch.optim.SGD without nesterov"
+            )
+        for group in groups:
+            for parameter in self.clipped_locally.intersection(group["params"]):
+                self._factor[parameter], self._decay[parameter] = group["momentum"], group["weight_decay"]
+                optimizer.state.pop(parameter, None)
+        optimizer.param_groups = [part for group in groups for part in self._split(group)]
+
+    def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
+        whole = [parameter for parameter in group["params"] if parameter not in self._names]
+        compressed = [parameter for parameter in group["params"] if parameter in self._names]
+        parts = [
+            {**group, "params": whole},
+            {**group, "params": compressed, "momentum": 0.0, "weight_decay": 0.0},
+        ]
+        return [part for part in parts if part["params"]]
+
+    def begin(self, step: int) -> None:
+        """Take the sparsity of this step."""
+        self._step = step
+
+    def sparsity(self, step: int) -> float:
+        """Return the share of elements that is not sent at a step: in the warm-up 3/4, 15/16, 63/64, then 255/256."""
+        final, warmup = self._options.dgc_sparsity, self._options.dgc_warmup_steps
+        if step >= warmup:
+            return final
+        return min(final, 1 - 0.25 ** (1 + _WARMUP_STAGES * step // warmup))
+
+    def exchange(self, bucket: GradBucket) -> Future[Tensor]:
+        """Replace a bucket's gradients by what the optimizer is to step by (a DDP communication hook)."""
+        buffer, sparsity = bucket.buffer(), self.sparsity(self._step)
+        dense = _slices(bucket)
+        compressed = {parameter: dense.pop(parameter) for parameter in list(dense) if parameter in self._names}
+        for parameter, gradient in compressed.items():
+            self._accumulate(parameter, gradient)
+        if sparsity == 0:
+            self._send_whole(compressed)
+            dense |= compressed
+        elif compressed:
+            self._exchange_largest(buffer, compressed, sparsity)
+        self._average(list(dense.values()))
+        done: Future[Tensor] = Future()
+        done.set_result(buffer)
+        return done
+
+    def _accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Momentum correction and local accumulation, of the gradient clipped."""
+        if self._options.clip_norm:
+            bound = self._options.clip_norm * self._mesh.world_size**-0.5
+            gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp(max=1.0))
+        momentum = self._momentum[parameter] * self._factor[parameter]
+        flat = _in_memory_order(momentum)
+        flat.add_(gradient).add_(_in_memory_order(parameter.detach()), alpha=self._decay[parameter])
+        self._pending[parameter] = momentum, self._residual[parameter] + momentum
+
+    def _send_whole(self, gradients: dict[nn.Parameter, Tensor]) -> None:
+        for parameter, gradient in gradients.items():
+            residual = self._pending[parameter][1]
+            gradient.copy_(_in_memory_order(residual))
+            residual.zero_()
+
+    def _average(self, parts: list[Tensor]) -> None:
+        if not parts:
+            return
+        means = all_reduce_sum(torch.cat(parts), self._mesh).div_(self._mesh.world_size)
+        for part, mean in zip(parts, means.split([each.numel() for each in parts]), strict=True):
+            part.copy_(mean)
+
+    def _exchange_largest(self, buffer: Tensor, parts: dict[nn.Parameter, Tensor], sparsity: float) -> None:
+        """Leave the mean over the ranks of each tensor's largest elements in ``parts``, views of ``buffer``.
+
+        Added up rank by rank, in which no element is written twice: atomic additions in any order would let the
+        replicas part.
+        """
+        values, indices = [], []
+        for parameter, part in parts.items():
+            momentum, residual = (_in_memory_order(tensor) for tensor in self._pending[parameter])
+            largest = residual.abs().topk(_sent_elements(parameter, sparsity), sorted=False).indices
+            values.append(residual[largest])
+            indices.append(largest + (part.storage_offset() - buffer.storage_offset()))
+            residual[largest] = 0.0
+            momentum[largest] = 0.0
+            part.zero_()
+        packed = torch.cat([torch.cat(values).float().view(torch.int32), torch.cat(indices).to(torch.int32)])
+        for rank in all_gather_equal(packed, self._mesh):
+            sent, places = rank.chunk(2)
+            buffer.index_add_(0, places, sent.view(torch.float32).to(buffer), alpha=1 / self._mesh.world_size)
+
+    def settle(self, skip: Tensor) -> None:
+        """Keep momentum and residual of this step, or those before it, by the device's own decision."""
+        for parameter, (momentum, residual) in self._pending.items():
+            for kept, changed in ((self._momentum, momentum), (self._residual, residual)):
+                kept[parameter] = torch.where(skip != 0, kept[parameter], changed)
+        self._pending.clear()
+
+    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
+        """Count a float32 and an int32 for each element sent, and the small tensors whole."""
+        sparsity = self.sparsity(step)
+        return sum(
+            8 * _sent_elements(parameter, sparsity)
+            if parameter in self._names and sparsity > 0
+            else parameter.numel() * parameter.element_size()
+            for parameter in parameters
+        )
+
+    def state(self) -> dict[str, Tensor]:
+        """Momentum and residual of this rank, by the tensor's place among the trained ones."""
+        held = {"momentum": self._momentum, "residual": self._residual}
+        return {
+            f"{self._names[parameter]}.{name}": tensor.contiguous()
+            for name, tensors in held.items()
+            for parameter, tensor in tensors.items()
+        }
+
+    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+        """Take the momentum out of ``optimizer`` and the residual out of ``tensors``; zeros where they have none."""
+        for parameter, name in self._names.items():
+            momentum = optimizer.state.pop(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                self._momentum[parameter].copy_(momentum)
+            if f"{name}.residual" in tensors:
+                self._residual[parameter].copy_(tensors[f"{name}.residual"])
+
+
+def gradient_exchange(
+    hook: str, module: nn.Module, mesh: Mesh, options: CompressionOptions | None = None
+) -> GradientExchange:
+    """Return the exchange of gradients that ``hook`` names; with one rank there is none, whatever its name.
+
+    Args:
+        hook: one of HOOKS.
+        module: whose gradients are exchanged, on the mesh's device already.
+        mesh: the ranks.
+        options: of the hooks; their defaults if None.
+
+    Raises:
+        UsageError: ``hook`` is none of these.
+    """
+    if hook not in HOOKS:
+        raise UsageError(f"there is no communication hook {hook!r}; it is one of {', '.join(HOOKS)}")
+    options = options or CompressionOptions()
+    if hook == "none" or mesh.world_size == 1:
+        return GradientExchange()
+    if hook == "powersgd":
+        return PowerSGD(mesh, options)
+    if hook == "dgc":
+        return DeepGradientCompression(mesh, options, module.parameters())
+    return HalfPrecision(mesh, _HALF[hook])
+
+
+def _exchange_by(exchange: PowerSGD | DeepGradientCompression, bucket: GradBucket) -> Future[Tensor]:
+    return exchange.exchange(bucket)
+
+
+def _slices(bucket: GradBucket) -> dict[nn.Parameter, Tensor]:
+    """The part of a bucket's buffer that each parameter's gradient takes."""
+    buffer, parts = bucket.buffer(), dict[nn.Parameter, Tensor]()
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        assert isinstance(parameter, nn.Parameter)
+        start = gradient.storage_offset() - buffer.storage_offset()
+        parts[parameter] = buffer[start : start + parameter.numel()]
+    return parts
+
+
+def _sent_elements(parameter: nn.Parameter, sparsity: float) -> int:
+    return max(1, round(parameter.numel() * (1 - sparsity)))
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """View a dense tensor of any memory format as (numel,), as DDP's buckets lay its gradient out."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,107 @@
+"""Training runs whose ranks compress their gradients: losses, resumption, and configurations that are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.tiny_runs import TINY, losses, run
+
+from plsc import config
+from plsc.errors import UsageError
+
+Ranks = Any
+CHANGES: dict[str, Any] = {
+    "backbone": "plain",
+    "epochs": None,
+    "steps": 6,
+    "optim.schedule": "constant",
+    "checkpoint.every_steps": 3,
+    "parallel.powersgd_start_step": 2,
+    "parallel.dgc_warmup_epochs": 0.0,
+    "parallel.dgc_sparsity": 0.9,
+    "parallel.dgc_dense_below": 1000,
+}
+TOLERANCES = {"bf16": 2e-2, "fp16": 2e-3, "powersgd": 0.3, "dgc": 0.3}
+
+
+def trained(ranks: Ranks, out: Path, hook: str, **changes: Any) -> dict[int, float]:
+    ranks(2, run, out, {**CHANGES, "parallel.comm_hook": hook, **changes})
+    return losses(out)
+
+
+@pytest.mark.slow
+def test_runs_with_each_hook_follow_the_plain_one(tmp_path: Path, ranks: Ranks) -> None:
+    whole = trained(ranks, tmp_path / "none", "none")
+    for hook, tolerance in TOLERANCES.items():
+        found = trained(ranks, tmp_path / hook, hook)
+        assert found == pytest.approx(whole, rel=tolerance)
+        assert found[1] == pytest.approx(whole[1], rel=1e-6)
+        assert found != whole
+        assert f"hook    {hook}: " in (tmp_path / hook / "train.log").read_text()
+
+
+@pytest.mark.slow
+def test_dgc_that_sends_all_is_the_plain_run(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"optim.accumulate": 2, "parallel.bucket_mb": 0.01}
+    whole = trained(ranks, tmp_path / "none", "none", **changes)
+    found = trained(ranks, tmp_path / "dgc", "dgc", **{**changes, "parallel.dgc_sparsity": 0.0})
+    assert found == pytest.approx(whole, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_dgc_resumes_bit_for_bit_and_on_another_number_of_ranks(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"channels_last": True, "optim.clip_norm": 1.0}
+    whole = trained(ranks, tmp_path / "whole", "dgc", **changes)
+    first = {**CHANGES, "parallel.comm_hook": "dgc", **changes}
+    for world in (2, 3, 1):
+        out = tmp_path / str(world)
+        ranks(2, run, out, {**first, "steps": 3})
+        ranks(world, run, out, {**first, "data.batch_size": 24 // world}, "auto")
+        if world == 2:
+            assert losses(out) == whole
+        else:
+            assert losses(out) == pytest.approx(whole, rel=0.2)
+
+
+@pytest.mark.slow
+def test_powersgd_says_that_it_forgets_its_error(tmp_path: Path, ranks: Ranks) -> None:
+    first = {**CHANGES, "parallel.comm_hook": "powersgd"}
+    ranks(2, run, tmp_path, {**first, "steps": 3})
+    ranks(2, run, tmp_path, first, "auto")
+    assert "not stored in checkpoints: PowerSGD's error feedback" in (tmp_path / "train.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"comm_hook": "zip"}, "comm_hook"),
+        ({"comm_hook": "dgc", "dgc_sparsity": 1.0}, "dgc_sparsity"),
+        ({"comm_hook": "powersgd", "powersgd_start_step": 1}, "powersgd_start_step"),
+        ({"bucket_mb": 0}, "bucket_mb"),
+    ],
+)
+def test_values_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config.load(None, {f"parallel.{name}": value for name, value in changes.items()})
+
+
+@pytest.mark.parametrize(
+    ("hook", "changes", "message"),
+    [
+        ("dgc", {"precision": "fp16"}, "loss scales differ"),
+        ("powersgd", {"precision": "fp16"}, "loss scales differ"),
+        ("dgc", {"optim.name": "adamw"}, "takes the place of sgd's momentum"),
+        ("dgc", {"optim.clip_norm": 1.0, "optim.clip_head": True}, "optim.clip_head"),
+    ],
+)
+def test_meaningless_pairs_are_refused_by_name(hook: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refusal:
+        config.load(None, {**TINY, "backbone": "iresnet18", "parallel.comm_hook": hook, **changes})
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_a_hook_switches_exact_sums_off(tmp_path: Path, ranks: Ranks) -> None:
+    changes = {"sync_batchnorm": True, "steps": 2}
+    whole = trained(ranks, tmp_path / "none", "none", **changes)
+    assert trained(ranks, tmp_path / "bf16", "bf16", **changes) == pytest.approx(whole, rel=1e-3)
