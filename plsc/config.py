@@ -185,6 +185,18 @@ class OptimConfig:
         1e-3, "lars: length of a layer's step as a share of its weights' norm, before lr.", above=0
     )
     weight_decay: float = key(5e-4, "Weight decay of all weights, the head's included.", least=0)
+    no_decay: tuple[str, ...] = key(
+        (),
+        "Patterns of names of the backbone's weights without weight decay, as *.bias or *norm*; lars and lamb do not "
+        "adapt their rate to these either.",
+    )
+    layer_decay: float = key(
+        1.0,
+        "Factor of the backbone's learning rate from each transformer block to the one before it (vit_*, ViTs of "
+        "timm); 1: one rate for all.",
+        above=0,
+        most=1,
+    )
     betas: tuple[float, ...] = key(
         (0.9, 0.999),
         "adamw, lamb, lion, muon: decay rates of the two moments; lion is published with 0.9, 0.99.",

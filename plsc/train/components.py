@@ -24,6 +24,7 @@ from plsc.models.wrappers import RotationTTA
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
+from plsc.optim.parameter_groups import parameter_groups
 from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
@@ -125,7 +126,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     net = data_parallel(backbone, mesh, gradients, exchange, config.parallel.bucket_mb)
     if config.compile:
         net = _compiled(net)
-    optimizer = _optimizer(config, backbone, mesh)
+    optimizer = raise_on_all_ranks(mesh, lambda: _optimizer(config, backbone, mesh))
     exchange.take_momentum(optimizer)
     head = raise_on_all_ranks(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
     return TrainComponents(
@@ -242,10 +243,11 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
 
 
 def _optimizer(config: Config, backbone: nn.Module, mesh: Mesh) -> torch.optim.Optimizer:
-    """Of the backbone: every weight decays, as in arcface_torch's recipes."""
+    """Of the backbone: every weight decays but those of optim.no_decay."""
     optim = config.optim
+    lr = peak_rates(config, mesh.world_size)[0]
     values = Hyperparameters(
-        peak_rates(config, mesh.world_size)[0],
+        lr,
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
         betas=(optim.betas[0], optim.betas[1]),
@@ -253,7 +255,8 @@ def _optimizer(config: Config, backbone: nn.Module, mesh: Mesh) -> torch.optim.O
         trust_coefficient=optim.trust_coefficient,
         fused=not Verdict.host_decides(mesh.device),
     )
-    return make_backbone_optimizer(optim.name, [{"params": trainable(backbone)}], values)
+    groups = parameter_groups(backbone, lr, no_decay=optim.no_decay, layer_decay=optim.layer_decay)
+    return make_backbone_optimizer(optim.name, groups, values)
 
 
 def peak_rates(config: Config, world_size: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Runs with each optimizer: they learn, go on from a checkpoint bit for bit, and take their learning rates and head."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,37 @@ def test_the_head_has_an_optimizer_of_its_own(tmp_path: Path, ranks: Ranks) -> N
     assert ranks(1, in_two_halves, tmp_path, changes, {})[0] == ["HeadSGD"]
     assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
     assert "lamb (head sgd), lr 0.02 (head 0.05)" in (tmp_path / "whole/train.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sgd", "adamw", "muon"])
+def test_state_is_kept_by_weight_where_the_groups_change(name: str, tmp_path: Path, ranks: Ranks) -> None:
+    changes = {**SHORT, "optim.name": name, "optim.lr": RATES[name], "optim.weight_decay": 0.0}
+    ranks(1, in_two_halves, tmp_path, changes, {"optim.no_decay": "*.0.weight,*.bias"})
+    assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
+
+
+def refused(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
+    with pytest.raises(UsageError) as caught:
+        run(mesh, out, changes)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"optim.no_decay": "*.bias,*norms*"},
+            r'optim\.no_decay: "\*norms\*" fits no weight of the backbone; .*layers\.0\.weight',
+        ),
+        ({"optim.layer_decay": 0.75}, "optim.layer_decay needs a backbone with a sequence of transformer blocks"),
+    ],
+)
+def test_groups_that_cannot_be_made_are_one_line(
+    changes: dict[str, Any], message: str, tmp_path: Path, ranks: Ranks
+) -> None:
+    for answer in ranks(2, refused, tmp_path, {**SHORT, **changes}):
+        assert re.match(message, answer)
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lion", "muon", "adafactor"])

@@ -1,0 +1,84 @@
+"""Parameter groups of a backbone: weights without decay by pattern, and learning rates that fall towards the input."""
+
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from plsc.errors import UsageError
+
+# What a ViT computes before its first block, by the first part of the name (plsc's and timm's ViTs).
+_BEFORE_BLOCKS = ("patch_embed", "pos_embed", "cls_token", "reg_token", "dist_token", "norm_pre")
+
+
+def parameter_groups(
+    backbone: nn.Module, lr: float, *, no_decay: Sequence[str] = (), layer_decay: float = 1.0
+) -> list[dict[str, Any]]:
+    """Return the trained weights in groups for torch's optimizers, those of the highest learning rate first.
+
+    Layer-wise decay is that of BEiT (Bao et al., ICLR 2022, appendix; timm's ``param_groups_layer_decay``): block k of
+    K, from 0, has ``lr`` · decay^(K − k), what comes before the blocks decay^(K + 1), what comes after them ``lr``.
+
+    Args:
+        backbone: with the names of its own, not wrapped by data parallelism.
+        lr: of what comes after the blocks.
+        no_decay: patterns of weights' names (``fnmatch``) that get a ``weight_decay`` of 0.
+        layer_decay: 1 gives every layer ``lr``.
+
+    Returns:
+        Groups with ``params`` and ``lr``, and ``weight_decay`` where that is 0. Weights keep the backbone's order in
+        each; without patterns and decay there is one group.
+
+    Raises:
+        UsageError: a pattern fits no weight, or layers decay in a backbone without a sequence of transformer blocks.
+    """
+    weights = {name: weight for name, weight in backbone.named_parameters() if weight.requires_grad}
+    _check_patterns(no_decay, list(weights))
+    scales = _layer_scales(backbone, layer_decay)
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for name, weight in weights.items():
+        scale = 1.0 if layer_decay == 1.0 else _scale_of(name, scales)
+        decays = not any(fnmatchcase(name, pattern) for pattern in no_decay)
+        group = {"params": [], "lr": lr * scale} | ({} if decays else {"weight_decay": 0.0})
+        groups.setdefault((-scale, not decays), group)["params"].append(weight)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _check_patterns(patterns: Sequence[str], names: list[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f'optim.no_decay: "{pattern}" fits no weight of the backbone; names are as {names[0]}, {names[-1]}'
+            )
+
+
+def _layer_scales(backbone: nn.Module, decay: float) -> dict[str, float]:
+    """The factors of the learning rate by the beginnings of names."""
+    if decay == 1.0:
+        return {}
+    prefix, blocks = _blocks_of(backbone)
+    scales = {f"{prefix}{name}": decay ** (len(blocks) + 1) for name in _BEFORE_BLOCKS}
+    return scales | {f"{prefix}blocks.{k}": decay ** (len(blocks) - k) for k in range(len(blocks))}
+
+
+def _scale_of(name: str, scales: dict[str, float]) -> float:
+    return next((scale for start, scale in scales.items() if name == start or name.startswith(f"{start}.")), 1.0)
+
+
+def _blocks_of(backbone: nn.Module) -> tuple[str, nn.Sequential | nn.ModuleList]:
+    """The blocks, and what stands before their name: those of a ViT itself, or of timm's within a wrapper."""
+    for prefix, module in _candidates(backbone):
+        blocks = getattr(module, "blocks", None)
+        if hasattr(module, "patch_embed") and isinstance(blocks, nn.Sequential | nn.ModuleList) and len(blocks):
+            return prefix, blocks
+    raise UsageError(
+        "optim.layer_decay needs a backbone with a sequence of transformer blocks, and this one has none: take "
+        "vit_small or another vit_*, or a ViT of timm, or leave optim.layer_decay at 1"
+    )
+
+
+def _candidates(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield "", backbone
+    for name, module in backbone.named_children():
+        yield f"{name}.", module
