@@ -65,9 +65,10 @@ def test_dgc_resumes_bit_for_bit_and_on_another_number_of_ranks(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_powersgd_says_that_it_forgets_its_error(tmp_path: Path, ranks: Ranks) -> None:
-    first = {**CHANGES, "parallel.comm_hook": "powersgd"}
-    ranks(2, run, tmp_path, {**first, "steps": 3})
-    ranks(2, run, tmp_path, first, "auto")
+    first = {**CHANGES, "parallel.comm_hook": "powersgd", "data.batch_size": 8}
+    ranks(3, run, tmp_path, {**first, "steps": 3})
+    ranks(3, run, tmp_path, first, "auto")
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert "not stored in checkpoints: PowerSGD's error feedback" in (tmp_path / "train.log").read_text()
 
 
