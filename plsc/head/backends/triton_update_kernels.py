@@ -124,16 +124,6 @@ def through_norm(gradient, w, rho):
 
 
 @triton.jit
-def sgd_step(w, g, m, lr, momentum, weight_decay, NESTEROV: tl.constexpr):
-    """SgdRule's arithmetic on a tile: the rows and their momentum after the step. ``m`` is None without momentum."""
-    step = g + weight_decay * w
-    if m is not None:
-        m = m * momentum + step
-        step = step + momentum * m if NESTEROV else m
-    return w - lr * step, m
-
-
-@triton.jit
 def adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2, eps, decay):
     """AdamWRule's arithmetic on a tile: the rows and their moments after the step; for the numbers, see adamw_rows."""
     first = first + rate1 * (g - first)
@@ -173,12 +163,12 @@ def update_by_sgd(
     offset = rows[:, None] * dim + columns[None, :]
     bits = random_bits(numbers, columns, key)
     g = through_norm(gradient, w, tl.load(inverse_norm + rows, mask=held, other=0.0)) * factor
-    m = None
+    step = g + weight_decay * w
     if buffer is not None:
-        m = load_state(buffer, buffer_scale, rows, offset, held, inside)
-    w, m = sgd_step(w, g, m, lr, momentum, weight_decay, NESTEROV)
-    if buffer is not None:
+        m = load_state(buffer, buffer_scale, rows, offset, held, inside) * momentum + step
         store_state(buffer, buffer_scale, m, bits, rows, offset, held, inside, STOCHASTIC)
+        step = step + momentum * m if NESTEROV else m
+    w -= lr * step
     store_weight(weight, inverse_norm, w, bits, rows, offset, held, inside, smallest_norm, BLOCK_N, STOCHASTIC)
 
 
