@@ -109,6 +109,12 @@ class Shard:
         position[::5] = -1
         return Batch(features, position, torch.zeros(self.batch, device=self.device), ArcFace(), {})
 
+    def derivatives(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(B,) float64 each: log Z, and what pass 2 takes as ``scale`` and ``target_grad``."""
+        log_z = torch.full((self.batch,), _LOG_Z, dtype=torch.float64, device=self.device)
+        scale = torch.linspace(0.5, 1.5, self.batch, dtype=torch.float64, device=self.device)
+        return log_z, scale, -0.5 * scale
+
     def gradient(self, rows: int) -> Tensor:
         """(rows, D) float32, a gradient by unit rows."""
         return self._normal(rows, key=3).to(self.device)
@@ -209,12 +215,10 @@ def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
     with _plain_arithmetic(shard.device):
         rows = shard.rows()
         batch = shard.samples(rows)
-        log_z = torch.full((shard.batch,), _LOG_Z, dtype=torch.float64, device=shard.device)
-        scale = torch.linspace(0.5, 1.5, shard.batch, dtype=torch.float64, device=shard.device)
-        pull = -0.5 * scale
-        want = _reference(rows, batch, log_z, scale, pull)
+        log_z, scale, target_grad = shard.derivatives()
+        want = _reference(rows, batch, log_z, scale, target_grad)
         first = backend.first_pass(rows, batch, shard.chunk, with_grad=True)
-        pieces = backend.second_pass(rows, batch, log_z, scale, pull, shard.chunk)
+        pieces = backend.second_pass(rows, batch, log_z, scale, target_grad, shard.chunk)
         gradient = torch.cat([piece.clone() for _, piece in pieces])
         assert first.grad_embeddings is not None
         sum_bound, bound = shard.bounds
@@ -310,12 +314,10 @@ def _after_pass(
     """Weights, 1/norms and state in float64, after pass 2 with the update as ``run`` makes it."""
     rows = shard.rows()
     batch = shard.samples(rows)
-    log_z = torch.full((shard.batch,), _LOG_Z, dtype=torch.float64, device=shard.device)
-    scale = torch.linspace(0.5, 1.5, shard.batch, dtype=torch.float64, device=shard.device)
     state = {name: shard.state(name, dtype, rounding) for name, dtype in state_dtypes.items()}
     updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
     update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
-    run(rows, batch, log_z, scale, -0.5 * scale, shard.chunk, None, updater, lambda chunk: state, update)
+    run(rows, batch, *shard.derivatives(), shard.chunk, None, updater, lambda chunk: state, update)
     tables = {name: table.read(slice(0, len(rows.weight)), torch.float64) for name, table in state.items()}
     return {"weights": rows.weight.double(), "1/norms": rows.inverse_norm.double(), **tables}
 
