@@ -83,7 +83,7 @@ def test_a_command_that_hangs_shows_the_stacks_of_its_ranks(tmp_path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     with pytest.raises(RankError) as caught:
         run_command("eval", "raw-pixels", "--data", "avatars:4x4@9", "--nproc", "2", hang_seconds=20, cwd=tmp_path)
-    for sign in ("did not end in 20 s", "sitecustomize.py", "rank 1 was killed by SIGABRT"):
+    for sign in ("did not end in 20 s", "sitecustomize.py", "was killed by SIGABRT"):
         assert sign in str(caught.value)
 
 

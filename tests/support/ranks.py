@@ -209,12 +209,16 @@ def run_command(*words: str, hang_seconds: float = HANG_SECONDS, **options: Any)
 def _abort(process: "subprocess.Popen[str]") -> tuple[str, str]:
     """End the processes of ``process``'s session; their stacks stand in what is returned.
 
-    The launcher, which passes its ranks' standard error on, is ended last.
+    The launcher, which passes its ranks' standard error on, is ended last. Until all ranks have written their stacks
+    it is stopped: it would end the others when it sees the first one die.
     """
+    process.send_signal(signal.SIGSTOP)
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
             if int(path.name) != process.pid == os.getsid(int(path.name)):
                 os.kill(int(path.name), signal.SIGABRT)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGCONT)
     time.sleep(2.0)
     process.send_signal(signal.SIGABRT)
     return process.communicate()
