@@ -16,7 +16,7 @@ from plsc import config, losses
 from plsc.config import KEYS, Config
 from plsc.errors import UsageError
 from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS
-from plsc.strict_toml import Key
+from plsc.strict_toml import Key, toml_value
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 
@@ -87,7 +87,7 @@ def test_each_key_from_file_and_command_line(entry: Key, tmp_path: Path) -> None
     if entry.name == "head.placement":
         value = 'mmap:a "quoted" \\ näme'
     text = ",".join(map(repr, value)) if entry.is_list and entry.kind is float else value
-    typed = config.toml_value(value) if isinstance(value, tuple | bool | str) else str(text)
+    typed = toml_value(value) if isinstance(value, tuple | bool | str) else str(text)
     from_line = config.load(None, {**extra, entry.name: typed})
     assert config.get(from_line, entry.name) == value
     written = write(tmp_path, config.to_toml(from_line))
@@ -98,7 +98,7 @@ def test_each_key_from_file_and_command_line(entry: Key, tmp_path: Path) -> None
 @pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
 def test_each_key_refuses_another_type(entry: Key, tmp_path: Path) -> None:
     section, _, last = entry.name.rpartition(".")
-    value = config.toml_value(wrong_type(entry))
+    value = toml_value(wrong_type(entry))
     path = write(tmp_path, (f"[{section}]\n" if section else "") + f"{last} = {value}\n")
     with pytest.raises(UsageError) as caught:
         config.load(path)

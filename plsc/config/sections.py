@@ -1,21 +1,14 @@
-"""Configuration of a training run: every key with its type, default and meaning, once and here.
+"""The sections and keys of a configuration, each with its type, default and meaning, once and here.
 
-:func:`load` reads a TOML file strictly and lays ``--KEY VALUE`` overrides over it: an unknown key, a value of
-the wrong type or out of range is a :class:`UsageError` that names the key and the nearest right one.
-:func:`to_toml` writes a configuration whole; :func:`load` reads it back equal.
+A new key is a field of its section.
 """
 
 import dataclasses
 import functools
-import typing
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from plsc import arcface_torch, strict_toml
-from plsc.errors import UsageError
-from plsc.strict_toml import Key, key, toml_value
+from plsc.strict_toml import key
 
 # torch is imported within functions only: --help and mistyped keys are answered without it.
 
@@ -351,183 +344,9 @@ class Config:
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
 
 
-SHIPPED = Path(__file__).with_name("configs")
-KEYS: dict[str, Key] = {entry.name: entry for entry in strict_toml.keys_of(Config)}
-# Of each pair one may be given; on the command line it takes the place of the file's other one.
-_EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
-
-
-def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
-    """Read a TOML file (None: defaults alone), lay ``overrides`` over it, and check the whole.
-
-    ``path`` may also be the name of a shipped configuration, see :func:`shipped`.
-
-    ``overrides`` maps dotted keys ("optim.lr") to values, or to text as typed on a command line; None takes a key
-    of the file out.
-    Raises :class:`UsageError` for a missing or malformed file and for every wrong key or value.
-    """
-    values: dict[str, Any] = {}
-    if path is not None:
-        values = strict_toml.flatten(
-            strict_toml.read_toml(_resolve(Path(path))), KEYS, str(path), arcface_torch.key_hint
-        )
-    overridden = dict(overrides or {})
-    for pair in _EXCLUSIVE:
-        if any(name in overridden for name in pair):
-            values = {name: value for name, value in values.items() if name not in pair}
-    for name, value in overridden.items():
-        entry = strict_toml.known(name, KEYS, "the command line", arcface_torch.key_hint)
-        values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
-    return _build({name: value for name, value in values.items() if value is not None})
-
-
-def shipped() -> list[str]:
-    """Names of the configurations that are installed with plsc; :func:`load` takes them in place of a path."""
-    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
-
-
-def _resolve(path: Path) -> Path:
-    """Return ``path`` where such a file exists, else the shipped configuration of that name."""
-    if not path.suffix and not path.exists() and path.with_suffix(".py").exists():
-        path = path.with_suffix(".py")  # arcface_torch's own way to name a config
-    if path.suffix == ".py":
-        raise UsageError(
-            f"{path} is a config of arcface_torch, and plsc reads TOML: plsc train {path} --as-toml > "
-            f"{path.stem}.toml translates it ({arcface_torch.PAGE})"
-        )
-    if path.exists() or path.parent != Path() or path.suffix not in ("", ".toml"):
-        return path
-    if path.stem in shipped():
-        return SHIPPED / f"{path.stem}.toml"
-    names = ", ".join(shipped())
-    raise UsageError(f"{path} does not exist: name a TOML file, or a shipped configuration: {names}")
-
-
-def from_dict(tree: Mapping[str, Any]) -> Config:
-    """Build a configuration from nested mappings, as a TOML file holds them, with the same strictness."""
-    return _build(strict_toml.flatten(tree, KEYS, "the configuration"))
-
-
-def to_dict(config: Config) -> dict[str, Any]:
-    """Return nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
-    tree: dict[str, Any] = {}
-    for name in KEYS:
-        value = get(config, name)
-        section, _, last = name.rpartition(".")
-        if value is not None:
-            (tree.setdefault(section, {}) if section else tree)[last] = value
-    return tree
-
-
-def to_toml(config: Config) -> str:
-    """Format the whole configuration as TOML, defaults included; an unset key becomes a comment."""
-    lines: list[str] = []
-    current = ""
-    for entry in KEYS.values():
-        section, _, last = entry.name.rpartition(".")
-        if section != current:
-            current = section
-            lines += ["", f"[{section}]"]
-        value = get(config, entry.name)
-        lines.append(f"# {last}: {entry.doc}" if value is None else f"{last} = {toml_value(value)}")
-    return "\n".join(lines) + "\n"
-
-
 def get(config: Config, name: str) -> Any:
     """Return the value of a dotted key."""
     value: Any = config
     for part in name.split("."):
         value = getattr(value, part)
     return value
-
-
-def describe() -> str:
-    """List every key with its default, type and meaning, as text."""
-    lines: list[str] = []
-    for entry in KEYS.values():
-        default = "(unset)" if entry.default is None else f"= {toml_value(entry.default)}"
-        lines += [f"{entry.name} {default}", f"    {entry.doc}  [{entry.expected}]"]
-    return "\n".join(lines)
-
-
-def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`."""
-    return strict_toml.parse_arguments(arguments, KEYS, arcface_torch.key_hint)
-
-
-def _build(values: Mapping[str, Any]) -> Config:
-    hints = typing.get_type_hints(Config)
-    hints = {name: hints[name] for name in hints if dataclasses.is_dataclass(hints[name])}
-    sections: dict[str, dict[str, Any]] = {name: {} for name in hints}
-    top: dict[str, Any] = {}
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        (sections[section] if section else top)[last] = KEYS[name].checked(value)
-    config = Config(**top, **{name: hints[name](**inner) for name, inner in sections.items()})
-    _check_together(config)
-    if config.epochs is None and config.steps is None:
-        return dataclasses.replace(config, epochs=20)
-    return config
-
-
-def _check_together(config: Config) -> None:
-    """Check what concerns several keys."""
-    for first, second in _EXCLUSIVE:
-        if get(config, first) is not None and get(config, second) is not None:
-            raise UsageError(f"{first} and {second} are both given; keep one")
-    if len(config.optim.betas) != 2:
-        raise UsageError(f"optim.betas has {len(config.optim.betas)} numbers; it takes two")
-    if list(config.optim.milestones) != sorted(set(config.optim.milestones)):
-        raise UsageError("optim.milestones must rise: each epoch later than the one before it")
-    if config.data.batch_size == 1 and not config.sync_batchnorm:
-        raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
-    if config.optim.head_name == "adamw" and config.head.momentum_dtype == "none":
-        raise UsageError(
-            'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
-        )
-    _check_comm_hook(config)
-    _check_head(config)
-    _check_backbone(config.backbone)
-
-
-def _check_comm_hook(config: Config) -> None:
-    hook, optim = config.parallel.comm_hook, config.optim
-    if hook in ("powersgd", "dgc") and config.precision == "fp16":
-        raise UsageError(
-            f'parallel.comm_hook = "{hook}" adds gradients of several steps, whose loss scales differ under precision '
-            '= "fp16"; give precision = "bf16"'
-        )
-    if hook == "dgc" and optim.name != "sgd":
-        raise UsageError(
-            f'parallel.comm_hook = "dgc" takes the place of sgd\'s momentum, and optim.name is "{optim.name}"; give '
-            'optim.name = "sgd", or comm_hook = "powersgd"'
-        )
-    if hook == "dgc" and optim.clip_head:
-        raise UsageError(
-            'parallel.comm_hook = "dgc" clips each tensor before the exchange, so optim.clip_head has no common norm '
-            "to clip; leave it out"
-        )
-
-
-def _check_head(config: Config) -> None:
-    from plsc.head.host_memory import mapped_file
-
-    try:
-        mapped_file(config.head.placement)
-    except UsageError as error:
-        raise UsageError(f"head.{error}") from None
-    takes = margin_keys()[config.head.margin]
-    for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
-        if getattr(config.head, name) is not None and name not in takes:
-            raise UsageError(
-                f"head.{name} is no key of the margin {config.head.margin}, which takes {', '.join(takes)}"
-            )
-
-
-def _check_backbone(name: str) -> None:
-    from plsc.models import names  # imported here: --help needs no backbones
-
-    if name not in names() and not name.startswith("timm:"):
-        hint = arcface_torch.backbone_hint(name)
-        nearest = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
-        raise UsageError(f"backbone = {toml_value(name)} does not exist{f'; {hint}' if hint else nearest}")

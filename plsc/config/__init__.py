@@ -1,0 +1,26 @@
+"""Configuration of a training run: every key with its type, default and meaning.
+
+:func:`load` reads a TOML file strictly and lays ``--KEY VALUE`` overrides over it: an unknown key, a value of
+the wrong type or out of range is a :class:`UsageError` that names the key and the nearest right one.
+:func:`to_toml` writes a configuration whole; :func:`load` reads it back equal.
+"""
+
+from plsc.config.loading import KEYS as KEYS
+from plsc.config.loading import SHIPPED as SHIPPED
+from plsc.config.loading import describe as describe
+from plsc.config.loading import from_dict as from_dict
+from plsc.config.loading import load as load
+from plsc.config.loading import parse_arguments as parse_arguments
+from plsc.config.loading import shipped as shipped
+from plsc.config.loading import to_dict as to_dict
+from plsc.config.loading import to_toml as to_toml
+from plsc.config.sections import CheckpointConfig as CheckpointConfig
+from plsc.config.sections import Config as Config
+from plsc.config.sections import DataConfig as DataConfig
+from plsc.config.sections import EvalConfig as EvalConfig
+from plsc.config.sections import HeadConfig as HeadConfig
+from plsc.config.sections import LogConfig as LogConfig
+from plsc.config.sections import OptimConfig as OptimConfig
+from plsc.config.sections import ParallelConfig as ParallelConfig
+from plsc.config.sections import get as get
+from plsc.config.sections import margin_keys as margin_keys

@@ -1,0 +1,72 @@
+"""Checks of what concerns several keys of a configuration together, before a process starts."""
+
+from plsc import arcface_torch, strict_toml
+from plsc.config.sections import Config, get, margin_keys
+from plsc.errors import UsageError
+from plsc.strict_toml import toml_value
+
+# Of each pair one may be given; on the command line it takes the place of the file's other one.
+EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
+
+
+def check_together(config: Config) -> None:
+    """Check what concerns several keys."""
+    for first, second in EXCLUSIVE:
+        if all(get(config, name) is not None for name in (first, second)):
+            raise UsageError(f"{first} and {second} are both given; keep one")
+    if len(config.optim.betas) != 2:
+        raise UsageError(f"optim.betas has {len(config.optim.betas)} numbers; it takes two")
+    if list(config.optim.milestones) != sorted(set(config.optim.milestones)):
+        raise UsageError("optim.milestones must rise: each epoch later than the one before it")
+    if config.data.batch_size == 1 and not config.sync_batchnorm:
+        raise UsageError("data.batch_size = 1 leaves batch normalisation nothing to average; give 2 or more")
+    if config.optim.head_name == "adamw" and config.head.momentum_dtype == "none":
+        raise UsageError(
+            'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
+        )
+    _check_comm_hook(config)
+    _check_head(config)
+    _check_backbone(config.backbone)
+
+
+def _check_comm_hook(config: Config) -> None:
+    hook, optim = config.parallel.comm_hook, config.optim
+    if hook in ("powersgd", "dgc") and config.precision == "fp16":
+        raise UsageError(
+            f'parallel.comm_hook = "{hook}" adds gradients of several steps, whose loss scales differ under precision '
+            '= "fp16"; give precision = "bf16"'
+        )
+    if hook == "dgc" and optim.name != "sgd":
+        raise UsageError(
+            f'parallel.comm_hook = "dgc" takes the place of sgd\'s momentum, and optim.name is "{optim.name}"; give '
+            'optim.name = "sgd", or comm_hook = "powersgd"'
+        )
+    if hook == "dgc" and optim.clip_head:
+        raise UsageError(
+            'parallel.comm_hook = "dgc" clips each tensor before the exchange, so optim.clip_head has no common norm '
+            "to clip; leave it out"
+        )
+
+
+def _check_head(config: Config) -> None:
+    from plsc.head.host_memory import mapped_file
+
+    try:
+        mapped_file(config.head.placement)
+    except UsageError as error:
+        raise UsageError(f"head.{error}") from None
+    takes = margin_keys()[config.head.margin]
+    for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
+        if getattr(config.head, name) is not None and name not in takes:
+            raise UsageError(
+                f"head.{name} is no key of the margin {config.head.margin}, which takes {', '.join(takes)}"
+            )
+
+
+def _check_backbone(name: str) -> None:
+    from plsc.models import names  # imported here: --help needs no backbones
+
+    if name not in names() and not name.startswith("timm:"):
+        hint = arcface_torch.backbone_hint(name)
+        nearest = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
+        raise UsageError(f"backbone = {toml_value(name)} does not exist{f'; {hint}' if hint else nearest}")
