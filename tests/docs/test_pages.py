@@ -47,6 +47,7 @@ SETTINGS = {
         files="faces.toml faces.rec lfw.bin unseen/ photos/",
         replaced={"/shared/": "shared/", **QUICK_DOCTOR},
     ),
+    "training.md": Setting(files="faces.rec"),
     "arcface_torch.md": Setting(files="faces.rec lfw.bin"),
     "faces.md": Setting(
         files="photos/ unseen/ points.csv scrfd_10g_bnkps.onnx model.safetensors",
