@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from plsc import config, losses
 from plsc.config import KEYS, Config
 from plsc.errors import UsageError
-from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS
+from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS, HYPERPARAMETERS
 from plsc.strict_toml import Key, toml_value
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
@@ -56,6 +56,13 @@ def margin_of(entry: Key) -> str:
     return next((margin for margin, takes in config.margin_keys().items() if name in takes), "arcface")
 
 
+def optimizer_of(entry: Key) -> dict[str, str]:
+    """An optimizer that reads this key of [optim], where the default one does not."""
+    section, _, name = entry.name.rpartition(".")
+    readers = [reader for reader, names in HYPERPARAMETERS.items() if section == "optim" and name in names]
+    return {"optim.name": readers[0]} if readers else {}
+
+
 def test_defaults_are_a_configuration() -> None:
     loaded = config.load()
     assert loaded == dataclasses.replace(Config(), epochs=20)
@@ -81,7 +88,7 @@ def test_recipes_for_gpus_multiply_the_class_table_on_their_matrix_units(recipe:
 @pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
 def test_each_key_from_file_and_command_line(entry: Key, tmp_path: Path) -> None:
     value = other_value(entry)
-    extra = {} if entry.name == "head.margin" else {"head.margin": margin_of(entry)}
+    extra = {} if entry.name == "head.margin" else {"head.margin": margin_of(entry), **optimizer_of(entry)}
     if entry.name == "head.margin":
         value = "softmax"
     if entry.name == "head.placement":
@@ -146,6 +153,13 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
         ("[data]\nbatch_size = 1", "give 2 or more"),
         ('[optim]\nname = "adamw"\n[head]\nmomentum_dtype = "none"', "leaves adamw no moments"),
         ("[optim]\nbetas = 0.9", "it takes a list of numbers"),
+        (
+            "[optim]\nbetas = [0.8, 0.99]",
+            "optim.betas = [0.8, 0.99] has no effect: neither sgd nor the head's sgd reads",
+        ),
+        ('[optim]\nname = "adamw"\ntrust_coefficient = 0.1', "leave it out, or take lars"),
+        ('[optim]\nname = "adamw"\nmomentum = 0.8', "leave it out, or take sgd or lars or muon"),
+        ('[optim]\nname = "lion"\nhead = "sgd"\neps = 1e-3', "neither lion nor the head's sgd reads it"),
         ("[eval]\nsets = [1]", "it takes a list of strings"),
         ("epochs = ", "is not TOML"),
         ("epochs = 1\nepochs = 2", "is not TOML"),
@@ -156,6 +170,15 @@ def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None
         config.load(write(tmp_path, text))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_key_that_one_of_the_two_optimizers_reads_is_taken(tmp_path: Path) -> None:
+    for text in (
+        'name = "adamw"\nhead = "sgd"\nmomentum = 0.8',
+        'head = "adamw"\nbetas = [0.8, 0.99]',
+        'name = "adamw"\nmomentum = 0.9\ntrust_coefficient = 0.001',  # the defaults
+    ):
+        assert config.load(write(tmp_path, f"[optim]\n{text}\n"))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """Checks of what concerns several keys of a configuration together, before a process starts."""
 
+import dataclasses
+
 from plsc import arcface_torch, strict_toml
-from plsc.config.sections import Config, get, margin_keys
+from plsc.config.sections import Config, OptimConfig, get, margin_keys
 from plsc.errors import UsageError
 from plsc.strict_toml import toml_value
 
@@ -24,9 +26,26 @@ def check_together(config: Config) -> None:
         raise UsageError(
             'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
         )
+    _check_hyperparameters(config.optim)
     _check_comm_hook(config)
     _check_head(config)
     _check_backbone(config.backbone)
+
+
+def _check_hyperparameters(optim: OptimConfig) -> None:
+    """Refuse what neither optimizer reads. A value that equals the default was as good as not given."""
+    from plsc.optim.backbone_optimizers import HYPERPARAMETERS
+
+    defaults = {field.name: field.default for field in dataclasses.fields(OptimConfig)}
+    read = {*HYPERPARAMETERS[optim.name], *HYPERPARAMETERS[optim.head_name]}
+    for name in dict.fromkeys(name for names in HYPERPARAMETERS.values() for name in names):
+        value = getattr(optim, name)
+        if name not in read and value != defaults[name]:
+            readers = [reader for reader, names in HYPERPARAMETERS.items() if name in names]
+            raise UsageError(
+                f"optim.{name} = {toml_value(value)} has no effect: neither {optim.name} nor the head's "
+                f"{optim.head_name} reads it; leave it out, or take {' or '.join(readers)}"
+            )
 
 
 def _check_comm_hook(config: Config) -> None:

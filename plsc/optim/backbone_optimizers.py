@@ -149,6 +149,17 @@ BACKBONE_OPTIMIZERS: dict[str, Callable[[Groups, Hyperparameters], torch.optim.O
     "muon": _muon,
 }
 
+# The hyper-parameters, beside lr and weight_decay, that each of them reads.
+HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
+    "sgd": ("momentum",),
+    "adamw": ("betas", "eps"),
+    "lars": ("momentum", "trust_coefficient"),
+    "lamb": ("betas", "eps"),
+    "adafactor": (),
+    "lion": ("betas",),
+    "muon": ("momentum", "betas", "eps"),
+}
+
 
 def make_backbone_optimizer(name: str, groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
     """Return the optimizer ``name``, a key of BACKBONE_OPTIMIZERS.

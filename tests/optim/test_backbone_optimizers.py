@@ -1,5 +1,6 @@
 """The backbone's optimizers: three steps of each against its paper's formula in float64."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS, Hyperparameters, make_backbone_optimizer
+from plsc.optim.backbone_optimizers import (
+    BACKBONE_OPTIMIZERS,
+    HYPERPARAMETERS,
+    Hyperparameters,
+    make_backbone_optimizer,
+)
 from plsc.optim.verdict import Verdict, step_unless
 
 VALUES = Hyperparameters(
@@ -122,6 +128,27 @@ def test_three_steps_are_the_formula_s(name: str, decay: float) -> None:
         moved, off = expected[key] - numbers(SHAPES[key], list(SHAPES).index(key)), weight.detach() - expected[key]
         in_bfloat16 = name == "muon" and key in ("matrix", "kernel")
         assert off.norm() <= (0.05 if in_bfloat16 else 1e-7) * moved.norm(), f"{key}: {off.norm() / moved.norm()}"
+
+
+def after_three_steps(name: str, values: Hyperparameters) -> list[Tensor]:
+    weights = [nn.Parameter(numbers(shape, seed)) for seed, shape in enumerate(SHAPES.values())]
+    optimizer = make_backbone_optimizer(name, [{"params": weights}], values)
+    for t in (1, 2, 3):
+        for seed, weight in enumerate(weights):
+            weight.grad = numbers(tuple(weight.shape), 100 * t + seed)
+        optimizer.step()
+    return [weight.detach() for weight in weights]
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_optimizer_reads_what_it_is_listed_to_read(name: str) -> None:
+    others = {"momentum": 0.5, "betas": (0.5, 0.6), "eps": 0.1, "trust_coefficient": 0.5}
+    assert set().union(*HYPERPARAMETERS.values()) == set(others)
+    plain = after_three_steps(name, VALUES)
+    for key, value in others.items():
+        changed = after_three_steps(name, dataclasses.replace(VALUES, **{key: value}))
+        is_same = all(torch.equal(one, other) for one, other in zip(plain, changed, strict=True))
+        assert is_same == (key not in HYPERPARAMETERS[name]), key
 
 
 @pytest.mark.parametrize("name", FORMULAS)
