@@ -8,16 +8,9 @@ benchmarks/results/low_precision_accuracy.csv. About two minutes a run on two CP
 """
 
 import argparse
-import statistics
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from results_file import add_row
-
-from plsc.files import read_json
-from plsc.parallel.launch import launch
-from plsc.quickstart.steps import CONFIG, UNSEEN
+from avatar_runs import Recipe, compare
 
 TABLES = {"float32": ("float32", "float32"), "bfloat16+int8": ("bfloat16", "int8")}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -26,27 +19,25 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(data: str, epochs: int, seed: int, table: str, optimizer: str, sample_rate: float) -> dict[str, Any]:
-    """Train from scratch on two ranks and return the figures on unseen identities."""
+def recipe(args: argparse.Namespace, table: str, sample_rate: float) -> Recipe:
+    """The quickstart's recipe with this table, a part of whose classes is taken in each step."""
     weight, momentum = TABLES[table]
     settings = {
-        "data.train": data,
-        "epochs": epochs,
-        "seed": seed,
+        "data.train": args.data,
+        "epochs": args.epochs,
         "head.weight_dtype": weight,
         "head.momentum_dtype": momentum,
         "head.sample_rate": sample_rate,
-        "log.tensorboard": False,
-        **OPTIMIZERS[optimizer],
+        **OPTIMIZERS[args.optimizer],
     }
-    overrides = [word for key, value in settings.items() for word in (f"--{key}", str(value).lower())]
-    with tempfile.TemporaryDirectory() as folder:
-        result_file = Path(folder) / "result.json"
-        if launch(["train", CONFIG, "--out", f"{folder}/run", "--json", str(result_file), *overrides], nproc=2):
-            raise SystemExit("the training did not end well: see above")
-        result = read_json(result_file)
-    judged: dict[str, Any] = result["eval"][UNSEEN]
-    return judged | {"loss": result["loss"], "seconds": result["seconds"]}
+    columns = {
+        "data": args.data,
+        "epochs": args.epochs,
+        "optimizer": args.optimizer,
+        "table": table,
+        "sample_rate": sample_rate,
+    }
+    return Recipe(f"{table}, sampled {sample_rate}", settings, columns)
 
 
 def main() -> None:
@@ -57,28 +48,8 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--sample-rates", type=float, nargs="+", default=[1.0])
     args = parser.parse_args()
-    means: dict[str, list[float]] = {}
-    for seed in range(args.seeds):
-        for rate in args.sample_rates:
-            for table in TABLES:
-                figures = trained(args.data, args.epochs, seed, table, args.optimizer, rate)
-                row = {
-                    "data": args.data,
-                    "epochs": args.epochs,
-                    "optimizer": args.optimizer,
-                    "table": table,
-                    "sample_rate": rate,
-                    "seed": seed,
-                    "accuracy": round(figures["accuracy"], 5),
-                    "rank1": round(figures["rank1"], 5),
-                    "loss": round(figures["loss"], 4),
-                    "seconds": round(figures["seconds"], 1),
-                }
-                print(row, flush=True)
-                add_row("low_precision_accuracy", row)
-                means.setdefault(f"{table}, sampled {rate}", []).append(figures["accuracy"])
-    for name, values in means.items():
-        print(f"{name}: mean accuracy {statistics.mean(values):.4f}")
+    recipes = [recipe(args, table, rate) for rate in args.sample_rates for table in TABLES]
+    compare("low_precision_accuracy", recipes, args.seeds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,180 @@
+"""Which exchange of gradients trains fastest over which network? Two ranks, each in its own network namespace.
+
+    sudo python benchmarks/slow_network.py [--methods none dgc …] [--networks 1000 100 1000:20 …] [--rounds 2]
+
+The namespaces are joined by a link whose rate tc limits (benchmarks/slow_link.py); RATE:MS adds a round-trip time. For
+each network, two processes of one thread train IResNet-18 at 32 pixels by every method in turn, as often as there
+are rounds. The time is that of whole periods of the method, after its first steps; CPU time is that of the first
+rank, bytes are those that its device sent, with the headers of TCP. Prints medians, and adds a row per network and
+method to benchmarks/results/slow_network.csv. About 15 minutes on two idle cores; needs root and iproute2.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from results_file import RESULTS, add_row
+from slow_link import ADDRESSES, End, Network, require_privileges, slow_link
+
+import plsc
+from plsc import config as configuration
+from plsc.bench.harness import thread_limits
+from plsc.native.allocator import keep_freed_memory
+from plsc.parallel.mesh import shutdown
+from plsc.train.metrics import METRICS
+from plsc.train.trainer import train
+
+BASE: dict[str, Any] = {
+    "backbone": "iresnet18",
+    "precision": "bf16",
+    "data.train": "avatars:64x4",
+    "data.image_size": 32,
+    "data.batch_size": 16,
+    "data.workers": 0,
+    "log.every_steps": 1,
+    "log.tensorboard": False,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "bf16": {"parallel.comm_hook": "bf16"},
+    "powersgd": {"parallel.comm_hook": "powersgd", "parallel.powersgd_start_step": 2},
+    "dgc": {"parallel.comm_hook": "dgc", "parallel.dgc_warmup_epochs": 0},
+}
+PERIODS: dict[str, int] = {}  # steps from one exchange to the next, where not every step has one
+NETWORKS = ("1000", "100", "1000:20", "100:20")
+FIRST_STEPS, STEPS = 3, 6  # DDP and PowerSGD begin anew after the first; then at least as many are timed
+PORT = 29511
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
+    parser.add_argument("--networks", nargs="+", type=_network, default=[_network(each) for each in NETWORKS])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where slow_network.csv is")
+    parser.add_argument("--work-in", type=Path, help=argparse.SUPPRESS)  # a rank's folder
+    args = parser.parse_args()
+    if args.work_in is not None:
+        work(args.methods, args.rounds, args.work_in)
+        return
+    require_privileges()
+    for network in args.networks:
+        plain = None
+        for row in measured(network, args.methods, args.rounds):
+            plain = row["steps_per_second"] if plain is None else plain  # of the first method
+            row["times_first"] = round(row["steps_per_second"] / plain, 2)
+            print(f"{network.name:>18} " + " ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+            add_row("slow_network", {"network": network.name, "rounds": args.rounds, **row}, args.out)
+
+
+def _network(text: str) -> Network:
+    rate, _, delay = text.partition(":")
+    return Network(int(rate), float(delay or 0))
+
+
+def measured(network: Network, methods: list[str], rounds: int) -> list[dict[str, Any]]:
+    """Train over ``network`` by each method in turn, ``rounds`` times; a row of medians for each."""
+    with slow_link(network) as ends, tempfile.TemporaryDirectory() as folder:
+        options = ["--methods", *methods, "--rounds", str(rounds), "--work-in", folder]
+        ranks = [_start(end, rank, options) for rank, end in enumerate(ends)]
+        output, _ = ranks[0].communicate()
+        codes = [rank.wait() for rank in ranks]
+        if any(codes):
+            raise SystemExit(f"the training over {network.name} did not end well: see above")
+    figures: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
+    for line in output.splitlines():
+        figure = json.loads(line)
+        figures[figure["method"]].append(figure)
+    return [_row(method, figures[method]) for method in methods]
+
+
+def _row(method: str, figures: list[dict[str, Any]]) -> dict[str, Any]:
+    names = ("steps_per_second", "cpu_seconds_per_step", "sent_mb_per_step")
+    return {"method": method, **{name: round(median(each[name] for each in figures), 3) for name in names}}
+
+
+def _start(end: End, rank: int, options: list[str]) -> subprocess.Popen[str]:
+    environment = {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": ADDRESSES[0],
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": end.device,
+        "LINK_DEVICE": end.device,
+        **thread_limits(1),
+    }
+    command = end.command(sys.executable, __file__, *options)
+    return subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+
+
+# In a rank -----------------------------------------------------------------------------------------------------------
+
+
+def work(methods: list[str], rounds: int, folder: Path) -> None:
+    """Train by every method in turn; the first rank prints a line of JSON for each time."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as plsc train does
+    mesh = plsc.init("cpu")
+    for number in range(rounds):
+        for method in methods:
+            period = PERIODS.get(method, 1)
+            steps = period * -(-STEPS // period)
+            first = period * -(-FIRST_STEPS // period)
+            settings = {**BASE, **METHODS[method], "steps": first + steps}
+            out = folder / f"{method}-{number}"
+            with _marks(out / METRICS) as marks:
+                train(configuration.load(overrides=settings), mesh, out=out, quiet=True)
+            if mesh.is_main:
+                seconds, cpu_seconds, sent = (
+                    (after - before) / steps
+                    for before, after in zip(marks[first - 1], marks[first + steps - 1], strict=True)
+                )
+                figures = {
+                    "steps_per_second": 1 / seconds,
+                    "cpu_seconds_per_step": cpu_seconds,
+                    "sent_mb_per_step": sent / 1e6,
+                }
+                print(json.dumps({"method": method, **figures}), flush=True)
+    shutdown()
+
+
+@contextmanager
+def _marks(path: Path) -> Iterator[list[tuple[float, float, int]]]:
+    """Yield a list that gets (time, CPU time, bytes sent by the device) as ``path`` gets the line of each step."""
+    marks: list[tuple[float, float, int]] = []
+    counter = Path(f"/sys/class/net/{os.environ['LINK_DEVICE']}/statistics/tx_bytes")
+    over = threading.Event()
+
+    def look() -> None:
+        if path.exists():
+            lines = path.read_bytes().count(b"\n")
+            marks.extend([(time.monotonic(), time.process_time(), int(counter.read_text()))] * (lines - len(marks)))
+
+    def watch() -> None:
+        while not over.wait(0.002):
+            look()
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield marks
+    finally:
+        over.set()
+        thread.join()
+        look()
+
+
+if __name__ == "__main__":
+    main()
