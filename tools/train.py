@@ -92,11 +92,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return _train_here(config, args)
     from plsc.parallel.launch import Nodes, launch
     from plsc.parallel.mesh import check_head_ranks
+    from plsc.parallel.model_averaging import check_group_ranks
 
     nodes = Nodes()
     if args.nnodes != 1:
         nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
     check_head_ranks(config.head_ranks, args.nproc * nodes.count)
+    check_group_ranks(config.parallel.averaging_group_ranks, args.nproc * nodes.count)
     code = launch(_rank_arguments(args), args.nproc, nodes)
     if code:
         raise SystemExit(code)  # a rank has reported why

@@ -28,6 +28,7 @@ def check_together(config: Config) -> None:
         )
     _check_hyperparameters(config.optim)
     _check_comm_hook(config)
+    _check_averaging(config)
     _check_head(config)
     _check_backbone(config.backbone)
 
@@ -64,6 +65,35 @@ def _check_comm_hook(config: Config) -> None:
         raise UsageError(
             'parallel.comm_hook = "dgc" clips each tensor before the exchange, so optim.clip_head has no common norm '
             "to clip; leave it out"
+        )
+
+
+def _check_averaging(config: Config) -> None:
+    parallel = config.parallel
+    name, together = parallel.averaging, f'parallel.averaging = "{parallel.averaging}"'
+    if name == "none":
+        return
+    if parallel.comm_hook != "none":
+        raise UsageError(
+            f'{together} sends weights and no gradients, which parallel.comm_hook = "{parallel.comm_hook}" would '
+            "compress; give one of them"
+        )
+    if config.sync_batchnorm:
+        raise UsageError(
+            f"{together} lets ranks have different weights, of which sync_batchnorm would mix the statistics, and "
+            "communicates in every layer; leave it out"
+        )
+    if config.optim.clip_head:
+        raise UsageError(
+            f"{together} clips each rank's gradient by its own norm, so optim.clip_head has no common norm for the "
+            "class table; leave it out"
+        )
+    if name == "hierarchical" and parallel.averaging_group_ranks == 1:
+        raise UsageError(f"{together} needs groups; give parallel.averaging_group_ranks, the ranks of a machine")
+    if name == "hierarchical" and parallel.averaging_period % parallel.averaging_group_period:
+        raise UsageError(
+            f"parallel.averaging_period = {parallel.averaging_period} is no multiple of averaging_group_period = "
+            f"{parallel.averaging_group_period}; give one"
         )
 
 

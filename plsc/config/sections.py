@@ -226,7 +226,7 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """[parallel]: the exchange of the backbone's gradients between ranks."""
+    """[parallel]: the exchange of the backbone's gradients, or weights, between ranks."""
 
     comm_hook: str = key(
         "none",
@@ -253,6 +253,34 @@ class ParallelConfig:
         4.0, "dgc: epochs over which the sparsity rises from 0.75 in four stages; 0: none.", least=0
     )
     dgc_dense_below: int = key(16384, "dgc: tensors with fewer elements than this are sent whole.", least=1)
+    averaging: str = key(
+        "none",
+        "Averages of the backbone's weights in the place of its gradients: with local_sgd each rank steps by its own "
+        "gradients, and all average their weights every averaging_period steps; post_local_sgd begins with that at "
+        "averaging_start_step; hierarchical averages more often within groups of ranks; diloco takes an outer step by "
+        "what the ranks have changed. The class head stays exact at every step.",
+        choices=("none", "local_sgd", "post_local_sgd", "hierarchical", "diloco"),
+    )
+    averaging_period: int = key(
+        8, "Steps from one average over all ranks to the next; diloco is published with 500.", least=2
+    )
+    averaging_start_step: int = key(
+        1000, "post_local_sgd: steps of the run before it, in which gradients are averaged.", least=1
+    )
+    averaging_group_ranks: int = key(
+        1,
+        "Consecutive ranks (those of a machine, say) that average their gradients with each other at every step, "
+        "whatever averaging; a divisor of all ranks; 1: none do.",
+        least=1,
+    )
+    averaging_group_period: int = key(
+        1,
+        "hierarchical: steps from one average of weights within such a group to the next, a divisor of "
+        "averaging_period; 1: their gradients are averaged at every step.",
+        least=1,
+    )
+    outer_lr: float = key(0.7, "diloco: learning rate of the outer optimizer, SGD with Nesterov's momentum.", above=0)
+    outer_momentum: float = key(0.9, "diloco: momentum of the outer optimizer.", least=0, below=1)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Half precision and PowerSGD are torch's DDP communication hooks. Deep Gradient C
 arXiv:1712.01887), which torch has not, is here: each rank adds its gradients up and sends the largest sums only.
 """
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,10 +54,14 @@ class GradientExchange:
     Attributes:
         clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
         forgets: what a checkpoint does not hold of it, in words; empty: nothing.
+        keeps_state: whether :meth:`state` may have tensors.
+        replicas_differ: whether ranks may have different weights now.
     """
 
     clipped_locally: frozenset[nn.Parameter] = frozenset()
     forgets = ""
+    keeps_state = False
+    replicas_differ = False
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Make ``net`` exchange its gradients in this way."""
@@ -76,6 +81,13 @@ class GradientExchange:
         An all-reduce moves twice as many per rank, in and out; an all-gather brings every other rank's.
         """
         return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """Let the parameters hold the average over all ranks, where ranks have their own, until the block ends."""
+        return contextlib.nullcontext()
+
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Set tensors to their averages over all ranks, where ranks have their own."""
 
     def state(self) -> dict[str, Tensor]:
         """This rank's tensors that the next steps build on, by name."""
@@ -172,6 +184,8 @@ class DeepGradientCompression(GradientExchange):
     takes the norm of all tensors, which DDP's buckets do not show before they are sent.
     """
 
+    keeps_state = True
+
     def __init__(self, mesh: Mesh, options: CompressionOptions, parameters: Iterable[nn.Parameter]) -> None:
         self._mesh, self._options = mesh, options
         self._names = {
@@ -254,14 +268,14 @@ class DeepGradientCompression(GradientExchange):
             bound = self._options.clip_norm * self._mesh.world_size**-0.5
             gradient.mul_((bound / (torch.linalg.vector_norm(gradient) + 1e-6)).clamp(max=1.0))
         momentum = self._momentum[parameter] * self._factor[parameter]
-        flat = _in_memory_order(momentum)
-        flat.add_(gradient).add_(_in_memory_order(parameter.detach()), alpha=self._decay[parameter])
+        flat = in_memory_order(momentum)
+        flat.add_(gradient).add_(in_memory_order(parameter.detach()), alpha=self._decay[parameter])
         self._pending[parameter] = momentum, self._residual[parameter] + momentum
 
     def _send_whole(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         for parameter, gradient in gradients.items():
             residual = self._pending[parameter][1]
-            gradient.copy_(_in_memory_order(residual))
+            gradient.copy_(in_memory_order(residual))
             residual.zero_()
 
     def _average(self, parts: list[Tensor]) -> None:
@@ -279,7 +293,7 @@ class DeepGradientCompression(GradientExchange):
         """
         values, indices = [], []
         for parameter, part in parts.items():
-            momentum, residual = (_in_memory_order(tensor) for tensor in self._pending[parameter])
+            momentum, residual = (in_memory_order(tensor) for tensor in self._pending[parameter])
             largest = residual.abs().topk(_sent_elements(parameter, sparsity), sorted=False).indices
             values.append(residual[largest])
             indices.append(largest + (part.storage_offset() - buffer.storage_offset()))
@@ -371,6 +385,6 @@ def _sent_elements(parameter: nn.Parameter, sparsity: float) -> int:
     return max(1, round(parameter.numel() * (1 - sparsity)))
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
+def in_memory_order(tensor: Tensor) -> Tensor:
     """View a dense tensor of any memory format as (numel,), as DDP's buckets lay its gradient out."""
     return tensor.as_strided((tensor.numel(),), (1,))

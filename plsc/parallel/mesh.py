@@ -101,13 +101,19 @@ def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
     check_head_ranks(head_ranks, mesh.world_size)
     if head_ranks in (0, mesh.world_size):
         return replace(mesh, head_group=None, replica_group=None)
-    _agree_on_names(mesh)
+    agree_on_group_names(mesh)
     heads = [range(first, first + head_ranks) for first in range(0, mesh.world_size, head_ranks)]
     replicas = [range(first, mesh.world_size, head_ranks) for first in range(head_ranks)]
     return replace(mesh, head_group=_submesh(mesh, heads), replica_group=_submesh(mesh, replicas))
 
 
-def _agree_on_names(mesh: Mesh) -> None:
+def subgroup(mesh: Mesh, ranks: int) -> Mesh:
+    """Return this rank's part of ``mesh`` cut into ``ranks`` consecutive ranks, a divisor of all; every rank calls."""
+    agree_on_group_names(mesh)
+    return _submesh(mesh, [range(first, first + ranks) for first in range(0, mesh.world_size, ranks)])
+
+
+def agree_on_group_names(mesh: Mesh) -> None:
     """Let the ranks of ``mesh`` count the process groups made so far from one number on.
 
     torch names a group by that count, and its members wait for each other under that name. The counts part where

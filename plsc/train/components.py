@@ -1,8 +1,10 @@
 """The components of a run, built from its configuration: data, backbone, head, optimizers."""
 
+import contextlib
 import copy
 import hashlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,6 +31,7 @@ from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
 from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
+from plsc.parallel.model_averaging import AveragingOptions, model_averaging
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.failures import raise_on_all_ranks
 
@@ -79,7 +82,8 @@ class MovingAverage:
 class TrainComponents:
     """Everything that a step touches.
 
-    ``net`` wraps ``backbone`` (data parallel, compiled), whose gradients the ranks exchange through ``exchange``.
+    ``net`` wraps ``backbone`` (data parallel, compiled), whose gradients, or weights, the ranks exchange through
+    ``exchange``.
     ``data`` is the data set's fingerprint, which must not change between a run's checkpoint and its resumption.
     """
 
@@ -96,6 +100,19 @@ class TrainComponents:
     head_optimizer: HeadOptimizer
     average: MovingAverage | None
     scaler: GradScaler
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the backbone have the average of the weights of all ranks, where they have their own, until the end.
+
+        The ranks' moving averages give way to their average for good: it is the moving average of the average.
+        """
+        if self.average is not None and self.exchange.replicas_differ:
+            self.exchange.average(
+                [value for value in self.average.model.state_dict().values() if value.is_floating_point()]
+            )
+        with self.exchange.averaged():
+            yield
 
     @property
     def shipped_model(self) -> nn.Module:
@@ -121,7 +138,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     backbone, average = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
     loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, mesh))
     exact = _sums_exactly(config, mesh)
-    exchange = _exchange(config, backbone, mesh, loader)
+    exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, mesh, loader))
     gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
     net = data_parallel(backbone, mesh, gradients, exchange, config.parallel.bucket_mb)
     if config.compile:
@@ -152,7 +169,18 @@ def optimizer_steps(config: Config, loader: TrainLoader) -> int:
 
 
 def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoader) -> GradientExchange:
+    """The averages of weights, or else the communication hook, that [parallel] asks for."""
     parallel = config.parallel
+    if parallel.averaging != "none":
+        averages = AveragingOptions(
+            period=parallel.averaging_period,
+            start_step=parallel.averaging_start_step if parallel.averaging == "post_local_sgd" else 0,
+            group_ranks=parallel.averaging_group_ranks,
+            group_period=parallel.averaging_group_period if parallel.averaging == "hierarchical" else 1,
+            outer_lr=parallel.outer_lr,
+            outer_momentum=parallel.outer_momentum,
+        )
+        return model_averaging(parallel.averaging, backbone, mesh, averages)
     options = CompressionOptions(
         powersgd_rank=parallel.powersgd_rank,
         powersgd_start_step=parallel.powersgd_start_step,

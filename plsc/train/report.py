@@ -132,6 +132,7 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         "head": _head(components),
         "ranks": _ranks(config, components.mesh),
         **_compression(components),
+        **_averaging(components),
         "length": _length(components, total_steps),
         "eval": _evaluation(config),
         "start": start,
@@ -206,6 +207,22 @@ def _compression(components: TrainComponents) -> dict[str, str]:
     sent = components.exchange.sent_bytes(weights, sys.maxsize)
     whole = sum(weight.numel() * weight.element_size() for weight in weights)
     return {"hook": f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"}
+
+
+def _averaging(components: TrainComponents) -> dict[str, str]:
+    """The line about averages of weights, with what a rank gives to the network of all ranks."""
+    parallel, weights = components.config.parallel, list(components.backbone.parameters())
+    if parallel.averaging == "none" or components.mesh.world_size == 1:
+        return {}
+    period, start = parallel.averaging_period, parallel.averaging_start_step
+    sent = sum(components.exchange.sent_bytes(weights, start + step) for step in range(period))
+    whole = sum(weight.numel() * weight.element_size() for weight in weights)
+    groups = f" in groups of {parallel.averaging_group_ranks}" if parallel.averaging_group_ranks > 1 else ""
+    name = f"{parallel.averaging}{groups}"
+    return {
+        "average": f"{name}: {sent / 1e6:,.3f} MB of weights per rank every {counted(period, 'step')}, "
+        f"{sent / period / 1e6:,.3f} MB per step in the place of {whole / 1e6:,.3f} MB of gradients"
+    }
 
 
 def _length(components: TrainComponents, total_steps: int) -> str:

@@ -89,6 +89,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     )
     delayed = _delayed_gradients(components, stored)
     momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
+    momenta |= {name.replace(".optimizer.", "."): tensor for name, tensor in delayed.items() if ".optimizer." in name}
     _load_optimizer(components, stored.read("optimizer.") | momenta, state.get("optimizer", {}))
     components.exchange.restore(components.optimizer, delayed)
     if components.average is not None:
@@ -230,7 +231,7 @@ def _laid_out_as(weight: Tensor, value: Any) -> Any:
 
 
 def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) -> dict[str, Tensor]:
-    """Tensors that compression kept back on ranks: this rank's own in a world of the same size, else the ranks' mean.
+    """Tensors that the exchange kept on ranks: this rank's own in a world of the same size, else the ranks' mean.
 
     Exchanged by all ranks, the mean amounts to what each would have sent. It is read rank by rank: all ranks' tensors
     together are as large as many models.
@@ -238,7 +239,7 @@ def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) ->
     if not any(name.startswith("exchange.") for name in stored.stored):
         return {}
     world, mesh = int(stored.state["world_size"]), components.mesh
-    if world == mesh.world_size and components.exchange.state():
+    if world == mesh.world_size and components.exchange.keeps_state:
         return stored.read(f"exchange.{mesh.rank}.")
     means: dict[str, Tensor] = {}
     for rank in range(world):

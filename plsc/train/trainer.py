@@ -312,6 +312,10 @@ class Trainer:
         if not self.config.eval.sets or self._evaluated_at == self.position.step:
             return
         self._evaluated_at = self.position.step
+        with self.components.averaged():
+            self._evaluate_averaged()
+
+    def _evaluate_averaged(self) -> None:
         self._results = evaluate_sets(self.components)
         self.metrics.write(self.position.step, {"epoch": self.epochs_done, "eval": summary(self._results)})
         for name, result in self._results.items():
@@ -333,8 +337,9 @@ class Trainer:
         step = self.position.step
         self._read_results()  # the position counts the steps that were skipped
         if step not in (self._saved_at, 0):
-            tensors, state = capture(self.components, self.position)
-            self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
+            with self.components.averaged():
+                tensors, state = capture(self.components, self.position)
+                self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
             self._saved_at = step
         if wait:
             self.checkpointer.wait()

@@ -82,7 +82,7 @@ class PretendedGpus:
         monkeypatch.setattr(dist, "new_group", self.new_group)
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(range(world)))
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=dist.ProcessGroup(rank, world)))
-        monkeypatch.setattr(mesh, "_agree_on_names", lambda mesh: None)
+        monkeypatch.setattr(mesh, "agree_on_group_names", lambda mesh: None)
 
     def init(self, backend, timeout, device_id, **options):
         self.made.append((backend, list(range(self.world)), timeout))

@@ -1,0 +1,277 @@
+"""Averaging of the backbone's weights every few steps, in the place of its gradients at every step (``averaging``).
+
+Each rank, or group of ranks, steps by its own gradients in between. The averages are those of torch.distributed's
+model averagers; the outer steps of DiLoCo, which torch has not, are here. What a step needs of them is what it needs
+of a :class:`GradientExchange`: a rank's own weights take the place of gradients that it has not sent yet.
+"""
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from plsc.errors import UsageError
+from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.gradient_compression import GradientExchange, in_memory_order
+from plsc.parallel.mesh import Mesh, agree_on_group_names, subgroup
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+    from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
+
+AVERAGINGS = ("none", "local_sgd", "post_local_sgd", "hierarchical", "diloco")
+
+
+@dataclass(frozen=True)
+class AveragingOptions:
+    """Options of all ways to average; each reads those that it needs.
+
+    Attributes:
+        period: steps from one average over all ranks to the next.
+        start_step: steps of the run before which gradients are averaged over all ranks ("post_local_sgd").
+        group_ranks: consecutive ranks that average with each other more often, a divisor of all ranks; 1: none.
+        group_period: steps from one average within such a group to the next ("hierarchical"); 1: gradients are
+            averaged there at every step, as they are in the groups of the other ways.
+        outer_lr, outer_momentum: of the outer optimizer ("diloco").
+    """
+
+    period: int = 8
+    start_step: int = 0
+    group_ranks: int = 1
+    group_period: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+
+
+class ModelAveraging(GradientExchange):
+    """Local SGD (Stich, ICLR 2019, arXiv:1805.09767): ranks step alone, and average their weights every few steps.
+
+    With ``start_step`` it is post-local SGD (Lin et al., ICLR 2020, arXiv:1808.07217), with groups hierarchical local
+    SGD (the same; Wang et al., 2020, arXiv:2010.12998). The optimizers' states stay each rank's own, as in torch's
+    PostLocalSGDOptimizer. That wrapper itself would hide the optimizer from learning-rate schedulers, checkpoints and
+    the verdict on a step, so the averager is called after the step instead.
+
+    Averages come at steps of fixed numbers, one that is skipped included: their mean stays what it was.
+
+    Args:
+        mesh: all ranks, several.
+        module: the backbone, on the mesh's device, with the same weights on every rank.
+        options: of the averages.
+
+    Raises:
+        UsageError: groups do not divide the ranks.
+    """
+
+    keeps_state = True
+
+    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingOptions) -> None:
+        check_group_ranks(options.group_ranks, mesh.world_size)
+        self._mesh, self._options = mesh, options
+        self._parameters = list(module.parameters())
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._own: dict[nn.Parameter, Tensor] = {}  # this rank's weights, while the parameters hold the average
+        self._step = 0
+        self._hook_state: Any = None
+        self._averager = self._make_averager()
+
+    def _make_averager(self) -> "ModelAverager":
+        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+        from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
+
+        options, group = self._options, self._mesh.group
+        if options.group_period > 1:
+            agree_on_group_names(self._mesh)
+            sizes = OrderedDict([(options.group_period, options.group_ranks), (options.period, self._mesh.world_size)])
+            return HierarchicalModelAverager(sizes, process_group=group)
+        # it counts periods from the end of its warm-up, which is an average already: of weights that are equal still
+        return PeriodicModelAverager(options.period, options.start_step + options.period, group)
+
+    def register(self, net: "DistributedDataParallel") -> None:
+        """Register torch's hook for post-local SGD: gradients of all ranks, from ``start_step`` on of the group."""
+        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+
+        options = self._options
+        averages = options.group_ranks > 1 and options.group_period == 1
+        group = subgroup(self._mesh, options.group_ranks).group if averages else None
+        self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, options.start_step, averages)
+        net.register_comm_hook(self._hook_state, post_local_sgd.post_localSGD_hook)
+
+    def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember ``optimizer``, whose state belongs to the rank's own weights."""
+        self._optimizer = optimizer
+
+    def begin(self, step: int) -> None:
+        """Count the steps of the run, not of the process."""
+        self._step = step
+        self._hook_state.iter = step
+        self.replicas_differ |= step >= self._options.start_step
+
+    @torch.no_grad()
+    def settle(self, skip: Tensor) -> None:
+        """Average the weights where it is time."""
+        averaged: list[nn.Parameter] = []
+        self._averager.step = self._step + 1
+        self._averager.average_parameters(self._flattened(averaged))
+        for flat in averaged:
+            _write_flat(flat.data, self._trained)
+
+    def _flattened(self, averaged: list[nn.Parameter]) -> Iterator[nn.Parameter]:
+        """Yield all weights as one parameter when the averager asks for them, and append it to ``averaged``.
+
+        Parameters themselves would come back laid out row by row, whatever their memory format, in memory of the
+        averager's, without those whose gradients have been set to None.
+        """
+        flat = nn.Parameter(_flat(self._trained))
+        flat.grad = flat.detach()
+        averaged.append(flat)
+        yield flat
+
+    def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
+        """Return the bytes that a rank contributes to the collectives of all ranks at a step; within groups, more."""
+        due = step + 1 - self._options.start_step
+        if due > 0 and due % self._options.period:
+            return 0
+        return super().sent_bytes(parameters, step)
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the parameters hold the average over all ranks until the block ends."""
+        if not self.replicas_differ:
+            yield
+            return
+        self._own = {parameter: parameter.detach().clone() for parameter in self._trained}
+        self.average(self._trained)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, own in self._own.items():
+                    parameter.copy_(own)
+            self._own = {}
+
+    @torch.no_grad()
+    def average(self, tensors: Iterable[Tensor]) -> None:
+        """Set dense tensors of one dtype to their averages over all ranks."""
+        targets = list(tensors)
+        _write_flat(all_reduce_sum(_flat(targets), self._mesh).div_(self._mesh.world_size), targets)
+
+    @property
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self._parameters if parameter.requires_grad]
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's weights and their optimizer's state, by the weight's place among the trained; none if all agree.
+
+        Numbers of steps are equal on all ranks, and are left out.
+        """
+        if not self.replicas_differ:
+            return {}
+        tensors: dict[str, Tensor] = {}
+        for index, weight in enumerate(self._trained):
+            tensors[f"{index}.weight"] = self._own.get(weight, weight.detach()).contiguous()
+            state = {} if self._optimizer is None else self._optimizer.state.get(weight, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    tensors[f"{index}.optimizer.{name}"] = value.contiguous()
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+        """Take over a rank's weights, whose state ``optimizer`` has; they stay as they are where there are none."""
+        self._optimizer = optimizer
+        for index, weight in enumerate(self._trained):
+            if f"{index}.weight" in tensors:
+                weight.copy_(tensors[f"{index}.weight"])
+                self.replicas_differ = True
+
+
+class DiLoCo(ModelAveraging):
+    """DiLoCo (Douillard et al., 2023, arXiv:2311.08105): an outer optimizer steps by what the ranks have changed.
+
+    After ``period`` steps from common weights θ, the mean over the ranks of θ − w is the gradient by which SGD with
+    Nesterov's momentum moves θ, and all ranks go on from there with the states of their own (inner) optimizers. At
+    outer_lr = 1 and outer_momentum = 0 that is local SGD.
+    """
+
+    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingOptions) -> None:
+        super().__init__(mesh, module, options)
+        self._common = {weight: nn.Parameter(weight.detach().clone()) for weight in self._parameters}
+        lr, momentum = options.outer_lr, options.outer_momentum
+        self._outer = torch.optim.SGD(self._common.values(), lr, momentum=momentum, nesterov=momentum > 0)
+
+    @torch.no_grad()
+    def settle(self, skip: Tensor) -> None:
+        """Take the outer step where it is time."""
+        if (self._step + 1) % self._options.period:
+            return
+        changes = {weight: self._common[weight] - weight for weight in self._trained}
+        self.average(changes.values())
+        for weight, change in changes.items():
+            self._common[weight].grad = change
+        self._outer.step()
+        self._outer.zero_grad()
+        for weight in changes:
+            weight.copy_(self._common[weight])
+
+    def state(self) -> dict[str, Tensor]:
+        """Add the common weights and the outer momentum, which are equal on all ranks."""
+        tensors = super().state()
+        for index, weight in enumerate(self._trained if tensors else ()):
+            common = self._common[weight]
+            tensors[f"{index}.common"] = common.detach().contiguous()
+            if "momentum_buffer" in self._outer.state[common]:
+                tensors[f"{index}.outer"] = self._outer.state[common]["momentum_buffer"].contiguous()
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the outer state too; where ``tensors`` has none, the restored weights are the common ones."""
+        for index, weight in enumerate(self._trained):
+            common = self._common[weight]
+            common.copy_(tensors.get(f"{index}.common", weight.detach()))
+            if f"{index}.outer" in tensors:
+                momentum = torch.empty_like(weight).copy_(tensors[f"{index}.outer"])
+                self._outer.state[common]["momentum_buffer"] = momentum
+        super().restore(optimizer, tensors)
+
+
+def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: AveragingOptions) -> GradientExchange:
+    """Return the averaging that ``name`` means; with one rank there is none, whatever its name.
+
+    Args:
+        name: one of AVERAGINGS.
+        module: whose weights are averaged, on the mesh's device already.
+        mesh: the ranks; every one calls, as groups are made.
+        options: ``start_step`` and ``group_period`` count where the name has them.
+
+    Raises:
+        UsageError: ``name`` is none of these, or groups do not divide the ranks.
+    """
+    if name not in AVERAGINGS:
+        raise UsageError(f"there is no averaging {name!r}; it is one of {', '.join(AVERAGINGS)}")
+    if name == "none" or mesh.world_size == 1:
+        return GradientExchange()
+    return (DiLoCo if name == "diloco" else ModelAveraging)(mesh, module, options)
+
+
+def check_group_ranks(group_ranks: int, world_size: int) -> None:
+    """UsageError unless ``group_ranks`` divides the number of ranks."""
+    if world_size % group_ranks:
+        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
+        raise UsageError(
+            f"parallel.averaging_group_ranks = {group_ranks} does not divide the number of ranks, {world_size}; "
+            f"give {divisors}"
+        )
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([in_memory_order(tensor.detach()) for tensor in tensors])
+
+
+def _write_flat(flat: Tensor, tensors: Iterable[Tensor]) -> None:
+    targets = [in_memory_order(tensor.detach()) for tensor in tensors]
+    torch._foreach_copy_(targets, flat.split([target.numel() for target in targets]))

@@ -1,0 +1,118 @@
+"""Training runs whose ranks average weights: losses, resumption, what is shipped, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_runs import TINY, losses, run
+
+from plsc import config
+from plsc.errors import UsageError
+from plsc.parallel import Mesh
+from plsc.train.checkpoint import open_checkpoint
+
+Ranks = Any
+CHANGES: dict[str, Any] = {
+    "backbone": "plain",
+    "channels_last": True,
+    "epochs": None,
+    "steps": 8,
+    "ema_decay": 0.9,
+    "optim.schedule": "constant",
+    "optim.lr": 0.01,
+    "optim.clip_norm": 5.0,
+    "optim.accumulate": 2,
+    "checkpoint.every_steps": 5,
+    "parallel.averaging_period": 3,
+    "parallel.averaging_start_step": 2,
+    "parallel.bucket_mb": 0.01,
+}
+LOCAL = {"parallel.averaging": "local_sgd"}
+WAYS = [
+    LOCAL,
+    {"parallel.averaging": "post_local_sgd"},
+    {"parallel.averaging": "diloco", "optim.name": "adamw", "optim.lr": 0.001},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=[way["parallel.averaging"] for way in WAYS])
+def test_runs_follow_the_plain_one_and_resume_bit_for_bit_between_two_averages(
+    way: dict[str, Any], tmp_path: Path, ranks: Ranks
+) -> None:
+    ranks(2, run, tmp_path / "plain", {**CHANGES, **way, "parallel.averaging": "none"})
+    ranks(2, run, tmp_path / "whole", {**CHANGES, **way})
+    plain, whole = losses(tmp_path / "plain"), losses(tmp_path / "whole")
+    assert whole[8] < whole[1] / 2
+    assert whole[1] == pytest.approx(plain[1], rel=1e-6)
+    assert whole != plain
+    assert f"average {way['parallel.averaging']}: " in (tmp_path / "whole" / "train.log").read_text()
+    ranks(2, run, tmp_path / "resumed", {**CHANGES, **way, "steps": 5})
+    ranks(2, run, tmp_path / "resumed", {**CHANGES, **way}, "auto")
+    assert losses(tmp_path / "resumed") == whole
+    first, again = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "resumed"))
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+
+
+@pytest.mark.slow
+def test_groups_go_on_from_the_average_on_other_ranks_and_without_averaging(tmp_path: Path, ranks: Ranks) -> None:
+    groups = {
+        "parallel.averaging": "hierarchical",
+        "parallel.averaging_group_ranks": 2,
+        "parallel.averaging_period": 4,
+        "parallel.averaging_group_period": 2,
+        "data.batch_size": 6,
+    }
+    ranks(4, run, tmp_path, {**CHANGES, **groups, "steps": 5})
+    for world, way in ((2, LOCAL), (1, {})):
+        ranks(world, run, tmp_path / str(world), {**CHANGES, **way, "data.batch_size": 24 // world}, str(tmp_path))
+        assert list(losses(tmp_path / str(world))) == [6, 7, 8]
+
+
+def shipped(mesh: Mesh, out: Path) -> list[dict[str, torch.Tensor]]:
+    """Train; the mean of the ranks' own weights in the checkpoint, and what it and the run's last file hold."""
+    run(mesh, out, {**CHANGES, **LOCAL, "ema_decay": 0.0, "steps": 5})
+    stored = open_checkpoint(out / "checkpoints" / "step-00000005", mesh)
+    model = load_file(out / "model.safetensors")
+    from plsc.models import create
+
+    names = [name for name, _ in create("plain", embedding_dim=16, image_size=32).named_parameters()]
+    own = [stored.read(f"exchange.{rank}.") for rank in range(2)]
+    mean = {name: (own[0][f"{i}.weight"] + own[1][f"{i}.weight"]) / 2 for i, name in enumerate(names)}
+    assert not torch.equal(own[0]["0.weight"], own[1]["0.weight"])
+    return [mean, stored.read("backbone."), {name: model[name] for name in model if name in names}]
+
+
+@pytest.mark.slow
+def test_the_average_is_what_is_stored_and_shipped(tmp_path: Path, ranks: Ranks) -> None:
+    mean, stored, model = ranks(2, shipped, tmp_path)[0]
+    for name, tensor in mean.items():
+        torch.testing.assert_close(stored[name], tensor)
+        assert torch.equal(model[name], stored[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.averaging": "gossip"}, "averaging"),
+        ({**LOCAL, "parallel.averaging_period": 1}, "averaging_period"),
+        ({**LOCAL, "parallel.comm_hook": "bf16"}, "sends weights and no gradients"),
+        ({**LOCAL, "sync_batchnorm": True}, "sync_batchnorm"),
+        ({**LOCAL, "optim.clip_norm": 1.0, "optim.clip_head": True}, "optim.clip_head"),
+        ({"parallel.averaging": "hierarchical"}, "needs groups"),
+        (
+            {
+                "parallel.averaging": "hierarchical",
+                "parallel.averaging_group_ranks": 2,
+                "parallel.averaging_group_period": 3,
+            },
+            "no multiple of averaging_group_period = 3",
+        ),
+    ],
+)
+def test_meaningless_pairs_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refusal:
+        config.load(None, {**TINY, "backbone": "iresnet18", **changes})
+    assert "\n" not in str(refusal.value)
