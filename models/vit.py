@@ -135,6 +135,7 @@ class VisionTransformer(Backbone):
             raise UsageError(f"patch_size is {patch}; it has to lie between 1 and image_size ({image_size})")
         dim, depth = SHAPES[name]
         tokens = (image_size // patch) ** 2
+        self.tokens = tokens
         self.mask_ratio = mask_ratio
         self.gradient_checkpointing = gradient_checkpointing
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, dim))
@@ -162,35 +163,45 @@ class VisionTransformer(Backbone):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, D); the last norm and ``feature`` run in fp32 even under autocast."""
-        x = self.patch_embed(x) + self.pos_embed
-        order = self._random_order(x) if self.training and self.mask_ratio > 0.0 else None
-        if order is not None:
-            kept = order[:, : int(order.shape[1] * (1.0 - self.mask_ratio))]
-            x = _rows(x, kept)
+        x, kept = self.embed(x)
         for block in self.blocks:
             x = checkpointed(block, x) if self.gradient_checkpointing and self.training else block(x)
+        return self.project(x, kept)
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return tokens (B, n, dim) of images (B, 3, S, S), and the positions (B, n) of those kept, None for all."""
+        x = self.patch_embed(x) + self.pos_embed
+        if not self.drops_patches:
+            return x, None
+        kept = torch.rand(x.shape[:2], device=x.device).argsort(dim=1)[:, : self.tokens_seen]
+        return x.gather(1, kept.unsqueeze(-1).expand(-1, -1, x.shape[-1])), kept
+
+    def project(self, x: Tensor, kept: Tensor | None) -> Tensor:
+        """Return embeddings (B, D) of the last block's tokens (B, n, dim); ``kept`` as :meth:`embed` returned it."""
         x = in_full_precision(self.norm, x, self.norm.weight.dtype)
-        if order is not None:
-            x = self._with_mask_tokens(x, order)
+        if kept is not None:
+            x = self._with_mask_tokens(x, kept)
         return in_full_precision(self.feature, x.flatten(1), self.norm.weight.dtype)
 
-    def _random_order(self, x: Tensor) -> Tensor:
-        return torch.rand(x.shape[:2], device=x.device).argsort(dim=1)
+    @property
+    def drops_patches(self) -> bool:
+        """Whether :meth:`embed` drops patches now."""
+        return self.training and self.mask_ratio > 0.0
 
-    def _with_mask_tokens(self, kept: Tensor, order: Tensor) -> Tensor:
+    @property
+    def tokens_seen(self) -> int:
+        """The number of tokens per sample that go through the blocks now."""
+        return int(self.tokens * (1.0 - self.mask_ratio)) if self.drops_patches else self.tokens
+
+    def _with_mask_tokens(self, x: Tensor, kept: Tensor) -> Tensor:
         """Put the kept tokens back at their positions and the mask token everywhere else."""
-        missing = order.shape[1] - kept.shape[1]
-        shuffled = torch.cat([kept, self.mask_token.expand(len(kept), missing, -1)], dim=1)
-        return _rows(shuffled, order.argsort(dim=1))
+        missing = self.mask_token.expand(len(x), self.tokens, -1)
+        return missing.scatter(1, kept.unsqueeze(-1).expand_as(x), x)
 
 
 def default_patch(image_size: int) -> int:
     """Return the default patch size at ``image_size``."""
     return PUBLISHED_PATCH if image_size == PUBLISHED_SIZE else PATCH
-
-
-def _rows(x: Tensor, order: Tensor) -> Tensor:
-    return x.gather(1, order.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
 
 def _check_rate(name: str, rate: float) -> None:
