@@ -12,6 +12,7 @@ method to benchmarks/results/slow_network.csv. About 15 minutes on two idle core
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ def main() -> None:
         work(args.methods, args.rounds, args.work_in)
         return
     require_privileges()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the namespaces are removed on the way out
     for network in args.networks:
         plain = None
         for row in measured(network, args.methods, args.rounds):
@@ -88,8 +90,12 @@ def measured(network: Network, methods: list[str], rounds: int) -> list[dict[str
     with slow_link(network) as ends, tempfile.TemporaryDirectory() as folder:
         options = ["--methods", *methods, "--rounds", str(rounds), "--work-in", folder]
         ranks = [_start(end, rank, options) for rank, end in enumerate(ends)]
-        output, _ = ranks[0].communicate()
-        codes = [rank.wait() for rank in ranks]
+        try:
+            output, _ = ranks[0].communicate()
+            codes = [rank.wait() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()  # where this was interrupted
         if any(codes):
             raise SystemExit(f"the training over {network.name} did not end well: see above")
     figures: dict[str, list[dict[str, Any]]] = {method: [] for method in methods}
