@@ -51,10 +51,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "bf16": {"parallel.comm_hook": "bf16"},
     "powersgd": {"parallel.comm_hook": "powersgd", "parallel.powersgd_start_step": 2},
     "dgc": {"parallel.comm_hook": "dgc", "parallel.dgc_warmup_epochs": 0},
+    "local_sgd": {"parallel.averaging": "local_sgd", "parallel.averaging_period": 8},
+    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 32},
 }
-PERIODS: dict[str, int] = {}  # steps from one exchange to the next, where not every step has one
 NETWORKS = ("1000", "100", "1000:20", "100:20")
-FIRST_STEPS, STEPS = 3, 6  # DDP and PowerSGD begin anew after the first; then at least as many are timed
+FIRST_STEPS, STEPS = 3, 6  # DDP and PowerSGD begin anew after the first; of averages, a whole period is timed
 PORT = 29511
 
 
@@ -135,17 +136,15 @@ def work(methods: list[str], rounds: int, folder: Path) -> None:
     mesh = plsc.init("cpu")
     for number in range(rounds):
         for method in methods:
-            period = PERIODS.get(method, 1)
-            steps = period * -(-STEPS // period)
-            first = period * -(-FIRST_STEPS // period)
-            settings = {**BASE, **METHODS[method], "steps": first + steps}
+            steps = METHODS[method].get("parallel.averaging_period", STEPS)
+            settings = {**BASE, **METHODS[method], "steps": FIRST_STEPS + steps}
             out = folder / f"{method}-{number}"
             with _marks(out / METRICS) as marks:
                 train(configuration.load(overrides=settings), mesh, out=out, quiet=True)
             if mesh.is_main:
                 seconds, cpu_seconds, sent = (
                     (after - before) / steps
-                    for before, after in zip(marks[first - 1], marks[first + steps - 1], strict=True)
+                    for before, after in zip(marks[FIRST_STEPS - 1], marks[FIRST_STEPS + steps - 1], strict=True)
                 )
                 figures = {
                     "steps_per_second": 1 / seconds,
