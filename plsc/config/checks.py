@@ -29,6 +29,7 @@ def check_together(config: Config) -> None:
     _check_hyperparameters(config.optim)
     _check_comm_hook(config)
     _check_averaging(config)
+    _check_head_averaging(config)
     _check_head(config)
     _check_backbone(config.backbone)
 
@@ -94,6 +95,31 @@ def _check_averaging(config: Config) -> None:
         raise UsageError(
             f"parallel.averaging_period = {parallel.averaging_period} is no multiple of averaging_group_period = "
             f"{parallel.averaging_group_period}; give one"
+        )
+
+
+def _check_head_averaging(config: Config) -> None:
+    period, staleness = config.parallel.head_averaging_period, config.head.staleness
+    if period == 1 and staleness == 0:
+        return
+    if config.head_ranks == 0:
+        raise UsageError(
+            "parallel.head_averaging_period and head.staleness are for the tables of several head groups; give "
+            "head_ranks, the ranks of a group"
+        )
+    if staleness > period:
+        raise UsageError(
+            f"head.staleness = {staleness} is more than parallel.head_averaging_period = {period}: an average would "
+            "begin before the last one has come in; lower it"
+        )
+    if staleness and config.head.placement == "device":
+        raise UsageError(
+            f'head.staleness = {staleness} is for tables in host memory; give head.placement = "host" or "mmap:FILE"'
+        )
+    if config.optim.clip_head:
+        raise UsageError(
+            "tables that are averaged every few steps have no common gradient for optim.clip_head to clip; leave it "
+            "out, or give parallel.head_averaging_period = 1"
         )
 
 

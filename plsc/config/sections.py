@@ -146,6 +146,12 @@ class HeadConfig:
         "Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a mapped "
         "file per rank).",
     )
+    staleness: int = key(
+        0,
+        "Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they keep going; "
+        "for tables on host or mmap; 0: they wait for it.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -280,6 +286,12 @@ class ParallelConfig:
         least=1,
     )
     outer_lr: float = key(0.7, "diloco: learning rate of the outer optimizer, SGD with Nesterov's momentum.", above=0)
+    head_averaging_period: int = key(
+        1,
+        "Steps after which the class tables of head groups (head_ranks), each updated by its own group's samples, are "
+        "averaged; 1: gradients are summed over the groups at every step, and the tables stay equal.",
+        least=1,
+    )
     outer_momentum: float = key(0.9, "diloco: momentum of the outer optimizer.", least=0, below=1)
 
 

@@ -15,6 +15,7 @@ from plsc.head.class_table import class_range
 from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
 from plsc.head.low_precision import STATE_DTYPES
+from plsc.head.replica_averaging import ReplicaAveraging
 from plsc.head.row_shard import RowShard
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
@@ -35,7 +36,8 @@ class ShardedHead(nn.Module):
     is updated by :class:`plsc.HeadSGD` or :class:`plsc.HeadAdamW`, which run the second pass.
 
     Where the mesh has head groups (``plsc.init(head_ranks=K)``), the table is sharded over the K ranks of a group and
-    replicated over the G groups; all of the above holds as without groups, and replicas stay equal bit for bit.
+    replicated over the G groups; all of the above holds as without groups, and replicas stay equal bit for bit, unless
+    ``averaging_period`` lets them part.
 
     Communication, in bytes received per rank and step, with b samples of this rank's group among B of all (b = B
     without groups): b·D weights' numbers for the features and 4·b·D for their gradient, 40 bytes per sample of the
@@ -66,6 +68,10 @@ class ShardedHead(nn.Module):
             come to the device while it computes (see :meth:`prefetch`) and go back behind it: results are those of
             "device", bit for bit. Only 1/norms and int8 scales of a mapped table stay in ordinary memory.
         backend: "torch", "cpu" or "triton" computes; None chooses the fastest that can, or ``PLSC_HEAD_BACKEND``.
+        averaging_period: steps after which replicas (head groups) that step by their own samples' gradients are
+            averaged, weights and optimizer state; 1: they sum their gradients at every step, and stay equal.
+        staleness: steps after which such an average comes in, at most ``averaging_period``; groups keep going
+            meanwhile. 0: they wait for it. For tables that are not on the device, as it is added up in host memory.
         fp32_precision: how a GPU multiplies a float32 table, whatever torch's own setting is: "ieee", "tf32" (factors
             of 11 bits, on the matrix units) or "bf16x3" (16 bits: each factor is the sum of two bfloat16 numbers, in
             three products; Triton's passes only). Tables of other dtypes are not concerned. A CPU takes "ieee" alone.
@@ -75,7 +81,7 @@ class ShardedHead(nn.Module):
             device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
         dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement,
-        fp32_precision: as given.
+        averaging_period, staleness, fp32_precision: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
 
     Raises:
@@ -105,6 +111,8 @@ class ShardedHead(nn.Module):
         placement: str = "device",
         backend: str | None = None,
         fp32_precision: str = "ieee",
+        averaging_period: int = 1,
+        staleness: int = 0,
     ) -> None:
         super().__init__()
         _check_sizes(dim=dim, num_classes=num_classes, centers=centers)
@@ -113,6 +121,7 @@ class ShardedHead(nn.Module):
             _check_sizes(chunk_classes=chunk_classes)
         _check_sample_rate(sample_rate)
         _check_storage(placement, update)
+        _check_averaging(averaging_period, staleness, placement, update)
         weight_dtype = _to_weight_dtype(weight_dtype)
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
@@ -120,6 +129,7 @@ class ShardedHead(nn.Module):
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
         self.momentum_dtype, self.placement = _to_momentum_dtype(momentum_dtype), placement
         self.fp32_precision = _to_fp32_precision(fp32_precision)
+        self.averaging_period, self.staleness = averaging_period, staleness
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         device = self.mesh.device
         shape = HeadShape(device, weight_dtype, dim, centers, self.margin, self.fp32_precision)
@@ -138,7 +148,12 @@ class ShardedHead(nn.Module):
         )
         self.weight = table.parameter
         sampler = ClassSampler(*self.class_range, sample_rate, seed, device)
-        self._softmax = ShardedSoftmax(self.mesh, self.margin, table, self.backend, sampler, num_classes, chunk_classes)
+        averaging = None
+        if self.mesh.replicas.world_size > 1 and (averaging_period > 1 or staleness):
+            averaging = ReplicaAveraging(table, self.mesh.replicas, averaging_period, staleness)
+        self._softmax = ShardedSoftmax(
+            self.mesh, self.margin, table, self.backend, sampler, num_classes, chunk_classes, averaging
+        )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=device, requires_grad=True)
 
@@ -318,3 +333,18 @@ def _check_storage(placement: object, update: object) -> None:
         raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
     if placement != "device" and update != "fused":
         raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
+
+
+def _check_averaging(period: object, staleness: object, placement: str, update: str) -> None:
+    """UsageError for averages of replicas that are out of range, or do not go with where the table lies."""
+    _check_integers(averaging_period=period, staleness=staleness)
+    assert isinstance(period, int)
+    assert isinstance(staleness, int)
+    if period < 1 or not 0 <= staleness <= period:
+        raise UsageError(
+            f"averaging_period is at least 1 and staleness from 0 to averaging_period, not {period} and {staleness}"
+        )
+    if staleness and placement == "device":
+        raise UsageError('staleness is for tables in host memory: give placement="host" or "mmap:FILE", or 0')
+    if period > 1 and update != "fused":
+        raise UsageError(f'averaging_period = {period} averages after the head\'s own update: give update="fused"')

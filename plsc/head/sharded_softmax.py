@@ -30,6 +30,7 @@ from plsc.head.class_table import (
 )
 from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
 from plsc.head.pending import PendingBackward, PendingBatches
+from plsc.head.replica_averaging import ReplicaAveraging
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.head.update_rules import Update
 from plsc.losses.margins import Margin, State, TargetLogit
@@ -54,6 +55,7 @@ class ShardedSoftmax:
         sampler: of the classes that take part.
         num_classes: of all ranks.
         chunk_classes: classes per chunk; None: chosen from the batch and the device.
+        averaging: of replicas that step by themselves; None: their gradients are summed at every step.
 
     Attributes:
         margin_state: the margin's running statistics, equal on all ranks.
@@ -70,7 +72,9 @@ class ShardedSoftmax:
         sampler: ClassSampler,
         num_classes: int,
         chunk_classes: int | None,
+        averaging: ReplicaAveraging | None = None,
     ) -> None:
+        self.averaging = averaging
         self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
         self.num_classes, self.chunk_classes = num_classes, chunk_classes
         self.dim = table.parameter.shape[1]
@@ -242,18 +246,22 @@ class ShardedSoftmax:
         """Run pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows.
 
         It runs over the concatenation of ``pending``, so that table traffic is paid once, however many they are.
-        Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Every rank calls.
+        Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Those of replicas
+        that step by themselves are of the group's own mean loss. Every rank calls.
         Where the caller updates each chunk as it comes, ``update`` is its state.
         """
         given = self._second_pass(pending, update)
         with torch.autocast(self.mesh.device.type, enabled=False):
-            yield from self._summed_over_replicas(self.backend.second_pass(*given))
+            chunks = self.backend.second_pass(*given)
+            yield from chunks if self.averaging is not None else self._summed_over_replicas(chunks)
 
     def update_rows(
         self, pending: list[PendingBackward], state: OptimizerState, updater: Updater, step: Update
     ) -> None:
         """Run pass 2 as :meth:`gradient_chunks` does, and update every row that took part. Every rank calls."""
-        if self.mesh.replicas.world_size > 1:
+        if self.averaging is not None:
+            self.averaging.record(_union(pending)[0])
+        elif self.mesh.replicas.world_size > 1:
             for chunk, gradient in self.gradient_chunks(pending, state):
                 updater(chunk, gradient, state.of(chunk), step)
             return
@@ -275,8 +283,10 @@ class ShardedSoftmax:
             _states(pending),
         )
         log_z = torch.cat([p.log_z for p in pending])
-        scale = torch.cat([p.scale * _grad_loss(p) for p in pending])
-        target_grad = torch.cat([p.target_grad * _grad_loss(p) for p in pending])
+        # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
+        groups = self.mesh.replicas.world_size if self.averaging is not None else 1
+        scale = torch.cat([p.scale * _grad_loss(p) * groups for p in pending])
+        target_grad = torch.cat([p.target_grad * _grad_loss(p) * groups for p in pending])
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
         if self._overlaps_sums and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
@@ -288,7 +298,8 @@ class ShardedSoftmax:
 
         Tables that do not lie on the device store a chunk when the next is asked for: it has to be updated by then.
         """
-        return self.mesh.replicas.world_size > 1 and isinstance(self.table, ResidentTable)
+        sums = self.mesh.replicas.world_size > 1 and self.averaging is None
+        return sums and isinstance(self.table, ResidentTable)
 
     def _summed_over_replicas(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
         """``chunks`` with their gradients summed over the replicas."""

@@ -16,6 +16,7 @@ from plsc.head.backends import choose_updater
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.pending import PendingBackward
+from plsc.head.replica_averaging import Averages
 from plsc.head.row_shard import RowShard
 from plsc.head.sharded_head import ShardedHead, softmax_of
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
@@ -123,6 +124,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         decided = verdict.host_decides(self.head.mesh.device)
         if not (decided and verdict.skipped):
             self._update_rows(skip=None if decided else verdict.flag)
+        if self._softmax.averaging is not None:
+            self._softmax.averaging.after_step(self._averages())
         self._pending.clear()
         return loss
 
@@ -143,9 +146,29 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._pending.clear()
         super().zero_grad(set_to_none)
 
+    def average_replicas(self) -> None:
+        """Make replicas equal that are averaged every few steps (``averaging_period``), as before a checkpoint.
+
+        The period begins anew. Every rank calls; does nothing for other tables.
+        """
+        if self._softmax.averaging is not None:
+            self._softmax.averaging.finish(self._averages())
+
+    def _averages(self) -> Averages:
+        return Averages(self._state, self.rounding, self.head.seed, self._number)
+
     @torch.no_grad()
     def gradient_norm(self) -> Tensor:
-        """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2."""
+        """‖∂loss/∂W‖ over all shards (float64 scalar), of the batches that wait for step(). Costs one more pass 2.
+
+        Raises:
+            UsageError: replicas step by themselves, each by another gradient.
+        """
+        if self._softmax.averaging is not None:
+            raise UsageError(
+                "replicas that are averaged every few steps have no common gradient to clip: clip the backbone's "
+                "alone, or give averaging_period=1"
+            )
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):

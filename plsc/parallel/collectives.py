@@ -32,9 +32,11 @@ def all_reduce_sum(tensor: Tensor, mesh: Mesh) -> Tensor:
 def all_reduce_sum_async(tensor: Tensor, mesh: Mesh) -> dist.Work:
     """Begin to sum ``tensor`` over the ranks, several of them, in place; the sum is there after the result's wait().
 
-    On GPUs the sum starts when the work enqueued so far is done, and wait() holds up the stream, not the host.
+    On GPUs the sum starts when the work enqueued so far is done, and wait() holds up the stream, not the host. What
+    lies on hosts is summed between hosts.
     """
-    return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=mesh.group, async_op=True)
+    group = mesh.group if tensor.is_cuda else mesh.control
+    return dist.all_reduce(tensor, dist.ReduceOp.SUM, group=group, async_op=True)
 
 
 def all_reduce_max(tensor: Tensor, mesh: Mesh) -> Tensor:

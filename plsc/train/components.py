@@ -267,6 +267,8 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
         seed=config.seed,
         placement=head.placement,
         fp32_precision=head.fp32_precision,
+        averaging_period=config.parallel.head_averaging_period,
+        staleness=head.staleness,
     )
 
 

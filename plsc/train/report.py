@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.config import Config
+from plsc.head.replica_averaging import average_bytes
 from plsc.losses.margins import Margin
 from plsc.parallel import Mesh
 from plsc.progress import StatusLine, counted, duration
@@ -133,6 +134,7 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         "ranks": _ranks(config, components.mesh),
         **_compression(components),
         **_averaging(components),
+        **_head_averaging(components),
         "length": _length(components, total_steps),
         "eval": _evaluation(config),
         "start": start,
@@ -222,6 +224,24 @@ def _averaging(components: TrainComponents) -> dict[str, str]:
     return {
         "average": f"{name}: {sent / 1e6:,.3f} MB of weights per rank every {counted(period, 'step')}, "
         f"{sent / period / 1e6:,.3f} MB per step in the place of {whole / 1e6:,.3f} MB of gradients"
+    }
+
+
+def _head_averaging(components: TrainComponents) -> dict[str, str]:
+    """The line about averages of head groups' tables, with what a rank gives to the network between groups."""
+    head, mesh = components.head, components.mesh
+    period, staleness = head.averaging_period, head.staleness
+    if mesh.replicas.world_size == 1 or (period == 1 and not staleness):
+        return {}
+    rows = len(head.weight)
+    touched = rows * (1 - (1 - head.sample_rate) ** period)
+    moved = average_bytes(round(touched), head.dim, len(components.head_optimizer.tables)) / period
+    exact = average_bytes(round(rows * head.sample_rate), head.dim, 0)
+    late = f", {counted(staleness, 'step')} late" if staleness else ""
+    groups = counted(mesh.replicas.world_size, "head group")
+    return {
+        "tables": f"of {groups} averaged every {counted(period, 'step')}{late}: about {moved / 1e6:,.3f} MB per rank "
+        f"and step in the place of {exact / 1e6:,.3f} MB of gradients"
     }
 
 

@@ -58,6 +58,7 @@ def average_buffers(components: TrainComponents) -> None:
 def capture(components: TrainComponents, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
     average_buffers(components)
+    components.head_optimizer.average_replicas()
     tensors: dict[str, Any] = {
         **_prefixed("head.", components.head.sharded_state()),
         **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),

@@ -116,3 +116,43 @@ def test_meaningless_pairs_are_refused_by_name(changes: dict[str, Any], message:
     with pytest.raises(UsageError, match=message) as refusal:
         config.load(None, {**TINY, "backbone": "iresnet18", **changes})
     assert "\n" not in str(refusal.value)
+
+
+TABLES = {
+    "head_ranks": 1,
+    "head.placement": "host",
+    "head.sample_rate": 0.5,
+    "head.weight_dtype": "bfloat16",
+    "head.momentum_dtype": "int8",
+    "parallel.head_averaging_period": 3,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{}, {**LOCAL, "head.staleness": 2}], ids=["waiting", "late, beside local_sgd"])
+def test_runs_whose_tables_are_averaged_resume_bit_for_bit(way: dict[str, Any], tmp_path: Path, ranks: Ranks) -> None:
+    changes = {**CHANGES, **TABLES, **way}
+    ranks(2, run, tmp_path / "whole", changes, head_ranks=1)
+    whole = losses(tmp_path / "whole")
+    assert whole[8] < whole[1]
+    assert "tables  of 2 head groups averaged every 3 steps" in (tmp_path / "whole" / "train.log").read_text()
+    ranks(2, run, tmp_path / "resumed", {**changes, "steps": 5}, head_ranks=1)
+    ranks(2, run, tmp_path / "resumed", changes, "auto", head_ranks=1)
+    assert losses(tmp_path / "resumed") == whole
+    ranks(1, run, tmp_path / "alone", {**changes, "data.batch_size": 24}, str(tmp_path / "resumed"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_ranks": 0}, "give head_ranks"),
+        ({"head.staleness": 4}, "lower it"),
+        ({"head.staleness": 1, "head.placement": "device"}, 'give head.placement = "host"'),
+        ({"optim.clip_norm": 1.0, "optim.clip_head": True}, "optim.clip_head"),
+        ({"parallel.head_averaging_period": 0}, "head_averaging_period"),
+    ],
+)
+def test_averages_of_tables_without_a_meaning_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as refusal:
+        config.load(None, {**TINY, **TABLES, "backbone": "iresnet18", **changes})
+    assert "\n" not in str(refusal.value)

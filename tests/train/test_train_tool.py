@@ -46,6 +46,10 @@ def recipe(tmp_path: Path) -> Path:
         (["RECIPE", "--nproc", "0"], "--nproc 0"),
         (["RECIPE", "--nproc", "2", "--head_ranks", "3"], "head_ranks = 3 does not divide the number of ranks, 2"),
         (["RECIPE", "--head_ranks", "2"], "head_ranks = 2 does not divide the number of ranks, 1"),
+        (
+            ["RECIPE", "--nproc", "3", "--parallel.averaging", "local_sgd", "--parallel.averaging_group_ranks", "2"],
+            "averaging_group_ranks = 2 does not divide the number of ranks, 3",
+        ),
         (["RECIPE", "--out", "/proc/here"], "cannot write into /proc/here"),
         (["RECIPE", "--resume", "/no/where"], "/no/where is no checkpoint"),
         (["RECIPE", "--backbone", "iresnet5"], "did you mean iresnet50?"),
