@@ -1,6 +1,6 @@
 """Do compressed gradients, or averages of weights, train as accurate a model as plain exchange, for how many bytes?
 
-    python benchmarks/comm_hooks.py [--methods none bf16 dgc …] [--data avatars:200x16] [--epochs 8] [--seeds 2]
+    python benchmarks/comm_hooks.py [--methods none bf16 dgc …] [--data avatars:150x12] [--epochs 8] [--seeds 2]
 
 trains ResNet-8 by SGD on two ranks, once per seed and method in turn, judges it on unseen avatars, and adds a row per
 run to benchmarks/results/comm_hooks.csv: the accuracy, the bytes that a rank gives to the network per step once
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from avatar_runs import Recipe, compare
+from avatar_runs import Recipe, compare, start_ranks
 from results_file import RESULTS
 
 from plsc import config as configuration
@@ -25,10 +25,10 @@ from plsc.parallel.gradient_compression import CompressionOptions, gradient_exch
 
 BASE: dict[str, Any] = {
     "data.image_size": 32,
-    "data.batch_size": 32,
+    "data.batch_size": 16,
     "embedding_dim": 768,  # so that small tensors, which are sent whole, are no larger a share than in large models
     "optim.name": "sgd",
-    "optim.lr": 0.1,
+    "optim.lr": 0.05,
     "optim.weight_decay": 5e-4,
 }
 LARGE: dict[str, Any] = {"backbone": "iresnet50", "embedding_dim": 512, "data.image_size": 112}
@@ -43,7 +43,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dgc": {"parallel.comm_hook": "dgc"},
     "local_sgd": {"parallel.averaging": "local_sgd"},
     "post_local_sgd": {"parallel.averaging": "post_local_sgd", "parallel.averaging_start_step": START},
-    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 32},
+    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 16},
 }
 
 
@@ -85,11 +85,12 @@ def recipe(args: argparse.Namespace, method: str) -> Recipe:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS))
-    parser.add_argument("--data", default="avatars:200x16")
+    parser.add_argument("--data", default="avatars:150x12")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where comm_hooks.csv is")
     args = parser.parse_args()
+    start_ranks(2)
     compare("comm_hooks", [recipe(args, method) for method in args.methods], args.seeds, args.out)
 
 

@@ -10,7 +10,7 @@ benchmarks/results/low_precision_accuracy.csv. About two minutes a run on two CP
 import argparse
 from typing import Any
 
-from avatar_runs import Recipe, compare
+from avatar_runs import Recipe, compare, start_ranks
 
 TABLES = {"float32": ("float32", "float32"), "bfloat16+int8": ("bfloat16", "int8")}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adamw")
     parser.add_argument("--sample-rates", type=float, nargs="+", default=[1.0])
     args = parser.parse_args()
+    start_ranks(2)
     recipes = [recipe(args, table, rate) for rate in args.sample_rates for table in TABLES]
     compare("low_precision_accuracy", recipes, args.seeds)
 

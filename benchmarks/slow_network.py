@@ -4,9 +4,10 @@
 
 The namespaces are joined by a link whose rate tc limits (benchmarks/slow_link.py); RATE:MS adds a round-trip time. For
 each network, two processes of one thread train IResNet-18 at 32 pixels by every method in turn, as often as there
-are rounds. The time is that of whole periods of the method, after its first steps; CPU time is that of the first
-rank, bytes are those that its device sent, with the headers of TCP. Prints medians, and adds a row per network and
-method to benchmarks/results/slow_network.csv. About 15 minutes on two idle cores; needs root and iproute2.
+are rounds. A rate is that of the fastest step, which work beside it disturbs least (of averages of weights, of the
+fastest step with an exchange and the fastest without); the medians' rate stands beside it. CPU time is that of the
+first rank, bytes are those that its device sent, with the headers of TCP. Prints a row per network and
+method, and adds it to benchmarks/results/slow_network.csv. About 15 minutes on two idle cores; needs root, iproute2.
 """
 
 import argparse
@@ -18,8 +19,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,10 +54,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "powersgd": {"parallel.comm_hook": "powersgd", "parallel.powersgd_start_step": 2},
     "dgc": {"parallel.comm_hook": "dgc", "parallel.dgc_warmup_epochs": 0},
     "local_sgd": {"parallel.averaging": "local_sgd", "parallel.averaging_period": 8},
-    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 32},
+    "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 16},
 }
 NETWORKS = ("1000", "100", "1000:20", "100:20")
-FIRST_STEPS, STEPS = 3, 6  # DDP and PowerSGD begin anew after the first; of averages, a whole period is timed
+FIRST_STEPS, STEPS = 3, 8  # DDP and PowerSGD begin anew after the first; of averages, a whole period is timed
 PORT = 29511
 
 
@@ -107,8 +109,26 @@ def measured(network: Network, methods: list[str], rounds: int) -> list[dict[str
 
 
 def _row(method: str, figures: list[dict[str, Any]]) -> dict[str, Any]:
-    names = ("steps_per_second", "cpu_seconds_per_step", "sent_mb_per_step")
-    return {"method": method, **{name: round(median(each[name] for each in figures), 3) for name in names}}
+    """Rates by each kind of step, those that end with an average of weights and those that do not."""
+    period: int = METHODS[method].get("parallel.averaging_period", 1)
+    ends = [(FIRST_STEPS + 1 + index) % period == 0 for index in range(len(figures[0]["steps"]))]
+    kinds: list[tuple[int, list[dict[str, float]]]] = [
+        (times, [step for each in figures for step, end in zip(each["steps"], ends, strict=True) if end is is_end])
+        for is_end, times in ((True, 1), (False, period - 1))
+        if times
+    ]
+
+    def mean(column: str, choose: Callable[[list[float]], float]) -> float:
+        total: float = sum(times * choose([step[column] for step in steps]) for times, steps in kinds)
+        return total / period
+
+    return {
+        "method": method,
+        "steps_per_second": round(1 / mean("seconds", min), 3),
+        "median_steps_per_second": round(1 / mean("seconds", median), 3),
+        "cpu_seconds_per_step": round(mean("cpu_seconds", median), 3),
+        "sent_mb_per_step": round(mean("sent_mb", median), 3),
+    }
 
 
 def _start(end: End, rank: int, options: list[str]) -> subprocess.Popen[str]:
@@ -142,17 +162,14 @@ def work(methods: list[str], rounds: int, folder: Path) -> None:
             with _marks(out / METRICS) as marks:
                 train(configuration.load(overrides=settings), mesh, out=out, quiet=True)
             if mesh.is_main:
-                seconds, cpu_seconds, sent = (
-                    (after - before) / steps
-                    for before, after in zip(marks[FIRST_STEPS - 1], marks[FIRST_STEPS + steps - 1], strict=True)
-                )
-                figures = {
-                    "steps_per_second": 1 / seconds,
-                    "cpu_seconds_per_step": cpu_seconds,
-                    "sent_mb_per_step": sent / 1e6,
-                }
-                print(json.dumps({"method": method, **figures}), flush=True)
+                steps_taken = [_difference(*pair) for pair in pairwise(marks[FIRST_STEPS - 1 : FIRST_STEPS + steps])]
+                print(json.dumps({"method": method, "steps": steps_taken}), flush=True)
     shutdown()
+
+
+def _difference(before: tuple[float, float, int], after: tuple[float, float, int]) -> dict[str, float]:
+    seconds, cpu_seconds, sent = (b - a for a, b in zip(before, after, strict=True))
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "sent_mb": sent / 1e6}
 
 
 @contextmanager

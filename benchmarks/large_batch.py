@@ -1,0 +1,51 @@
+"""Which optimizer keeps its accuracy when the batch grows eight times and the epochs stay?
+
+    python benchmarks/large_batch.py [--recipes "sgd" "lars x8" …] [--data avatars:150x12] [--epochs 8] [--seeds 3]
+
+trains ResNet-8 with a batch of 32 images by SGD, and with batches of 256, which leave an eighth of the steps: by SGD at
+the same learning rate and at eight times it after a warm-up, by LARS and by LAMB. Real batches, in one process: batch
+normalisation sees all of them. Once per seed and recipe in turn; judged on unseen avatars; a row per run is added to
+benchmarks/results/large_batch.csv. About half a minute a run on an idle core.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from avatar_runs import Recipe, compare
+from results_file import RESULTS
+
+BATCH, TIMES = 32, 8
+BASE: dict[str, Any] = {"data.image_size": 32, "optim.weight_decay": 5e-4, "optim.base_batch": BATCH}
+LARGE: dict[str, Any] = {"optim.warmup_epochs": 1.0, "optim.no_decay": ("*.bias", "stem.1.*")}
+SGD: dict[str, Any] = {"optim.name": "sgd", "optim.lr": 0.05}
+RECIPES: dict[str, dict[str, Any]] = {
+    "sgd": SGD,
+    "sgd x8": SGD,
+    "sgd x8, linear": {**SGD, "optim.lr_scaling": "linear", "optim.warmup_epochs": 1.0},
+    "lars x8": {**LARGE, "optim.name": "lars", "optim.lr": 12, "optim.head_lr": 0.2},
+    "lamb x8": {**LARGE, "optim.name": "lamb", "optim.lr": 0.02, "optim.head_lr": 0.01},
+}
+
+
+def recipe(args: argparse.Namespace, name: str) -> Recipe:
+    """Training by recipe ``name``; its columns say how."""
+    batch = BATCH * (TIMES if "x8" in name else 1)
+    settings = {**BASE, **RECIPES[name], "data.train": args.data, "epochs": args.epochs, "data.batch_size": batch}
+    columns = {"data": args.data, "epochs": args.epochs, "recipe": name, "batch": batch}
+    return Recipe(name, settings, columns)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipes", nargs="+", choices=tuple(RECIPES), default=list(RECIPES))
+    parser.add_argument("--data", default="avatars:150x12")
+    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where large_batch.csv is")
+    args = parser.parse_args()
+    compare("large_batch", [recipe(args, name) for name in args.recipes], args.seeds, args.out)
+
+
+if __name__ == "__main__":
+    main()
