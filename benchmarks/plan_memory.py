@@ -122,8 +122,12 @@ def _state(components: TrainComponents, stepper: Stepper) -> Iterable[Tensor]:
     """Every tensor that stays from step to step."""
     yield from (components.head.weight, components.head.inverse_norms())
     for shard in components.head_optimizer.sharded_state().values():
-        yield shard.local
-    yield from (*components.backbone.parameters(), *components.backbone.buffers(), *stepper.statistics.before.values())
+        yield shard.blocks[0].local
+    yield from (
+        *components.strategy.backbone.parameters(),
+        *components.strategy.backbone.buffers(),
+        *stepper.statistics.before.values(),
+    )
     for state in components.optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
 

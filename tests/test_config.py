@@ -92,13 +92,19 @@ def groups_of(entry: Key) -> dict[str, str]:
     return groups if needs_groups else {}
 
 
+def strategy_of(entry: Key) -> dict[str, str]:
+    """A strategy that has the key."""
+    strategies = {"parallel.shard_ranks": "hsdp", "parallel.offload": "fsdp"}
+    return {"parallel.strategy": strategies[entry.name]} if entry.name in strategies else {}
+
+
 @pytest.mark.parametrize("entry", KEYS.values(), ids=lambda entry: entry.name)
 def test_each_key_from_file_and_command_line(entry: Key, tmp_path: Path) -> None:
     value = other_value(entry)
     extra = (
         {}
         if entry.name == "head.margin"
-        else {"head.margin": margin_of(entry), **optimizer_of(entry), **groups_of(entry)}
+        else {"head.margin": margin_of(entry), **optimizer_of(entry), **groups_of(entry), **strategy_of(entry)}
     )
     if entry.name == "head.margin":
         value = "softmax"
@@ -277,7 +283,7 @@ def test_every_key_is_listed_with_its_meaning() -> None:
 def test_every_meaning_is_a_sentence_and_names_the_default_of_an_unset_key(entry: Key) -> None:
     start, _, rest = entry.doc.partition(": ")
     names = {*config.margin_keys(), *BACKBONE_OPTIMIZERS, "polynomial", "cosine", "step", "powersgd", "dgc"}
-    names |= {"post_local_sgd", "hierarchical", "diloco"}
+    names |= {"post_local_sgd", "hierarchical", "diloco", "fsdp", "hsdp"}
     sentence = rest if set(start.split(", ")) <= names else entry.doc
     assert entry.doc.endswith(".")
     assert entry.doc.count("; unset: ") == (entry.default is None and entry.name != "steps")

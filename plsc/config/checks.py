@@ -10,6 +10,9 @@ from plsc.strict_toml import toml_value
 # Of each pair one may be given; on the command line it takes the place of the file's other one.
 EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
 
+# Their step depends on norms or products of a whole layer.
+_WHOLE_LAYER_OPTIMIZERS = ("lars", "lamb", "adafactor", "muon")
+
 
 def check_together(config: Config) -> None:
     """Check what concerns several keys."""
@@ -30,6 +33,7 @@ def check_together(config: Config) -> None:
     _check_comm_hook(config)
     _check_averaging(config)
     _check_head_averaging(config)
+    _check_strategy(config)
     _check_head(config)
     _check_backbone(config.backbone)
 
@@ -79,6 +83,11 @@ def _check_averaging(config: Config) -> None:
             f'{together} sends weights and no gradients, which parallel.comm_hook = "{parallel.comm_hook}" would '
             "compress; give one of them"
         )
+    if parallel.strategy != "ddp":
+        raise UsageError(
+            f"{together} averages whole weights and leaves their states to the ranks, and parallel.strategy is "
+            f'"{parallel.strategy}"; give strategy = "ddp"'
+        )
     if config.sync_batchnorm:
         raise UsageError(
             f"{together} lets ranks have different weights, of which sync_batchnorm would mix the statistics, and "
@@ -121,6 +130,34 @@ def _check_head_averaging(config: Config) -> None:
             "tables that are averaged every few steps have no common gradient for optim.clip_head to clip; leave it "
             "out, or give parallel.head_averaging_period = 1"
         )
+
+
+def _check_strategy(config: Config) -> None:
+    parallel, optim = config.parallel, config.optim
+    name = parallel.strategy
+    if name != "hsdp" and parallel.shard_ranks:
+        raise UsageError(f'parallel.shard_ranks is a number of hsdp, and parallel.strategy is "{name}"; leave it out')
+    if name == "zero1" and parallel.comm_hook == "dgc":
+        raise UsageError(
+            'parallel.comm_hook = "dgc" keeps momenta on every rank, which zero1 spreads; give comm_hook = "powersgd", '
+            'or strategy = "ddp"'
+        )
+    if name not in ("fsdp", "hsdp"):
+        if parallel.offload:
+            raise UsageError(f'parallel.offload goes with fsdp and hsdp, and parallel.strategy is "{name}"')
+        return
+    if optim.name in _WHOLE_LAYER_OPTIMIZERS:
+        raise UsageError(
+            f'optim.name = "{optim.name}" looks at whole layers, which parallel.strategy = "{name}" cuts in parts; '
+            'give strategy = "zero1", whose weights are whole, or sgd, adamw or lion, which go element by element'
+        )
+    if parallel.comm_hook in ("powersgd", "dgc"):
+        raise UsageError(
+            f'parallel.comm_hook = "{parallel.comm_hook}" compresses whole gradients, and parallel.strategy = "{name}" '
+            'sums parts; give comm_hook = "bf16", or strategy = "zero1" or "ddp"'
+        )
+    if parallel.bucket_mb is not None:
+        raise UsageError(f'parallel.bucket_mb is of ddp and zero1; parallel.strategy = "{name}" sums block by block')
 
 
 def _check_head(config: Config) -> None:

@@ -33,6 +33,12 @@ def _lr_scalings() -> tuple[str, ...]:
     return tuple(LR_SCALINGS)
 
 
+def _strategies() -> tuple[str, ...]:
+    from plsc.parallel.strategies import STRATEGIES
+
+    return STRATEGIES
+
+
 def _schedules() -> tuple[str, ...]:
     from plsc.optim.schedules import SCHEDULES
 
@@ -234,6 +240,23 @@ class OptimConfig:
 class ParallelConfig:
     """[parallel]: the exchange of the backbone's gradients, or weights, between ranks."""
 
+    """[parallel]: how the backbone lies on the ranks, and how these exchange its gradients."""
+
+    strategy: str = key(
+        "ddp",
+        "Placement of the backbone: ddp (whole on every rank), zero1 (whole, but for the optimizer's state, which is "
+        "spread over the ranks), fsdp (weights, gradients and optimizer state spread over all ranks; weights are "
+        "gathered block by block), hsdp (spread over shard_ranks, replicated across). None changes the results.",
+        choices=_strategies,
+    )
+    shard_ranks: int = key(
+        0,
+        "hsdp: consecutive ranks that share one set of weights, a divisor of all; 0: the ranks of a machine.",
+        least=0,
+    )
+    offload: bool = key(
+        False, "fsdp, hsdp: keep weights, gradients and optimizer state in main memory; the update runs there."
+    )
     comm_hook: str = key(
         "none",
         "Compression of the backbone's gradients on their way between ranks: bf16 and fp16 send 16 bits each; powersgd "

@@ -96,7 +96,7 @@ class _Step:
 
     def table_bytes(self) -> int:
         """Weights, 1/norms and the optimizer's state."""
-        state = [shard.local for shard in self._optimizer.sharded_state().values()]
+        state = [shard.blocks[0].local for shard in self._optimizer.sharded_state().values()]
         return sum(tensor.nbytes for tensor in (self._head.weight, self._head.inverse_norms(), *state))
 
     def _now(self) -> float:

@@ -12,8 +12,8 @@ from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import CosFace
 from plsc.optim.head_optimizers import HeadSGD
 from plsc.parallel.collectives import all_gather_rows
-from plsc.parallel.data_parallel import data_parallel
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.strategies.ddp import data_parallel
 
 Tick = Callable[[str], None]
 

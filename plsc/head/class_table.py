@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.head.low_precision import Rounding, RowState
-from plsc.head.row_shard import RowShard
+from plsc.parallel.tensor_shard import TensorShard
 
 SMALLEST_NORM = 1e-12  # lower bound of the norms that rows and embeddings are divided by
 NORM_BLOCK_ROWS = 4096  # rows whose norms are computed at a time, as float64 copies
@@ -212,7 +212,7 @@ class OptimizerState:
         """The tables that ``chunk.index`` selects rows of."""
         return self.tables
 
-    def row_shards(self) -> dict[str, RowShard]:
+    def row_shards(self) -> dict[str, TensorShard]:
         """Everything that a checkpoint stores, by name."""
         return {
             name: self._row_shard(name, tensor)
@@ -220,7 +220,7 @@ class OptimizerState:
             for name, tensor in state.tensors(key).items()
         }
 
-    def _row_shard(self, name: str, tensor: Tensor) -> RowShard:
+    def _row_shard(self, name: str, tensor: Tensor) -> TensorShard:
         return self._table.row_shard(tensor)
 
 
@@ -281,11 +281,11 @@ class ClassTable(ABC):
     def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
         """Tables of zeros for an optimizer, stored as and where the rows are."""
 
-    def row_shard(self, local: Tensor) -> RowShard:
+    def row_shard(self, local: Tensor) -> TensorShard:
         """A tensor with a row per row of the table, as its part of the global one, for a checkpoint."""
-        return RowShard(local, self.first_row, self.total_rows)
+        return TensorShard.of_rows(local, self.first_row, self.total_rows)
 
-    def weight_shard(self) -> RowShard:
+    def weight_shard(self) -> TensorShard:
         """The rows themselves, for a checkpoint."""
         return self.row_shard(self.parameter.detach())
 

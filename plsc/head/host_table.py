@@ -19,9 +19,9 @@ from plsc.head.class_table import (
 )
 from plsc.head.host_memory import Column, HostMemory, mapped_file
 from plsc.head.low_precision import Rounding, RowState, check_state_dtype, scale_name
-from plsc.head.row_shard import RowShard
 from plsc.head.staging import Stage, Staging
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.tensor_shard import TensorShard
 
 
 def create_table(
@@ -176,13 +176,15 @@ class HostTable(ClassTable):
         """Wait until every update is stored."""
         self.staging.settle()
 
-    def row_shard(self, local: Tensor, column: Column | None = None) -> RowShard:
+    def row_shard(self, local: Tensor, column: Column | None = None) -> TensorShard:
         """A tensor with one row per row of the table, for a checkpoint to save or to load into."""
         self._prefetched.clear()
         self.settle()
-        return RowShard(local, self.first_row, self.total_rows, column.release if column is not None else None)
+        return TensorShard.of_rows(
+            local, self.first_row, self.total_rows, column.release if column is not None else None
+        )
 
-    def weight_shard(self) -> RowShard:
+    def weight_shard(self) -> TensorShard:
         """The rows themselves, for a checkpoint."""
         return self.row_shard(self.parameter.detach(), self.weight)
 
@@ -239,7 +241,7 @@ class HostState(OptimizerState):
             for name, table in self.tables.items()
         }
 
-    def _row_shard(self, name: str, tensor: Tensor) -> RowShard:
+    def _row_shard(self, name: str, tensor: Tensor) -> TensorShard:
         return self._host.row_shard(tensor, self.columns[name])
 
 

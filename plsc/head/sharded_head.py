@@ -16,12 +16,12 @@ from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
 from plsc.head.low_precision import STATE_DTYPES
 from plsc.head.replica_averaging import ReplicaAveraging
-from plsc.head.row_shard import RowShard
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
 from plsc.losses.margins import Margin, State, to_margin
 from plsc.parallel.collectives import all_gather_object, all_reduce_sum
 from plsc.parallel.mesh import Mesh, require_mesh
+from plsc.parallel.tensor_shard import TensorShard
 
 _LOG = logging.getLogger("plsc")
 _WEIGHT_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -238,7 +238,7 @@ class ShardedHead(nn.Module):
     def margin_state(self, state: State) -> None:
         self._softmax.margin_state = state
 
-    def sharded_state(self) -> dict[str, RowShard]:
+    def sharded_state(self) -> dict[str, TensorShard]:
         """The table for torch.distributed.checkpoint, which loads it at any number of ranks."""
         return {"weight": self._softmax.table.weight_shard()}
 

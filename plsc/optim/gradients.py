@@ -3,7 +3,7 @@
 Both treat the replicated backbone and the sharded table as one, on every rank alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from plsc.errors import UsageError
 from plsc.optim.head_optimizers import HeadOptimizer
 from plsc.optim.verdict import Verdict, step_unless
-from plsc.parallel.collectives import all_reduce_max
+from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
 
@@ -33,12 +33,16 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: H
     if head is not None:
         _check_head_optimizer(head)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = total_norm(gradients)
+    return clip_by_norm_(gradients, total_norm(gradients), max_norm, head)
+
+
+def clip_by_norm_(gradients: list[Tensor], norm: Tensor, max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
+    """Do what :func:`clip_grad_norm_` does, to gradients, or parts of them, whose common norm is known already."""
     if head is not None:
         norm = torch.hypot(norm.double(), head.gradient_norm().to(norm.device))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.dtype))
+        gradient.mul_(factor.to(gradient))
     if head is not None:
         head.scale_gradients(factor.double())
     return norm
@@ -55,6 +59,23 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
         return nn.utils.get_total_norm(gradients)
     squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
     return torch.stack([torch.zeros((), dtype=torch.float64), *squares]).sum().sqrt()
+
+
+def sharded_norm(parts: list[Tensor], copies: Sequence[int], mesh: Mesh) -> Tensor:
+    """The norm of gradients that lie in parts on ranks; all ranks of the mesh call.
+
+    Args:
+        parts: those of this rank.
+        copies: on how many ranks each lies.
+        mesh: all of these ranks.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for part, count in zip(parts, copies, strict=True):
+        by_copies.setdefault(count, []).append(part)
+    square = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    for count, same in by_copies.items():
+        square += total_norm(same).to(square).square() / count
+    return all_reduce_sum(square, mesh).sqrt()
 
 
 class GradScaler(torch.amp.GradScaler):

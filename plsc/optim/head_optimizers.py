@@ -17,11 +17,11 @@ from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.low_precision import Rounding, RowState
 from plsc.head.pending import PendingBackward
 from plsc.head.replica_averaging import Averages
-from plsc.head.row_shard import RowShard
 from plsc.head.sharded_head import ShardedHead, softmax_of
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
+from plsc.parallel.tensor_shard import TensorShard
 
 
 class HeadOptimizer(torch.optim.Optimizer):
@@ -200,7 +200,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             bad = torch.maximum(bad, (~torch.isfinite(torch.stack(facts)).all()).float())
         return bad
 
-    def sharded_state(self) -> dict[str, RowShard]:
+    def sharded_state(self) -> dict[str, TensorShard]:
         """State tables for torch.distributed.checkpoint, loadable at any number of ranks."""
         return self._state.row_shards()
 

@@ -6,14 +6,19 @@ failure, and gloo notices at once when the process of a rank has ended.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from plsc.errors import UsageError
 from plsc.parallel.rendezvous import agent_keeps_store, connect, store_of_attempt
+
+if TYPE_CHECKING:  # it takes long to import
+    from torch.distributed.device_mesh import DeviceMesh
 
 DEVICE_SECONDS = 600.0  # in which all ranks come to a collective of GPUs, of which a step has several
 _NCCL_SECONDS = 60.0  # more: NCCL ends the process where it gives up, and should not be the first to do so
@@ -105,6 +110,39 @@ def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
     heads = [range(first, first + head_ranks) for first in range(0, mesh.world_size, head_ranks)]
     replicas = [range(first, mesh.world_size, head_ranks) for first in range(head_ranks)]
     return replace(mesh, head_group=_submesh(mesh, heads), replica_group=_submesh(mesh, replicas))
+
+
+def device_mesh(mesh: Mesh, dims: Mapping[str, int]) -> "DeviceMesh":
+    """Return the ranks of ``mesh`` as torch's DeviceMesh; every rank of the mesh calls.
+
+    Args:
+        mesh: its ranks; all of the world where more than one dimension has several.
+        dims: names and sizes of the dimensions, the one whose ranks lie next to each other last. Dimensions of one
+            rank are left out, but for the last.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    long = {name: size for name, size in dims.items() if size > 1}
+    if len(long) <= 1:
+        group = _group_of_one(mesh) if mesh.group is None else mesh.group
+        return DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(list(long or dims)[-1],))
+    agree_on_group_names(mesh)
+    ranks = torch.tensor(dist.get_process_group_ranks(mesh.group)).view(*long.values())
+    return DeviceMesh(mesh.device.type, ranks, mesh_dim_names=tuple(long))
+
+
+def _group_of_one(mesh: Mesh) -> dist.ProcessGroup:
+    """A process group of this rank alone, which torch's engines want where there is one rank too."""
+    if dist.is_initialized():
+        group: object = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    else:
+        from torch._C._distributed_c10d import HashStore
+
+        backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def subgroup(mesh: Mesh, ranks: int) -> Mesh:

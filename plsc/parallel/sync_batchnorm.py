@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
-from plsc.parallel.data_parallel import Float64Gradients
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.strategies.ddp import Float64Gradients
 
 # The count of a rank without samples: it weighs nothing, and is not the 0 by which PyTorch's kernel would divide.
 NO_SAMPLES = 2.0**-100

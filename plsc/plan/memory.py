@@ -65,10 +65,10 @@ class Memory:
 def row_bytes(config: Config) -> dict[str, int]:
     """Bytes that one row of the table takes, by what holds them: read off the head and its optimizer themselves."""
     head = _one_row(config)
-    optimizer = make_head_optimizer(config, head)
+    optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
     for name, shard in optimizer.sharded_state().items():
-        parts[_state_label(name)] = shard.local.nbytes
+        parts[_state_label(name)] = shard.blocks[0].local.nbytes
     norm_dtype = torch.promote_types(head.weight.dtype, torch.float32)
     return {**parts, "1/norms": norm_dtype.itemsize}
 

@@ -93,7 +93,7 @@ class AsyncCheckpointer:
 
         Args:
             step: its number, and its name.
-            tensors: tensors by name; each rank gives what it has to write, tables as RowShard. Of a tensor
+            tensors: tensors by name; each rank gives what it has to write, tables as TensorShard. Of a tensor
                 that all ranks hold, one rank gives it.
             state: everything else, as JSON holds it; the main rank's is written.
             after: called by the main rank's thread when the checkpoint is published.

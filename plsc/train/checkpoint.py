@@ -131,7 +131,7 @@ class StoredCheckpoint:
         return step_of(self.path)
 
     def load_into(self, targets: Mapping[str, Any]) -> None:
-        """Fill ``targets`` (tensors, RowShards) in place from the tensors of the same names."""
+        """Fill ``targets`` (tensors, TensorShards) in place from the tensors of the same names."""
         for name, target in targets.items():
             if name not in self.stored:
                 raise DataError(f"{self.path} holds no {name}; it is the checkpoint of another configuration")

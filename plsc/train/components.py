@@ -4,7 +4,7 @@ import contextlib
 import copy
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -29,9 +29,10 @@ from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
 from plsc.optim.parameter_groups import parameter_groups
 from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
-from plsc.parallel import Mesh, convert_sync_batchnorm, data_parallel
+from plsc.parallel import Mesh, convert_sync_batchnorm
 from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
 from plsc.parallel.model_averaging import AveragingOptions, model_averaging
+from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.failures import raise_on_all_ranks
 
@@ -47,42 +48,42 @@ _CACHE: dict[str, Any] = {"auto": "auto", "always": True, "never": False}
 class MovingAverage:
     """Exponential moving average of a backbone's weights, which is often the better model to evaluate and to ship.
 
-    ``model``, a copy of the backbone, becomes decay·average + (1 − decay)·backbone after each step. The decay starts
-    at 0.1 and rises to ``decay`` as (1 + n)/(10 + n) over the updates n (TensorFlow's ExponentialMovingAverage), so
-    that the random initial weights do not linger. Running statistics are averaged likewise. torch's AveragedModel
-    copies the weights of the first step and renames the keys, timm's ModelEmaV3 warms up along another curve: with
-    either, resumed runs would part from their beginning.
+    ``values``, copies of this rank's parts of the backbone, become decay·average + (1 − decay)·backbone after each
+    step. The decay starts at 0.1 and rises to ``decay`` as (1 + n)/(10 + n) over the updates n (TensorFlow's
+    ExponentialMovingAverage), so that the random initial weights do not linger. Running statistics are averaged
+    likewise. torch's AveragedModel copies the weights of the first step and renames the keys, timm's ModelEmaV3 warms
+    up along another curve: with either, resumed runs would part from their beginning.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, parts: Mapping[str, Tensor], decay: float) -> None:
+        self.values = {name: part.clone() for name, part in parts.items()}
         self.decay = decay
         self.updates = UpdateCounter()
 
     @torch.no_grad()
-    def update(self, source: nn.Module, verdict: Verdict) -> None:
-        """Take in the weights of ``source``, a module with the same keys, unless ``verdict`` skips the step."""
+    def update(self, parts: Mapping[str, Tensor], verdict: Verdict) -> None:
+        """Take in the parts as they are now, unless ``verdict`` skips the step."""
         number = self.updates.begin(verdict)
         weight = torch.where(verdict.flag != 0, 0.0, 1 - min(self.decay, number / (9 + number)))
-        averaged: list[Tensor] = []
-        present: list[Tensor] = []
-        values = source.state_dict()
-        for name, old in self.model.state_dict().items():
+        averaged: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for name, old in self.values.items():
             if old.is_floating_point():
-                averaged.append(old)
-                present.append(values[name])
+                both = averaged.setdefault(old.device, ([], []))
+                both[0].append(old)
+                both[1].append(parts[name])
             else:
-                old.copy_(values[name])
-        changes = torch._foreach_sub(present, averaged)
-        torch._foreach_mul_(changes, weight)
-        torch._foreach_add_(averaged, changes)
+                old.copy_(parts[name])
+        for device, (olds, present) in averaged.items():
+            changes = torch._foreach_sub(present, olds)
+            torch._foreach_mul_(changes, weight.to(device))
+            torch._foreach_add_(olds, changes)
 
 
 @dataclass
 class TrainComponents:
     """Everything that a step touches.
 
-    ``net`` wraps ``backbone`` (data parallel, compiled), whose gradients, or weights, the ranks exchange through
+    ``strategy`` holds the backbone and takes it through steps; replicas exchange gradients, or weights, through
     ``exchange``.
     ``data`` is the data set's fingerprint, which must not change between a run's checkpoint and its resumption.
     """
@@ -92,8 +93,7 @@ class TrainComponents:
     dataset: ImageDataset
     data: dict[str, Any]
     loader: TrainLoader
-    backbone: nn.Module
-    net: nn.Module
+    strategy: Strategy
     exchange: GradientExchange
     head: ShardedHead
     optimizer: torch.optim.Optimizer
@@ -108,22 +108,17 @@ class TrainComponents:
         The ranks' moving averages give way to their average for good: it is the moving average of the average.
         """
         if self.average is not None and self.exchange.replicas_differ:
-            self.exchange.average(
-                [value for value in self.average.model.state_dict().values() if value.is_floating_point()]
-            )
+            self.exchange.average([value for value in self.average.values.values() if value.is_floating_point()])
         with self.exchange.averaged():
             yield
 
-    @property
     def shipped_model(self) -> nn.Module:
-        """The model that is evaluated and exported: the moving average if there is one, perhaps under rotation TTA."""
-        model = self.average.model if self.average is not None else self.backbone
-        return RotationTTA(unwrapped(model)) if self.config.rotation_tta else model
+        """Return the model that is evaluated and exported; every rank calls.
 
-    def autocast(self) -> torch.autocast:
-        """The arithmetic of the backbone's passes."""
-        dtype = AUTOCAST_DTYPES.get(self.config.precision)
-        return torch.autocast(self.mesh.device.type, dtype=dtype, enabled=dtype is not None)
+        It is the moving average if there is one, perhaps under rotation TTA.
+        """
+        model = self.strategy.whole(None if self.average is None else self.average.values)
+        return RotationTTA(unwrapped(model)) if self.config.rotation_tta else model
 
 
 def open_training_data(data: DataConfig) -> ImageDataset:
@@ -135,15 +130,20 @@ def open_training_data(data: DataConfig) -> ImageDataset:
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     """Build every component; every rank calls. UsageError where the configuration asks for the impossible."""
     torch.manual_seed(config.seed)  # the same first weights on every rank
-    backbone, average = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
-    loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, mesh))
+    strategy = raise_on_all_ranks(
+        mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
+    )
+    backbone = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
+    template = copy.deepcopy(backbone).to("meta")
+    loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, strategy))
+    if config.sync_batchnorm:
+        backbone = convert_sync_batchnorm(backbone, strategy.peers)
     exact = _sums_exactly(config, mesh)
     exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, mesh, loader))
     gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
-    net = data_parallel(backbone, mesh, gradients, exchange, config.parallel.bucket_mb)
-    if config.compile:
-        net = _compiled(net)
-    optimizer = raise_on_all_ranks(mesh, lambda: _optimizer(config, backbone, mesh))
+    groups = raise_on_all_ranks(mesh, lambda: _named_groups(config, backbone, strategy))
+    strategy.wrap(backbone, template, _wrapping(config, mesh, exchange, gradients))
+    optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
     head = raise_on_all_ranks(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
     return TrainComponents(
@@ -152,15 +152,19 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         dataset,
         fingerprint(dataset),
         loader,
-        backbone,
-        net,
+        strategy,
         exchange,
         head,
         optimizer,
-        make_head_optimizer(config, head),
-        average,
+        make_head_optimizer(config, head, strategy.data_ranks),
+        MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),
     )
+
+
+def strategy_options(config: Config) -> StrategyOptions:
+    """The strategy that [parallel] describes."""
+    return StrategyOptions(config.parallel.strategy, config.parallel.shard_ranks)
 
 
 def optimizer_steps(config: Config, loader: TrainLoader) -> int:
@@ -192,6 +196,24 @@ def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoad
     return gradient_exchange(parallel.comm_hook, backbone, mesh, options)
 
 
+def _wrapping(config: Config, mesh: Mesh, exchange: GradientExchange, gradients: object) -> Wrapping:
+    return Wrapping(
+        autocast=partial(_autocast, config, mesh),
+        compile=_compiled if config.compile else None,
+        exchange=exchange,
+        gradients=gradients,
+        bucket_mb=config.parallel.bucket_mb,
+        reduce_dtype=AUTOCAST_DTYPES.get(config.parallel.comm_hook),
+        offload=config.parallel.offload,
+    )
+
+
+def _autocast(config: Config, mesh: Mesh) -> torch.autocast:
+    """The arithmetic of the backbone's passes."""
+    dtype = AUTOCAST_DTYPES.get(config.precision)
+    return torch.autocast(mesh.device.type, dtype=dtype, enabled=dtype is not None)
+
+
 def _compiled(net: nn.Module) -> nn.Module:
     for name, start in _IGNORED_LOGS.items():
         logging.getLogger(name).addFilter(partial(_not_startswith, start))
@@ -209,20 +231,20 @@ def fingerprint(dataset: ImageDataset) -> dict[str, Any]:
     return {"images": len(dataset), "classes": dataset.num_classes, "labels_sha256": digest}
 
 
-def make_loader(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainLoader:
+def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> TrainLoader:
     """This rank's loader."""
     data = config.data
     return TrainLoader(
         dataset,
         batch_size=data.batch_size,
-        rank=mesh.rank,
-        world_size=mesh.world_size,
+        rank=strategy.data_rank,
+        world_size=strategy.data_ranks,
         seed=config.seed,
         augment=data.augment,
         workers=data.workers,
         max_bad_records=data.max_bad_records,
         cache_images=_CACHE[data.cache],
-        pin_memory=mesh.device.type == "cuda",
+        pin_memory=strategy.mesh.device.type == "cuda",
     )
 
 
@@ -235,20 +257,18 @@ def make_margin(head: HeadConfig) -> Margin:
         raise UsageError(f"[head] margin {head.margin}: {error}") from None
 
 
-def _backbone(config: Config, mesh: Mesh) -> tuple[nn.Module, MovingAverage | None]:
+def _backbone(config: Config, mesh: Mesh) -> nn.Module:
     backbone: nn.Module = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
     if config.init_weights:
         load_weights(backbone, config.init_weights)
     backbone = backbone.to(mesh.device)
-    if config.channels_last:
-        backbone = backbone.to(memory_format=torch.channels_last)
-    average = MovingAverage(copy.deepcopy(backbone), config.ema_decay) if config.ema_decay else None
-    return convert_sync_batchnorm(backbone, mesh) if config.sync_batchnorm else backbone, average
+    return backbone.to(memory_format=torch.channels_last) if config.channels_last else backbone
 
 
 def _sums_exactly(config: Config, mesh: Mesh) -> bool:
     """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
     plain = config.precision == "fp32" and not config.compile and config.parallel.comm_hook == "none"
+    plain = plain and config.parallel.strategy in ("ddp", "zero1")
     return config.sync_batchnorm and plain and mesh.device.type == "cpu"
 
 
@@ -272,41 +292,42 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
     )
 
 
-def _optimizer(config: Config, backbone: nn.Module, mesh: Mesh) -> torch.optim.Optimizer:
-    """Of the backbone: every weight decays but those of optim.no_decay."""
+def _named_groups(config: Config, backbone: nn.Module, strategy: Strategy) -> list[dict[str, Any]]:
+    """Parameter groups of the whole backbone, with the weights' names."""
+    optim, names = config.optim, {weight: name for name, weight in backbone.named_parameters()}
+    lr = peak_rates(config, strategy.data_ranks)[0]
+    groups = parameter_groups(backbone, lr, no_decay=optim.no_decay, layer_decay=optim.layer_decay)
+    return [{**group, "params": [names[weight] for weight in group["params"]]} for group in groups]
+
+
+def _optimizer_maker(config: Config, strategy: Strategy) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Return what makes the backbone's optimizer of parameter groups."""
     optim = config.optim
-    lr = peak_rates(config, mesh.world_size)[0]
     values = Hyperparameters(
-        lr,
+        peak_rates(config, strategy.data_ranks)[0],
         weight_decay=optim.weight_decay,
         momentum=optim.momentum,
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         trust_coefficient=optim.trust_coefficient,
-        fused=not Verdict.host_decides(mesh.device),
+        fused=strategy.steps_on_device and not Verdict.host_decides(strategy.mesh.device),
     )
-    groups = parameter_groups(backbone, lr, no_decay=optim.no_decay, layer_decay=optim.layer_decay)
-    return make_backbone_optimizer(optim.name, groups, values)
+    return lambda groups: make_backbone_optimizer(optim.name, groups, values)
 
 
-def peak_rates(config: Config, world_size: int) -> tuple[float, float]:
-    """The peak learning rates of backbone and head at the global batch that ``world_size`` ranks make."""
+def peak_rates(config: Config, data_ranks: int) -> tuple[float, float]:
+    """The peak learning rates of backbone and head at the global batch that so many ranks with own images make."""
     optim = config.optim
-    batch = config.data.batch_size * world_size * optim.accumulate
+    batch = config.data.batch_size * data_ranks * optim.accumulate
     head_lr = optim.lr if optim.head_lr is None else optim.head_lr
     lr, head_lr = (scaled_lr(rate, batch, optim.lr_scaling, optim.base_batch) for rate in (optim.lr, head_lr))
     return lr, head_lr
 
 
-def trainable(backbone: nn.Module) -> list[nn.Parameter]:
-    """The weights that are trained, in the module's order, which is that of a checkpoint too."""
-    return [weight for weight in backbone.parameters() if weight.requires_grad]
-
-
-def make_head_optimizer(config: Config, head: ShardedHead) -> HeadOptimizer:
-    """The head's optimizer, as [optim] describes it."""
+def make_head_optimizer(config: Config, head: ShardedHead, data_ranks: int) -> HeadOptimizer:
+    """The head's optimizer, as [optim] describes it, for the global batch of so many ranks with own images."""
     optim = config.optim
-    lr = peak_rates(config, head.mesh.world_size)[1]
+    lr = peak_rates(config, data_ranks)[1]
     if optim.head_name == "sgd":
         momentum = optim.momentum if head.momentum_dtype is not None else 0.0
         return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)

@@ -15,7 +15,6 @@ from plsc.files import atomic_write
 from plsc.models.weights import serialize_model
 from plsc.train.components import TrainComponents
 from plsc.train.failures import raise_on_all_ranks
-from plsc.train.state import average_buffers
 
 MODEL, BEST = "model.safetensors", "best.safetensors"
 
@@ -29,8 +28,8 @@ def check_sets(config: Config) -> None:
 
 def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
     """Evaluate on every set; results by the sets' names, the same on every rank."""
-    average_buffers(components)
-    model, device = components.shipped_model, components.mesh.device
+    components.strategy.average_buffers()
+    model, device = components.shipped_model(), components.mesh.device
     was_training = model.training
 
     @torch.no_grad()
@@ -38,7 +37,7 @@ def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
         x = normalize(images.to(device))
         if components.config.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
-        with components.autocast():
+        with components.strategy.wrapping.autocast():
             embeddings: Tensor = model(x)
         return embeddings.float()
 
@@ -75,8 +74,12 @@ def save_weights(components: TrainComponents, path: Path) -> None:
 
 
 def weights_writer(components: TrainComponents, path: Path) -> Callable[[], None]:
-    """Return a function that writes the backbone's weights as they are now; on other ranks it does nothing."""
-    content = serialize_model(components.shipped_model) if components.mesh.is_main else b""
+    """Return a function that writes the backbone's weights as they are now; on other ranks it does nothing.
+
+    Every rank calls.
+    """
+    model = components.shipped_model()
+    content = serialize_model(model) if components.mesh.is_main else b""
 
     def write() -> None:
         if components.mesh.is_main:

@@ -163,7 +163,7 @@ def begins_anew(config: Config) -> str:
 
 def _model(components: TrainComponents) -> str:
     config = components.config
-    parameters = sum(parameter.numel() for parameter in components.backbone.parameters())
+    parameters = sum(weight.shape.numel() for weight in components.strategy.weights)
     extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
     extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
     device = components.mesh.device.type
@@ -203,7 +203,7 @@ def _ranks(config: Config, mesh: Mesh) -> str:
 
 def _compression(components: TrainComponents) -> dict[str, str]:
     """The line about compressed gradients, with what a rank gives to the network once the warm-up is over."""
-    hook, weights = components.config.parallel.comm_hook, list(components.backbone.parameters())
+    hook, weights = components.config.parallel.comm_hook, [weight.parameter for weight in components.strategy.weights]
     if hook == "none" or components.mesh.world_size == 1:
         return {}
     sent = components.exchange.sent_bytes(weights, sys.maxsize)
@@ -213,7 +213,7 @@ def _compression(components: TrainComponents) -> dict[str, str]:
 
 def _averaging(components: TrainComponents) -> dict[str, str]:
     """The line about averages of weights, with what a rank gives to the network of all ranks."""
-    parallel, weights = components.config.parallel, list(components.backbone.parameters())
+    parallel, weights = components.config.parallel, [weight.parameter for weight in components.strategy.weights]
     if parallel.averaging == "none" or components.mesh.world_size == 1:
         return {}
     period, start = parallel.averaging_period, parallel.averaging_start_step

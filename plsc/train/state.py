@@ -9,10 +9,11 @@ from torch import Tensor
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import DataError, UsageError
-from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.collectives import all_gather_object
+from plsc.parallel.strategies import Weight
 from plsc.strict_toml import toml_value
 from plsc.train.checkpoint import StoredCheckpoint
-from plsc.train.components import TrainComponents, optimizer_steps, trainable
+from plsc.train.components import TrainComponents, optimizer_steps
 
 # Keys that determine the stored tensors' shapes and types, or the order of the samples.
 FIXED = (
@@ -43,32 +44,21 @@ class Position:
     best: dict[str, Any] = field(default_factory=dict)
 
 
-def average_buffers(components: TrainComponents) -> None:
-    """Set every rank's running statistics to the mean over ranks; each rank has seen its own samples alone."""
-    if components.mesh.world_size == 1:
-        return
-    buffers = [buffer for buffer in components.backbone.buffers() if buffer.is_floating_point()]
-    if buffers:
-        flat = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers]), components.mesh)
-        means = (flat / components.mesh.world_size).split([buffer.numel() for buffer in buffers])
-        for buffer, mean in zip(buffers, means, strict=True):
-            buffer.copy_(mean.view_as(buffer))
-
-
 def capture(components: TrainComponents, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
-    average_buffers(components)
     components.head_optimizer.average_replicas()
+    strategy = components.strategy
+    strategy.average_buffers()
     tensors: dict[str, Any] = {
         **_prefixed("head.", components.head.sharded_state()),
         **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
         **_prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state()),
     }
-    if components.mesh.is_main:
-        tensors |= _prefixed("backbone.", components.backbone.state_dict())
-        tensors |= _prefixed("optimizer.", _optimizer_tensors(components))
-        if components.average is not None:
-            tensors |= _prefixed("average.", components.average.model.state_dict())
+    backbone = _prefixed("backbone.", strategy.stored(strategy.parts()))
+    if components.average is not None:
+        backbone |= _prefixed("average.", strategy.stored(components.average.values))
+    backbone |= _prefixed("optimizer.", _optimizer_tensors(components))
+    tensors |= {name: tensor for name, tensor in backbone.items() if strategy.writes(name, tensor)}
     return tensors, _small_state(components, position)
 
 
@@ -85,13 +75,13 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
         {
             **_prefixed("head.", components.head.sharded_state()),
             **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
-            **_prefixed("backbone.", components.backbone.state_dict()),
+            **_prefixed("backbone.", components.strategy.stored(components.strategy.parts())),
         }
     )
     delayed = _delayed_gradients(components, stored)
     momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
     momenta |= {name.replace(".optimizer.", "."): tensor for name, tensor in delayed.items() if ".optimizer." in name}
-    _load_optimizer(components, stored.read("optimizer.") | momenta, state.get("optimizer", {}))
+    _load_optimizer(components, _stored_states(components, stored) | momenta, state.get("optimizer", {}))
     components.exchange.restore(components.optimizer, delayed)
     if components.average is not None:
         _load_average(components, stored)
@@ -183,17 +173,23 @@ def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _optimizer_state(components: TrainComponents) -> dict[str, Any]:
-    """``{"INDEX.NAME": value}`` of every weight's state, by the weight's place in the backbone.
+    """``{"PLACE.NAME": value}`` of the state of each weight that this rank steps, by its place in the backbone.
 
     The optimizer's own numbering follows its parameter groups, which may be others when the run goes on.
     """
-    state = components.optimizer.state
+    state = components.strategy.local_optimizer(components.optimizer).state
     return {
-        f"{index}.{name}": value
-        for index, weight in enumerate(trainable(components.backbone))
-        for name, value in state.get(weight, {}).items()
+        f"{weight.place}.{name}": _stored_state(weight, value)
+        for weight in components.strategy.trained
+        for name, value in state.get(weight.parameter, {}).items()
         if value is not None
     }
+
+
+def _stored_state(weight: Weight, value: Any) -> Any:
+    """A checkpoint's handle of a state that is laid out as the weight; others as they are."""
+    is_alike = isinstance(value, Tensor) and value.shape == weight.parameter.shape
+    return weight.stored(value) if is_alike else value
 
 
 def _optimizer_tensors(components: TrainComponents) -> dict[str, Tensor]:
@@ -201,25 +197,45 @@ def _optimizer_tensors(components: TrainComponents) -> dict[str, Tensor]:
 
 
 def _optimizer_numbers(components: TrainComponents) -> dict[str, Any]:
-    """What is no tensor of a weight: Muon's kind of each weight, and the steps that LAMB counts in every group."""
+    """What is no tensor of a weight, on any rank: Muon's kind of each weight, and LAMB's steps of every group."""
     numbers = {name: value for name, value in _optimizer_state(components).items() if not isinstance(value, Tensor)}
     steps = components.optimizer.param_groups[0].get("step")
-    return numbers if steps is None else {**numbers, "step": float(steps)}
+    numbers |= {} if steps is None else {"step": float(steps)}
+    return {name: value for rank in all_gather_object(numbers, components.mesh) for name, value in rank.items()}
+
+
+def _stored_states(components: TrainComponents, stored: StoredCheckpoint) -> dict[str, Tensor]:
+    """Read the states of the weights that this rank steps, of each its own part."""
+    optimizer, tensors = components.strategy.local_optimizer(components.optimizer), dict[str, Tensor]()
+    stepped = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    weights = {weight.place: weight for weight in components.strategy.trained if id(weight.parameter) in stepped}
+    targets: dict[str, Tensor] = {}
+    for name, entry in stored.stored.items():
+        prefix, _, key = name.partition(".")
+        place = key.partition(".")[0]
+        if prefix != "optimizer" or (weight := weights.get(int(place))) is None:
+            continue
+        is_alike = entry.size == weight.shape
+        like = weight.parameter if is_alike else torch.empty(entry.size)
+        tensors[key] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
+        targets[name] = weight.stored(tensors[key]) if is_alike else tensors[key]
+    stored.load_into(targets)
+    return tensors
 
 
 def _load_optimizer(components: TrainComponents, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    optimizer = components.optimizer
+    optimizer = components.strategy.local_optimizer(components.optimizer)
     groups = optimizer.state_dict()["param_groups"]
     if "step" in numbers:
         groups = [{**group, "step": numbers["step"]} for group in groups]
     in_optimizer = [weight for group in optimizer.param_groups for weight in group["params"]]
     numbering = {id(weight): index for index, weight in enumerate(in_optimizer)}
-    weights = trainable(components.backbone)
+    weights = {weight.place: weight.parameter for weight in components.strategy.trained}
     state: dict[int, dict[str, Any]] = {}
     for name, value in {**tensors, **numbers}.items():
-        index, dot, entry = name.partition(".")
-        if dot:
-            weight = weights[int(index)]
+        place, dot, entry = name.partition(".")
+        weight = weights.get(int(place)) if dot else None
+        if weight is not None and id(weight) in numbering:
             state.setdefault(numbering[id(weight)], {})[entry] = _laid_out_as(weight, value)
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
@@ -252,6 +268,9 @@ def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) ->
 def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None:
     """The stored average; where the run had none so far, it begins with the weights as they are."""
     assert components.average is not None
-    tensors = stored.read("average.")
-    components.average.model.load_state_dict(tensors or components.backbone.state_dict())
+    strategy, values = components.strategy, components.average.values
+    if any(name.startswith("average.") for name in stored.stored):
+        stored.load_into(_prefixed("average.", strategy.stored(values)))
+    else:
+        torch._foreach_copy_(list(values.values()), list(strategy.parts().values()))
     components.average.updates.count = int(stored.state["average_updates"])

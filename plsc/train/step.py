@@ -1,17 +1,18 @@
 """One optimizer step: forward, loss and backward over its micro-batches, a vote of all ranks, the update."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import normalize
-from plsc.optim.gradients import clip_grad_norm_, total_norm
+from plsc.optim.gradients import clip_by_norm_, sharded_norm, total_norm
 from plsc.optim.verdict import Verdict
 from plsc.parallel.collectives import all_reduce_max
+from plsc.parallel.strategies import Weight
 from plsc.train.components import TrainComponents
 
 
@@ -103,6 +104,10 @@ class RunningStatistics:
             torch._foreach_copy_(group, [part.view_as(buffer) for part, buffer in zip(parts, group, strict=True)])
 
 
+def _gradients(weights: Sequence[Weight]) -> list[Tensor]:
+    return [weight.parameter.grad for weight in weights if weight.parameter.grad is not None]
+
+
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -116,13 +121,12 @@ class Stepper:
 
     def __init__(self, components: TrainComponents) -> None:
         self.components = components
-        self._weights = [p for group in components.optimizer.param_groups for p in group["params"]]
         clipped_locally = components.exchange.clipped_locally
-        self._clipped = [weight for weight in self._weights if weight not in clipped_locally]
-        self._unclipped = [weight for weight in self._weights if weight in clipped_locally]
-        self.statistics = RunningStatistics(components.backbone.buffers())
-        if components.mesh.world_size > 2:
-            self._warm_up_ddp_buckets()
+        trained = components.strategy.trained
+        self._clipped = [weight for weight in trained if weight.parameter not in clipped_locally]
+        self._unclipped = [weight for weight in trained if weight.parameter in clipped_locally]
+        self.statistics = RunningStatistics(components.strategy.backbone.buffers())
+        self._warm_up()
 
     def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> EnqueuedStep:
         """Learn from ``group`` as step ``number``; ``stop`` is this rank's vote to stop (a signal's number).
@@ -137,6 +141,7 @@ class Stepper:
         self._seed(number)
         components.exchange.begin(number)
         loss = self._backward(group)
+        components.strategy.collect_gradients()
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
         norm = self._clipped_norm()
         verdict = self._vote(loss, norm, stop)
@@ -148,25 +153,39 @@ class Stepper:
             for name, moved in components.head.margin_state.items()
         }
         if components.average is not None:
-            components.average.update(components.backbone, verdict)
+            components.average.update(components.strategy.parts(), verdict)
         components.scaler.update()
-        components.optimizer.zero_grad()
+        components.strategy.zero_grad()
         components.head_optimizer.zero_grad()
         return EnqueuedStep(sum(batch.size for batch in group), verdict)
 
     def _backward(self, group: Sequence[MicroBatch]) -> Tensor:
         """Leave the gradients of the group's mean loss, times the loss scale; the loss itself, detached."""
-        components = self.components
-        samples = sum(batch.size for batch in group)
-        total = torch.zeros((), dtype=torch.float64, device=components.mesh.device)
+        strategy, samples = self.components.strategy, sum(batch.size for batch in group)
+        total = torch.zeros((), dtype=torch.float64, device=self.components.mesh.device)
         for index, batch in enumerate(group):
-            share = batch.size / samples
-            with self._reduced_only_at_end(last=index == len(group) - 1):
-                loss = components.head(self._embed(batch.images), batch.labels, batch.sizes)
-                self._prefetch(group[index + 1] if index + 1 < len(group) else None)
-                components.scaler.scale(loss * share).backward()
-            total += loss.detach().double() * share
+            upcoming = group[index + 1] if index + 1 < len(group) else None
+            loss = partial(self._loss, total, batch.size / samples, upcoming)
+            images = partial(self._prepared, batch.images)
+            strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
         return total
+
+    def _loss(
+        self,
+        total: Tensor,
+        share: float,
+        upcoming: MicroBatch | None,
+        embeddings: Tensor,
+        labels: Tensor,
+        sizes: Sequence[int],
+    ) -> Tensor:
+        """Return what is differentiated of a micro-batch: its ``share`` of the loss, which joins ``total``, scaled."""
+        embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
+        loss = self.components.head(embeddings, labels, sizes)
+        self._prefetch(upcoming)
+        total += loss.detach().double() * share
+        scaled: Tensor = self.components.scaler.scale(loss * share)
+        return scaled
 
     def _prefetch(self, upcoming: MicroBatch | None) -> None:
         """Prefetch the next batch's rows of a table that is not on the device, during this batch's backward pass.
@@ -174,68 +193,55 @@ class Stepper:
         ``upcoming`` is that batch where the group holds it; else the loader knows its labels.
         """
         head, loader = self.components.head, self.components.loader
+        share = self.components.strategy.head_share
         if head.placement == "device":
             return
         if upcoming is not None:
-            head.prefetch(upcoming.labels, upcoming.sizes)
+            head.prefetch(*share(upcoming.labels, upcoming.sizes))
         elif (labels := loader.next_labels) is not None:
-            head.prefetch(labels, loader.next_sizes)
+            head.prefetch(*share(labels, loader.next_sizes or []))
 
     def _seed(self, number: int) -> None:
         """Seed dropout and its like by (seed, step, rank), so that resuming needs no generator's state."""
         mesh = self.components.mesh
         torch.manual_seed(hash((self.components.config.seed, number, mesh.rank)))
 
-    def _embed(self, images: Tensor) -> Tensor:
-        """Compute the embeddings (b, D) of this rank's images.
+    def _prepared(self, images: Tensor) -> Tensor:
+        """Return this rank's images as the backbone takes them.
 
         Batch normalisation needs two: beside a single one stands its mirror image, whose embedding reaches no loss.
         """
         components = self.components
-        count = len(images)
-        if count == 1:
+        if len(images) == 1:
             images = torch.cat([images, images.flip(-1)])
         x = normalize(images.to(components.mesh.device, non_blocking=True))
-        if components.config.channels_last:
-            x = x.contiguous(memory_format=torch.channels_last)
-        with components.autocast():
-            embeddings: Tensor = components.net(x)
-        return embeddings[:count].to(torch.promote_types(embeddings.dtype, torch.float32))
+        return x.contiguous(memory_format=torch.channels_last) if components.config.channels_last else x
 
-    def _warm_up_ddp_buckets(self) -> None:
-        """Let DDP order its buckets now, by a pass whose gradients are zero.
-
-        DDP reorders its buckets once, after its first backward pass. From three ranks on, the order in which gloo
-        and NCCL sum a gradient depends on its offset in the bucket: a resumed run would differ from one that never
-        stopped in the last bits of its first step.
-        """
-        components = self.components
+    def _warm_up(self) -> None:
+        """Let the strategy see a batch whose result nothing remembers."""
+        components, data = self.components, self.components.config.data
         self.statistics.remember()
-        size = components.config.data.image_size
-        blank = torch.zeros((components.config.data.batch_size, 3, size, size), dtype=torch.uint8)
-        (self._embed(blank).sum() * 0).backward()
-        components.optimizer.zero_grad()
+        blank = torch.zeros((data.batch_size, 3, data.image_size, data.image_size), dtype=torch.uint8)
+        components.strategy.warm_up(lambda: self._prepared(blank))
         self.statistics.restore_where(torch.ones((), device=components.mesh.device))
-
-    def _reduced_only_at_end(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """Exchange data parallel's gradients once per step, with the last micro-batch."""
-        net = self.components.net
-        if last or not hasattr(net, "no_sync"):
-            return contextlib.nullcontext()
-        local: contextlib.AbstractContextManager[None] = net.no_sync()  # type: ignore[operator]
-        return local
 
     def _clipped_norm(self) -> Tensor:
         """The gradient's norm, and the gradient scaled down where that exceeds optim.clip_norm."""
-        optim = self.components.config.optim
-        if optim.clip_norm:
-            head = self.components.head_optimizer if optim.clip_head else None
-            norm = clip_grad_norm_(self._clipped, optim.clip_norm, head)
-            if not self._unclipped:
-                return norm
-            unclipped = total_norm([w.grad for w in self._unclipped if w.grad is not None])
-            return torch.hypot(norm, unclipped.to(norm))
-        return total_norm([w.grad for w in self._weights if w.grad is not None])
+        components, optim = self.components, self.components.config.optim
+        norm = self._norm(self._clipped)
+        if not optim.clip_norm:
+            return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
+        head = components.head_optimizer if optim.clip_head else None
+        norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, head)
+        return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
+
+    def _norm(self, weights: Sequence[Weight]) -> Tensor:
+        """The norm of these weights' gradients, those of other ranks included."""
+        strategy = self.components.strategy
+        if strategy.is_replicated:
+            return total_norm(_gradients(weights))
+        copies = [weight.copies for weight in weights if weight.parameter.grad is not None]
+        return sharded_norm(_gradients(weights), copies, strategy.mesh)
 
     def _vote(self, loss: Tensor, norm: Tensor, stop: int) -> Verdict:
         """Agree with all ranks whether this step goes through, on the largest signal that any has received, and

@@ -14,7 +14,7 @@ SCRIPT = """
 import json, sys, threading
 from pathlib import Path
 import torch
-from plsc.head.row_shard import RowShard
+from plsc.parallel.tensor_shard import TensorShard
 from plsc.parallel import Mesh
 from plsc.train import async_checkpoint, checkpoint_writer
 from plsc.train.async_checkpoint import AsyncCheckpointer
@@ -43,7 +43,7 @@ for memory in (10**9, 0):
     folder = Path(sys.argv[1]) / str(memory)
     checkpointer = AsyncCheckpointer(CheckpointFolder(folder, Mesh(0, 1, 3, device), 1), print)
     images = torch.empty((2, 3, 4, 4), device=device, memory_format=torch.channels_last)
-    checkpointer.save(5, {"table": RowShard(table, 0, len(table)), "images": images}, {"step": 5})
+    checkpointer.save(5, {"table": TensorShard.of_rows(table, 0, len(table)), "images": images}, {"step": 5})
     table.copy_(-rows)  # the next step's update; the copies' events lie before it
     checkpointer.wait()
     checkpointer.close()

@@ -23,8 +23,9 @@ from plsc.data.dataset import ImageDataset
 from plsc.head import class_table
 from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
-from plsc.parallel.data_parallel import data_parallel
 from plsc.parallel.mesh import Mesh, with_head_groups
+from plsc.parallel.strategies import ddp as strategy
+from plsc.parallel.strategies.ddp import data_parallel
 from plsc.train import components
 from plsc.train.components import TrainComponents
 
@@ -95,7 +96,7 @@ def fake_components() -> Iterator[None]:
             (ddp, "_verify_param_shape_across_processes", lambda *args, **options: None),
             (ddp, "_sync_module_states", lambda *args, **options: None),
             (nn.Module, "_apply", _apply),
-            (components, "data_parallel", _data_parallel),
+            (strategy, "data_parallel", _data_parallel),
             (class_table, "renew_norms", _renew_first_norms),
             (_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
             (optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),

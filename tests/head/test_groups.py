@@ -243,7 +243,7 @@ def tables_with_sums(mesh: Mesh, problem: Step, in_turn: bool, options: dict) ->
             head(x.to(torch.promote_types(head.weight.dtype, torch.float32)), y).backward()
             norms.append(optimizer.gradient_norm())
             optimizer.step()
-    state = [shard.local for shard in optimizer.sharded_state().values()]
+    state = [shard.blocks[0].local for shard in optimizer.sharded_state().values()]
     return [head.weight.detach().clone(), head.inverse_norms().clone(), *state, torch.stack(norms)]
 
 

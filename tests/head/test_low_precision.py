@@ -108,5 +108,9 @@ def test_low_precision_training_stays_near_float32(momentum):
 def test_state_takes_1544_bytes_per_class_at_512():
     head = plsc.ShardedHead(512, 1000, weight_dtype=torch.bfloat16, momentum_dtype=torch.int8)
     optimizer = plsc.HeadSGD(head, lr=0.1, momentum=0.9)
-    tensors = [head.weight.detach(), head.inverse_norms(), *[s.local for s in optimizer.sharded_state().values()]]
+    tensors = [
+        head.weight.detach(),
+        head.inverse_norms(),
+        *[s.blocks[0].local for s in optimizer.sharded_state().values()],
+    ]
     assert sum(t.nbytes for t in tensors) == 1544 * 1000

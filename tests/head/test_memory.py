@@ -18,10 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import plsc
-from plsc.head import row_shard
 from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.host_memory import HostMemory
 from plsc.head.sharded_head import softmax_of
+from plsc.parallel import tensor_shard
 
 MIB = 2**20
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
@@ -75,7 +75,7 @@ def prepare(dim: int, batch: int) -> None:
 def test_state_of_a_class_takes_1560_bytes_at_most():
     head, optimizer = make(1000, 512)
     step(head, optimizer, 4)
-    tensors = [head.weight, head.inverse_norms(), *(s.local for s in optimizer.sharded_state().values())]
+    tensors = [head.weight, head.inverse_norms(), *(s.blocks[0].local for s in optimizer.sharded_state().values())]
     assert sum(tensor.nbytes for tensor in tensors) / 1000 <= 1560
 
 
@@ -115,7 +115,7 @@ def peaks_of_a_life(folder: str, placement: str, classes: int) -> dict[str, floa
         for _ in range(3):
             step(life["head"], life["optimizer"], 64)
 
-    with mock.patch.object(row_shard, "_PIECE_BYTES", 2 * MIB):
+    with mock.patch.object(tensor_shard, "_PIECE_BYTES", 2 * MIB):
         dcp.save({"w": make(3000, 128)[0].sharded_state()["weight"]}, checkpoint_id=f"{folder}/first", no_dist=True)
         return {
             "creation": peak_of(create),

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import plsc
 from plsc.errors import DataError, LabelError, PlscError, UsageError
-from plsc.head import host_memory, host_table, row_shard, staging
+from plsc.head import host_memory, host_table, staging
 from plsc.head.class_table import ResidentTable
 from plsc.head.host_memory import HostMemory
 from plsc.head.sharded_head import softmax_of
 from plsc.optim import clip_grad_norm_
-from plsc.parallel import Mesh
+from plsc.parallel import Mesh, tensor_shard
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
@@ -62,7 +62,7 @@ def make(mesh: Mesh, placement: str, kind: str = "f32", **options: object):
 
 
 def everything(head: plsc.ShardedHead, optimizer: plsc.HeadSGD) -> list[torch.Tensor]:
-    state = [shard.local.clone() for shard in optimizer.sharded_state().values()]
+    state = [shard.blocks[0].local.clone() for shard in optimizer.sharded_state().values()]
     return [head.weight.detach().clone(), head.inverse_norms().clone(), *state]
 
 
@@ -274,7 +274,7 @@ def test_announcing_a_label_out_of_range_is_refused_on_every_rank(ranks, tmp_pat
 
 
 def save(mesh: Mesh, folder: str, placement: str, piece: int) -> list[torch.Tensor]:
-    with always_staged(), mock.patch.object(row_shard, "_PIECE_BYTES", piece):
+    with always_staged(), mock.patch.object(tensor_shard, "_PIECE_BYTES", piece):
         head, optimizer = make(mesh, placement, "bf16+int8, 2 micro-batches", sample_rate=0.3)
         for x, y in batches(3, mesh):
             head(x, y).backward()
@@ -285,7 +285,7 @@ def save(mesh: Mesh, folder: str, placement: str, piece: int) -> list[torch.Tens
 
 
 def load(mesh: Mesh, folder: str, placement: str) -> list[torch.Tensor]:
-    with always_staged(), mock.patch.object(row_shard, "_PIECE_BYTES", 700):
+    with always_staged(), mock.patch.object(tensor_shard, "_PIECE_BYTES", 700):
         head, optimizer = make(mesh, placement, "bf16+int8, 2 micro-batches", seed=9)
         state = {**head.sharded_state(), **optimizer.sharded_state()}
         dcp.load(state, checkpoint_id=folder, process_group=mesh.group, no_dist=mesh.world_size == 1)

@@ -156,7 +156,7 @@ def placed(placement: str, sample_rate: float) -> list[torch.Tensor]:
     for _ in range(2):
         head(torch.randn(6, 32, generator=generator), torch.arange(6) * 8).backward()
         optimizer.step()
-    state = [shard.local.clone() for shard in optimizer.sharded_state().values()]
+    state = [shard.blocks[0].local.clone() for shard in optimizer.sharded_state().values()]
     return [head.weight.detach().clone(), head.inverse_norms().clone(), *state]
 
 

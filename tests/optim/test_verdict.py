@@ -40,7 +40,7 @@ def trained(name: str, skipped: tuple[int, ...], **options: Any) -> tuple[Any, l
         (head(x * float("nan") if number in skipped else x, y)).backward()
         optimizer.step()
     shards = [*head.sharded_state().values(), *optimizer.sharded_state().values()]
-    return optimizer, [head.inverse_norms(), *[shard.local for shard in shards]]
+    return optimizer, [head.inverse_norms(), *[shard.blocks[0].local for shard in shards]]
 
 
 @pytest.mark.parametrize("placement", ["device", "mmap"])

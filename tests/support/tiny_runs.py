@@ -41,7 +41,11 @@ TINY: dict[str, Any] = {
 
 
 def register_tiny() -> None:
-    """Make three backbones known: "tiny", "plain" (without dropout), "smooth" (nor batch normalisation)."""
+    """Make backbones known: "tiny", "plain" (without dropout), "smooth" (nor batch normalisation), "residual".
+
+    The last one has three blocks after its stem, a tensor that is no multiple of any number of ranks, and one weight
+    that is not trained.
+    """
     from plsc.models import Backbone, names, register
 
     if "tiny" in names():
@@ -77,8 +81,29 @@ def register_tiny() -> None:
         model.layers = nn.Sequential(*[each for each in model.layers if not isinstance(each, nn.BatchNorm2d)])
         return model
 
-    for builder in (tiny, plain, smooth):
+    def residual(embedding_dim: int, image_size: int) -> Backbone:
+        model = Tiny("residual", embedding_dim, image_size, 0.0)
+        blocks = nn.Sequential(*[_Residual(7) for _ in range(3)])
+        model.layers = nn.Sequential(
+            nn.Conv2d(3, 7, 8, stride=8), blocks, nn.Flatten(), nn.Linear(7 * (image_size // 8) ** 2, embedding_dim)
+        )
+        model.layers[3].bias.requires_grad_(False)
+        return model
+
+    for builder in (tiny, plain, smooth, residual):
         register(builder)
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.PReLU(width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.body(x)
+        return y
 
 
 def run(mesh: Any, out: Path, changes: dict[str, Any] | None = None, resume: str | None = None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plsc import config
 from plsc.errors import DataError
-from plsc.head.row_shard import RowShard
+from plsc.parallel.tensor_shard import TensorShard
 from plsc.train import async_checkpoint, checkpoint_writer
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CheckpointFolder, open_newest
@@ -34,7 +34,7 @@ def tensors_of(mesh: Any, step: int) -> dict[str, Any]:
     """This rank's share of the state after ``step``: its rows, and on the first rank tensors of several layouts."""
     share = ROWS // mesh.world_size
     first = mesh.rank * share
-    shard = RowShard(table(step)[first : first + share].clone(), first, ROWS)
+    shard = TensorShard.of_rows(table(step)[first : first + share].clone(), first, ROWS)
     images = torch.full((2, 3, 4, 4), float(step)).to(memory_format=torch.channels_last)
     return {"table": shard, **({"count": torch.tensor(step), "images": images} if mesh.is_main else {})}
 
@@ -42,7 +42,7 @@ def tensors_of(mesh: Any, step: int) -> dict[str, Any]:
 def overwrite(tensors: dict[str, Any]) -> None:
     """What the next step does to the state."""
     for tensor in tensors.values():
-        getattr(tensor, "local", tensor).fill_(-1)
+        (tensor.blocks[0].local if isinstance(tensor, TensorShard) else tensor).fill_(-1)
 
 
 def newest(mesh: Any, folder: CheckpointFolder) -> int:

@@ -104,21 +104,21 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
     """
     from plsc.train import step
 
-    embed, take = step.Stepper._embed, step.Stepper.step
+    compute, take = step.Stepper._loss, step.Stepper.step
     same: list[bool] = []
     now = -1
 
     def state(self: Any) -> list[torch.Tensor]:
         components = self.components
         shards = [*components.head.sharded_state().values(), *components.head_optimizer.sharded_state().values()]
-        tensors = [*components.backbone.state_dict().values(), *components.average.model.state_dict().values()]
-        tensors += [shard.local for shard in shards] + list(components.head.margin_state.values())
+        tensors = [*components.strategy.backbone.state_dict().values(), *components.average.values.values()]
+        tensors += [shard.blocks[0].local for shard in shards] + list(components.head.margin_state.values())
         tensors += [t for entry in components.optimizer.state.values() for t in entry.values()] if now > 0 else []
         return [tensor.clone() for tensor in tensors]
 
-    def poisoning(self: Any, images: Any) -> Any:
-        embeddings = embed(self, images)
-        return embeddings * float("inf") if now in bad_steps and mesh.rank == mesh.world_size - 1 else embeddings
+    def poisoning(self: Any, total: Any, share: Any, upcoming: Any, embeddings: Any, *rest: Any) -> Any:
+        factor = float("inf") if now in bad_steps and mesh.rank == mesh.world_size - 1 else 1.0
+        return compute(self, total, share, upcoming, embeddings * factor, *rest)
 
     def stepping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
         nonlocal now
@@ -128,7 +128,7 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
         same.append(all(torch.equal(a, b) for a, b in zip(before, state(self), strict=True)))
         return enqueued
 
-    hurt = patch.multiple(step.Stepper, _embed=poisoning, step=stepping)
+    hurt = patch.multiple(step.Stepper, _loss=poisoning, step=stepping)
     with hurt, LATE if late else contextlib.nullcontext():
         return run(mesh, out, changes), same
 

@@ -183,18 +183,18 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
     from plsc.train import step
 
     states: list[Any] = []
-    embed, take = step.Stepper._embed, step.Stepper.step
+    compute, take = step.Stepper._loss, step.Stepper.step
     now = -1
 
     def state(self: Any) -> list[torch.Tensor]:
         components = self.components
-        tensors = [*components.backbone.state_dict().values(), components.head.weight.detach()]
-        tensors += [shard.local for shard in components.head_optimizer.sharded_state().values()]
+        tensors = [*components.strategy.backbone.state_dict().values(), components.head.weight.detach()]
+        tensors += [shard.blocks[0].local for shard in components.head_optimizer.sharded_state().values()]
         return [tensor.clone() for tensor in tensors]
 
-    def poisoning(self: Any, images: Any) -> Any:
-        embeddings = embed(self, images)
-        return embeddings * float("inf") if now in bad_steps and mesh.rank == rank else embeddings
+    def poisoning(self: Any, total: Any, share: Any, upcoming: Any, embeddings: Any, *rest: Any) -> Any:
+        factor = float("inf") if now in bad_steps and mesh.rank == rank else 1.0
+        return compute(self, total, share, upcoming, embeddings * factor, *rest)
 
     def stepping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
         nonlocal now
@@ -205,13 +205,13 @@ def poisoned(mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int]
         states.append((result.result().skipped, same))
         return result
 
-    step.Stepper._embed, step.Stepper.step = poisoning, stepping  # type: ignore[method-assign]
+    step.Stepper._loss, step.Stepper.step = poisoning, stepping  # type: ignore[method-assign]
     try:
         return run(mesh, out, changes), states
     except PlscError as error:
         return str(error), states
     finally:
-        step.Stepper._embed, step.Stepper.step = embed, take  # type: ignore[method-assign]
+        step.Stepper._loss, step.Stepper.step = compute, take  # type: ignore[method-assign]
 
 
 @pytest.mark.slow
@@ -249,12 +249,12 @@ def average_by_hand(mesh: Any, out: Path) -> list[tuple[str, float]]:
 
     def stepping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
         if not expected:
-            expected.update({k: v.double() for k, v in self.components.backbone.state_dict().items()})
+            expected.update({k: v.double() for k, v in self.components.strategy.backbone.state_dict().items()})
         result = take(self, group, number, stop)
         decay = min(0.7, (1 + number) / (10 + number))
-        for name, value in self.components.backbone.state_dict().items():
+        for name, value in self.components.strategy.backbone.state_dict().items():
             expected[name] = decay * expected[name] + (1 - decay) * value.double()
-        last.update({k: v.double() for k, v in self.components.average.model.state_dict().items()})
+        last.update({k: v.double() for k, v in self.components.average.values.items()})
         return result
 
     step.Stepper.step = stepping  # type: ignore[method-assign]

@@ -1,6 +1,8 @@
 """Data parallelism of the backbone: every rank holds all of it and averages its gradients."""
 
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from plsc.errors import UsageError
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh, require_mesh
+from plsc.parallel.strategies.base import Strategy
 
 
 class Float64Gradients:
@@ -59,6 +62,36 @@ class Float64Gradients:
         embeddings_f64 = output.double()
         embeddings_f64.register_hook(lambda gradient: gradient / self.mesh.world_size)
         return embeddings_f64
+
+
+class DataParallel(Strategy):
+    """Every rank holds the whole backbone, and all average their gradients (DistributedDataParallel)."""
+
+    def place_backbone(self, backbone: nn.Module) -> nn.Module:
+        """Wrap by DDP, and compile that."""
+        wrapping = self.wrapping
+        net = data_parallel(backbone, self.mesh, wrapping.gradients, wrapping.exchange, wrapping.bucket_mb)
+        return net if wrapping.compile is None else wrapping.compile(net)
+
+    def warm_up(self, images: Callable[[], Tensor]) -> None:
+        """Let DDP order its buckets now, by a pass whose gradients are zero.
+
+        DDP reorders its buckets once, after its first backward pass. From three ranks on, the order in which gloo
+        and NCCL sum a gradient depends on its offset in the bucket: a resumed run would differ from one that never
+        stopped in the last bits of its first step.
+        """
+        if self.mesh.world_size > 2:
+            with self.wrapping.autocast():
+                embeddings = self.net(images())
+            (embeddings.sum() * 0).backward()
+            self.zero_grad()
+
+    def exchanges_gradients(self, last: bool) -> AbstractContextManager[None]:
+        """Let DDP exchange gradients once per step, with the last micro-batch."""
+        if last or self.mesh.world_size == 1:
+            return nullcontext()
+        local: AbstractContextManager[None] = self.net.no_sync()  # type: ignore[operator]
+        return local
 
 
 def data_parallel(

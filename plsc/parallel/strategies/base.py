@@ -1,0 +1,260 @@
+"""The strategies of the backbone: how its weights lie on the ranks, and how a step goes through them.
+
+A strategy wraps the backbone by one of torch's engines and says which part of each weight this rank holds. The trainer
+works with these parts alone: the optimizer steps them, the norm of the gradient counts each number once, a checkpoint
+stores them with their place in the whole, so that a run goes on under any other strategy.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plsc.parallel.collectives import all_reduce_sum
+from plsc.parallel.gradient_compression import GradientExchange
+from plsc.parallel.mesh import Mesh
+from plsc.parallel.tensor_shard import Block, TensorShard
+
+Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
+Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of the backbone, or the part of one that this rank holds.
+
+    Attributes:
+        name: the weight's, in the whole backbone.
+        place: its place among the trained weights of the whole backbone; None where it is not trained.
+        parameter: what the optimizer steps; dense, without DTensor.
+        shape: of the whole weight.
+        offsets: where equal slices along the first dimension of ``parameter`` begin in the whole weight; None: it is
+            the whole.
+        copies: how many ranks of the run hold the very same numbers.
+    """
+
+    name: str
+    place: int | None
+    parameter: nn.Parameter
+    shape: torch.Size
+    offsets: tuple[tuple[int, ...], ...] | None = None
+    copies: int = 1
+
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return the checkpoint's handle of a tensor in the layout of ``parameter``: itself if that is the whole."""
+        if self.offsets is None:
+            return tensor
+        slices = tensor.detach().chunk(len(self.offsets)) if len(self.offsets) > 1 else [tensor.detach()]
+        return TensorShard(self.shape, [Block(*pair) for pair in zip(slices, self.offsets, strict=True)])
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What a strategy may need to wrap a backbone.
+
+    Attributes:
+        autocast: makes the context of a forward pass, in the precision of the run.
+        compile: compiles a module; None: it is not to be compiled.
+        exchange: how ranks exchange the gradients of replicas.
+        gradients: sums of gradients in float64 that layers keep for DDP's exchange, a Float64Gradients, or None.
+        bucket_mb: MiB of gradients that DDP exchanges together; None: its default.
+        reduce_dtype: in which sharded gradients are summed; None: their own.
+        offload: keep parameters, gradients and optimizer state in host memory.
+    """
+
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compile: Callable[[nn.Module], nn.Module] | None = None
+    exchange: GradientExchange | None = None
+    gradients: Any = None
+    bucket_mb: float | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+
+
+class Strategy:
+    """One rank's side of a strategy; this one for backbones of which every rank holds the whole.
+
+    Attributes:
+        mesh: all ranks.
+        data_rank, data_ranks: this rank's number among those that read different images, and how many these are.
+        peers: the ranks that hold the same layers, and see different images: running statistics are averaged there.
+        is_replicated: every rank holds all weights, and the same gradients after the backward pass.
+        steps_on_device: the optimizer may leave it to the device whether a step goes through.
+        backbone, net: the backbone, and what is called.
+        weights: of the backbone, in its order, those that this rank holds.
+    """
+
+    is_replicated = True
+    steps_on_device = True
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = self.peers = mesh
+        self.data_rank, self.data_ranks = mesh.rank, mesh.world_size
+
+    def wrap(self, backbone: nn.Module, template: nn.Module, wrapping: Wrapping) -> nn.Module:
+        """Place ``backbone`` over the ranks, which all call.
+
+        Args:
+            backbone: whole, with the same weights on every rank, on the mesh's device.
+            template: the same on the meta device, as it is evaluated and exported.
+            wrapping: the run's wishes.
+
+        Returns:
+            What :meth:`forward_backward` calls.
+        """
+        places = {name: place for place, name in enumerate(_trained_names(backbone))}
+        shapes = {name: weight.shape for name, weight in backbone.named_parameters()}
+        self.backbone, self._template, self.wrapping = backbone, template, wrapping
+        self.net = self.place_backbone(backbone)
+        self.weights = [
+            self.place_weight(name, places.get(name), weight, shapes[name])
+            for name, weight in self.backbone.named_parameters()
+        ]
+        return self.net
+
+    def place_backbone(self, backbone: nn.Module) -> nn.Module:
+        """Wrap the backbone; returns what is called."""
+        return backbone
+
+    def place_weight(self, name: str, place: int | None, weight: nn.Parameter, shape: torch.Size) -> Weight:
+        """Describe a weight of the wrapped backbone. ``shape`` is the whole weight's."""
+        return Weight(name, place, weight, shape, copies=self.mesh.world_size)
+
+    # The optimizer.
+
+    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
+        """Make the optimizer of this rank's parts.
+
+        Args:
+            make: makes it of parameter groups.
+            groups: as torch's optimizers take them, but with names of weights in ``params``.
+        """
+        held = {weight.name: weight.parameter for weight in self.weights}
+        mine = [{**group, "params": [held[name] for name in group["params"] if name in held]} for group in groups]
+        return make([group for group in mine if group["params"]])
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer that holds this rank's states."""
+        return optimizer
+
+    @property
+    def trained(self) -> list[Weight]:
+        """The weights of the optimizer."""
+        return [weight for weight in self.weights if weight.place is not None]
+
+    # A step.
+
+    def warm_up(self, images: Callable[[], Tensor]) -> None:
+        """Prepare for the first step, perhaps by a pass over ``images()`` whose gradients are thrown away."""
+
+    def forward_backward(
+        self, images: Callable[[], Tensor], labels: Tensor, sizes: Sequence[int], loss: Loss, *, last: bool
+    ) -> None:
+        """Take a micro-batch through backbone and loss, and back; gradients add up.
+
+        Args:
+            images: returns this rank's, (B, 3, H, W). Called once, so that nothing else keeps them alive.
+            labels: (b,) on the CPU; B may be greater, by images that reach no loss.
+            sizes: samples of the micro-batch on each data rank.
+            loss: returns what is to be differentiated, of embeddings (B, D), labels (b,) and the samples of each rank
+                of the head.
+            last: whether the gradients are exchanged after this micro-batch.
+        """
+        with self.exchanges_gradients(last):
+            with self.wrapping.autocast():
+                embeddings = self.net(images())
+            loss(embeddings, labels, sizes).backward()
+
+    def head_share(self, labels: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
+        """Return the labels that this rank gives to the head, and how many each rank does."""
+        return labels, sizes
+
+    def exchanges_gradients(self, last: bool) -> AbstractContextManager[None]:
+        """Enter a micro-batch whose gradients are exchanged if ``last``, and else kept on the rank."""
+        return nullcontext()
+
+    def collect_gradients(self) -> None:
+        """Give :attr:`weights` the gradients of the backward passes, where the engine keeps them elsewhere."""
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.net.zero_grad()
+
+    # The state.
+
+    def parts(self) -> dict[str, Tensor]:
+        """This rank's parts of the backbone's state_dict, by name: weights and running statistics, not copied."""
+        tensors = {weight.name: weight.parameter.detach() for weight in self.weights}
+        for name, buffer in _stored_buffers(self.backbone):
+            tensors[name] = buffer.detach()
+        return tensors
+
+    def stored(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``parts``, laid out as :meth:`parts`, as a checkpoint stores and loads them."""
+        weights = {weight.name: weight for weight in self.weights}
+        return {name: weights[name].stored(part) if name in weights else part for name, part in parts.items()}
+
+    def writes(self, name: str, tensor: Tensor) -> bool:
+        """Return whether this rank writes a tensor of the backbone or its optimizer into checkpoints.
+
+        torch drops what several ranks would write.
+        """
+        return isinstance(tensor, TensorShard) or self.mesh.is_main
+
+    def gather(self, weight: Weight, part: Tensor) -> Tensor:
+        """Return the whole weight on every rank, of the ranks' parts; all ranks call."""
+        return part
+
+    def whole(self, parts: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Return the backbone with whole weights on every rank; all ranks call.
+
+        Args:
+            parts: of another set of weights, laid out as :meth:`parts`; None: those that are trained.
+        """
+        if parts is None and self.is_replicated:
+            return self.backbone
+        model = copy.deepcopy(self._template).requires_grad_(False)
+        tensors = self.whole_tensors(self.parts() if parts is None else parts)
+        own = dict(self.backbone.named_buffers())
+        missing = {name: own[name] for name, _ in model.named_buffers() if name not in tensors}
+        for name, tensor in {**tensors, **missing}.items():
+            _assign(model, name, tensor)
+        return model
+
+    def whole_tensors(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the backbone's whole state_dict on every rank; all ranks call."""
+        weights = {weight.name: weight for weight in self.weights}
+        return {name: self.gather(weights[name], part) if name in weights else part for name, part in parts.items()}
+
+    def average_buffers(self) -> None:
+        """Set running statistics to the mean over the ranks; each rank has seen its own samples alone."""
+        buffers = [buffer for buffer in self.backbone.buffers() if buffer.is_floating_point()]
+        if self.peers.world_size == 1 or not buffers:
+            return
+        flat = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers]), self.peers)
+        means = (flat / self.peers.world_size).split([buffer.numel() for buffer in buffers])
+        for buffer, mean in zip(buffers, means, strict=True):
+            buffer.copy_(mean.view_as(buffer))
+
+
+def _trained_names(backbone: nn.Module) -> list[str]:
+    return [name for name, weight in backbone.named_parameters() if weight.requires_grad]
+
+
+def _stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a state_dict holds, without asking for one: sharded modules would prepare theirs."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _assign(model: nn.Module, name: str, tensor: Tensor) -> None:
+    path, _, attribute = name.rpartition(".")
+    owner = model.get_submodule(path)
+    is_parameter = attribute in owner._parameters
+    setattr(owner, attribute, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)

@@ -1,0 +1,122 @@
+"""Fully sharded data parallelism: weights, gradients and optimizer state are spread over the ranks (FSDP2).
+
+(Zhao et al., PyTorch FSDP, VLDB 2023; ZeRO stage 3.) Every block's weights are gathered right before it computes, in
+the forward and in the backward pass, while the block before it computes; its gradients are summed onto the ranks that
+keep them. In the hybrid form the ranks of a node share one set of weights, and the nodes hold replicas: only gradients
+travel between them, a share of each per rank (Zhao et al., section 3.2.2).
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from plsc.parallel.mesh import Mesh, device_mesh
+from plsc.parallel.strategies.base import Strategy, Weight
+
+_LARGE = 1 << 20  # numbers of a single layer that are gathered on their own
+
+
+class FullySharded(Strategy):
+    """FSDP2's fully_shard over ``shard_ranks`` consecutive ranks, with replicas of that on the others."""
+
+    is_replicated = False
+
+    def __init__(self, mesh: Mesh, shard_ranks: int = 0) -> None:
+        """Make the process groups; every rank calls. 0: one group of all ranks."""
+        super().__init__(mesh)
+        self._sharded: dict[str, nn.Parameter] = {}
+        shards = shard_ranks or mesh.world_size
+        self._replicas = mesh.world_size // shards
+        self._device_mesh = device_mesh(mesh, {"replicate": self._replicas, "shard": shards})
+
+    def place_backbone(self, backbone: nn.Module) -> nn.Module:
+        """Shard each block, then what is left, in place."""
+        backbone = backbone.to(memory_format=torch.contiguous_format)  # of channels_last FSDP takes the images only
+        wrapping = self.wrapping
+        self.steps_on_device = not wrapping.offload
+        options: dict[str, Any] = {
+            "mesh": self._device_mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=wrapping.reduce_dtype),
+            "offload_policy": self._offload_policy(),
+        }
+        for unit in list(sharded_units(backbone)):
+            if wrapping.compile is not None:
+                unit.compile()
+            fully_shard(unit, **options)
+        fully_shard(backbone, **options)
+        return backbone
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.wrapping.offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.mesh.device.type == "cuda")
+
+    def place_weight(self, name: str, place: int | None, weight: nn.Parameter, shape: torch.Size) -> Weight:
+        """Take the rank's rows of a weight as a parameter of their own.
+
+        They share memory with FSDP's, and DTensor stays out of the optimizer: its updates are element by element.
+        """
+        self._sharded[name] = weight
+        sharded = cast(DTensor, weight.data)
+        local = nn.Parameter(sharded.to_local(), requires_grad=weight.requires_grad)
+        _, offsets = compute_local_shape_and_global_offset(shape, sharded.device_mesh, sharded.placements)
+        return Weight(name, place, local, shape, (tuple(offsets),), self._replicas)
+
+    def exchanges_gradients(self, last: bool) -> AbstractContextManager[None]:
+        """Keep whole gradients on the rank until the last micro-batch."""
+        cast(FSDPModule, self.net).set_requires_gradient_sync(last)
+        return nullcontext()
+
+    def collect_gradients(self) -> None:
+        """Give the rows of gradients to the parameters that the optimizer steps."""
+        for weight in self.weights:
+            if weight.parameter.requires_grad:
+                gradient = self._sharded[weight.name].grad
+                weight.parameter.grad = None if gradient is None else cast(DTensor, gradient).to_local()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of both."""
+        super().zero_grad()
+        for weight in self.weights:
+            weight.parameter.grad = None
+
+    def gather(self, weight: Weight, part: Tensor) -> Tensor:
+        """Return the whole of a weight on the mesh's device."""
+        sharded = cast(DTensor, self._sharded[weight.name].data)
+        whole: Tensor = DTensor.from_local(
+            part.to(self.mesh.device),
+            sharded.device_mesh,
+            sharded.placements,
+            run_check=False,
+            shape=weight.shape,
+            stride=torch.empty(weight.shape, device="meta").stride(),
+        ).full_tensor()
+        return whole
+
+
+def sharded_units(backbone: nn.Module) -> Iterator[nn.Module]:
+    """Find what is gathered together: the blocks of the deepest sequences of blocks, and single large layers.
+
+    What is left, the stem and the last layers, is gathered for the whole of a step.
+    """
+    for module in backbone.children():
+        if _is_sequence_of_blocks(module):
+            yield from module.children()
+        elif sum(weight.numel() for weight in module.parameters(recurse=False)) >= _LARGE:
+            yield module
+        else:
+            yield from sharded_units(module)
+
+
+def _is_sequence_of_blocks(module: nn.Module) -> bool:
+    """Return whether ``module`` is a sequence of modules that have parts themselves, none of them a sequence."""
+    children = list(module.children())
+    return isinstance(module, nn.Sequential | nn.ModuleList) and all(
+        list(child.children()) and not isinstance(child, nn.Sequential | nn.ModuleList) for child in children
+    )

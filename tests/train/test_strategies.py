@@ -1,0 +1,222 @@
+"""Every strategy trains as one process does, and a run goes on under any other."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny_runs import losses, register_tiny, run
+
+from plsc import config
+from plsc.errors import UsageError
+from plsc.train.metrics import read_metrics
+
+Ranks = Any
+# 60 images: 5 steps an epoch, 20 in all. Statistics over all ranks, as one process has them.
+SETUP: dict[str, Any] = {
+    "backbone": "residual",
+    "sync_batchnorm": True,
+    "optim.accumulate": 1,
+    "epochs": None,
+    "steps": 20,
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"parallel.strategy": "zero1"},
+    "fsdp": {"parallel.strategy": "fsdp"},
+    "hsdp": {"parallel.strategy": "hsdp", "parallel.shard_ranks": 2},
+    "offloaded": {"parallel.strategy": "fsdp", "parallel.offload": True},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adamw, clipped with the head": {
+        "optim.name": "adamw",
+        "optim.lr": 0.01,
+        "optim.clip_norm": 1.0,
+        "optim.clip_head": True,
+    },
+    "two micro-batches, average": {"optim.accumulate": 2, "ema_decay": 0.9, "optim.clip_norm": 0.5},
+    "no decay of biases, channels_last": {"optim.no_decay": ["*.bias"], "channels_last": True},
+}
+
+
+def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
+    return run(mesh, out, changes, resume)
+
+
+def changes_of(strategy: str, variant: str, world: int) -> dict[str, Any]:
+    changes = {**SETUP, **VARIANTS[variant], **STRATEGIES[strategy]}
+    return {**changes, "data.batch_size": 12 // world}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[int, float], Path]]:
+    """The losses of one process, and its run, by variant."""
+    found = {}
+    for index, variant in enumerate(VARIANTS):
+        out = tmp_path_factory.mktemp(f"alone{index}")
+        ranks(1, on_rank, out / "run", changes_of("ddp", variant, 1))
+        found[variant] = losses(out / "run"), out / "run"
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("strategy", "world"), [("zero1", 2), ("fsdp", 2), ("zero1", 4), ("fsdp", 4), ("hsdp", 4)])
+def test_losses_are_those_of_one_process(
+    strategy: str, world: int, variant: str, alone: Any, ranks: Ranks, tmp_path: Path
+) -> None:
+    results = ranks(world, on_rank, tmp_path / "run", changes_of(strategy, variant, world))
+    expected, run_alone = alone[variant]
+    found = losses(tmp_path / "run")
+    assert sorted(found) == sorted(expected)
+    assert [found[step] for step in sorted(found)] == pytest.approx(
+        [expected[step] for step in sorted(found)], rel=1e-4
+    )
+    norms, own = (
+        [line["grad_norm"] for line in read_metrics(out) if "grad_norm" in line]
+        for out in (run_alone, tmp_path / "run")
+    )
+    assert own == pytest.approx(norms, rel=1e-3)
+    assert all(result["loss"] == results[0]["loss"] for result in results)
+    shipped, theirs = (load_file(out / "model.safetensors") for out in (tmp_path / "run", run_alone))
+    assert shipped.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(shipped[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.slow
+def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tmp_path: Path) -> None:
+    for name in ("lamb", "muon", "lars", "adafactor"):
+        found = []
+        for strategy in ("ddp", "zero1"):
+            changes = {
+                **SETUP,
+                **STRATEGIES[strategy],
+                "data.batch_size": 6,
+                "optim.name": name,
+                "optim.lr": 0.01,
+                "epochs": 1,
+            }
+            ranks(2, on_rank, tmp_path / name / strategy, changes)
+            found.append(losses(tmp_path / name / strategy))
+        assert found[0] == found[1], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["two micro-batches, average", "adamw, clipped with the head"])
+@pytest.mark.parametrize(
+    "course",
+    [
+        [("fsdp", 2), ("ddp", 1), ("zero1", 2), ("hsdp", 4)],
+        [("zero1", 4), ("fsdp", 4), ("ddp", 2), ("offloaded", 2)],
+    ],
+    ids=["from fsdp", "from zero1"],
+)
+def test_a_run_goes_on_under_another_strategy_and_world(
+    course: list[tuple[str, int]], variant: str, alone: Any, ranks: Ranks, tmp_path: Path
+) -> None:
+    for index, (strategy, world) in enumerate(course):
+        changes = {**changes_of(strategy, variant, world), "checkpoint.every_steps": 1}
+        resume = "auto" if index else None
+        ranks(world, stop_after, tmp_path / "run", changes, resume, 5 * (index + 1))
+    expected = alone[variant][0]
+    found = losses(tmp_path / "run")
+    assert sorted(found) == sorted(expected)
+    assert [found[step] for step in sorted(found)] == pytest.approx(
+        [expected[step] for step in sorted(found)], rel=1e-4
+    )
+
+
+def stop_after(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None, step: int) -> None:
+    """Train up to a step, as by a signal there."""
+    import signal
+
+    from plsc.train import step as steps
+    from plsc.train.failures import Interrupted
+
+    take = steps.Stepper.step
+
+    def stopping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+        return take(self, group, number, signal.SIGTERM if number == step - 1 else stop)
+
+    steps.Stepper.step = stopping  # type: ignore[method-assign]
+    try:
+        run(mesh, out, changes, resume)
+    except Interrupted:
+        pass
+    finally:
+        steps.Stepper.step = take  # type: ignore[method-assign]
+
+
+def half_of_the_memory(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[int, int, int]:
+    """Numbers of weights, gradients and optimizer state that a rank keeps between steps."""
+    from plsc.train.trainer import Trainer
+
+    register_tiny()
+    from support.tiny_runs import TINY
+
+    trainer = Trainer(config.load(None, {**TINY, **changes}), mesh, out, None, True)
+    components = trainer.components
+    for group in trainer._groups():
+        trainer.stepper.step(group, 0).result()
+        break
+    weights = sum(weight.parameter.numel() for weight in components.strategy.weights)
+    states = components.strategy.local_optimizer(components.optimizer).state
+    kept = sum(value.numel() for state in states.values() for value in state.values() if value is not None)
+    held = sum(
+        tensor.untyped_storage().nbytes()
+        for tensor in {id(p): p for p in components.strategy.backbone.parameters()}.values()
+    )
+    trainer.checkpointer.close()
+    trainer.metrics.close()
+    trainer.report.close()
+    return weights, kept, held
+
+
+@pytest.mark.slow
+def test_a_rank_keeps_its_share(ranks: Ranks, tmp_path: Path) -> None:
+    kept = {
+        name: ranks(4, half_of_the_memory, tmp_path / name, {**SETUP, **STRATEGIES[name], "data.batch_size": 3})
+        for name in ("ddp", "zero1", "fsdp", "hsdp")
+    }
+    whole, states, _ = kept["ddp"][0]
+    assert sum(weights for weights, _, _ in kept["fsdp"]) == whole
+    assert sum(weights for weights, _, _ in kept["hsdp"]) == 2 * whole
+    assert [weights for weights, _, _ in kept["zero1"]] == [whole] * 4
+    for name, copies in (("zero1", 1), ("fsdp", 1), ("hsdp", 2)):
+        assert sum(state for _, state, _ in kept[name]) == copies * states, name
+        assert max(state for _, state, _ in kept[name]) < states, name
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.strategy": "fspd"}, "did you mean fsdp"),
+        ({"parallel.strategy": "fsdp", "optim.name": "lamb"}, 'strategy = "zero1"'),
+        ({"parallel.strategy": "hsdp", "optim.name": "muon"}, "whole layers"),
+        ({"parallel.strategy": "fsdp", "parallel.comm_hook": "powersgd"}, 'comm_hook = "bf16"'),
+        ({"parallel.strategy": "fsdp", "parallel.bucket_mb": 5.0}, "bucket_mb"),
+        ({"parallel.strategy": "zero1", "parallel.comm_hook": "dgc"}, "momenta"),
+        ({"parallel.strategy": "zero1", "parallel.offload": True}, "fsdp and hsdp"),
+        ({"parallel.shard_ranks": 2}, "hsdp"),
+    ],
+)
+def test_what_is_meaningless_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        config.load(None, changes)
+
+
+def refused(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
+    try:
+        run(mesh, out, changes)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_divide_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    changes = {"parallel.strategy": "hsdp", "parallel.shard_ranks": 2}
+    assert "does not divide the number of ranks, 3" in ranks(3, refused, tmp_path / "run", changes)[0]
+    assert not (tmp_path / "run").exists()
