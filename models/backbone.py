@@ -10,17 +10,15 @@ new name from the registry.
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from plsc.errors import DataError, UsageError
+from plsc.models.recompute import Segment, innermost_blocks, recompute_in_backward
 
 SIZE_STEP = 16  # every convolutional family halves the image four times
 MIN_SIZE = 32
@@ -59,6 +57,13 @@ class Backbone(nn.Module):
         self.embedding_dim = embedding_dim
         self.image_size = image_size
         self.options: dict[str, Any] = {}
+
+    def segments(self) -> list[Segment]:
+        """Return the parts whose activations can be recomputed, in the order in which they run; perhaps none.
+
+        The default finds the blocks in Sequential and ModuleList; a family with a large stem overrides it.
+        """
+        return [Segment(block) for block in innermost_blocks(self)]
 
 
 class Architecture(NamedTuple):
@@ -125,16 +130,20 @@ def create(name: str, *, embedding_dim: int = 512, image_size: int = 112, **opti
         embedding_dim: D.
         image_size: S in pixels, a multiple of 16 from 32 up.
         options: options of the family: ``dropout`` (iresnet); ``drop_path``, ``mask_ratio`` and ``patch_size`` (vit);
-            ``gradient_checkpointing`` (iresnet, vit, timm); timm's own keywords (timm).
+            timm's own keywords (timm); ``gradient_checkpointing`` (all), which recomputes every block's activations in
+            the backward pass.
 
     Raises:
         UsageError: the name is unknown (the message has the nearest known one), or a number or option does not fit.
     """
     check_geometry(embedding_dim, image_size)
     builder = _builder(name)
-    _check_options(name, builder, options)
-    model = builder(embedding_dim, image_size, **options)
+    given = {option: value for option, value in options.items() if option != "gradient_checkpointing"}
+    _check_options(name, builder, given)
+    model = builder(embedding_dim, image_size, **given)
     model.options = dict(options)
+    if options.get("gradient_checkpointing"):
+        recompute_in_backward(model.segments())
     return model
 
 
@@ -253,34 +262,3 @@ def in_full_precision(module: Callable[[Tensor], Tensor], x: Tensor, dtype: torc
         return module(x)
     with torch.autocast(device_type, enabled=False):
         return module(x)
-
-
-def checkpointed(block: nn.Module, x: Tensor) -> Tensor:
-    """Run ``block(x)`` under activation checkpointing: the backward pass recomputes its activations.
-
-    The recomputation leaves the running statistics of batch normalisation unchanged, so that each batch counts once.
-    """
-    contexts = partial(_recompute_contexts, block)
-    result: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-    return result
-
-
-def _recompute_contexts(
-    block: nn.Module,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _frozen_statistics(block)
-
-
-@contextmanager
-def _frozen_statistics(block: nn.Module) -> Iterator[None]:
-    norms = [module for module in block.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    saved = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    # Momentum 0 instead of evaluation mode: checkpoint requires that the same tensors are saved for backward.
-    for norm in norms:
-        norm.momentum = 0.0
-        norm.num_batches_tracked = None if norm.num_batches_tracked is None else norm.num_batches_tracked.clone()
-    try:
-        yield
-    finally:
-        for norm, (momentum, counter) in zip(norms, saved, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, counter

@@ -16,12 +16,12 @@ from plsc.models.backbone import (
     Architecture,
     Backbone,
     PReLU,
-    checkpointed,
     count_blocks,
     in_full_precision,
     register,
     register_inference,
 )
+from plsc.models.recompute import Segment
 
 BLOCKS = {
     "iresnet18": (2, 2, 2, 2),
@@ -61,11 +61,8 @@ class IBasicBlock(nn.Module):
 class IResNet(Backbone):
     """IResNet with ``BLOCKS[name]`` blocks per stage; ``dropout`` acts on the flattened last map."""
 
-    def __init__(
-        self, name: str, embedding_dim: int, image_size: int, dropout: float, gradient_checkpointing: bool
-    ) -> None:
+    def __init__(self, name: str, embedding_dim: int, image_size: int, dropout: float) -> None:
         super().__init__(name, embedding_dim, image_size)
-        self.gradient_checkpointing = gradient_checkpointing
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
         self.prelu = PReLU(WIDTHS[0])
@@ -86,12 +83,18 @@ class IResNet(Backbone):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, 3, S, S) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
-        x = self.prelu(self.bn1(self.conv1(x)))
+        x = self._stem(x)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
-            for block in stage:
-                x = checkpointed(block, x) if self.gradient_checkpointing and self.training else block(x)
+            x = stage(x)
         x = self.dropout(torch.flatten(self.bn2(x), 1))
         return in_full_precision(self._embed, x, self.fc.weight.dtype)
+
+    def segments(self) -> list[Segment]:
+        """Return the stem, whose maps are the largest of all, and the blocks."""
+        return [Segment(self, "_stem"), *super().segments()]
+
+    def _stem(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.prelu(self.bn1(self.conv1(x))))
 
     def _embed(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.features(self.fc(x)))
@@ -111,40 +114,30 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
 
 
 @register
-def iresnet18(
-    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
-) -> Backbone:
+def iresnet18(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
     """24.0 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet18", embedding_dim, image_size, dropout, gradient_checkpointing)
+    return IResNet("iresnet18", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet34(
-    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
-) -> Backbone:
+def iresnet34(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
     """34.1 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet34", embedding_dim, image_size, dropout, gradient_checkpointing)
+    return IResNet("iresnet34", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet50(
-    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
-) -> Backbone:
+def iresnet50(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
     """43.6 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet50", embedding_dim, image_size, dropout, gradient_checkpointing)
+    return IResNet("iresnet50", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet100(
-    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
-) -> Backbone:
+def iresnet100(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
     """65.2 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet100", embedding_dim, image_size, dropout, gradient_checkpointing)
+    return IResNet("iresnet100", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet200(
-    embedding_dim: int, image_size: int, *, dropout: float = 0.0, gradient_checkpointing: bool = False
-) -> Backbone:
+def iresnet200(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
     """118.8 M parameters at 112x112 and D = 512."""
-    return IResNet("iresnet200", embedding_dim, image_size, dropout, gradient_checkpointing)
+    return IResNet("iresnet200", embedding_dim, image_size, dropout)

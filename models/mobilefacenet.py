@@ -21,6 +21,7 @@ from plsc.models.backbone import (
     register,
     register_inference,
 )
+from plsc.models.recompute import Segment
 
 
 class Shape(NamedTuple):
@@ -156,6 +157,14 @@ class MobileFaceNet(Backbone):
         for layer in self.layers:
             x = layer(x)
         return in_full_precision(self._embed, x, self.conv_sep.layers[0].weight.dtype)  # type: ignore[arg-type]
+
+    def segments(self) -> list[Segment]:
+        """Return the inverted residuals, and the convolutions before them."""
+        first = [
+            layer for layer in self.layers[:2] if not any(isinstance(m, InvertedResidual) for m in layer.modules())
+        ]
+        blocks = [module for module in self.layers.modules() if isinstance(module, InvertedResidual)]
+        return [Segment(module) for module in (*first, *blocks)]
 
     def _embed(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.features(self.conv_sep(x)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.models.backbone import Architecture, Backbone, in_full_precision, register, register_inference
+from plsc.models.recompute import Segment
 
 WIDTHS = (32, 64, 128, 256)
 
@@ -49,6 +50,10 @@ class ResNet8(Backbone):
         """(B, 3, S, S) -> (B, D); the linear layer runs in fp32 even under autocast."""
         x = self.blocks(self.stem(x))
         return in_full_precision(self._embed, x, cast(nn.Linear, self.embed[1]).weight.dtype)
+
+    def segments(self) -> list[Segment]:
+        """Return the stem and the blocks."""
+        return [Segment(self.stem), *super().segments()]
 
     def _embed(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.embed(x))

@@ -18,7 +18,6 @@ from plsc.errors import UsageError
 from plsc.models.backbone import (
     Architecture,
     Backbone,
-    checkpointed,
     count_blocks,
     in_full_precision,
     register,
@@ -125,7 +124,6 @@ class VisionTransformer(Backbone):
         drop_path: float,
         mask_ratio: float,
         patch_size: int | None,
-        gradient_checkpointing: bool,
     ) -> None:
         super().__init__(name, embedding_dim, image_size)
         _check_rate("drop_path", drop_path)
@@ -137,7 +135,6 @@ class VisionTransformer(Backbone):
         tokens = (image_size // patch) ** 2
         self.tokens = tokens
         self.mask_ratio = mask_ratio
-        self.gradient_checkpointing = gradient_checkpointing
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, dim))
         # Replaces a dropped patch; without gradient if none is ever dropped, so that DDP does not wait for it.
         self.mask_token = nn.Parameter(torch.zeros(1, 1, dim), requires_grad=mask_ratio > 0.0)
@@ -165,7 +162,7 @@ class VisionTransformer(Backbone):
         """(B, 3, S, S) -> (B, D); the last norm and ``feature`` run in fp32 even under autocast."""
         x, kept = self.embed(x)
         for block in self.blocks:
-            x = checkpointed(block, x) if self.gradient_checkpointing and self.training else block(x)
+            x = block(x)
         return self.project(x, kept)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -229,12 +226,9 @@ def vit_tiny(
     drop_path: float = 0.05,
     mask_ratio: float = 0.0,
     patch_size: int | None = None,
-    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """12 blocks of width 256."""
-    return VisionTransformer(
-        "vit_tiny", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
-    )
+    return VisionTransformer("vit_tiny", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
 
 
 @register
@@ -245,12 +239,9 @@ def vit_small(
     drop_path: float = 0.05,
     mask_ratio: float = 0.0,
     patch_size: int | None = None,
-    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """12 blocks of width 512."""
-    return VisionTransformer(
-        "vit_small", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
-    )
+    return VisionTransformer("vit_small", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
 
 
 @register
@@ -261,12 +252,9 @@ def vit_base(
     drop_path: float = 0.05,
     mask_ratio: float = 0.05,
     patch_size: int | None = None,
-    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """24 blocks of width 512."""
-    return VisionTransformer(
-        "vit_base", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
-    )
+    return VisionTransformer("vit_base", embedding_dim, image_size, drop_path, mask_ratio, patch_size)
 
 
 @register
@@ -277,9 +265,6 @@ def vit_large(
     drop_path: float = 0.05,
     mask_ratio: float = 0.05,
     patch_size: int | None = None,
-    gradient_checkpointing: bool = False,
 ) -> Backbone:
     """24 blocks of width 768."""
-    return VisionTransformer(
-        "vit_large", embedding_dim, image_size, drop_path, mask_ratio, patch_size, gradient_checkpointing
-    )
+    return VisionTransformer("vit_large", embedding_dim, image_size, drop_path, mask_ratio, patch_size)

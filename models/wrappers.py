@@ -30,13 +30,10 @@ class TimmBackbone(Backbone):
         name: str,
         embedding_dim: int,
         image_size: int,
-        gradient_checkpointing: bool,
         options: dict[str, Any],
     ) -> None:
         super().__init__(name, embedding_dim, image_size)
         self.trunk = _create_trunk(name, image_size, options)
-        if gradient_checkpointing:
-            self.trunk.set_grad_checkpointing(True)
         self.fc = nn.Linear(int(self.trunk.head_hidden_size), embedding_dim, bias=False)
         self.features = nn.BatchNorm1d(embedding_dim)
 
@@ -59,10 +56,8 @@ def timm_builder(name: str) -> Builder:
     return partial(_build_timm, f"{TIMM_PREFIX}{name}")
 
 
-def _build_timm(
-    name: str, embedding_dim: int, image_size: int, *, gradient_checkpointing: bool = False, **options: Any
-) -> Backbone:
-    return TimmBackbone(name, embedding_dim, image_size, gradient_checkpointing, options)
+def _build_timm(name: str, embedding_dim: int, image_size: int, **options: Any) -> Backbone:
+    return TimmBackbone(name, embedding_dim, image_size, options)
 
 
 def _create_trunk(name: str, image_size: int, options: dict[str, Any]) -> Any:

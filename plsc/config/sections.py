@@ -382,6 +382,20 @@ class Config:
     )
     channels_last: bool = key(False, "Memory format NHWC, which speeds up convolutions on GPUs.")
     compile: bool = key(False, "Compile the backbone with torch.compile.")
+    recompute: str = key(
+        "none",
+        "Activations that the backward pass computes again, in place of keeping them: every_k, those of every "
+        "recompute_every-th block; budget, those of the blocks that free most memory for the least work, until "
+        "recompute_budget is met. Losses stay the same.",
+        choices=("none", "every_k", "budget"),
+    )
+    recompute_every: int = key(1, "every_k: 1 recomputes every block, 2 every second one, and so on.", least=1)
+    recompute_budget: float = key(
+        0.6,
+        "budget: largest memory of the activations in a step, as a share of what they take without recomputation.",
+        above=0,
+        most=1,
+    )
     ema_decay: float = key(
         0.0,
         "Decay of the moving average of the backbone's weights, which is then evaluated and exported; 0: off.",

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from plsc.config import Config, DataConfig
 from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
 from plsc.plan.devices import GIB, Device
@@ -74,14 +75,16 @@ def estimate(setup: PlanConfig, hardware: Hardware) -> Estimate:
 def profile_of(setup: PlanConfig) -> BackboneProfile:
     """Return the backbone's profile, computed once for each batch, size and precision."""
     config = setup.config
-    return _profile(
-        config.backbone,
-        config.embedding_dim,
-        config.data.image_size,
-        config.data.batch_size,
-        config.precision,
-        keeps_gradients(setup),
+    alike = Config(
+        backbone=config.backbone,
+        embedding_dim=config.embedding_dim,
+        precision=config.precision,
+        recompute=config.recompute,
+        recompute_every=config.recompute_every,
+        recompute_budget=config.recompute_budget,
+        data=DataConfig(image_size=config.data.image_size, batch_size=config.data.batch_size),
     )
+    return _profile(alike, keeps_gradients(setup))
 
 
 def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
@@ -99,14 +102,14 @@ def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
 
 
 @functools.cache
-def _profile(name: str, dim: int, image_size: int, batch: int, precision: str, keep_gradients: bool) -> BackboneProfile:
-    import torch
-
-    from plsc.models import create
+def _profile(config: Config, keep_gradients: bool) -> BackboneProfile:
+    from plsc.train.components import make_backbone
 
     # synchronised batch normalisation keeps on a GPU what the ordinary one does: its input and two numbers per channel
-    backbone: torch.nn.Module = create(name, embedding_dim=dim, image_size=image_size)
-    return profile_backbone(backbone, batch, image_size, precision, keep_gradients=keep_gradients)
+    data = config.data
+    return profile_backbone(
+        make_backbone(config), data.batch_size, data.image_size, config.precision, keep_gradients=keep_gradients
+    )
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,14 @@
 """Profile of a backbone: bytes kept, FLOPs and traffic of a forward and a backward pass, from a run on fake tensors."""
 
 import copy
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from plsc.models.recompute_budget import LiveBytes
 from plsc.train.components import AUTOCAST_DTYPES
 
 _PRECISIONS = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
@@ -91,51 +88,27 @@ def _forget_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class Ledger(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make while they live, and what each operation costs.
-
-    ``live`` and ``peak`` leave out ``known``'s parameters and buffers.
-    """
+class Ledger(LiveBytes):
+    """Counts the bytes of the storages that operations make while they live, and what each operation costs."""
 
     def __init__(self, known: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.live = self.peak = 0
+        super().__init__(known)
         self.operations: list[Operation] = []
-        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        for tensor in (*known.parameters(), *known.buffers()):
-            self._seen.add(tensor.untyped_storage())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func`` and record its outputs."""
-        out = func(*args, **(kwargs or {}))
+        before = self.flops
+        out = super().__torch_dispatch__(func, types, args, kwargs)
         outputs = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not func.is_view and outputs:
-            self.operations.append(_operation(func, args, kwargs or {}, out, inputs, outputs))
-        for tensor in outputs:
-            self._enter(tensor.untyped_storage())
+            self.operations.append(_operation(func, self.flops - before, inputs, outputs))
         return out
 
-    def _enter(self, storage: torch.UntypedStorage) -> None:
-        if storage in self._seen:
-            return
-        self._seen.add(storage)
-        size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._leave, size).atexit = False
 
-    def _leave(self, size: int) -> None:
-        self.live -= size
-
-
-def _operation(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, inputs: list[Tensor], outputs: list[Tensor]
-) -> Operation:
-    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
-    flops = count(*args, **kwargs, out_val=out) if count is not None else 0
+def _operation(func: Any, flops: int, inputs: list[Tensor], outputs: list[Tensor]) -> Operation:
     traffic = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
     if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.detach, torch.ops.aten.empty_like):
         traffic = 0

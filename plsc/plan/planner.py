@@ -136,7 +136,9 @@ def _heading(plan: Plan) -> Iterable[str]:
     yield ""
     side = config.data.image_size
     batches = f" and micro-batch, {setup.micro_batches} micro-batches to a step" if setup.micro_batches > 1 else ""
-    yield f"{config.backbone}, {config.precision}, {setup.batch} images of {side}x{side} per GPU{batches}"
+    again = {"none": "", "every_k": f"every {config.recompute_every}", "budget": f"budget {config.recompute_budget:g}"}
+    recompute = f", recompute {again[config.recompute]}" if config.recompute != "none" else ""
+    yield f"{config.backbone}, {config.precision}{recompute}, {setup.batch} images of {side}x{side} per GPU{batches}"
     yield f"{setup.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
     yield (
         f"{setup.world:,} GPU{'s' if setup.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "

@@ -20,7 +20,8 @@ from plsc.data.transforms import RotatedDataset
 from plsc.errors import UsageError
 from plsc.head.sharded_head import ShardedHead
 from plsc.losses.margins import MARGINS, Margin
-from plsc.models import create, load_weights
+from plsc.models import Backbone, create, load_weights
+from plsc.models.recompute_budget import recompute_activations
 from plsc.models.weights import unwrapped
 from plsc.models.wrappers import RotationTTA
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
@@ -257,8 +258,22 @@ def make_margin(head: HeadConfig) -> Margin:
         raise UsageError(f"[head] margin {head.margin}: {error}") from None
 
 
+def make_backbone(config: Config) -> Backbone:
+    """The backbone that the configuration describes, on the CPU, with fresh weights; its blocks recompute as told."""
+    backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+    recompute_activations(
+        backbone,
+        config.recompute,
+        every=config.recompute_every,
+        budget=config.recompute_budget,
+        images=config.data.batch_size,
+        dtype=AUTOCAST_DTYPES.get(config.precision),
+    )
+    return backbone
+
+
 def _backbone(config: Config, mesh: Mesh) -> nn.Module:
-    backbone: nn.Module = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+    backbone: nn.Module = make_backbone(config)
     if config.init_weights:
         load_weights(backbone, config.init_weights)
     backbone = backbone.to(mesh.device)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from plsc.config import Config
 from plsc.head.replica_averaging import average_bytes
 from plsc.losses.margins import Margin
+from plsc.models.recompute import recomputed_blocks
 from plsc.parallel import Mesh
 from plsc.progress import StatusLine, counted, duration
 from plsc.train.components import TrainComponents, peak_rates
@@ -132,6 +133,7 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         "model": _model(components),
         "head": _head(components),
         "ranks": _ranks(config, components.mesh),
+        **_recomputed(components),
         **_compression(components),
         **_averaging(components),
         **_head_averaging(components),
@@ -209,6 +211,14 @@ def _compression(components: TrainComponents) -> dict[str, str]:
     sent = components.exchange.sent_bytes(weights, sys.maxsize)
     whole = sum(weight.numel() * weight.element_size() for weight in weights)
     return {"hook": f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"}
+
+
+def _recomputed(components: TrainComponents) -> dict[str, str]:
+    """The line about blocks that the backward pass computes again."""
+    if components.config.recompute == "none":
+        return {}
+    blocks = recomputed_blocks(components.strategy.backbone)
+    return {"memory": f"activations of {counted(blocks, 'block')} are recomputed"}
 
 
 def _averaging(components: TrainComponents) -> dict[str, str]:

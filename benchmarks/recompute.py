@@ -1,0 +1,167 @@
+"""Memory and time of a backbone's passes with and without recomputed activations.
+
+    python benchmarks/recompute.py [--backbone iresnet50] [--batch 8] [--rounds 5] [--threads 1]
+
+Each way has a process of its own, which reads its peak of resident memory above the weights after a warm-up; the
+processes take turns, a pass each, so that other load meets them alike, and give processor time. The table also has the
+peak that the planner finds on fake tensors, and the largest batch whose passes that planner fits into --memory GB of
+activations, by bisection. Adds rows to benchmarks/results/recompute.csv. A minute or two.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from results_file import add_row
+
+from plsc.models import Backbone, create
+from plsc.models.recompute_budget import recompute_activations
+from plsc.plan.backbone import profile_backbone
+
+SIDE = 112
+# Freed memory goes back to the system at once, so that the peak is that of what is in use.
+RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+WAYS: dict[str, tuple[str, float]] = {
+    "none": ("none", 1.0),
+    "budget 0.6": ("budget", 0.6),
+    "budget 0.4": ("budget", 0.4),
+    "every block": ("every_k", 1.0),
+}
+
+
+def build(name: str, way: str, batch: int) -> tuple[Backbone, int]:
+    """The backbone in training mode, whose weights' gradients are dropped when they are there; blocks recomputed."""
+    torch.manual_seed(0)
+    model = create(name, embedding_dim=512, image_size=SIDE).train()
+    method, budget = WAYS[way]
+    count = recompute_activations(model, method, budget=budget, images=batch)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(_forget)
+    return model, count
+
+
+def _forget(weight: torch.Tensor) -> None:
+    weight.grad = None
+
+
+def serve(name: str, way: str, batch: int, threads: int) -> None:
+    """Take a pass for each line of standard input; answer with processor seconds and the peak in bytes."""
+    torch.set_num_threads(threads)
+    model, count = build(name, way, batch)
+    images = torch.randn(batch, 3, SIDE, SIDE)
+    model(images[:2]).sum().backward()  # libraries, kernels
+    before = _resident("VmRSS")
+    print(json.dumps({"blocks": count}), flush=True)
+    for _ in sys.stdin:
+        Path("/proc/self/clear_refs").write_text("5")
+        start = time.process_time()
+        model(images).sum().backward()
+        seconds = time.process_time() - start
+        print(json.dumps({"seconds": seconds, "peak": _resident("VmHWM") - before}), flush=True)
+
+
+def _resident(entry: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(f"{entry}:")).split()[1])
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Medians over rounds in which each way takes a pass."""
+    processes = {}
+    for way in WAYS:
+        command = [sys.executable, __file__, "--serve", way, "--backbone", args.backbone]
+        command += ["--batch", str(args.batch), "--threads", str(args.threads)]
+        processes[way] = subprocess.Popen(
+            command, env={**os.environ, **RETURN_MEMORY}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+    found: dict[str, dict[str, Any]] = {way: _answer(process) for way, process in processes.items()}
+    passes: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    for _ in range(args.rounds + 1):
+        for way, process in processes.items():
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            passes[way].append(_answer(process))
+    for way, process in processes.items():
+        process.communicate()
+        found[way]["seconds"] = statistics.median(each["seconds"] for each in passes[way][1:])
+        found[way]["peak"] = max(each["peak"] for each in passes[way][1:])
+    return found
+
+
+def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
+    assert process.stdout is not None
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+@functools.cache
+def modelled_peak(name: str, way: str, batch: int, precision: str = "fp32") -> int:
+    """The peak on fake tensors, in bytes."""
+    return profile_backbone(build(name, way, batch)[0], batch, SIDE, precision, keep_gradients=False).peak
+
+
+def largest_batch(name: str, way: str, memory: int) -> int:
+    """The largest multiple of 8 whose passes take at most ``memory`` bytes, as the planner finds."""
+    low, high = 0, 8
+    while modelled_peak(name, way, high) <= memory:
+        low, high = high, 2 * high
+    while high - low > 8:
+        middle = (low + high) // 16 * 8
+        low, high = (middle, high) if modelled_peak(name, way, middle) <= memory else (low, middle)
+    return low
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backbone", default="iresnet50")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory", type=float, default=8.0, help="GB of activations, for the largest batch")
+    parser.add_argument("--serve", choices=tuple(WAYS), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.backbone, args.serve, args.batch, args.threads)
+        return
+    found = measure(args)
+    print(f"{args.backbone}, fp32, {args.batch} images, {args.threads} threads")
+    print(f"{'':<12} {'blocks':>6} {'peak MB':>8} {'':>6} {'modelled':>8} {'seconds':>8} {'':>6} {'batch':>6}")
+    base = found["none"]
+    for way, row in found.items():
+        modelled = modelled_peak(args.backbone, way, args.batch)
+        batch = largest_batch(args.backbone, way, int(args.memory * 1e9))
+        figures = {
+            "backbone": args.backbone,
+            "batch": args.batch,
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "recompute": way,
+            "blocks": row["blocks"],
+            "peak_bytes": row["peak"],
+            "peak_ratio": round(row["peak"] / base["peak"], 4),
+            "modelled_peak_bytes": modelled,
+            "cpu_seconds": round(row["seconds"], 4),
+            "time_ratio": round(row["seconds"] / base["seconds"], 4),
+            "memory_gb": args.memory,
+            "largest_batch": batch,
+        }
+        add_row("recompute", figures)
+        print(
+            f"{way:<12} {row['blocks']:6} {row['peak'] / 1e6:8.0f} {figures['peak_ratio']:6.2f} {modelled / 1e6:8.0f} "
+            f"{row['seconds']:8.3f} {figures['time_ratio']:6.2f} {batch:6}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
