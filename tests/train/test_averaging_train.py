@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support.tiny_runs import TINY, losses, run
 
 from plsc import config
 from plsc.errors import UsageError
+from plsc.optim import GradScaler
 from plsc.parallel import Mesh
 from plsc.train.checkpoint import open_checkpoint
 
@@ -116,6 +118,35 @@ def test_meaningless_pairs_are_refused_by_name(changes: dict[str, Any], message:
     with pytest.raises(UsageError, match=message) as refusal:
         config.load(None, {**TINY, "backbone": "iresnet18", **changes})
     assert "\n" not in str(refusal.value)
+
+
+def with_one_bad_gradient(mesh: Mesh, out: Path) -> list[bool]:
+    """Train; of each step, whether this rank's weights stayed. At the fourth, the first rank's gradient is NaN."""
+    stayed: list[bool] = []
+    unscale, step = GradScaler.unscale_all, GradScaler.step_both
+
+    def poisoned(scaler: GradScaler, backbone: Any, head: Any) -> None:
+        unscale(scaler, backbone, head)
+        if mesh.rank == 0 and len(stayed) == 3:
+            backbone.param_groups[0]["params"][0].grad[0] = torch.nan
+
+    def watched(scaler: GradScaler, backbone: Any, *others: Any) -> Any:
+        weights = [weight for group in backbone.param_groups for weight in group["params"]]
+        before = [weight.detach().clone() for weight in weights]
+        verdict = step(scaler, backbone, *others)
+        stayed.append(all(torch.equal(weight, old) for weight, old in zip(weights, before, strict=True)))
+        return verdict
+
+    with mock.patch.object(GradScaler, "unscale_all", poisoned), mock.patch.object(GradScaler, "step_both", watched):
+        result = run(mesh, out, {**CHANGES, **LOCAL, "precision": "bf16"})
+    assert result["skipped_steps"] == 1
+    return stayed
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_bad_on_one_rank_stops_all_of_them(tmp_path: Path, ranks: Ranks) -> None:
+    expected = [False, False, False, True, False, False, False, False]
+    assert ranks(2, with_one_bad_gradient, tmp_path) == [expected, expected]
 
 
 TABLES = {
