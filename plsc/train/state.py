@@ -11,6 +11,7 @@ from plsc.config import Config
 from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.strategies import Weight
+from plsc.parallel.tensor_shard import Block, TensorShard
 from plsc.strict_toml import toml_value
 from plsc.train.checkpoint import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
@@ -81,7 +82,8 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     delayed = _delayed_gradients(components, stored)
     momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
     momenta |= {name.replace(".optimizer.", "."): tensor for name, tensor in delayed.items() if ".optimizer." in name}
-    _load_optimizer(components, _stored_states(components, stored) | momenta, state.get("optimizer", {}))
+    states = _stored_states(components, stored) | _own_parts(components, momenta)
+    _load_optimizer(components, states, state.get("optimizer", {}))
     components.exchange.restore(components.optimizer, delayed)
     if components.average is not None:
         _load_average(components, stored)
@@ -263,6 +265,25 @@ def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) ->
         for name, tensor in stored.read(f"exchange.{rank}.").items():
             means[name] = means.get(name, 0) + tensor / world
     return means
+
+
+def _own_parts(components: TrainComponents, states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Cut the ranks' states of whole weights, by ``"PLACE.NAME"``, to the parts that this rank steps."""
+    weights = {str(weight.place): weight for weight in components.strategy.trained}
+    parts: dict[str, Tensor] = {}
+    for name, whole in states.items():
+        weight = weights.get(name.partition(".")[0])
+        if weight is None:
+            continue
+        if whole.shape != weight.shape:  # of a row or a column: strategies that cut weights take no such optimizer
+            parts[name] = whole
+            continue
+        parts[name] = torch.empty_like(weight.parameter, dtype=whole.dtype, requires_grad=False)
+        stored = weight.stored(parts[name])
+        blocks = stored.blocks if isinstance(stored, TensorShard) else [Block(stored, (0,) * whole.dim())]
+        for local, offsets in blocks:
+            local.copy_(whole[tuple(slice(first, first + n) for first, n in zip(offsets, local.shape, strict=True))])
+    return parts
 
 
 def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None:

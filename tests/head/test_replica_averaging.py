@@ -89,7 +89,8 @@ def trained(
         shards = {**head.sharded_state(), **stepper.sharded_state()}
         return {
             "table": all_gather_rows(head.weight.detach(), mesh.head).clone(),
-            "local": [shard.local.clone() for shard in shards.values()] + [head.inverse_norms().clone()],
+            "local": [block.local.clone() for shard in shards.values() for block in shard.blocks]
+            + [head.inverse_norms().clone()],
             "losses": torch.stack(losses),
             "gradients": gradients,
             "sent": 0 if averaging is None else averaging.sent_bytes,
