@@ -20,7 +20,7 @@ from plsc.bench.harness import thread_limits
 from plsc.native.allocator import keep_freed_memory
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main
-from plsc.parallel.mesh import shutdown
+from plsc.parallel.mesh import shutdown, with_head_groups
 from plsc.quickstart.steps import CONFIG, UNSEEN
 from plsc.train.trainer import train
 
@@ -74,7 +74,7 @@ def trained(settings: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
     config = configuration.load(CONFIG, {"log.tensorboard": False, **settings})
     folder = on_main(tempfile.mkdtemp, mesh)
     try:
-        result = train(config, mesh, out=f"{folder}/run", quiet=True)
+        result = train(config, with_head_groups(mesh, config.head_ranks), out=f"{folder}/run", quiet=True)
     finally:
         if mesh.is_main:
             shutil.rmtree(folder)

@@ -44,6 +44,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "local_sgd": {"parallel.averaging": "local_sgd"},
     "post_local_sgd": {"parallel.averaging": "post_local_sgd", "parallel.averaging_start_step": START},
     "diloco": {"parallel.averaging": "diloco", "parallel.averaging_period": 16},
+    # of the class table, a copy on each rank; the backbone's gradients are exchanged whole
+    "geo": {
+        "head_ranks": 1,
+        "head.placement": "host",
+        "head.staleness": 2,
+        "parallel.head_averaging_period": 8,
+    },
 }
 
 
