@@ -57,16 +57,20 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, (B, N, dim) -> (B, N, dim)."""
+    """Multi-head self-attention, (B, N, dim) -> (B, N, dim).
+
+    ``num_heads`` are the heads that ``qkv`` computes: all, unless tensor parallelism has left this rank a part of them.
+    """
 
     def __init__(self, dim: int) -> None:
         super().__init__()
+        self.num_heads = HEADS
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply scaled dot-product attention."""
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
         y = F.scaled_dot_product_attention(q, k, v)
         return cast(Tensor, self.proj(y.transpose(1, 2).flatten(2)))
 
@@ -188,7 +192,12 @@ class VisionTransformer(Backbone):
     @property
     def tokens_seen(self) -> int:
         """The number of tokens per sample that go through the blocks now."""
-        return int(self.tokens * (1.0 - self.mask_ratio)) if self.drops_patches else self.tokens
+        return self.tokens_in_training if self.drops_patches else self.tokens
+
+    @property
+    def tokens_in_training(self) -> int:
+        """The number of tokens per sample that go through the blocks in training."""
+        return int(self.tokens * (1.0 - self.mask_ratio))
 
     def _with_mask_tokens(self, x: Tensor, kept: Tensor) -> Tensor:
         """Put the kept tokens back at their positions and the mask token everywhere else."""

@@ -93,7 +93,9 @@ def groups_of(entry: Key) -> dict[str, str]:
 
 
 def strategy_of(entry: Key) -> dict[str, str]:
-    """A strategy that has the key."""
+    """A strategy that has the key, and a backbone that can be split."""
+    if entry.name == "parallel.tp":
+        return {"backbone": "vit_tiny"}
     strategies = {"parallel.shard_ranks": "hsdp", "parallel.offload": "fsdp"}
     return {"parallel.strategy": strategies[entry.name]} if entry.name in strategies else {}
 

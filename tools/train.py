@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from plsc.parallel.launch import Nodes, launch
     from plsc.parallel.mesh import check_head_ranks
     from plsc.parallel.model_averaging import check_group_ranks
+    from plsc.train.components import strategy_options
 
     nodes = Nodes()
     if args.nnodes != 1:
@@ -100,6 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     check_head_ranks(config.head_ranks, args.nproc * nodes.count)
     if config.parallel.averaging != "none":
         check_group_ranks(config.parallel.averaging_group_ranks, args.nproc * nodes.count)
+    strategy_options(config).check_world(args.nproc * nodes.count)
     code = launch(_rank_arguments(args), args.nproc, nodes)
     if code:
         raise SystemExit(code)  # a rank has reported why

@@ -36,6 +36,7 @@ def check_together(config: Config) -> None:
     _check_strategy(config)
     _check_head(config)
     _check_backbone(config.backbone)
+    _check_tensor_parallel(config)
 
 
 def _check_hyperparameters(optim: OptimConfig) -> None:
@@ -133,7 +134,7 @@ def _check_head_averaging(config: Config) -> None:
 
 
 def _check_strategy(config: Config) -> None:
-    parallel, optim = config.parallel, config.optim
+    parallel = config.parallel
     name = parallel.strategy
     if name != "hsdp" and parallel.shard_ranks:
         raise UsageError(f'parallel.shard_ranks is a number of hsdp, and parallel.strategy is "{name}"; leave it out')
@@ -142,22 +143,27 @@ def _check_strategy(config: Config) -> None:
             'parallel.comm_hook = "dgc" keeps momenta on every rank, which zero1 spreads; give comm_hook = "powersgd", '
             'or strategy = "ddp"'
         )
-    if name not in ("fsdp", "hsdp"):
-        if parallel.offload:
-            raise UsageError(f'parallel.offload goes with fsdp and hsdp, and parallel.strategy is "{name}"')
-        return
+    if name not in ("fsdp", "hsdp") and parallel.offload:
+        raise UsageError(f'parallel.offload goes with fsdp and hsdp, and parallel.strategy is "{name}"')
+    if name in ("fsdp", "hsdp"):
+        _check_parts(config, f'parallel.strategy = "{name}"')
+
+
+def _check_parts(config: Config, cause: str) -> None:
+    """Refuse what needs whole weights or gradients, which ``cause`` cuts in parts."""
+    parallel, optim = config.parallel, config.optim
     if optim.name in _WHOLE_LAYER_OPTIMIZERS:
         raise UsageError(
-            f'optim.name = "{optim.name}" looks at whole layers, which parallel.strategy = "{name}" cuts in parts; '
+            f'optim.name = "{optim.name}" looks at whole layers, which {cause} cuts in parts; '
             'give strategy = "zero1", whose weights are whole, or sgd, adamw or lion, which go element by element'
         )
     if parallel.comm_hook in ("powersgd", "dgc"):
         raise UsageError(
-            f'parallel.comm_hook = "{parallel.comm_hook}" compresses whole gradients, and parallel.strategy = "{name}" '
+            f'parallel.comm_hook = "{parallel.comm_hook}" compresses whole gradients, and {cause} '
             'sums parts; give comm_hook = "bf16", or strategy = "zero1" or "ddp"'
         )
     if parallel.bucket_mb is not None:
-        raise UsageError(f'parallel.bucket_mb is of ddp and zero1; parallel.strategy = "{name}" sums block by block')
+        raise UsageError(f"parallel.bucket_mb is of ddp and zero1; {cause} sums block by block")
 
 
 def _check_head(config: Config) -> None:
@@ -182,3 +188,32 @@ def _check_backbone(name: str) -> None:
         hint = arcface_torch.backbone_hint(name)
         nearest = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
         raise UsageError(f"backbone = {toml_value(name)} does not exist{f'; {hint}' if hint else nearest}")
+
+
+def _check_tensor_parallel(config: Config) -> None:
+    tp = config.parallel.tp
+    if tp == 1:
+        return
+    if config.parallel.strategy == "zero1":
+        raise UsageError(
+            f'parallel.tp = {tp} goes with ddp, fsdp and hsdp, and parallel.strategy is "zero1"; give "fsdp", '
+            "which spreads the optimizer's state too"
+        )
+    _check_parts(config, f"parallel.tp = {tp}")
+    if config.parallel.averaging != "none":
+        raise UsageError(
+            f'parallel.averaging = "{config.parallel.averaging}" averages whole weights; parallel.tp = {tp} cuts them; '
+            "leave one out"
+        )
+    if config.compile:
+        raise UsageError(
+            f"parallel.tp = {tp} splits layers by hooks that torch.compile does not take: leave compile out"
+        )
+    import torch
+
+    from plsc.models import create
+    from plsc.parallel.strategies.tensor_parallel import check_tensor_parallel
+
+    with torch.device("meta"):
+        backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+    check_tensor_parallel(backbone, config.backbone, tp)

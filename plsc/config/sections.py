@@ -251,8 +251,15 @@ class ParallelConfig:
     )
     shard_ranks: int = key(
         0,
-        "hsdp: consecutive ranks that share one set of weights, a divisor of all; 0: the ranks of a machine.",
+        "hsdp: consecutive ranks that share one set of weights, a divisor of all; 0: the ranks of a machine. "
+        "With tp, it counts groups of tp ranks.",
         least=0,
+    )
+    tp: int = key(
+        1,
+        "Tensor parallelism of vision transformers (vit_*, ViTs of timm): consecutive ranks that share the heads and "
+        "hidden units of each block, and see the same images; a divisor of the ranks and of the heads. 1: off.",
+        least=1,
     )
     offload: bool = key(
         False, "fsdp, hsdp: keep weights, gradients and optimizer state in main memory; the update runs there."

@@ -109,7 +109,7 @@ def with_head_groups(mesh: Mesh, head_ranks: int) -> Mesh:
     agree_on_group_names(mesh)
     heads = [range(first, first + head_ranks) for first in range(0, mesh.world_size, head_ranks)]
     replicas = [range(first, mesh.world_size, head_ranks) for first in range(head_ranks)]
-    return replace(mesh, head_group=_submesh(mesh, heads), replica_group=_submesh(mesh, replicas))
+    return replace(mesh, head_group=submesh(mesh, heads), replica_group=submesh(mesh, replicas))
 
 
 def device_mesh(mesh: Mesh, dims: Mapping[str, int]) -> "DeviceMesh":
@@ -117,8 +117,8 @@ def device_mesh(mesh: Mesh, dims: Mapping[str, int]) -> "DeviceMesh":
 
     Args:
         mesh: its ranks; all of the world where more than one dimension has several.
-        dims: names and sizes of the dimensions, the one whose ranks lie next to each other last. Dimensions of one
-            rank are left out, but for the last.
+        dims: names and sizes of the dimensions, the one whose ranks lie next to each other last. Where only
+            one has several ranks, the others are left out.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -127,8 +127,8 @@ def device_mesh(mesh: Mesh, dims: Mapping[str, int]) -> "DeviceMesh":
         group = _group_of_one(mesh) if mesh.group is None else mesh.group
         return DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(list(long or dims)[-1],))
     agree_on_group_names(mesh)
-    ranks = torch.tensor(dist.get_process_group_ranks(mesh.group)).view(*long.values())
-    return DeviceMesh(mesh.device.type, ranks, mesh_dim_names=tuple(long))
+    ranks = torch.tensor(dist.get_process_group_ranks(mesh.group)).view(*dims.values())
+    return DeviceMesh(mesh.device.type, ranks, mesh_dim_names=tuple(dims))
 
 
 def _group_of_one(mesh: Mesh) -> dist.ProcessGroup:
@@ -148,7 +148,7 @@ def _group_of_one(mesh: Mesh) -> dist.ProcessGroup:
 def subgroup(mesh: Mesh, ranks: int) -> Mesh:
     """Return this rank's part of ``mesh`` cut into ``ranks`` consecutive ranks, a divisor of all; every rank calls."""
     agree_on_group_names(mesh)
-    return _submesh(mesh, [range(first, first + ranks) for first in range(0, mesh.world_size, ranks)])
+    return submesh(mesh, [range(first, first + ranks) for first in range(0, mesh.world_size, ranks)])
 
 
 def agree_on_group_names(mesh: Mesh) -> None:
@@ -164,13 +164,13 @@ def agree_on_group_names(mesh: Mesh) -> None:
     world.group_count = max(all_gather_object(world.group_count, mesh))
 
 
-def _submesh(mesh: Mesh, parts: list[range]) -> Mesh:
+def submesh(mesh: Mesh, parts: list[range]) -> Mesh:
     """The part of ``mesh`` that holds this rank, with a process group of its own where it has several ranks.
 
     Every rank makes the groups of all parts, in one order, as :func:`torch.distributed.new_group` asks.
     """
     ranks = dist.get_process_group_ranks(mesh.group)
-    submesh = mesh
+    own = mesh
     for members in parts:
         group = host_group = None
         if len(members) > 1:
@@ -180,8 +180,8 @@ def _submesh(mesh: Mesh, parts: list[range]) -> Mesh:
         if mesh.rank in members:
             assert group is None or isinstance(group, dist.ProcessGroup)  # this rank is a member
             place = members.index(mesh.rank), len(members), mesh.local_rank, mesh.device
-            submesh = Mesh(*place, group, host_group=host_group, timeout=mesh.timeout)
-    return submesh
+            own = Mesh(*place, group, host_group=host_group, timeout=mesh.timeout)
+    return own
 
 
 def _new_host_group(ranks: list[int] | None = None) -> dist.ProcessGroup | None:

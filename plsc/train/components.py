@@ -165,7 +165,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
 
 def strategy_options(config: Config) -> StrategyOptions:
     """The strategy that [parallel] describes."""
-    return StrategyOptions(config.parallel.strategy, config.parallel.shard_ranks)
+    return StrategyOptions(config.parallel.strategy, config.parallel.shard_ranks, config.parallel.tp)
 
 
 def optimizer_steps(config: Config, loader: TrainLoader) -> int:
@@ -283,7 +283,7 @@ def _backbone(config: Config, mesh: Mesh) -> nn.Module:
 def _sums_exactly(config: Config, mesh: Mesh) -> bool:
     """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
     plain = config.precision == "fp32" and not config.compile and config.parallel.comm_hook == "none"
-    plain = plain and config.parallel.strategy in ("ddp", "zero1")
+    plain = plain and config.parallel.strategy in ("ddp", "zero1") and config.parallel.tp == 1
     return config.sync_batchnorm and plain and mesh.device.type == "cpu"
 
 

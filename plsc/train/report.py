@@ -132,7 +132,7 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         "data": f"{images} from {data.train}, {data.image_size} px, augment {data.augment}",
         "model": _model(components),
         "head": _head(components),
-        "ranks": _ranks(config, components.mesh),
+        "ranks": _ranks(config, components.mesh, components.strategy.data_ranks),
         **_recomputed(components),
         **_compression(components),
         **_averaging(components),
@@ -192,13 +192,16 @@ def _margin(margin: Margin) -> str:
     return f"{type(margin).__name__.lower()} ({shown})"
 
 
-def _ranks(config: Config, mesh: Mesh) -> str:
+def _ranks(config: Config, mesh: Mesh, data_ranks: int) -> str:
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     backend = f" ({dist.get_backend(mesh.group)})" if mesh.world_size > 1 else ""
-    factors = f"{config.data.batch_size} x {counted(mesh.world_size, 'rank')}"
+    readers = counted(mesh.world_size, "rank")
+    if data_ranks < mesh.world_size:
+        readers = f"{counted(data_ranks, 'group')} of {counted(mesh.world_size // data_ranks, 'rank')}"
+    factors = f"{config.data.batch_size} x {readers}"
     accumulate = config.optim.accumulate
     factors += f" x {accumulate} accumulated" if accumulate > 1 else ""
-    batch = config.data.batch_size * mesh.world_size * accumulate
+    batch = config.data.batch_size * data_ranks * accumulate
     groups = f", class table over {counted(mesh.head.world_size, 'rank')}" if mesh.head_group is not None else ""
     return f"{counted(mesh.world_size, 'rank')} on {device}{backend}{groups}; global batch {batch:,} = {factors}"
 
@@ -257,7 +260,7 @@ def _head_averaging(components: TrainComponents) -> dict[str, str]:
 
 def _length(components: TrainComponents, total_steps: int) -> str:
     optim, per_epoch = components.config.optim, steps_per_epoch(components)
-    lr, head_lr = peak_rates(components.config, components.mesh.world_size)
+    lr, head_lr = peak_rates(components.config, components.strategy.data_ranks)
     rate = f"lr {lr:g}" + (f" (head {head_lr:g})" if optim.head_lr is not None else "")
     if optim.lr_scaling != "none":
         rate += f", which is {optim.lr:g} at {optim.base_batch:,} images, scaled ({optim.lr_scaling})"

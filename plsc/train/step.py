@@ -202,9 +202,9 @@ class Stepper:
             head.prefetch(*share(labels, loader.next_sizes or []))
 
     def _seed(self, number: int) -> None:
-        """Seed dropout and its like by (seed, step, rank), so that resuming needs no generator's state."""
-        mesh = self.components.mesh
-        torch.manual_seed(hash((self.components.config.seed, number, mesh.rank)))
+        """Seed dropout and its like by (seed, step, data rank), so that resuming needs no generator's state."""
+        rank = self.components.strategy.data_rank
+        torch.manual_seed(hash((self.components.config.seed, number, rank)))
 
     def _prepared(self, images: Tensor) -> Tensor:
         """Return this rank's images as the backbone takes them.

@@ -44,9 +44,9 @@ def register_tiny() -> None:
     """Make backbones known: "tiny", "plain" (without dropout), "smooth" (nor batch normalisation), "residual".
 
     The last one has three blocks after its stem, a tensor that is no multiple of any number of ranks, and one weight
-    that is not trained.
+    that is not trained. "tiny_vit" has two transformer blocks of 8 heads, and drops nothing.
     """
-    from plsc.models import Backbone, names, register
+    from plsc.models import Backbone, names, register, vit
 
     if "tiny" in names():
         return
@@ -90,7 +90,11 @@ def register_tiny() -> None:
         model.layers[3].bias.requires_grad_(False)
         return model
 
-    for builder in (tiny, plain, smooth, residual):
+    def tiny_vit(embedding_dim: int, image_size: int) -> Backbone:
+        vit.SHAPES["tiny_vit"] = vit.Shape(32, 2)
+        return vit.VisionTransformer("tiny_vit", embedding_dim, image_size, 0.0, 0.0, None)
+
+    for builder in (tiny, plain, smooth, residual, tiny_vit):
         register(builder)
 
 
@@ -113,6 +117,27 @@ def run(mesh: Any, out: Path, changes: dict[str, Any] | None = None, resume: str
 
     register_tiny()
     return train(config.load(None, {**TINY, **(changes or {})}), mesh, out=out, resume=resume, quiet=True)
+
+
+def run_until(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None, step: int) -> None:
+    """Train up to a step, as by a signal there."""
+    import signal
+
+    from plsc.train import step as steps
+    from plsc.train.failures import Interrupted
+
+    take = steps.Stepper.step
+
+    def stopping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+        return take(self, group, number, signal.SIGTERM if number == step - 1 else stop)
+
+    steps.Stepper.step = stopping  # type: ignore[method-assign]
+    try:
+        run(mesh, out, changes, resume)
+    except Interrupted:
+        pass
+    finally:
+        steps.Stepper.step = take  # type: ignore[method-assign]
 
 
 def losses(out: Path) -> dict[int, float]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import losses, register_tiny, run
+from support.tiny_runs import losses, register_tiny, run, run_until
 
 from plsc import config
 from plsc.errors import UsageError
@@ -98,6 +98,7 @@ def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tm
                 "optim.name": name,
                 "optim.lr": 0.01,
                 "epochs": 1,
+                "steps": None,
             }
             ranks(2, on_rank, tmp_path / name / strategy, changes)
             found.append(losses(tmp_path / name / strategy))
@@ -120,34 +121,13 @@ def test_a_run_goes_on_under_another_strategy_and_world(
     for index, (strategy, world) in enumerate(course):
         changes = {**changes_of(strategy, variant, world), "checkpoint.every_steps": 1}
         resume = "auto" if index else None
-        ranks(world, stop_after, tmp_path / "run", changes, resume, 5 * (index + 1))
+        ranks(world, run_until, tmp_path / "run", changes, resume, 5 * (index + 1))
     expected = alone[variant][0]
     found = losses(tmp_path / "run")
     assert sorted(found) == sorted(expected)
     assert [found[step] for step in sorted(found)] == pytest.approx(
         [expected[step] for step in sorted(found)], rel=1e-4
     )
-
-
-def stop_after(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None, step: int) -> None:
-    """Train up to a step, as by a signal there."""
-    import signal
-
-    from plsc.train import step as steps
-    from plsc.train.failures import Interrupted
-
-    take = steps.Stepper.step
-
-    def stopping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
-        return take(self, group, number, signal.SIGTERM if number == step - 1 else stop)
-
-    steps.Stepper.step = stopping  # type: ignore[method-assign]
-    try:
-        run(mesh, out, changes, resume)
-    except Interrupted:
-        pass
-    finally:
-        steps.Stepper.step = take  # type: ignore[method-assign]
 
 
 def half_of_the_memory(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[int, int, int]:

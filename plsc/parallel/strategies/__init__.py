@@ -18,26 +18,41 @@ class StrategyOptions:
 
     Attributes:
         name: of the strategy.
-        shard_ranks: hsdp: consecutive ranks that share one set of weights; 0: those of a machine.
+        shard_ranks: hsdp: consecutive ranks, or groups of ``tp`` ranks, that share one set of weights; 0: those of a
+            machine.
+        tp: ranks of a group that splits the blocks of a vision transformer (tensor parallelism); 1: none does.
     """
 
     name: str = "ddp"
     shard_ranks: int = 0
+    tp: int = 1
 
     def check_world(self, world_size: int) -> None:
         """UsageError unless so many ranks can be arranged like that."""
-        shards = self.shards(world_size)
-        if world_size % shards:
-            divisors = ", ".join(str(k) for k in range(2, world_size + 1) if world_size % k == 0)
+        if world_size % self.tp:
             raise UsageError(
-                f"parallel.shard_ranks = {shards} does not divide the number of ranks, {world_size}; give {divisors}"
+                f"parallel.tp = {self.tp} does not divide the number of ranks, {world_size}; "
+                f"give {_divisors(world_size)}, or start another number"
+            )
+        groups, shards = world_size // self.tp, self.shards(world_size)
+        if groups and groups % shards:
+            of_groups = "" if self.tp == 1 else f" of groups of parallel.tp = {self.tp}"
+            raise UsageError(
+                f"parallel.shard_ranks = {shards} does not divide the number{of_groups or ' of ranks'}, {groups}; "
+                f"give {_divisors(groups)}"
             )
 
     def shards(self, world_size: int) -> int:
-        """Over how many ranks fsdp and hsdp cut the weights."""
+        """Over how many ranks, or groups of tensor parallelism, fsdp and hsdp cut the weights."""
+        groups = world_size // self.tp
         if self.name != "hsdp":
-            return world_size
-        return self.shard_ranks or min(int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), world_size)
+            return groups
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        return self.shard_ranks or min(max(local_ranks // self.tp, 1), groups)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(k) for k in range(2, number + 1) if number % k == 0)
 
 
 def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False) -> Strategy:
@@ -54,7 +69,12 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
     if options.name not in STRATEGIES:
         raise UsageError(f"there is no strategy {options.name!r}; it is one of {', '.join(STRATEGIES)}")
     options.check_world(mesh.world_size)
+    shards = options.shards(mesh.world_size)
     # each is imported where it is used: torch's engines take long to import
+    if options.tp > 1:
+        from plsc.parallel.strategies.tensor_parallel import TensorParallel
+
+        return TensorParallel(mesh, options.tp, 1 if options.name == "ddp" else shards, offload=offload)
     if options.name == "zero1":
         from plsc.parallel.strategies.zero import ZeroOptimizer
 
@@ -62,7 +82,7 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
     if options.name in ("fsdp", "hsdp") and (mesh.world_size > 1 or offload):
         from plsc.parallel.strategies.fsdp import FullySharded
 
-        return FullySharded(mesh, options.shards(mesh.world_size))
+        return FullySharded(mesh, shards)
     from plsc.parallel.strategies.ddp import DataParallel
 
     return DataParallel(mesh)

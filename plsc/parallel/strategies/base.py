@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,13 @@ Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
 Groups = list[dict[str, Any]]
 
 
+class Slice(NamedTuple):
+    """``rows`` rows of a rank's part of a weight, the first of which is at ``offsets`` of the whole weight."""
+
+    rows: int
+    offsets: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Weight:
     """A weight of the backbone, or the part of one that this rank holds.
@@ -32,8 +39,8 @@ class Weight:
         place: its place among the trained weights of the whole backbone; None where it is not trained.
         parameter: what the optimizer steps; dense, without DTensor.
         shape: of the whole weight.
-        offsets: where equal slices along the first dimension of ``parameter`` begin in the whole weight; None: it is
-            the whole.
+        slices: of ``parameter`` along its first dimension, one behind the other, as they lie in the whole weight;
+            None: it is the whole.
         copies: how many ranks of the run hold the very same numbers.
     """
 
@@ -41,15 +48,17 @@ class Weight:
     place: int | None
     parameter: nn.Parameter
     shape: torch.Size
-    offsets: tuple[tuple[int, ...], ...] | None = None
+    slices: Sequence[Slice] | None = None
     copies: int = 1
 
     def stored(self, tensor: Tensor) -> Tensor:
         """Return the checkpoint's handle of a tensor in the layout of ``parameter``: itself if that is the whole."""
-        if self.offsets is None:
+        if self.slices is None:
             return tensor
-        slices = tensor.detach().chunk(len(self.offsets)) if len(self.offsets) > 1 else [tensor.detach()]
-        return TensorShard(self.shape, [Block(*pair) for pair in zip(slices, self.offsets, strict=True)])
+        parts = tensor.detach().split([rows for rows, _ in self.slices])
+        return TensorShard(
+            self.shape, [Block(part, offsets) for part, (_, offsets) in zip(parts, self.slices, strict=True)]
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from plsc.parallel.mesh import Mesh, device_mesh
-from plsc.parallel.strategies.base import Strategy, Weight
+from plsc.parallel.strategies.base import Slice, Strategy, Weight
 
 _LARGE = 1 << 20  # numbers of a single layer that are gathered on their own
 
@@ -66,7 +66,7 @@ class FullySharded(Strategy):
         sharded = cast(DTensor, weight.data)
         local = nn.Parameter(sharded.to_local(), requires_grad=weight.requires_grad)
         _, offsets = compute_local_shape_and_global_offset(shape, sharded.device_mesh, sharded.placements)
-        return Weight(name, place, local, shape, (tuple(offsets),), self._replicas)
+        return Weight(name, place, local, shape, [Slice(len(local), tuple(offsets))], self._replicas)
 
     def exchanges_gradients(self, last: bool) -> AbstractContextManager[None]:
         """Keep whole gradients on the rank until the last micro-batch."""
@@ -88,16 +88,20 @@ class FullySharded(Strategy):
 
     def gather(self, weight: Weight, part: Tensor) -> Tensor:
         """Return the whole of a weight on the mesh's device."""
+        whole: Tensor = self.as_dtensor(weight, part).full_tensor()
+        return whole
+
+    def as_dtensor(self, weight: Weight, part: Tensor) -> DTensor:
+        """Return this rank's part of a weight as torch's engine sees it, on the mesh's device."""
         sharded = cast(DTensor, self._sharded[weight.name].data)
-        whole: Tensor = DTensor.from_local(
+        return DTensor.from_local(
             part.to(self.mesh.device),
             sharded.device_mesh,
             sharded.placements,
             run_check=False,
             shape=weight.shape,
             stride=torch.empty(weight.shape, device="meta").stride(),
-        ).full_tensor()
-        return whole
+        )
 
 
 def sharded_units(backbone: nn.Module) -> Iterator[nn.Module]:
