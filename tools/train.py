@@ -99,9 +99,9 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.nnodes != 1:
         nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
     check_head_ranks(config.head_ranks, args.nproc * nodes.count)
+    strategy_options(config).check_world(args.nproc * nodes.count)
     if config.parallel.averaging != "none":
         check_group_ranks(config.parallel.averaging_group_ranks, args.nproc * nodes.count)
-    strategy_options(config).check_world(args.nproc * nodes.count)
     code = launch(_rank_arguments(args), args.nproc, nodes)
     if code:
         raise SystemExit(code)  # a rank has reported why

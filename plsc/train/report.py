@@ -16,7 +16,6 @@ from plsc.config import Config
 from plsc.head.replica_averaging import average_bytes
 from plsc.losses.margins import Margin
 from plsc.models.recompute import recomputed_blocks
-from plsc.parallel import Mesh
 from plsc.progress import StatusLine, counted, duration
 from plsc.train.components import TrainComponents, peak_rates
 from plsc.train.evaluate import BEST, MODEL
@@ -132,7 +131,7 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         "data": f"{images} from {data.train}, {data.image_size} px, augment {data.augment}",
         "model": _model(components),
         "head": _head(components),
-        "ranks": _ranks(config, components.mesh, components.strategy.data_ranks),
+        "ranks": _ranks(components),
         **_recomputed(components),
         **_compression(components),
         **_averaging(components),
@@ -192,18 +191,22 @@ def _margin(margin: Margin) -> str:
     return f"{type(margin).__name__.lower()} ({shown})"
 
 
-def _ranks(config: Config, mesh: Mesh, data_ranks: int) -> str:
+def _ranks(components: TrainComponents) -> str:
+    config, mesh, strategy = components.config, components.mesh, components.strategy
     device = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     backend = f" ({dist.get_backend(mesh.group)})" if mesh.world_size > 1 else ""
     readers = counted(mesh.world_size, "rank")
-    if data_ranks < mesh.world_size:
-        readers = f"{counted(data_ranks, 'group')} of {counted(mesh.world_size // data_ranks, 'rank')}"
+    if strategy.data_ranks < mesh.world_size:
+        size = counted(mesh.world_size // strategy.data_ranks, "rank")
+        readers = f"{counted(strategy.data_ranks, 'group')} of {size}"
     factors = f"{config.data.batch_size} x {readers}"
     accumulate = config.optim.accumulate
     factors += f" x {accumulate} accumulated" if accumulate > 1 else ""
-    batch = config.data.batch_size * data_ranks * accumulate
+    batch = config.data.batch_size * strategy.data_ranks * accumulate
     groups = f", class table over {counted(mesh.head.world_size, 'rank')}" if mesh.head_group is not None else ""
-    return f"{counted(mesh.world_size, 'rank')} on {device}{backend}{groups}; global batch {batch:,} = {factors}"
+    placement = f", {strategy.describe()}" if strategy.describe() else ""
+    ranks = f"{counted(mesh.world_size, 'rank')} on {device}{backend}{groups}{placement}"
+    return f"{ranks}; global batch {batch:,} = {factors}"
 
 
 def _compression(components: TrainComponents) -> dict[str, str]:

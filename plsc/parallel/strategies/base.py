@@ -104,6 +104,10 @@ class Strategy:
         self.mesh = self.peers = mesh
         self.data_rank, self.data_ranks = mesh.rank, mesh.world_size
 
+    def describe(self) -> str:
+        """How the backbone lies on the ranks, in words for a run's first lines; empty: it is whole on each."""
+        return ""
+
     def wrap(self, backbone: nn.Module, template: nn.Module, wrapping: Wrapping) -> nn.Module:
         """Place ``backbone`` over the ranks, which all call.
 

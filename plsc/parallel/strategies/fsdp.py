@@ -35,6 +35,12 @@ class FullySharded(Strategy):
         self._replicas = mesh.world_size // shards
         self._device_mesh = device_mesh(mesh, {"replicate": self._replicas, "shard": shards})
 
+    def describe(self) -> str:
+        """How the backbone lies on the ranks, in words for a run's first lines."""
+        shards = self.mesh.world_size // self._replicas
+        name = f"hsdp, {self._replicas} replicas" if self._replicas > 1 else "fsdp"
+        return f"backbone in {shards} parts ({name}{', offloaded' if self.wrapping.offload else ''})"
+
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Shard each block, then what is left, in place."""
         backbone = backbone.to(memory_format=torch.contiguous_format)  # of channels_last FSDP takes the images only

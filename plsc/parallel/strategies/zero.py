@@ -20,6 +20,10 @@ from plsc.parallel.strategies.ddp import DataParallel
 class ZeroOptimizer(DataParallel):
     """Data parallelism with torch's ZeroRedundancyOptimizer."""
 
+    def describe(self) -> str:
+        """How the backbone lies on the ranks, in words for a run's first lines."""
+        return f"optimizer state in {self.mesh.world_size} parts (zero1)"
+
     def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
         """Make the optimizer of all weights, which leaves on this rank those that are its to step."""
         optimizer = super().optimizer(make, groups)
