@@ -4,12 +4,11 @@
 
 Each way has a process of its own, which reads its peak of resident memory above the weights after a warm-up; the
 processes take turns, a pass each, so that other load meets them alike, and give processor time. The table also has the
-peak that the planner finds on fake tensors, and the largest batch whose passes that planner fits into --memory GB of
-activations, by bisection. Adds rows to benchmarks/results/recompute.csv. A minute or two.
+peak that the planner finds on fake tensors, and the largest batch whose activations take --memory GB, on the line
+through its peaks at two batches. Adds rows to benchmarks/results/recompute.csv. A minute or two.
 """
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -77,14 +76,14 @@ def _resident(entry: str) -> int:
 def measure(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Medians over rounds in which each way takes a pass."""
     processes = {}
-    for way in WAYS:
+    for way in args.ways:
         command = [sys.executable, __file__, "--serve", way, "--backbone", args.backbone]
         command += ["--batch", str(args.batch), "--threads", str(args.threads)]
         processes[way] = subprocess.Popen(
             command, env={**os.environ, **RETURN_MEMORY}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
     found: dict[str, dict[str, Any]] = {way: _answer(process) for way, process in processes.items()}
-    passes: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    passes: dict[str, list[dict[str, Any]]] = {way: [] for way in args.ways}
     for _ in range(args.rounds + 1):
         for way, process in processes.items():
             assert process.stdin is not None
@@ -104,21 +103,12 @@ def _answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
     return answer
 
 
-@functools.cache
-def modelled_peak(name: str, way: str, batch: int, precision: str = "fp32") -> int:
-    """The peak on fake tensors, in bytes."""
-    return profile_backbone(build(name, way, batch)[0], batch, SIDE, precision, keep_gradients=False).peak
-
-
-def largest_batch(name: str, way: str, memory: int) -> int:
-    """The largest multiple of 8 whose passes take at most ``memory`` bytes, as the planner finds."""
-    low, high = 0, 8
-    while modelled_peak(name, way, high) <= memory:
-        low, high = high, 2 * high
-    while high - low > 8:
-        middle = (low + high) // 16 * 8
-        low, high = (middle, high) if modelled_peak(name, way, middle) <= memory else (low, middle)
-    return low
+def modelled(name: str, way: str, batch: int, memory: int) -> tuple[int, int]:
+    """The peak on fake tensors in bytes, and the largest batch that ``memory`` holds, on the line through two peaks."""
+    model, _ = build(name, way, batch)
+    few, many = (profile_backbone(model, n, SIDE, "fp32", keep_gradients=False).peak for n in (batch, 8 * batch))
+    per_image = (many - few) / (7 * batch)
+    return few, int((memory - few) // per_image) + batch
 
 
 def main() -> None:
@@ -127,6 +117,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), help="none has to be among them")
     parser.add_argument("--memory", type=float, default=8.0, help="GB of activations, for the largest batch")
     parser.add_argument("--serve", choices=tuple(WAYS), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -138,8 +129,7 @@ def main() -> None:
     print(f"{'':<12} {'blocks':>6} {'peak MB':>8} {'':>6} {'modelled':>8} {'seconds':>8} {'':>6} {'batch':>6}")
     base = found["none"]
     for way, row in found.items():
-        modelled = modelled_peak(args.backbone, way, args.batch)
-        batch = largest_batch(args.backbone, way, int(args.memory * 1e9))
+        planned, largest = modelled(args.backbone, way, args.batch, int(args.memory * 1e9))
         figures = {
             "backbone": args.backbone,
             "batch": args.batch,
@@ -149,16 +139,16 @@ def main() -> None:
             "blocks": row["blocks"],
             "peak_bytes": row["peak"],
             "peak_ratio": round(row["peak"] / base["peak"], 4),
-            "modelled_peak_bytes": modelled,
+            "modelled_peak_bytes": planned,
             "cpu_seconds": round(row["seconds"], 4),
             "time_ratio": round(row["seconds"] / base["seconds"], 4),
             "memory_gb": args.memory,
-            "largest_batch": batch,
+            "largest_batch": largest,
         }
         add_row("recompute", figures)
         print(
-            f"{way:<12} {row['blocks']:6} {row['peak'] / 1e6:8.0f} {figures['peak_ratio']:6.2f} {modelled / 1e6:8.0f} "
-            f"{row['seconds']:8.3f} {figures['time_ratio']:6.2f} {batch:6}",
+            f"{way:<12} {row['blocks']:6} {row['peak'] / 1e6:8.0f} {figures['peak_ratio']:6.2f} {planned / 1e6:8.0f} "
+            f"{row['seconds']:8.3f} {figures['time_ratio']:6.2f} {largest:6}",
             flush=True,
         )
 
