@@ -24,6 +24,16 @@ HELP = "what fits on which GPUs and how long a step takes, before one is rented"
 
 accepts_overrides = True
 
+# Short options for keys that decide how the backbone lies on the ranks.
+_PLACEMENT = {
+    "--strategy": ("parallel.strategy", "ddp, zero1, fsdp, hsdp, or auto, which chooses and says why"),
+    "--shard-ranks": ("parallel.shard_ranks", "hsdp: ranks that share one set of weights"),
+    "--tp": ("parallel.tp", "ranks of a tensor parallel group"),
+    "--pp": ("parallel.pp", "ranks of a pipeline"),
+    "--comm-hook": ("parallel.comm_hook", "compression of the gradients: bf16, fp16, powersgd, dgc"),
+    "--recompute": ("recompute", "activations to recompute in the backward pass: none, every_k, budget"),
+}
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments; --KEY VALUE pairs are the configuration's business."""
@@ -44,6 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"
     )
+    for option, (key, help_text) in _placement_options().items():
+        parser.add_argument(option, metavar=key.rpartition(".")[2].upper(), help=f"{help_text} ({key})")
+    parser.add_argument("--offload", action="store_true", help="keep the backbone in host memory (parallel.offload)")
     parser.add_argument("--images-per-second", metavar="R", type=float, help="sampling is considered below this rate")
     parser.epilog = (
         "--KEY VALUE: any key of the configuration (plsc train --list-keys), as --head.weight_dtype bfloat16"
@@ -52,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, and print it."""
-    config = configuration.load(args.config, configuration.parse_arguments(args.overrides))
+    config = configuration.load(args.config, {**configuration.parse_arguments(args.overrides), **_placement(args)})
     from plsc.plan import plan
     from plsc.plan.planner import as_text
 
@@ -69,6 +82,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     print(as_text(result))
     return result.as_dict()
+
+
+def _placement_options() -> dict[str, tuple[str, str]]:
+    return {option: entry for option, entry in _PLACEMENT.items() if entry[0] in configuration.KEYS}
+
+
+def _placement(args: argparse.Namespace) -> dict[str, str]:
+    """Keys that are given by their short options."""
+    given = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _) in _placement_options().items()}
+    return {key: value for key, value in given.items() if value is not None} | (
+        {"parallel.offload": "true"} if args.offload else {}
+    )
 
 
 def _machine(args: argparse.Namespace) -> Any:

@@ -61,6 +61,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--master-addr", metavar="HOST", help="the first machine's address, for --nnodes above 1")
     parser.add_argument("--master-port", metavar="P", type=int, default=29500, help="a free port of it (29500)")
     parser.add_argument(
+        "--between",
+        metavar="NAME|GB/s",
+        default="infiniband",
+        help='parallel.strategy = "auto": the link between machines, per GPU, as of plsc plan (default: infiniband)',
+    )
+    parser.add_argument(
         "--as-toml", action="store_true", help="print CONFIG as TOML, every key or an arcface_torch config's, and end"
     )
     parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
@@ -117,7 +123,7 @@ def _load(args: argparse.Namespace) -> Config:
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:
-    options = {"--out": args.out, "--resume": args.resume, "--json": args.json}
+    options = {"--out": args.out, "--resume": args.resume, "--json": args.json, "--between": args.between}
     arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     arguments += ["--overwrite"] if args.overwrite else []
     return ["train", str(args.config), *arguments, *args.overrides]
@@ -136,7 +142,13 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     out = args.out if args.out is not None else Path("runs") / args.config.stem
     try:
         with RankWatch(mesh, lambda lost: print_error("plsc train", str(lost))):
-            result = train(config, mesh, out=out, resume=args.resume)
+            why: tuple[str, ...] = ()
+            if config.parallel.strategy == "auto":
+                from plsc.plan.strategy_choice import choose_on_ranks
+
+                chosen = choose_on_ranks(config, mesh, args.between)
+                config, why = chosen.config, chosen.why
+            result = train(config, mesh, out=out, resume=args.resume, notes=why)
         shutdown()
     except PlscError as error:
         if is_reporting_rank(mesh):

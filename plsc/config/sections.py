@@ -36,7 +36,7 @@ def _lr_scalings() -> tuple[str, ...]:
 def _strategies() -> tuple[str, ...]:
     from plsc.parallel.strategies import STRATEGIES
 
-    return STRATEGIES
+    return (*STRATEGIES, "auto")
 
 
 def _schedules() -> tuple[str, ...]:
@@ -246,7 +246,8 @@ class ParallelConfig:
         "ddp",
         "Placement of the backbone: ddp (whole on every rank), zero1 (whole, but for the optimizer's state, which is "
         "spread over the ranks), fsdp (weights, gradients and optimizer state spread over all ranks; weights are "
-        "gathered block by block), hsdp (spread over shard_ranks, replicated across). None changes the results.",
+        "gathered block by block), hsdp (spread over shard_ranks, replicated across). None changes the results. auto "
+        "takes the fastest that fits by plsc plan, and says why.",
         choices=_strategies,
     )
     shard_ranks: int = key(

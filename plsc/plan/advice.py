@@ -8,10 +8,12 @@ from typing import Any
 from plsc.config import Config, DataConfig
 from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
+from plsc.plan.backbone_memory import frees_gradients
 from plsc.plan.devices import GIB, Device
-from plsc.plan.memory import Memory, as_dict, keeps_gradients, plan_memory, row_bytes
+from plsc.plan.links import Links
+from plsc.plan.memory import Memory, as_dict, plan_memory, row_bytes
 from plsc.plan.plan_config import STORAGES, PlanConfig
-from plsc.plan.timing import Links, Timing, plan_time
+from plsc.plan.timing import Timing, plan_time
 
 _MANY = 10**10  # classes whose shard is larger than any chunk
 _TIE = 0.02  # a step's time that two setups may differ by before the faster one is taken over the more exact one
@@ -53,6 +55,12 @@ class Estimate:
             "sample_rate": setup.config.head.sample_rate,
             "placement": setup.placement,
             "head_ranks": setup.head_ranks,
+            "strategy": setup.config.parallel.strategy,
+            "shard_ranks": setup.shard_ranks,
+            "tp": setup.tp,
+            "pp": setup.pp,
+            "offload": setup.config.parallel.offload,
+            "comm_hook": setup.config.parallel.comm_hook,
             "batch_size": setup.batch,
             "fits": self.fits,
             "memory": as_dict(self.memory),
@@ -67,8 +75,9 @@ def estimate(setup: PlanConfig, hardware: Hardware) -> Estimate:
     """Estimate bytes and seconds of ``setup`` on ``hardware``."""
     profile = profile_of(setup)
     memory = plan_memory(setup, profile, hardware.device)
-    on_host = hardware.host_memory is not None and memory.host * setup.per_node <= hardware.host_memory
-    fits = memory.total <= hardware.memory and (setup.placement != "host" or on_host)
+    in_host = (memory.host if setup.placement == "host" else 0) + memory.offloaded
+    has_room = hardware.host_memory is not None and in_host * setup.per_node <= hardware.host_memory
+    fits = memory.total <= hardware.memory and (not in_host or has_room)
     return Estimate(setup, memory, plan_time(setup, profile, hardware.device, hardware.links), fits)
 
 
@@ -82,9 +91,9 @@ def profile_of(setup: PlanConfig) -> BackboneProfile:
         recompute=config.recompute,
         recompute_every=config.recompute_every,
         recompute_budget=config.recompute_budget,
-        data=DataConfig(image_size=config.data.image_size, batch_size=config.data.batch_size),
+        data=DataConfig(image_size=config.data.image_size, batch_size=setup.batch),
     )
-    return _profile(alike, keeps_gradients(setup))
+    return _profile(alike, frees_gradients(setup))
 
 
 def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
@@ -174,7 +183,7 @@ def _fitting(exact: PlanConfig, hardware: Hardware) -> list[Estimate]:
 
 def _estimates(setup: PlanConfig, stored: Iterable[tuple[str, str]], hardware: Hardware) -> Iterator[Estimate]:
     for weights, momentum in stored:
-        for ranks in group_sizes(setup.world):
+        for ranks in group_sizes(setup.table_ranks):
             yield estimate(replace(setup.stored_as(weights, momentum), head_ranks=ranks), hardware)
 
 
@@ -256,21 +265,23 @@ def _why_groups(choice: Estimate, hardware: Hardware) -> str:
     setup = choice.setup
     if setup.world == 1:
         return "one rank holds the whole table."
-    whole = estimate(replace(setup, head_ranks=setup.world), hardware)
-    if setup.head_ranks == setup.world:
-        return f"the table is sharded over all {setup.world:,} ranks: copies would have to exchange their gradients."
+    whole = estimate(replace(setup, head_ranks=setup.table_ranks), hardware)
+    if setup.head_ranks == setup.table_ranks:
+        return (
+            f"the table is sharded over all {setup.table_ranks:,} ranks: copies would have to exchange their gradients."
+        )
     ratio = whole.timing.seconds / choice.timing.seconds
     return (
         f"the table is sharded over {setup.head_ranks} ranks and replicated {setup.replicas} times: a rank gathers "
-        f"{setup.group_batch:,} embeddings instead of {setup.batch * setup.world:,}; sharded over all ranks, a step "
-        f"takes {ratio:.2f} times as long."
+        f"{setup.group_batch:,} embeddings instead of {setup.batch * setup.data_ranks:,}; sharded over all ranks, a "
+        f"step takes {ratio:.2f} times as long."
     )
 
 
 def _what_to_change(exact: PlanConfig, hardware: Hardware) -> str:
     """Say in one line what is lacking, and what would fix it."""
     stored = list(storages(exact))[-1]
-    smallest = replace(exact.stored_as(*stored), head_ranks=exact.world)
+    smallest = replace(exact.stored_as(*stored), head_ranks=exact.table_ranks)
     memory = plan_memory(smallest, profile_of(smallest), hardware.device)
     table = sum(row_bytes(smallest.config).values()) * smallest.rows
     ranks = f"{exact.world:,} GPU{'s' if exact.world > 1 else ''} of {gib(hardware.memory)}"
@@ -291,7 +302,7 @@ def _enough_gpus(smallest: PlanConfig, hardware: Hardware) -> Iterator[int]:
     """The first doubling of the ranks that fits, if any does."""
     world = 2 * smallest.world
     while world <= _MOST_GPUS:
-        if estimate(replace(smallest, world=world, head_ranks=world), hardware).fits:
+        if estimate(replace(smallest, world=world, head_ranks=world // smallest.pp), hardware).fits:
             yield world
             return
         world *= 2

@@ -1,6 +1,8 @@
 """Profile of a backbone: bytes kept, FLOPs and traffic of a forward and a backward pass, from a run on fake tensors."""
 
 import copy
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,12 +26,54 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Parameter:
+    """A weight: its ``shape`` and bytes of a number; ``unit`` is the name of the Unit that it belongs to, or None."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    is_trained: bool
+    unit: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole weight."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A part whose weights fsdp gathers together; the blocks of a transformer are also what tp and pp divide.
+
+    ``entered`` bytes are alive when its forward pass begins, ``kept`` more when it ends, of which ``split`` are made
+    within attention and MLP, but for their inputs and outputs. ``output`` (of ``tokens`` per image) has so many
+    bytes, ``input`` as the block's linear layers read it. ``forward`` are its operations in the profile's list.
+    """
+
+    name: str
+    entered: int
+    kept: int
+    split: int
+    input: int
+    output: int
+    tokens: int
+    forward: range
+
+    @property
+    def is_block(self) -> bool:
+        """True for a block of a transformer."""
+        return "blocks" in self.name.split(".")
+
+
+@dataclass(frozen=True, eq=False)
 class BackboneProfile:
     """A backbone at a batch, in bytes.
 
     ``weights`` and ``trainable`` parameters, the ``largest`` of these, ``buffers``; ``activations`` are what the
     forward pass keeps, images included; ``peak`` is the most that both passes hold above weights and buffers.
     With gradients kept, ``peak`` has them; without, each is gone once it is whole (they lie in buckets elsewhere).
+    The first ``forward_operations`` are the forward pass's; ``parameters`` are in the module's order, ``units`` in that
+    of the forward pass.
     """
 
     images: int
@@ -40,6 +84,14 @@ class BackboneProfile:
     activations: int
     peak: int
     operations: tuple[Operation, ...]
+    forward_operations: int
+    parameters: tuple[Parameter, ...]
+    units: tuple[Unit, ...]
+
+    @property
+    def blocks(self) -> tuple[Unit, ...]:
+        """The blocks of a transformer; none of other backbones."""
+        return tuple(unit for unit in self.units if unit.is_block)
 
     @property
     def flops(self) -> int:
@@ -62,14 +114,16 @@ def profile_backbone(
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_forget_gradient)
     weights = [(p.nbytes, p.requires_grad) for p in fake.parameters()]
-    with mode, Ledger(fake) as ledger:
+    ledger = Ledger(fake)
+    watch = _UnitWatch(fake, ledger, AUTOCAST_DTYPES.get(precision, torch.float32).itemsize)
+    with mode, ledger:
         x = torch.empty(images, 3, image_size, image_size)
         dtype = AUTOCAST_DTYPES.get(precision)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             embeddings = fake(x)
         del x  # a step keeps no images but what the backbone saves of them
         embeddings = embeddings.float()
-        activations = ledger.live
+        activations, forward_operations = ledger.live, len(ledger.operations)
         embeddings.backward(torch.empty_like(embeddings))
     trainable = [size for size, learns in weights if learns]
     return BackboneProfile(
@@ -81,7 +135,60 @@ def profile_backbone(
         activations,
         ledger.peak,
         tuple(ledger.operations),
+        forward_operations,
+        tuple(watch.parameters),
+        tuple(watch.units),
     )
+
+
+class _UnitWatch:
+    """Notes what each unit of a backbone keeps in the first forward pass; ``width`` is that of a product's number."""
+
+    def __init__(self, backbone: nn.Module, ledger: "Ledger", width: int) -> None:
+        from plsc.parallel.strategies.fsdp import sharded_units  # late: it takes long to import
+
+        self.units: list[Unit] = []
+        self._ledger, self._width = ledger, width
+        self._split, self._entered, self._start = 0, 0, 0
+        self._before: list[int] = []
+        names = {module: name for name, module in backbone.named_modules()}
+        found = list(sharded_units(backbone))
+        of_unit = {weight: names[unit] for unit in found for weight in unit.parameters()}
+        self.parameters = [
+            Parameter(name, tuple(weight.shape), weight.element_size(), weight.requires_grad, of_unit.get(weight))
+            for name, weight in backbone.named_parameters()
+        ]
+        for unit in found:
+            unit.register_forward_pre_hook(self._enter)
+            for name, inner in unit.named_children():
+                if name in ("attn", "mlp"):
+                    inner.register_forward_pre_hook(self._enter_inner)
+                    inner.register_forward_hook(self._leave_inner)
+            unit.register_forward_hook(self._leaver(names[unit]))
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._entered, self._start, self._split = self._ledger.live, len(self._ledger.operations), 0
+
+    def _leaver(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
+        def leave(module: nn.Module, args: Any, output: Tensor) -> None:
+            if any(unit.name == name for unit in self.units):  # computed again for the backward pass
+                return
+            kept = self._ledger.live - self._entered
+            numbers = output.numel()
+            tokens = output.shape[1] if output.dim() == 3 else 1
+            done = range(self._start, len(self._ledger.operations))
+            self.units.append(
+                Unit(name, self._entered, kept, self._split, numbers * self._width, _bytes(output), tokens, done)
+            )
+
+        return leave
+
+    def _enter_inner(self, module: nn.Module, args: Any) -> None:
+        self._before.append(self._ledger.live)
+
+    def _leave_inner(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        made = self._ledger.live - self._before.pop()
+        self._split += max(made - _bytes(output) - args[0].numel() * self._width, 0)
 
 
 def _forget_gradient(parameter: Tensor) -> None:

@@ -3,9 +3,13 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from plsc import sizes
 from plsc.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 GIB = 2**30
 # Of a card sold as "80GB", 80 GiB are built in and the driver keeps some: an H100 shows 78 to 79.6 GiB, a V100-32GB
@@ -81,6 +85,12 @@ DEVICES = {
 # Peak bytes per second, GPU and direction: PCIe 4.0 x16; NDR InfiniBand, a 400 Gb/s port per GPU; 100 Gb/s Ethernet.
 LINKS = {"pcie": 32e9, "infiniband": 50e9, "ethernet": 12.5e9}
 
+# Of a CPU's ranks, FLOP/s and bytes per second: so that plans of it can be compared with each other, and no more.
+_CPU_PRODUCTS, _CPU_BANDWIDTH = 1e11, 1e10
+# Bytes per second that a machine's processors read and write in an optimizer's step over offloaded weights: a third of
+# the 614 GB/s of two sockets of eight DDR5-4800 channels each. Allowed for, not measured.
+HOST_BANDWIDTH = 200e9
+
 
 def named_device(name: str) -> Device:
     """One of :data:`DEVICES`; UsageError otherwise."""
@@ -145,10 +155,30 @@ def measure_device() -> Device:
     if kind == "cpu":
         return Device("this CPU, measured", kind, products, copy)
     properties = torch.cuda.get_device_properties(0)
-    named = [known for known in DEVICES.values() if known.name.upper() in properties.name.upper()]
-    nvlink = named[0].nvlink if named else 0.0
+    known = _known(properties.name)
+    nvlink = known.nvlink if known is not None else 0.0
     kernels = torch.cuda.get_device_capability(0) >= (8, 0)
     return Device(f"{properties.name}, measured", kind, products, copy, properties.total_memory, nvlink, kernels)
+
+
+def present_device(device: "torch.device") -> Device:
+    """Return this rank's device with the speeds of its data sheet.
+
+    A GPU that has none here gets an A100's, without NVLink. A CPU has nominal speeds, and no memory of its own.
+    """
+    import torch
+
+    if device.type != "cuda":
+        return Device("cpu", "cpu", dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), _CPU_PRODUCTS), _CPU_BANDWIDTH)
+    properties = torch.cuda.get_device_properties(device)
+    known = _known(properties.name) or replace(DEVICES["a100"], nvlink=0.0)
+    kernels = (properties.major, properties.minor) >= (8, 0)
+    return replace(known, name=properties.name, memory=properties.total_memory, has_kernels=kernels)
+
+
+def _known(name: str) -> Device | None:
+    """The data sheet of a GPU by the name that its driver gives."""
+    return next((known for known in DEVICES.values() if known.name.upper() in name.upper()), None)
 
 
 def _product_speed(side: int, precision: str, device: "object") -> float:

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from plsc.config import Config
+from plsc.config import Config, DataConfig, ParallelConfig
 from plsc.head.backends import HeadShape, why_no_triton_passes
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
@@ -15,6 +15,7 @@ from plsc.head.class_table import NORM_BLOCK_ROWS, default_chunk_size, overlappe
 from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
+from plsc.plan.backbone_memory import BackboneMemory, backbone_memory
 from plsc.plan.devices import Device
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import make_head, make_head_optimizer, make_margin
@@ -37,14 +38,16 @@ _WRITES = 3  # copies of rows of a host table whose updates return, at most; one
 class Memory:
     """Bytes of a rank: ``kept`` all the time, ``phases`` of a step in turn, ``allowed`` but not computed.
 
-    ``host`` is what its share of the table takes of its machine's memory, or disk; ``checkpoint`` what the first rank
-    writes of the state, and copies to its machine's memory before (:mod:`plsc.train.checkpoint_writer`).
+    ``host`` is what its share of the table takes of its machine's memory, or disk, and ``offloaded`` its share of the
+    backbone; ``checkpoint`` what the first rank writes of the state, and copies to its machine's memory before
+    (:mod:`plsc.train.checkpoint_writer`).
     """
 
     kept: dict[str, int]
     phases: dict[str, int]
     allowed: dict[str, int]
     host: int = 0
+    offloaded: int = 0
     checkpoint: int = 0
 
     @property
@@ -61,9 +64,13 @@ class Memory:
         return self.computed + sum(self.allowed.values())
 
 
-@functools.cache
 def row_bytes(config: Config) -> dict[str, int]:
     """Bytes that one row of the table takes, by what holds them: read off the head and its optimizer themselves."""
+    return _row_bytes(replace(config, parallel=ParallelConfig(), data=DataConfig(), backbone=""))
+
+
+@functools.cache
+def _row_bytes(config: Config) -> dict[str, int]:
     head = _one_row(config)
     optimizer = make_head_optimizer(config, head, head.mesh.world_size)
     parts = {"class weights": head.weight.nbytes}
@@ -75,18 +82,27 @@ def row_bytes(config: Config) -> dict[str, int]:
 
 def plan_memory(setup: PlanConfig, profile: BackboneProfile, device: Device) -> Memory:
     """The bytes of ``setup``'s fullest rank. ``profile`` is the backbone's at the setup's batch and precision."""
-    table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()}
-    stored = sum(table.values()) - table["1/norms"] + _stored_of_backbone(setup, profile)
+    last = setup.pp - 1
+    with_head = _memory_of(setup, backbone_memory(setup, profile, device, last), device)
+    if last == 0:
+        return with_head
+    first = _memory_of(setup, backbone_memory(setup, profile, device, 0), device, has_head=False)
+    return max(first, with_head, key=lambda memory: memory.total)
+
+
+def _memory_of(setup: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool = True) -> Memory:
+    table = {name: size * setup.rows for name, size in row_bytes(setup.config).items()} if has_head else {}
+    stored = sum(size for name, size in table.items() if name != "1/norms") + backbone.stored
     host = 0
     if setup.placement != "device":
         host, table = sum(table.values()), {}
-    kept = {**table, **_backbone_state(setup, profile)}
-    phases = _phases(setup, profile, device)
+    kept = {**table, **backbone.kept}
+    phases = _phases(setup, backbone, device, has_head=has_head)
     allowed = {}
     if device.kind == "cuda":
         allowed["CUDA context and libraries"] = CONTEXT_BYTES + (NCCL_BYTES if setup.world > 1 else 0)
         allowed["allocator's fragments"] = int(FRAGMENTED_SHARE * max(phases.values()))
-    return Memory(kept, phases, allowed, host, stored)
+    return Memory(kept, phases, allowed, host, backbone.host, stored)
 
 
 def head_memory(setup: PlanConfig, device: Device) -> tuple[int, int]:
@@ -96,11 +112,6 @@ def head_memory(setup: PlanConfig, device: Device) -> tuple[int, int]:
     second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
     passes = [_block(setup, device, first, passes=1), _block(setup, device, second, passes=2)]
     return table, _waiting(setup) + max(passes)
-
-
-def keeps_gradients(setup: PlanConfig) -> bool:
-    """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
-    return setup.world == 1 and setup.micro_batches == 1
 
 
 def chunk_rows(setup: PlanConfig, device: Device, samples: int, *, passes: int = 2) -> int:
@@ -126,42 +137,24 @@ def _state_label(name: str) -> str:
     return {"momentum_scale": "int8 scales", "first_moment_scale": "int8 scales"}.get(name, name.replace("_", " "))
 
 
-def _stored_of_backbone(setup: PlanConfig, profile: BackboneProfile) -> int:
-    weights = profile.weights + profile.buffers
-    return (2 if setup.config.ema_decay else 1) * weights + setup.backbone_states * profile.trainable
-
-
-def _backbone_state(setup: PlanConfig, profile: BackboneProfile) -> dict[str, int]:
-    config = setup.config
-    kept = {
-        "backbone weights": profile.weights,
-        "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
-        "backbone optimizer state": setup.backbone_states * profile.trainable,
-    }
-    if not keeps_gradients(setup):
-        kept["backbone gradients"] = profile.trainable
-    if config.ema_decay:
-        kept["moving average"] = profile.weights + profile.buffers
-    return kept
-
-
-def _phases(setup: PlanConfig, profile: BackboneProfile, device: Device) -> dict[str, int]:
+def _phases(setup: PlanConfig, backbone: BackboneMemory, device: Device, *, has_head: bool) -> dict[str, int]:
     """Return what each part of a step holds on top, activations included."""
-    gradients = profile.trainable if keeps_gradients(setup) else 0
+    if not has_head:
+        return {
+            "backbone, backward pass": backbone.backward,
+            "backbone, update": backbone.gradients + backbone.update,
+        }
     waiting, staged = _waiting(setup), _staged(setup, device)
     first = chunk_rows(setup, device, setup.group_batch, passes=1)
     second = chunk_rows(setup, device, setup.group_batch * setup.micro_batches)
-    # torch's optimizers work on all weights at a time on GPUs, and copy them once
-    copied = profile.trainable if device.kind == "cuda" else profile.largest
-    phases = {
-        "head, first pass": profile.activations + waiting + _block(setup, device, first, passes=1) + staged["first"],
-        "backbone, backward pass": profile.peak + waiting + staged["between"],
-        "head, second pass": gradients + waiting + _block(setup, device, second, passes=2) + staged["second"],
-        "backbone, update": gradients + copied + staged["between"],
-    }
     widened = min(setup.rows, NORM_BLOCK_ROWS) * setup.config.embedding_dim * 8
-    phases["head, first norms"] = profile.activations + waiting + widened
-    return phases
+    return {
+        "head, first pass": backbone.forward + waiting + _block(setup, device, first, passes=1) + staged["first"],
+        "backbone, backward pass": backbone.backward + waiting + staged["between"],
+        "head, second pass": backbone.gradients + waiting + _block(setup, device, second, passes=2) + staged["second"],
+        "backbone, update": backbone.gradients + backbone.update + staged["between"],
+        "head, first norms": backbone.forward + waiting + widened,
+    }
 
 
 def _waiting(setup: PlanConfig) -> int:
@@ -268,5 +261,6 @@ def as_dict(memory: Memory) -> dict[str, Any]:
         "computed": memory.computed,
         "total": memory.total,
         "host": memory.host,
+        "offloaded": memory.offloaded,
         "checkpoint": memory.checkpoint,
     }

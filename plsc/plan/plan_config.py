@@ -15,7 +15,8 @@ class PlanConfig:
     """A run on ``world`` ranks, one GPU each, ``per_node`` to a machine.
 
     The class table is sharded over ``head_ranks`` ranks and replicated over the others; ``placement`` is where it lies:
-    "device", "host" for its machine's memory, or "mmap" for a file on its machine's disk.
+    "device", "host" for its machine's memory, or "mmap" for a file on its machine's disk. In a pipeline, the ranks of
+    the last stage have all of it.
     """
 
     config: Config
@@ -27,23 +28,78 @@ class PlanConfig:
 
     @property
     def batch(self) -> int:
-        """Samples per rank in one micro-batch."""
-        return self.config.data.batch_size
+        """Samples per rank in one micro-batch; a pipeline cuts a batch in several."""
+        return -(-self.config.data.batch_size // self.pipeline_micro_batches)
+
+    @property
+    def pipeline_micro_batches(self) -> int:
+        """Micro-batches that are in a pipeline together; 1 without one."""
+        return int(getattr(self.config.parallel, "pp_micro_batches", 0) or 2 * self.pp) if self.pp > 1 else 1
+
+    @property
+    def tp(self) -> int:
+        """Ranks of a tensor parallel group."""
+        return int(getattr(self.config.parallel, "tp", 1))
+
+    @property
+    def pp(self) -> int:
+        """Ranks of a pipeline."""
+        return int(getattr(self.config.parallel, "pp", 1))
+
+    @property
+    def schedule(self) -> str:
+        """Of a pipeline: "gpipe", "1f1b" or "interleaved"."""
+        return str(getattr(self.config.parallel, "pp_schedule", "1f1b"))
+
+    @property
+    def strategy(self) -> str:
+        """Of the backbone: with one rank that is not offloaded, all are one."""
+        parallel = self.config.parallel
+        is_alone = self.data_ranks == 1 and not parallel.offload
+        return "ddp" if is_alone else parallel.strategy
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that share a batch: those of a tensor parallel group, in all stages of the pipeline."""
+        return self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Numbers of batches under way at a time."""
+        return self.world // self.model_ranks
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks over which weights, gradients and the optimizer's state are sharded; 1 where they are whole."""
+        parallel = self.config.parallel
+        if self.strategy == "hsdp":
+            return min(parallel.shard_ranks or max(self.per_node // self.tp, 1), self.data_ranks)
+        return self.data_ranks if self.strategy == "fsdp" else 1
+
+    @property
+    def samples(self) -> int:
+        """Samples of a step, of all ranks."""
+        return self.batch * self.data_ranks * self.micro_batches
 
     @property
     def group_batch(self) -> int:
         """Samples per head group in one micro-batch: what a rank gathers."""
-        return self.batch * self.head_ranks
+        return -(-self.batch * self.head_ranks // self.tp)
 
     @property
     def micro_batches(self) -> int:
         """Of a step."""
-        return self.config.optim.accumulate
+        return self.config.optim.accumulate * self.pipeline_micro_batches
+
+    @property
+    def table_ranks(self) -> int:
+        """Ranks that have a part of the table: all, or those of a pipeline's last stage."""
+        return self.world // self.pp
 
     @property
     def replicas(self) -> int:
         """Copies of the table."""
-        return self.world // self.head_ranks
+        return self.table_ranks // self.head_ranks
 
     @property
     def rows(self) -> int:
@@ -57,7 +113,7 @@ class PlanConfig:
         if rate >= 1:
             return self.rows
         owned = self.rows // centers
-        positives = -(-self.batch * self.world * self.micro_batches // self.head_ranks)
+        positives = -(-self.samples // self.head_ranks)
         return min(max(round(rate * owned), min(positives, owned)), owned) * centers
 
     @property
@@ -78,6 +134,11 @@ class PlanConfig:
         """(weights, momentum)."""
         return self.config.head.weight_dtype, self.config.head.momentum_dtype
 
+    def placed(self, **parallel: object) -> "PlanConfig":
+        """The same with other keys of [parallel]."""
+        changed = replace(self.config.parallel, **parallel)  # type: ignore[arg-type]
+        return replace(self, config=replace(self.config, parallel=changed))
+
     def stored_as(self, weights: str, momentum: str) -> "PlanConfig":
         """The same with another storage of the table."""
         return self._with_head(weight_dtype=weights, momentum_dtype=momentum)
@@ -89,6 +150,13 @@ class PlanConfig:
     def _with_head(self, **changes: object) -> "PlanConfig":
         head = replace(self.config.head, **changes)  # type: ignore[arg-type]
         return replace(self, config=replace(self.config, head=head))
+
+
+def plan_config(config: Config, classes: int, world: int, per_node: int) -> PlanConfig:
+    """The run of ``config`` on so many ranks, with the table sharded and placed as it says."""
+    placement = config.head.placement.partition(":")[0]
+    table_ranks = world // int(getattr(config.parallel, "pp", 1))
+    return PlanConfig(config, classes, world, min(per_node, world), config.head_ranks or table_ranks, placement)
 
 
 def check_ranks(world: int, per_node: int, head_ranks: int) -> None:

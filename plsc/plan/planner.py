@@ -18,22 +18,31 @@ from plsc.plan.advice import (
     storage_label,
     storages,
 )
+from plsc.plan.backbone_timing import BACKBONE_SHARE
 from plsc.plan.devices import GIB
 from plsc.plan.memory import row_bytes
-from plsc.plan.plan_config import PlanConfig, check_ranks
-from plsc.plan.timing import BACKBONE_SHARE, HEAD_SHARE
+from plsc.plan.plan_config import PlanConfig, check_ranks, plan_config
+from plsc.plan.strategy_choice import choose_strategy, comparison, label
+from plsc.plan.timing import HEAD_SHARE
+from plsc.train.components import strategy_options
 
 _WIDTH = 48
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``largest`` maps (storage, placement) to the most classes that the exact softmax could have on these ranks."""
+    """``largest`` maps (storage, placement) to the most classes that the exact softmax could have on these ranks.
+
+    ``strategies`` are estimates of the configured run under each strategy of the backbone; ``strategy_why`` says why
+    "auto" became the configured one, and is empty where it was given.
+    """
 
     hardware: Hardware
     configured: Estimate
     advice: Advice
     largest: dict[tuple[tuple[str, str], str], int]
+    strategies: list[Estimate]
+    strategy_why: tuple[str, ...] = ()
     images: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,6 +63,8 @@ class Plan:
             "activation_bytes_per_image": profile.activations / profile.images,
             "configured": self.configured.as_dict(),
             "recommended": {**self.advice.choice.as_dict(), "why": self.advice.why},
+            "strategies": [each.as_dict() for each in self.strategies],
+            "strategy_why": list(self.strategy_why),
             "largest_classes": [
                 {"weight_dtype": weights, "momentum_dtype": momentum, "placement": placement, "classes": most}
                 for ((weights, momentum), placement), most in self.largest.items()
@@ -92,18 +103,23 @@ def plan(
         CapacityError: no storage and placement of the table fits; the message says what to change.
     """
     check_ranks(gpus, gpus_per_node, config.head_ranks)
+    if config.parallel.strategy != "auto":
+        strategy_options(config).check_world(gpus)
     if classes < 1:
         raise UsageError(f"--classes {classes}: at least one is needed")
     if hardware.memory < GIB // 64:
         raise UsageError(f"{hardware.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
-    placement = config.head.placement.partition(":")[0]
-    setup = PlanConfig(config, classes, gpus, min(gpus_per_node, gpus), config.head_ranks or gpus, placement)
-    advice = advise(setup, hardware, wanted)
-    return Plan(hardware, estimate(setup, hardware), advice, _largest_by_storage(setup, hardware), images)
+    setup = plan_config(config, classes, gpus, gpus_per_node)
+    why: tuple[str, ...] = ()
+    if config.parallel.strategy == "auto":
+        chosen = choose_strategy(setup, hardware)
+        setup, why = chosen.estimate.setup, chosen.why
+    advice, largest = advise(setup, hardware, wanted), _largest_by_storage(setup, hardware)
+    return Plan(hardware, estimate(setup, hardware), advice, largest, comparison(setup, hardware), why, images)
 
 
 def _largest_by_storage(setup: PlanConfig, hardware: Hardware) -> dict[tuple[tuple[str, str], str], int]:
-    exact = replace(setup.sampled(1.0), head_ranks=setup.world)
+    exact = replace(setup.sampled(1.0), head_ranks=setup.table_ranks)
     placements = ["device"] if hardware.host_memory is None else ["device", "host"]
     return {
         (storage, placement): largest_classes(replace(exact.stored_as(*storage), placement=placement), hardware)
@@ -118,6 +134,7 @@ def as_text(plan: Plan) -> str:
         _heading(plan),
         _memory(plan),
         _time(plan),
+        _strategies(plan),
         _recommended(plan),
         _largest(plan),
         _assumptions(plan),
@@ -139,6 +156,9 @@ def _heading(plan: Plan) -> Iterable[str]:
     again = {"none": "", "every_k": f"every {config.recompute_every}", "budget": f"budget {config.recompute_budget:g}"}
     recompute = f", recompute {again[config.recompute]}" if config.recompute != "none" else ""
     yield f"{config.backbone}, {config.precision}{recompute}, {setup.batch} images of {side}x{side} per GPU{batches}"
+    if setup.world > 1 or config.parallel.offload:
+        hook = config.parallel.comm_hook
+        yield f"backbone: {label(setup)}" + (f", comm_hook {hook}" if hook != "none" else "")
     yield f"{setup.classes:,} classes x {config.embedding_dim}, {_head(plan.configured)}"
     yield (
         f"{setup.world:,} GPU{'s' if setup.world > 1 else ''} with {gib(plan.hardware.memory)} usable each "
@@ -175,6 +195,8 @@ def _memory(plan: Plan) -> Iterable[str]:
     if memory.host:
         where = "in its host's memory" if plan.configured.setup.placement == "host" else "on its host's disk"
         yield _line(f"its share of the table, {where}", amount(memory.host))
+    if memory.offloaded:
+        yield _line("its share of the backbone, in its host's memory", amount(memory.offloaded))
     yield _line("a checkpoint's copy, in its host's memory", amount(memory.checkpoint))
     phases = ", ".join(f"{name} {amount(size).strip()}" for name, size in memory.phases.items())
     yield f"  (a step holds on top, in turn: {phases})"
@@ -188,6 +210,18 @@ def _time(plan: Plan) -> Iterable[str]:
     yield _line("in all", f"{timing.seconds * 1e3:9.2f}   {_rate(plan, plan.configured)}")
     for name, seconds in timing.hidden.items():
         yield _line(f"(hidden: {name}", f"{seconds * 1e3:9.2f})")
+
+
+def _strategies(plan: Plan) -> Iterable[str]:
+    if plan.strategy_why:
+        yield 'parallel.strategy = "auto" is resolved'
+        yield from (f"  {line}" for line in plan.strategy_why)
+    yield "Strategies of the backbone on these ranks, all else as configured"
+    for each in plan.strategies:
+        fits = "" if each.fits else "   does not fit"
+        on_host = f" and {gib(each.memory.offloaded)} of the host" if each.memory.offloaded else ""
+        text = f"{each.timing.seconds * 1e3:9.2f} ms   {gib(each.memory.total)} of a GPU{on_host}{fits}"
+        yield _line(label(each.setup), text)
 
 
 def _rate(plan: Plan, estimate: Estimate) -> str:

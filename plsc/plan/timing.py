@@ -1,41 +1,17 @@
 """Seconds of a step by part: a model of what the operations compute and move, at speeds that are given or named."""
 
-import math
 from dataclasses import dataclass
 
 from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
-from plsc.plan.devices import LINK_SHARE, LINKS, Device
+from plsc.plan.backbone_timing import plan_backbone_time
+from plsc.plan.devices import Device
+from plsc.plan.links import Links
 from plsc.plan.memory import clips_head, has_fused_passes, row_bytes, stores_gradient
 from plsc.plan.plan_config import PlanConfig
 
-# Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
-# this share: 0.40 where arcface_torch publishes 4,803 images/s (IResNet-50, fp16, 8 V100), 0.38 where PLSC publishes
-# 10,744 (8 A100).
-BACKBONE_SHARE = 0.4
 # Of the speed of large products, the head's four reach this share: exp and rounding between them count into it.
 HEAD_SHARE = 0.5
-LATENCY = {"inside": 10e-6, "between": 20e-6}  # seconds per doubling of the ranks that a collective joins
-OVERLAPPED_SHARE = 0.8  # of the backward pass, during which data parallel's all-reduce is under way already
-BACKWARD_SHARE = 2 / 3  # of a backbone's time
-HOST_COPY = LINKS["pcie"] * LINK_SHARE  # bytes per second and direction between host and device
-
-
-@dataclass(frozen=True)
-class Links:
-    """Bytes per second, GPU and direction that collectives reach ``inside`` a node and ``between`` nodes."""
-
-    inside: float
-    between: float
-    bus: float = HOST_COPY
-
-    def seconds(self, moved: float, ranks: int, per_node: int, stride: int = 1) -> float:
-        """Of a collective over ``ranks`` ranks, ``stride`` apart, of which each sends ``moved`` bytes."""
-        if ranks == 1:
-            return 0.0
-        outside = ranks * stride > per_node
-        speed = min(self.inside, self.between) if outside else self.inside
-        return moved / speed + LATENCY["between" if outside else "inside"] * math.log2(ranks)
 
 
 @dataclass(frozen=True)
@@ -64,38 +40,25 @@ def head_seconds(setup: PlanConfig, device: Device) -> dict[str, float]:
 
 def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
     """The parts of a step of ``setup``. Reading the data, and waiting for it, is not among them."""
-    backbone = setup.micro_batches * backbone_seconds(profile, device)
+    backbone = plan_backbone_time(setup, profile, device, links)
     head = head_seconds(setup, device)
     on_device = sum(head.values())
-    reduce, exposed = _data_parallel(setup, profile, links, backbone)
     bus = _bus(setup, links)
     summed = _replicas_sum(setup, links)
     summed_meanwhile = _hidden_sum(setup, summed, head["head, products"])
     parts = {
-        "backbone, forward and backward": backbone,
+        **backbone.parts,
         **head,
         **_head_collectives(setup, links),
         "head, replicas' gradients summed": summed - summed_meanwhile,
-        "backbone, all-reduce not hidden": exposed,
-        "backbone, update": _update_traffic(setup, profile) / device.bandwidth,
         "host bus, not hidden": max(bus - on_device, 0.0),
     }
     hidden = {
-        "backbone, all-reduce": reduce - exposed,
+        **backbone.hidden,
         "head, replicas' gradients summed": summed_meanwhile,
         "host bus": min(bus, on_device),
     }
-    samples = setup.batch * setup.world * setup.micro_batches
-    return Timing(_positive(parts), _positive(hidden), samples)
-
-
-def backbone_seconds(profile: BackboneProfile, device: Device) -> float:
-    """Forward and backward of one micro-batch."""
-    bound = sum(
-        max(operation.flops / device.products[operation.precision], operation.traffic / device.bandwidth)
-        for operation in profile.operations
-    )
-    return bound / BACKBONE_SHARE
+    return Timing(_positive(parts), _positive(hidden), setup.samples)
 
 
 def _products(setup: PlanConfig, device: Device) -> float:
@@ -156,20 +119,6 @@ def _hidden_sum(setup: PlanConfig, summed: float, products: float) -> float:
     if setup.placement != "device":
         return 0.0
     return min(summed * (1 - 1 / OVERLAPPED_CHUNKS), products / 2)
-
-
-def _data_parallel(setup: PlanConfig, profile: BackboneProfile, links: Links, backbone: float) -> tuple[float, float]:
-    """Seconds of the gradients' all-reduce, and of its part that the backward pass does not hide."""
-    world = setup.world
-    reduce = links.seconds(2 * profile.trainable * (world - 1) / world, world, setup.per_node)
-    last_backward = backbone / setup.micro_batches * BACKWARD_SHARE
-    return reduce, max(reduce - OVERLAPPED_SHARE * last_backward, 0.1 * reduce)
-
-
-def _update_traffic(setup: PlanConfig, profile: BackboneProfile) -> int:
-    """Bytes: gradients twice (norm, update), weights and states there and back; the moving average likewise."""
-    average = 3 * profile.weights if setup.config.ema_decay else 0
-    return (4 + 2 * setup.backbone_states) * profile.trainable + average
 
 
 def _bus(setup: PlanConfig, links: Links) -> float:

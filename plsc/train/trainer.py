@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,13 @@ LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 
 
 def train(
-    config: Config, mesh: Mesh, *, out: str | Path, resume: str | None = None, quiet: bool = False
+    config: Config,
+    mesh: Mesh,
+    *,
+    out: str | Path,
+    resume: str | None = None,
+    quiet: bool = False,
+    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train as ``config`` says and write the run directory ``out``; every rank calls.
 
@@ -57,6 +63,7 @@ def train(
             is none; else a checkpoint's folder, or a run's. After a restart by torchrun, the run that the same
             launch has begun in ``out`` goes on as by "auto".
         quiet: print nothing; train.log is written.
+        notes: lines for the head of train.log.
 
     Returns:
         {"out", "steps", "epochs", "loss", "skipped_steps", "images", "seconds", "images_per_second",
@@ -71,7 +78,7 @@ def train(
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
     with StopRequest() as stop:
-        trainer = Trainer(config, mesh, Path(out), resume, quiet)
+        trainer = Trainer(config, mesh, Path(out), resume, quiet, notes)
         try:
             with report_killed_workers():
                 return trainer.run(stop)
@@ -87,7 +94,9 @@ def train(
 class Trainer:
     """One rank's part of a training run."""
 
-    def __init__(self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool) -> None:
+    def __init__(
+        self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool, notes: Sequence[str] = ()
+    ) -> None:
         self.config, self.mesh, self.out = config, mesh, out
         _check_groups(config, mesh)
         self._launch = on_main(current_launch, mesh)
@@ -111,7 +120,7 @@ class Trainer:
             out, step=self.position.step, tensorboard=config.log.tensorboard, enabled=mesh.is_main
         )
         self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
-        for line in header(self.components, self._last_step(), start):
+        for line in (*notes, *header(self.components, self._last_step(), start)):
             self.report.line(line)
         self._report_resumption(stored, superseded)
         self.checkpointer = AsyncCheckpointer(

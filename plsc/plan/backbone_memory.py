@@ -1,0 +1,263 @@
+"""Memory of the backbone on a rank under each strategy: weights, gradients, optimizer state, activations.
+
+With W, G and S bytes of weights, gradients and optimizer state, n ranks to shard over, and the largest blocks b:
+
+- ddp: W + G + S. Communication hooks add their residuals (:func:`_hook_states`).
+- zero1: W + G + S/n (Rajbhandari et al., ZeRO, SC 2020, section 5.1), where a weight's state lies on one rank whole.
+- fsdp: (W + G + S)/n (ZeRO stage 3), and what is gathered: the block that computes, the one fetched ahead of it, in the
+  backward pass their gradients (Zhao et al., PyTorch FSDP, VLDB 2023). hsdp: the same with n = shard_ranks.
+- tp = K: a block's linear layers and activations /K; the inputs of its two branches are gathered whole, and norms
+  and their gradients are whole (Korthikanti et al., 2022, section 4.2, without its second gather).
+- pp = K: the blocks /K. gpipe keeps the activations of all m micro-batches (Huang et al., 2019), 1f1b of at most the
+  stages that follow (PipeDream-flush: Narayanan et al., 2021); interleaved of (K − 1)/(K·v) more, v parts to a rank.
+"""
+
+import functools
+import heapq
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
+from plsc.parallel.mesh import Mesh
+from plsc.plan.backbone import BackboneProfile, Parameter, Unit
+from plsc.plan.devices import Device
+from plsc.plan.plan_config import PlanConfig
+
+INTERLEAVED_PARTS = 2  # of the backbone on each rank of an interleaved pipeline
+_COLUMNS = ("attn.qkv", "mlp.fc1")  # split with their biases; those of rows are added once, by every rank
+_ROWS = ("attn.proj", "mlp.fc2")
+
+
+@dataclass(frozen=True)
+class BackboneMemory:
+    """Bytes of a rank: ``kept`` all the time; beside the head's passes, at the backward pass's peak, and after it.
+
+    ``forward`` and ``backward`` have the activations, ``gradients`` what is there from the backward pass to the update
+    and not in ``kept``, ``update`` what the update takes beside them. ``host`` lies in the machine's memory, and
+    ``stored`` is what the first rank writes of a checkpoint.
+    """
+
+    kept: dict[str, int]
+    forward: int
+    backward: int
+    gradients: int
+    update: int
+    host: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What a rank computes: weights as tensor parallelism leaves them, of one stage of a pipeline."""
+
+    parameters: tuple[Parameter, ...]
+    activations: int
+    transient: int
+
+    @property
+    def trained(self) -> tuple[Parameter, ...]:
+        """The weights with a gradient."""
+        return tuple(parameter for parameter in self.parameters if parameter.is_trained)
+
+
+def backbone_memory(setup: PlanConfig, profile: BackboneProfile, device: Device, stage: int) -> BackboneMemory:
+    """The bytes of a rank in a pipeline's stage; ``profile`` is the backbone's at the setup's batch and precision."""
+    held = stage_of(setup, profile, stage)
+    if is_sharded(setup):
+        return _sharded(setup, profile, held)
+    return _whole(setup, profile, held, device)
+
+
+def stage_of(setup: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
+    """The share of a rank in the pipeline's stage of this number."""
+    one = _micro_batch_of(profile, setup.tp, setup.pp, number)
+    return Stage(one.parameters, one.activations * _in_flight(setup, number), one.transient)
+
+
+@functools.lru_cache(maxsize=256)
+def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, number: int) -> Stage:
+    """What a stage holds with one micro-batch under way."""
+    blocks, transient = profile.blocks, profile.peak - profile.activations
+    if not blocks or tp * pp == 1:
+        return Stage(profile.parameters, profile.activations, transient)
+    stages = dict(zip((block.name for block in blocks), stages_of(len(blocks), pp), strict=True))
+    kept = sum(_kept(block, tp) for block in blocks if stages[block.name] == number)
+    kept += blocks[0].entered if number == 0 else 0
+    if number == pp - 1:
+        kept += profile.activations - blocks[-1].entered - blocks[-1].kept
+    held = (each for each in profile.parameters if _stage_of_parameter(each, stages, pp) == number)
+    return Stage(tuple(_split(each, tp) for each in held), kept, transient // tp)
+
+
+def _in_flight(setup: PlanConfig, stage: int) -> int:
+    """Micro-batches whose activations a stage holds at a time."""
+    micro_batches = setup.pipeline_micro_batches
+    if setup.schedule == "gpipe":
+        return micro_batches
+    alive = setup.pp - stage
+    if setup.schedule == "interleaved":
+        alive += math.ceil((setup.pp - 1) / INTERLEAVED_PARTS)
+    return min(alive, micro_batches)
+
+
+def stages_of(blocks: int, stages: int) -> list[int]:
+    """The stage of each block; the first stages hold one more where they cannot be equal."""
+    size, larger = divmod(blocks, stages)
+    return [stage for stage in range(stages) for _ in range(size + (stage < larger))]
+
+
+def _stage_of_parameter(parameter: Parameter, stages: Mapping[str, int], pp: int) -> int:
+    """The stem's weights are the first stage's; those behind the blocks the last's."""
+    end = 0 if any(word in parameter.name for word in ("embed", "token")) else pp - 1
+    return stages.get(parameter.unit or "", end)
+
+
+def _kept(block: Unit, tp: int) -> int:
+    """Activations that a block keeps: with tokens split all but the gathered inputs, else those within its branches."""
+    if block.tokens % tp:
+        return block.kept - block.split + block.split // tp
+    gathered = min(2 * block.input, block.kept)  # a block that is recomputed keeps its output alone
+    return gathered + (block.kept - gathered) // tp
+
+
+def _split(parameter: Parameter, tp: int) -> Parameter:
+    layer, _, kind = parameter.name.rpartition(".")
+    dim = 0 if layer.endswith(_COLUMNS) else 1 if layer.endswith((*_ROWS, "feature.0")) and kind == "weight" else None
+    if dim is None or tp == 1:
+        return parameter
+    shape = tuple(-(-size // tp) if number == dim else size for number, size in enumerate(parameter.shape))
+    return Parameter(parameter.name, shape, parameter.itemsize, parameter.is_trained, parameter.unit)
+
+
+def nbytes(parameters: Iterable[Parameter], ranks: int = 1) -> int:
+    """Bytes of weights on the rank that has most, each sharded over ``ranks`` along its first dimension."""
+    return sum(
+        parameter.nbytes // max(first, 1) * -(-first // ranks)
+        for parameter in parameters
+        for first in [parameter.shape[0] if parameter.shape else 1]
+    )
+
+
+def is_sharded(setup: PlanConfig) -> bool:
+    """True where fully_shard gathers weights and sums gradients onto shards, perhaps of one rank."""
+    return setup.pp == 1 and (setup.strategy in ("fsdp", "hsdp") or (setup.tp > 1 and setup.data_ranks > 1))
+
+
+def _whole(setup: PlanConfig, profile: BackboneProfile, stage: Stage, device: Device) -> BackboneMemory:
+    """Of weights that a rank holds whole, but for what tensor and pipeline parallelism leave to others."""
+    weights, trained = nbytes(stage.parameters), nbytes(stage.trained)
+    stepped = largest_partition(stage.trained, setup.data_ranks) if setup.strategy == "zero1" else trained
+    states = setup.backbone_states * stepped
+    kept = {
+        "backbone weights": weights,
+        "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
+        "backbone optimizer state": states,
+        **_hook_states(setup, profile, trained),
+    }
+    is_kept = not frees_gradients(setup)
+    if is_kept:
+        kept["backbone gradients"] = trained
+    if setup.config.ema_decay:
+        kept["moving average"] = weights + profile.buffers
+    gradients = (0 if is_kept else trained) + _hook_transient(setup, trained)
+    # torch's optimizers work on all weights at a time on GPUs, and copy them once
+    largest = max((parameter.nbytes for parameter in stage.trained), default=0)
+    copied = stepped if device.kind == "cuda" else largest
+    stored = (2 if setup.config.ema_decay else 1) * (weights + profile.buffers) + states
+    peak = stage.activations + stage.transient + _hook_transient(setup, trained)
+    return BackboneMemory(kept, stage.activations, peak, gradients, copied, 0, stored)
+
+
+def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> BackboneMemory:
+    """Of fully_shard: the shards lie on the device, or on the host, and what is gathered comes on top."""
+    ranks, offload = setup.shard_ranks, setup.config.parallel.offload
+    weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
+    states = setup.backbone_states * trained
+    average = weights if setup.config.ema_decay else 0
+    sharded = {"backbone weights": weights, "backbone optimizer state": states, "moving average": average}
+    on_device = {} if offload else {name: size for name, size in sharded.items() if size}
+    averaged = profile.buffers if average else 0
+    kept = {**on_device, "backbone buffers, twice": 2 * profile.buffers + averaged}
+    units = [nbytes(group) for group in gathered_together(stage)]
+    whole = nbytes(stage.trained) if setup.micro_batches > 1 else 0  # gradients of micro-batches add up before a sum
+    pair = 2 * max(units, default=0)
+    root = nbytes(p for p in stage.parameters if p.unit is None)  # gathered from the forward pass to the backward's end
+    summed = 0 if offload else trained
+    return BackboneMemory(
+        kept,
+        forward=stage.activations + root + whole,
+        backward=stage.activations + root + summed + (whole or max(units, default=0)) + max(pair, stage.transient),
+        gradients=summed,
+        update=0 if offload else trained,
+        host=(sum(sharded.values()) + trained) if offload else 0,
+        stored=weights + states + average + (1 + bool(average)) * profile.buffers,
+    )
+
+
+def gathered_together(stage: Stage) -> list[list[Parameter]]:
+    """The weights of each unit that fsdp gathers; those of none, the root's, are left out."""
+    units: dict[str, list[Parameter]] = {}
+    for parameter in stage.parameters:
+        if parameter.unit is not None:
+            units.setdefault(parameter.unit, []).append(parameter)
+    return list(units.values())
+
+
+def frees_gradients(setup: PlanConfig) -> bool:
+    """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
+    return setup.world == 1 and setup.micro_batches == 1
+
+
+def largest_partition(trained: Iterable[Parameter], ranks: int) -> int:
+    """Bytes of the weights that the fullest rank steps under zero1: torch gives the largest first, to the emptiest."""
+    loads = [0] * ranks
+    for size in sorted((parameter.nbytes for parameter in trained), reverse=True):
+        heapq.heapreplace(loads, loads[0] + size)
+    return max(loads)
+
+
+def _hook_states(setup: PlanConfig, profile: BackboneProfile, trained: int) -> dict[str, int]:
+    """Bytes that a communication hook keeps beside the optimizer: dgc's residual and momentum, powersgd's error."""
+    hook, config = setup.config.parallel.comm_hook, setup.config
+    if setup.data_ranks == 1 or hook in ("none", "bf16", "fp16"):
+        return {}
+    if hook == "powersgd":
+        return {"backbone error feedback": trained}
+    compressed = sum(
+        parameter.nbytes
+        for parameter in profile.parameters
+        if parameter.is_trained and math.prod(parameter.shape) >= config.parallel.dgc_dense_below
+    )
+    return {"backbone gradients not sent": (2 - setup.backbone_states) * compressed}
+
+
+def _hook_transient(setup: PlanConfig, trained: int) -> int:
+    """Bytes from the exchange to the end of the step: dgc's next momentum and residual."""
+    return 2 * trained if setup.config.parallel.comm_hook == "dgc" and setup.data_ranks > 1 else 0
+
+
+def sent_bytes(setup: PlanConfig, parameters: Iterable[Parameter]) -> int:
+    """Bytes of these weights' gradients that a rank gives to a step's exchange once its hook has warmed up."""
+    shapes = tuple(parameter.shape for parameter in parameters if parameter.is_trained)
+    return _sent_bytes(setup.config.parallel.comm_hook, _options(setup), shapes, setup.data_ranks)
+
+
+def _options(setup: PlanConfig) -> CompressionOptions:
+    parallel = setup.config.parallel
+    return CompressionOptions(
+        powersgd_rank=parallel.powersgd_rank,
+        powersgd_start_step=parallel.powersgd_start_step,
+        dgc_sparsity=parallel.dgc_sparsity,
+        dgc_dense_below=parallel.dgc_dense_below,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _sent_bytes(hook: str, options: CompressionOptions, shapes: tuple[tuple[int, ...], ...], ranks: int) -> int:
+    module = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
+    exchange: GradientExchange = gradient_exchange(hook, module, Mesh(0, ranks, 0, torch.device("meta")), options)
+    return exchange.sent_bytes(module.parameters(), options.powersgd_start_step)

@@ -1,0 +1,205 @@
+"""Seconds of the backbone's part of a step under each strategy: computing, exchanging, updating.
+
+With W and G bytes of weights and gradients, d ranks that see different images, s of them that share one set of weights,
+a rank moves in a step
+
+- ddp: 2·G·(d − 1)/d for the all-reduce, of which the backward pass hides most; with a communication hook, 2·(d − 1)/d
+  times what :meth:`plsc.parallel.gradient_compression.GradientExchange.sent_bytes` counts, under dgc (d − 1) times.
+- zero1: as ddp, and W·(d − 1)/d for the broadcast of the updated weights.
+- fsdp: W·(s − 1)/s for an all-gather in the forward pass, as much for one in the backward pass, of each micro-batch,
+  and G·(s − 1)/s for the reduce-scatter of the last: 1.5 times ddp's (Rajbhandari et al., ZeRO, SC 2020, section 7.2).
+- hsdp: the same within its s ranks, and 2·(G/s)·(r − 1)/r for the all-reduce over its r = d/s replicas.
+- tp = K: two all-gathers and two reduce-scatters of a block's tokens in each pass (Korthikanti et al., 2022, section
+  4.2.2), which nothing hides.
+- pp = K: a block's output and its gradient over K − 1 boundaries; and the bubble, (K − 1)/(v·m) of the time of m
+  micro-batches, v parts of the backbone to a rank (Narayanan et al., 2021, section 2.2).
+"""
+
+from dataclasses import dataclass
+
+from plsc.plan.backbone import BackboneProfile
+from plsc.plan.backbone_memory import (
+    INTERLEAVED_PARTS,
+    Stage,
+    gathered_together,
+    is_sharded,
+    largest_partition,
+    nbytes,
+    sent_bytes,
+    stage_of,
+)
+from plsc.plan.devices import HOST_BANDWIDTH, Device
+from plsc.plan.links import Links
+from plsc.plan.plan_config import PlanConfig
+
+# Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
+# this share: 0.40 where arcface_torch publishes 4,803 images/s (IResNet-50, fp16, 8 V100), 0.38 where PLSC publishes
+# 10,744 (8 A100).
+BACKBONE_SHARE = 0.4
+OVERLAPPED_SHARE = 0.8  # of the passes beside which a collective runs, during which it is under way already
+BACKWARD_SHARE = 2 / 3  # of a backbone's time
+_EXPOSED_SHARE = 0.1  # of a collective at least: the first gather, the last bucket
+# Bytes that a hook reads and writes for each byte of a float32 gradient, on the device. Counted from its operations:
+# 16 bits: rounded, read again; powersgd: error added, two products, their product, the new error; dgc: momentum,
+# residual, magnitudes, a radix selection of four passes, the elements cleared, both states kept or not.
+_HOOK_TRAFFIC = {"none": 0.0, "bf16": 3.0, "fp16": 3.0, "powersgd": 12.0, "dgc": 24.0}
+
+
+@dataclass(frozen=True)
+class BackboneTime:
+    """Seconds by part: ``parts`` add up, ``hidden`` ones pass beside them."""
+
+    parts: dict[str, float]
+    hidden: dict[str, float]
+
+
+def plan_backbone_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> BackboneTime:
+    """The parts of a step's backbone on the slowest rank."""
+    stage = _busiest_stage(setup, profile)
+    passes, bubble = _passes(setup, profile, device)
+    gathered, reduced = _gathered(setup, stage, links), _reduced(setup, stage, links)
+    backward = passes / setup.micro_batches * BACKWARD_SHARE
+    gather_waits = _exposed(gathered, passes)
+    left = passes - (gathered - gather_waits) / OVERLAPPED_SHARE  # gathers and sums share the links
+    reduce_waits = _exposed(reduced, min(backward, left))
+    parts = {
+        "backbone, forward and backward": passes,
+        "pipeline, bubble": bubble,
+        "pipeline, sends": _sends(setup, profile, links),
+        "tensor parallel, collectives": _tensor_collectives(setup, profile, links),
+        "backbone, weights gathered, not hidden": gather_waits,
+        f"backbone, {_exchange(setup)} not hidden": reduce_waits,
+        "backbone, gradients compressed": _compressed(setup, stage, device),
+        "backbone, shards copied": _shards_copied(setup, stage) / device.bandwidth,
+        "backbone, updated weights broadcast": _broadcast(setup, stage, links),
+        "backbone, update": _update(setup, stage, device),
+    }
+    hidden = {
+        f"backbone, {_exchange(setup)}": reduced - reduce_waits,
+        "backbone, weights gathered": gathered - gather_waits,
+    }
+    return BackboneTime(parts, hidden)
+
+
+def backbone_seconds(profile: BackboneProfile, device: Device) -> float:
+    """Forward and backward of one micro-batch on one rank."""
+    return _bound(profile, range(len(profile.operations)), device) / BACKBONE_SHARE
+
+
+def _bound(profile: BackboneProfile, operations: range, device: Device) -> float:
+    chosen = (profile.operations[number] for number in operations)
+    return sum(max(op.flops / device.products[op.precision], op.traffic / device.bandwidth) for op in chosen)
+
+
+def _passes(setup: PlanConfig, profile: BackboneProfile, device: Device) -> tuple[float, float]:
+    """Seconds of a step's passes on a rank, and of the pipeline's bubble beside them."""
+    blocks = profile.blocks
+    whole = backbone_seconds(profile, device) * setup.micro_batches
+    if not blocks or setup.model_ranks == 1:
+        return whole, 0.0
+    forward = _bound(profile, range(profile.forward_operations), device)
+    stem = _bound(profile, range(blocks[0].forward.start), device) / forward
+    in_blocks = sum(_bound(profile, block.forward, device) for block in blocks) / forward
+    tail = 1 - stem - in_blocks
+    most = -(-len(blocks) // setup.pp) / len(blocks)
+    ends = stem + tail if setup.pp == 1 else max(stem, tail)
+    busy = whole * (in_blocks * most / setup.tp + ends)
+    parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
+    return busy, busy * (setup.pp - 1) / (parts * setup.pipeline_micro_batches)
+
+
+def _busiest_stage(setup: PlanConfig, profile: BackboneProfile) -> Stage:
+    """The stage with most weights to exchange."""
+    stages = [stage_of(setup, profile, number) for number in {0, setup.pp - 1}]
+    return max(stages, key=lambda stage: nbytes(stage.trained))
+
+
+def _exposed(seconds: float, beside: float) -> float:
+    """The part of a collective that the passes ``beside`` it do not hide."""
+    return max(seconds - OVERLAPPED_SHARE * beside, _EXPOSED_SHARE * seconds)
+
+
+def _exchange(setup: PlanConfig) -> str:
+    if is_sharded(setup):
+        return "reduce-scatter"
+    return "all-gather of the largest" if setup.config.parallel.comm_hook == "dgc" else "all-reduce"
+
+
+def _gathered(setup: PlanConfig, stage: Stage, links: Links) -> float:
+    """Seconds of a step's all-gathers: every unit's in both passes, the root's in one; from the host, of shards too."""
+    if not is_sharded(setup):
+        return 0.0
+    ranks, per_node, tp = setup.shard_ranks, setup.per_node, setup.tp
+    units = [nbytes(unit) for unit in gathered_together(stage)]
+    root = nbytes(stage.parameters) - sum(units)
+    moved = setup.micro_batches * (2 * sum(units) + root)
+    calls = setup.micro_batches * (2 * len(units) + 1)
+    seconds = links.seconds(moved * (ranks - 1) / ranks, ranks, per_node, stride=tp, calls=calls)
+    return seconds + (moved / ranks / links.bus if setup.config.parallel.offload else 0.0)
+
+
+def _reduced(setup: PlanConfig, stage: Stage, links: Links) -> float:
+    """Seconds of a step's exchange of gradients."""
+    ranks, per_node, tp = setup.data_ranks, setup.per_node, setup.tp
+    sent = sent_bytes(setup, stage.parameters)
+    if not is_sharded(setup):
+        copies = ranks - 1 if setup.config.parallel.comm_hook == "dgc" else 2 * (ranks - 1) / ranks
+        return links.seconds(copies * sent, ranks, per_node, stride=tp)
+    shards = setup.shard_ranks
+    replicas = ranks // shards
+    calls = len(gathered_together(stage)) + 1
+    seconds = links.seconds(sent * (shards - 1) / shards, shards, per_node, stride=tp, calls=calls)
+    across = 2 * sent / shards * (replicas - 1) / replicas
+    seconds += links.seconds(across, replicas, per_node, stride=tp * shards, calls=calls)
+    return seconds + (nbytes(stage.trained, shards) / links.bus if setup.config.parallel.offload else 0.0)
+
+
+def _compressed(setup: PlanConfig, stage: Stage, device: Device) -> float:
+    hook = setup.config.parallel.comm_hook
+    return _HOOK_TRAFFIC[hook] * nbytes(stage.trained) / device.bandwidth if setup.data_ranks > 1 else 0.0
+
+
+def _shards_copied(setup: PlanConfig, stage: Stage) -> int:
+    """Bytes: FSDP2 copies what it gathers out of the collective's buffer, and gradients into that of theirs."""
+    if not is_sharded(setup):
+        return 0
+    return 4 * setup.micro_batches * nbytes(stage.parameters) + 2 * nbytes(stage.trained)
+
+
+def _broadcast(setup: PlanConfig, stage: Stage, links: Links) -> float:
+    """Seconds in which zero1's ranks give each other the weights that they stepped, one after another."""
+    ranks = setup.data_ranks
+    if setup.strategy != "zero1":
+        return 0.0
+    moved = nbytes(stage.trained) * (ranks - 1) / ranks
+    return links.seconds(moved, ranks, setup.per_node, calls=min(ranks, len(stage.trained)))
+
+
+def _update(setup: PlanConfig, stage: Stage, device: Device) -> float:
+    """Gradients twice (norm, update), weights and states there and back; the moving average likewise."""
+    ranks = setup.shard_ranks
+    weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
+    stepped = largest_partition(stage.trained, setup.data_ranks) if setup.strategy == "zero1" else trained
+    moved = trained + (3 + 2 * setup.backbone_states) * stepped + (3 * weights if setup.config.ema_decay else 0)
+    speed = HOST_BANDWIDTH / setup.per_node if setup.config.parallel.offload else device.bandwidth
+    return moved / speed
+
+
+def _tensor_collectives(setup: PlanConfig, profile: BackboneProfile, links: Links) -> float:
+    """Seconds of the collectives within the blocks of one stage, in the precision of the products."""
+    ranks = setup.tp
+    if ranks == 1:
+        return 0.0
+    blocks = -(-len(profile.blocks) // setup.pp) * setup.micro_batches
+    moved = 8 * blocks * profile.blocks[0].input * (ranks - 1) / ranks
+    return links.seconds(moved, ranks, setup.per_node, calls=8 * blocks)
+
+
+def _sends(setup: PlanConfig, profile: BackboneProfile, links: Links) -> float:
+    """Seconds of one boundary's activations and their gradients, which lie as many ranks apart as a stage has."""
+    if setup.pp == 1:
+        return 0.0
+    parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
+    calls = 2 * parts * setup.micro_batches
+    moved = calls * profile.blocks[0].output
+    return links.seconds(moved, 2, setup.per_node, stride=setup.world // setup.pp, calls=calls)
