@@ -120,6 +120,10 @@ class Block(nn.Module):
 class VisionTransformer(Backbone):
     """Patches, ``SHAPES[name].depth`` blocks, and a linear layer over all tokens."""
 
+    # by their use, so that the ranks of a pipeline hold what they need
+    embedding = ("pos_embed", "patch_embed")
+    projection = ("mask_token", "norm", "feature")
+
     def __init__(
         self,
         name: str,
@@ -137,7 +141,7 @@ class VisionTransformer(Backbone):
             raise UsageError(f"patch_size is {patch}; it has to lie between 1 and image_size ({image_size})")
         dim, depth = SHAPES[name]
         tokens = (image_size // patch) ** 2
-        self.tokens = tokens
+        self.dim, self.tokens = dim, tokens
         self.mask_ratio = mask_ratio
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, dim))
         # Replaces a dropped patch; without gradient if none is ever dropped, so that DDP does not wait for it.

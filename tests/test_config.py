@@ -94,6 +94,9 @@ def groups_of(entry: Key) -> dict[str, str]:
 
 def strategy_of(entry: Key) -> dict[str, str]:
     """A strategy that has the key, and a backbone that can be split."""
+    if entry.name in ("parallel.pp", "parallel.pp_micro_batches"):
+        pipeline = {"backbone": "vit_base", "data.batch_size": 256}
+        return pipeline if entry.name == "parallel.pp" else {**pipeline, "parallel.pp": 2}
     if entry.name == "parallel.tp":
         return {"backbone": "vit_tiny"}
     strategies = {"parallel.shard_ranks": "hsdp", "parallel.offload": "fsdp"}

@@ -34,6 +34,7 @@ def check_together(config: Config) -> None:
     _check_averaging(config)
     _check_head_averaging(config)
     _check_strategy(config)
+    _check_pipeline(config)
     _check_head(config)
     _check_backbone(config.backbone)
     _check_tensor_parallel(config)
@@ -164,6 +165,61 @@ def _check_parts(config: Config, cause: str) -> None:
         )
     if parallel.bucket_mb is not None:
         raise UsageError(f"parallel.bucket_mb is of ddp and zero1; {cause} sums block by block")
+
+
+def _check_pipeline(config: Config) -> None:
+    from plsc.models.vit import SHAPES
+    from plsc.parallel.strategies import STAGES_OF_A_RANK
+
+    parallel = config.parallel
+    pp, count = parallel.pp, parallel.pp_micro_batches or 2 * parallel.pp
+    if pp == 1:
+        if parallel.pp_micro_batches:
+            raise UsageError("parallel.pp_micro_batches is a number of pipelines, and parallel.pp is 1; leave it out")
+        return
+    cause = f"parallel.pp = {pp}"
+    if config.backbone not in SHAPES:
+        raise UsageError(
+            f'{cause} cuts the blocks of {", ".join(SHAPES)}, and backbone is "{config.backbone}"; give one of them, '
+            'or strategy = "fsdp"'
+        )
+    stages = pp * STAGES_OF_A_RANK[parallel.pp_schedule]
+    if stages > SHAPES[config.backbone].depth:
+        raise UsageError(
+            f'{cause} with pp_schedule = "{parallel.pp_schedule}" makes {stages} stages, and {config.backbone} has '
+            f"{SHAPES[config.backbone].depth} blocks; give a smaller pp"
+        )
+    _check_micro_batches(config, count)
+    if parallel.strategy != "ddp":
+        raise UsageError(f'{cause} goes with strategy = "ddp", and parallel.strategy is "{parallel.strategy}"')
+    if parallel.tp > 1:
+        raise UsageError(f"{cause} and parallel.tp = {parallel.tp} do not go together yet; give one of them")
+    if parallel.averaging != "none" or parallel.comm_hook in ("powersgd", "dgc"):
+        raise UsageError(
+            f"{cause} exchanges gradients stage by stage, which averaging, powersgd and dgc do not know; give "
+            'averaging = "none" and comm_hook = "none", "bf16" or "fp16"'
+        )
+    if config.head_ranks:
+        raise UsageError(f"{cause} shards the class table over the ranks of the last stage; leave head_ranks out")
+
+
+def _check_micro_batches(config: Config, count: int) -> None:
+    parallel = config.parallel
+    if count < parallel.pp:
+        raise UsageError(
+            f"parallel.pp_micro_batches = {count} leaves some of the pipeline's {parallel.pp} ranks without work at "
+            f"any time; give {parallel.pp} or more"
+        )
+    if parallel.pp_schedule == "interleaved" and count % parallel.pp:
+        raise UsageError(
+            f"parallel.pp_micro_batches = {count} is no multiple of pp = {parallel.pp}, as the interleaved schedule "
+            "needs; give one"
+        )
+    if config.data.batch_size < 2 * count:
+        raise UsageError(
+            f"data.batch_size = {config.data.batch_size} has less than two samples for each of the pipeline's {count} "
+            f"micro-batches, and batch normalisation needs two; give {2 * count} or more, or fewer pp_micro_batches"
+        )
 
 
 def _check_head(config: Config) -> None:

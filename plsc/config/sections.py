@@ -39,6 +39,12 @@ def _strategies() -> tuple[str, ...]:
     return (*STRATEGIES, "auto")
 
 
+def _pipeline_schedules() -> tuple[str, ...]:
+    from plsc.parallel.strategies import STAGES_OF_A_RANK
+
+    return tuple(STAGES_OF_A_RANK)
+
+
 def _schedules() -> tuple[str, ...]:
     from plsc.optim.schedules import SCHEDULES
 
@@ -264,6 +270,24 @@ class ParallelConfig:
     )
     offload: bool = key(
         False, "fsdp, hsdp: keep weights, gradients and optimizer state in main memory; the update runs there."
+    )
+    pp: int = key(
+        1,
+        "Pipeline parallelism of ViTs: so many ranks hold consecutive blocks of the backbone, a divisor of all ranks; "
+        "the class table lies on those of the last stage. 1: none.",
+        least=1,
+    )
+    pp_schedule: str = key(
+        "1f1b",
+        "Schedule of a pipeline: gpipe (all forward passes, then all backward passes), 1f1b (alternating, so that "
+        "fewer activations are kept), interleaved (1f1b with two stages per rank: shorter waits, more messages).",
+        choices=_pipeline_schedules,
+    )
+    pp_micro_batches: int = key(
+        0,
+        "Micro-batches into which a pipeline cuts a rank's batch, at least pp; 0: twice pp. Batch normalisation sees "
+        "one at a time, as under optim.accumulate.",
+        least=0,
     )
     comm_hook: str = key(
         "none",

@@ -33,13 +33,14 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: H
     if head is not None:
         _check_head_optimizer(head)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return clip_by_norm_(gradients, total_norm(gradients), max_norm, head)
+    norm = total_norm(gradients)
+    if head is not None:
+        norm = torch.hypot(norm.double(), head.gradient_norm().to(norm.device))
+    return clip_by_norm_(gradients, norm, max_norm, head)
 
 
 def clip_by_norm_(gradients: list[Tensor], norm: Tensor, max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
     """Do what :func:`clip_grad_norm_` does, to gradients, or parts of them, whose common norm is known already."""
-    if head is not None:
-        norm = torch.hypot(norm.double(), head.gradient_norm().to(norm.device))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         gradient.mul_(factor.to(gradient))
@@ -96,6 +97,8 @@ class GradScaler(torch.amp.GradScaler):
         """Unscale both optimizers' gradients."""
         _check_head_optimizer(head)
         if self.is_enabled():
+            if self._scale is None:  # scale() makes it, and this rank sees no loss
+                self.scale(torch.zeros((), device=self.mesh.device))
             self.unscale_(backbone)
             assert self._scale is not None  # made by scale()
             head.scale_gradients(self._scale.double().reciprocal())

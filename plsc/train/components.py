@@ -24,6 +24,7 @@ from plsc.models import Backbone, create, load_weights
 from plsc.models.recompute_budget import recompute_activations
 from plsc.models.weights import unwrapped
 from plsc.models.wrappers import RotationTTA
+from plsc.optim.absent_head import AbsentHead, AbsentHeadOptimizer
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
@@ -140,13 +141,13 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     if config.sync_batchnorm:
         backbone = convert_sync_batchnorm(backbone, strategy.peers)
     exact = _sums_exactly(config, mesh)
-    exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, mesh, loader))
+    exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, strategy.peers, loader))
     gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
     groups = raise_on_all_ranks(mesh, lambda: _named_groups(config, backbone, strategy))
     strategy.wrap(backbone, template, _wrapping(config, mesh, exchange, gradients))
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
-    head = raise_on_all_ranks(mesh, lambda: make_head(config, dataset.num_classes, mesh, exact=exact))
+    head = raise_on_all_ranks(mesh, lambda: _head_of(config, dataset.num_classes, strategy, exact=exact))
     return TrainComponents(
         config,
         mesh,
@@ -165,7 +166,15 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
 
 def strategy_options(config: Config) -> StrategyOptions:
     """The strategy that [parallel] describes."""
-    return StrategyOptions(config.parallel.strategy, config.parallel.shard_ranks, config.parallel.tp)
+    parallel = config.parallel
+    return StrategyOptions(
+        parallel.strategy,
+        parallel.shard_ranks,
+        parallel.tp,
+        parallel.pp,
+        parallel.pp_schedule,
+        parallel.pp_micro_batches,
+    )
 
 
 def optimizer_steps(config: Config, loader: TrainLoader) -> int:
@@ -284,7 +293,17 @@ def _sums_exactly(config: Config, mesh: Mesh) -> bool:
     """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
     plain = config.precision == "fp32" and not config.compile and config.parallel.comm_hook == "none"
     plain = plain and config.parallel.strategy in ("ddp", "zero1") and config.parallel.tp == 1
+    plain = plain and config.parallel.pp == 1
     return config.sync_batchnorm and plain and mesh.device.type == "cpu"
+
+
+def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: bool) -> ShardedHead:
+    """This rank's side of the class head."""
+    if strategy.head_mesh is not None:
+        return make_head(config, num_classes, strategy.head_mesh, exact=exact)
+    mesh = strategy.mesh
+    alone = Mesh(0, 1, mesh.local_rank, mesh.device)
+    return AbsentHead(config.embedding_dim, num_classes, alone, make_margin(config.head))
 
 
 def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
@@ -343,6 +362,8 @@ def make_head_optimizer(config: Config, head: ShardedHead, data_ranks: int) -> H
     """The head's optimizer, as [optim] describes it, for the global batch of so many ranks with own images."""
     optim = config.optim
     lr = peak_rates(config, data_ranks)[1]
+    if isinstance(head, AbsentHead):
+        return AbsentHeadOptimizer(head, lr)
     if optim.head_name == "sgd":
         momentum = optim.momentum if head.momentum_dtype is not None else 0.0
         return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)

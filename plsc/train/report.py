@@ -164,11 +164,12 @@ def begins_anew(config: Config) -> str:
 
 def _model(components: TrainComponents) -> str:
     config = components.config
-    parameters = sum(weight.shape.numel() for weight in components.strategy.weights)
     extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
     extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
     device = components.mesh.device.type
-    model = f"{config.backbone}, {parameters / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"
+    model = (
+        f"{config.backbone}, {components.strategy.size / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"
+    )
     slow = " (slow on a CPU: bf16 and fp32 are not)" if (config.precision, device) == ("fp16", "cpu") else ""
     return ", ".join([model, config.precision + slow, *extras])
 

@@ -165,21 +165,22 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float64, device=self.components.mesh.device)
         for index, batch in enumerate(group):
             upcoming = group[index + 1] if index + 1 < len(group) else None
-            loss = partial(self._loss, total, batch.size / samples, upcoming)
+            loss = partial(self._loss, total, samples, upcoming)
             images = partial(self._prepared, batch.images)
             strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
-        return total
+        return strategy.from_head(total)
 
     def _loss(
         self,
         total: Tensor,
-        share: float,
+        samples: int,
         upcoming: MicroBatch | None,
         embeddings: Tensor,
         labels: Tensor,
         sizes: Sequence[int],
     ) -> Tensor:
-        """Return what is differentiated of a micro-batch: its ``share`` of the loss, which joins ``total``, scaled."""
+        """Return what is differentiated of a micro-batch: its share of the loss, which joins ``total``, scaled."""
+        share = sum(sizes) / samples
         embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
         loss = self.components.head(embeddings, labels, sizes)
         self._prefetch(upcoming)
@@ -194,7 +195,7 @@ class Stepper:
         """
         head, loader = self.components.head, self.components.loader
         share = self.components.strategy.head_share
-        if head.placement == "device":
+        if head.placement == "device" or not self.components.strategy.prefetches:
             return
         if upcoming is not None:
             head.prefetch(*share(upcoming.labels, upcoming.sizes))
@@ -232,6 +233,8 @@ class Stepper:
         if not optim.clip_norm:
             return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
         head = components.head_optimizer if optim.clip_head else None
+        if head is not None:
+            norm = torch.hypot(norm.double(), components.strategy.from_head(head.gradient_norm()).to(norm.device))
         norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, head)
         return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
 

@@ -120,8 +120,11 @@ class Trainer:
             out, step=self.position.step, tensorboard=config.log.tensorboard, enabled=mesh.is_main
         )
         self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
-        for line in (*notes, *header(self.components, self._last_step(), start)):
+        for line in notes:
             self.report.line(line)
+        if mesh.is_main:  # other ranks may hold nothing of the head that it describes
+            for line in header(self.components, self._last_step(), start):
+                self.report.line(line)
         self._report_resumption(stored, superseded)
         self.checkpointer = AsyncCheckpointer(
             self.checkpoints,

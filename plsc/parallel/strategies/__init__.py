@@ -7,8 +7,9 @@ from plsc.errors import UsageError
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.base import Strategy, Weight, Wrapping
 
-__all__ = ["STRATEGIES", "Strategy", "StrategyOptions", "Weight", "Wrapping", "make_strategy"]
+__all__ = ["STAGES_OF_A_RANK", "STRATEGIES", "Strategy", "StrategyOptions", "Weight", "Wrapping", "make_strategy"]
 
+STAGES_OF_A_RANK = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # by the schedule of a pipeline
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp")
 
 
@@ -21,14 +22,25 @@ class StrategyOptions:
         shard_ranks: hsdp: consecutive ranks, or groups of ``tp`` ranks, that share one set of weights; 0: those of a
             machine.
         tp: ranks of a group that splits the blocks of a vision transformer (tensor parallelism); 1: none does.
+        pp: ranks of a pipeline; 1: none.
+        pp_schedule: a key of STAGES_OF_A_RANK.
+        pp_micro_batches: into which a rank's batch is cut; 0: twice ``pp``.
     """
 
     name: str = "ddp"
     shard_ranks: int = 0
     tp: int = 1
+    pp: int = 1
+    pp_schedule: str = "1f1b"
+    pp_micro_batches: int = 0
 
     def check_world(self, world_size: int) -> None:
         """UsageError unless so many ranks can be arranged like that."""
+        if world_size % self.pp:
+            raise UsageError(
+                f"parallel.pp = {self.pp} does not divide the number of ranks, {world_size}; "
+                f"give {_divisors(world_size)}, or start another number"
+            )
         if world_size % self.tp:
             raise UsageError(
                 f"parallel.tp = {self.tp} does not divide the number of ranks, {world_size}; "
@@ -69,6 +81,11 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
     if options.name not in STRATEGIES:
         raise UsageError(f"there is no strategy {options.name!r}; it is one of {', '.join(STRATEGIES)}")
     options.check_world(mesh.world_size)
+    if options.pp > 1:
+        from plsc.parallel.strategies.pipeline import Pipeline
+
+        stages = STAGES_OF_A_RANK[options.pp_schedule]
+        return Pipeline(mesh, options.pp, options.pp_schedule, stages, options.pp_micro_batches or 2 * options.pp)
     shards = options.shards(mesh.world_size)
     # each is imported where it is used: torch's engines take long to import
     if options.tp > 1:

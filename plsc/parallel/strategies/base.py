@@ -91,17 +91,22 @@ class Strategy:
         mesh: all ranks.
         data_rank, data_ranks: this rank's number among those that read different images, and how many these are.
         peers: the ranks that hold the same layers, and see different images: running statistics are averaged there.
+        head_mesh: the ranks that hold the class table, among which this one computes losses; None on a rank that does
+            neither.
         is_replicated: every rank holds all weights, and the same gradients after the backward pass.
         steps_on_device: the optimizer may leave it to the device whether a step goes through.
+        prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
         backbone, net: the backbone, and what is called.
         weights: of the backbone, in its order, those that this rank holds.
     """
 
     is_replicated = True
     steps_on_device = True
+    prefetches = True
 
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = self.peers = mesh
+        self.head_mesh: Mesh | None = mesh
         self.data_rank, self.data_ranks = mesh.rank, mesh.world_size
 
     def describe(self) -> str:
@@ -159,6 +164,11 @@ class Strategy:
         """The weights of the optimizer."""
         return [weight for weight in self.weights if weight.place is not None]
 
+    @property
+    def size(self) -> int:
+        """The number of parameters of the whole backbone."""
+        return sum(weight.numel() for weight in self._template.parameters())
+
     # A step.
 
     def warm_up(self, images: Callable[[], Tensor]) -> None:
@@ -189,6 +199,10 @@ class Strategy:
     def exchanges_gradients(self, last: bool) -> AbstractContextManager[None]:
         """Enter a micro-batch whose gradients are exchanged if ``last``, and else kept on the rank."""
         return nullcontext()
+
+    def from_head(self, value: Tensor) -> Tensor:
+        """Return a number that the ranks of :attr:`head_mesh` have on all ranks, which all call; perhaps in place."""
+        return value
 
     def collect_gradients(self) -> None:
         """Give :attr:`weights` the gradients of the backward passes, where the engine keeps them elsewhere."""
