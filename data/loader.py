@@ -73,7 +73,6 @@ class TrainLoader:
         pin_memory: bool = False,
     ) -> None:
         _check(dataset, batch_size, rank, world_size, seed, workers)
-        check_augmentation(augment)
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
         self._pin_memory = pin_memory
@@ -82,14 +81,25 @@ class TrainLoader:
         self._bad_keys: set[str] = set()
         self._has_read = False
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
-        reader = BatchReader(dataset, augment, seed, ImageCache(dataset) if cached else None, max_bad_records)
+        reader = BatchReader(dataset, seed, ImageCache(dataset) if cached else None, max_bad_records)
         self._requests = _Requests()
+        self.augment = augment
         self._batches = map_in_workers(reader, self._requests, workers, persistent=True, pin_memory=pin_memory)
 
     @property
     def epoch(self) -> int:
         """The current epoch, from 0; it advances when the loop over it ends."""
         return self._epoch
+
+    @property
+    def augment(self) -> str:
+        """The augmentation, one of AUGMENTATIONS. Another one holds from the next loop over the loader on."""
+        return self._requests.augment
+
+    @augment.setter
+    def augment(self, name: str) -> None:
+        check_augmentation(name)
+        self._requests.augment = name
 
     @property
     def steps_per_epoch(self) -> int:
@@ -243,10 +253,11 @@ def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """Samples to read, by their indices (b,) in the data set; the epoch keys their augmentation."""
+    """Samples to read, by their indices (b,) in the data set; the epoch keys their augmentation ``augment``."""
 
     epoch: int
     indices: NDArray[np.int64]
+    augment: str
 
 
 class _Requests:
@@ -254,10 +265,11 @@ class _Requests:
 
     def __init__(self) -> None:
         self.epoch = 0
+        self.augment = "none"
         self.parts: list[NDArray[np.unsignedinteger]] = []
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return (BatchRequest(self.epoch, part.astype(np.int64)) for part in self.parts)
+        return (BatchRequest(self.epoch, part.astype(np.int64), self.augment) for part in self.parts)
 
     def __len__(self) -> int:
         return len(self.parts)
@@ -287,17 +299,14 @@ class BatchReader(Dataset[ImageBatch]):
     ``max_bad_records`` were tried in vain for one batch.
     """
 
-    def __init__(
-        self, dataset: ImageDataset, augment: str, seed: int, cache: "ImageCache | None", max_bad_records: int
-    ) -> None:
-        self.dataset, self.augment, self.seed, self.cache = dataset, augment, seed, cache
-        self.max_bad_records = max_bad_records
+    def __init__(self, dataset: ImageDataset, seed: int, cache: "ImageCache | None", max_bad_records: int) -> None:
+        self.dataset, self.seed, self.cache, self.max_bad_records = dataset, seed, cache, max_bad_records
 
     def __getitem__(self, request: BatchRequest) -> ImageBatch:
         batch = self._read(request.indices)
         if batch.failures:
             batch = self._with_neighbours(batch, request.indices)
-        images = augment_batch(batch.images, batch.indices, self.augment, seed=self.seed, epoch=request.epoch)
+        images = augment_batch(batch.images, batch.indices, request.augment, seed=self.seed, epoch=request.epoch)
         return ImageBatch(images, batch.indices, batch.failures)
 
     def _read(self, indices: NDArray[np.int64]) -> ImageBatch:

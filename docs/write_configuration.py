@@ -11,7 +11,7 @@ import typing
 from pathlib import Path
 
 from plsc import config, losses
-from plsc.strict_toml import Key, toml_value
+from plsc.strict_toml import Key, Tables, toml_value
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -30,23 +30,39 @@ An unknown key, a value of the wrong type and a value out of range are errors th
 right one. `plsc train --list-keys` prints these tables as text. A run writes its complete configuration to
 `RUN/config.toml`.
 
-A list is written `["a.bin", "b/"]` in TOML and `a.bin,b/` on the command line.
+A list is written `["a.bin", "b/"]` in TOML and `a.bin,b/` on the command line. Tables, those of `[optim.groups]` and
+`[[stage]]`, are given whole there, in TOML's inline form: `--optim.groups '{ "*.bias" = { weight_decay = 0.0 } }'`.
 """
+_EXAMPLES = {
+    "optim.groups": """[optim.groups]
+"*.bias" = { weight_decay = 0.0 }
+"layer1.*" = { lr_scale = 0.1 }
+""",
+    "stage": """[[stage]]                     # the head alone trains before it, by frozen = ["*"] at the top
+from_epoch = 1
+frozen = []
+optim.lr = 0.05
+
+[[stage]]
+from_epoch = 16
+head.sample_rate = 0.3
+data.augment = "standard"
+""",
+}
 
 
 def page() -> str:
     """The page as Markdown."""
-    sections = {"": [key for key in config.KEYS.values() if "." not in key.name]}
-    for key in config.KEYS.values():
-        section, dot, _ = key.name.rpartition(".")
-        if dot:
-            sections.setdefault(section, []).append(key)
     hints = typing.get_type_hints(config.Config)
     parts = [INTRODUCTION]
-    for section, keys in sections.items():
+    for section, keys in config.sections().items():
         parts += [_heading(section, hints), _table(keys)]
         if section == "head":
             parts.append(_margins())
+        parts += [
+            _tables(entry) for name, entry in config.TABLES.items() if name.rpartition(".")[0] == section and section
+        ]
+    parts.append(_tables(config.TABLES["stage"]))
     return "\n".join([*parts, _recipes()])
 
 
@@ -63,6 +79,16 @@ def _table(keys: list[Key]) -> str:
     lines = ["| key | default | takes | meaning |", "|---|---|---|---|"]
     lines += [f"| `{key.name}` | {_default(key)} | {_cell(_takes(key))} | {_cell(_meaning(key))} |" for key in keys]
     return "\n".join(lines) + "\n"
+
+
+def _tables(entry: Tables) -> str:
+    """The keys of tables, and which keys of the run they take besides."""
+    own = [key for key in entry.keys.values() if not key.in_stages]
+    lines = [f"## `{entry.title}`", "", entry.doc, "", _table(own)]
+    if borrowed := [f"`{name}`" for name, key in entry.keys.items() if key.in_stages]:
+        lines += [f"Beside these, keys of the run: {', '.join(borrowed)}.", ""]
+    example = _EXAMPLES[entry.name]
+    return "\n".join([*lines, f"```toml\n{example}```", ""])
 
 
 def _default(key: Key) -> str:

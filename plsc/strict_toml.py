@@ -1,7 +1,8 @@
 """Dataclasses as a strict schema of TOML files and command lines: every wrong key or value is named.
 
-A schema is a frozen dataclass whose fields are made by :func:`key`, or are themselves such dataclasses (one
-level: sections). Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of them.
+A schema is a frozen dataclass whose fields are made by :func:`key` or :func:`tables`, or are themselves such
+dataclasses (one level: sections). Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of
+them.
 
 pydantic would replace Key.checked and its limits, some 60 lines. Sections, the nearest right key, former names,
 ``--KEY VALUE`` with its lists, the written TOML and the list of keys would stay ours, its error objects would have to
@@ -16,7 +17,7 @@ import tomllib
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,15 @@ def key(
     most: float | None = None,
     below: float | None = None,
     renamed_from: str = "",
+    in_stages: bool = False,
 ) -> Any:
     """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
 
     ``choices`` may be a function, called when they are first needed: those of a module that is slow to import.
+    ``in_stages`` says that a stage of a run may give the key another value.
     """
     limits = {"above": above, "at least": least, "at most": most, "below": below}
-    metadata = {"doc": doc, "choices": choices, "limits": limits, "renamed_from": renamed_from}
+    metadata = {"doc": doc, "choices": choices, "limits": limits, "renamed_from": renamed_from, "in_stages": in_stages}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -54,7 +57,8 @@ class Key:
     doc: str
     choices_or_function: Sequence[str] | Callable[[], Sequence[str]]
     limits: Mapping[str, float | None]
-    renamed_from: str
+    renamed_from: str = ""
+    in_stages: bool = False
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -148,6 +152,130 @@ def _no_hint(name: str) -> None:
     """Know no foreign names."""
 
 
+@dataclass(frozen=True)
+class Table:
+    """One of several tables: its name, empty in an array, and the values that it gives, by the dotted names of keys."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Tables that share their keys: an array of them, ``[[name]]``, or one under each name of the user's choice.
+
+    Attributes:
+        name: dotted.
+        doc: their meaning.
+        keys: of each table, none of which has to be given.
+        are_named: their names are the user's choice.
+        hint: as :func:`known` takes it.
+    """
+
+    name: str
+    doc: str
+    keys: Mapping[str, Key]
+    are_named: bool
+    hint: Hint = _no_hint
+    renamed_from: str = ""
+
+    @property
+    def title(self) -> str:
+        """The line above them in a file."""
+        return f"[{self.name}]" if self.are_named else f"[[{self.name}]]"
+
+    @property
+    def expected(self) -> str:
+        """Accepted values, in words."""
+        return "tables under names" if self.are_named else "an array of tables"
+
+    def parsed(self, text: str) -> Any:
+        """Parse text of a command line (unchecked): TOML's inline form."""
+        return _toml_value(text)
+
+    def checked(self, value: Any) -> tuple[Table, ...]:
+        """Return the tables with their values checked; :class:`UsageError` names the wrong one."""
+        if self.are_named:
+            if not isinstance(value, Mapping):
+                raise UsageError(f'{self.name} takes tables under names: [{self.name}], then lines "NAME" = {{ … }}')
+            return tuple(self._table(name, tree, f"{self.name}.{toml_value(name)}") for name, tree in value.items())
+        if not isinstance(value, list | tuple):
+            raise UsageError(f"{self.name} is an array of tables: write [[{self.name}]] above each of them")
+        return tuple(self._table("", tree, f"{self.name} {number}") for number, tree in enumerate(value, start=1))
+
+    def to_tree(self, value: Sequence[Table]) -> Any:
+        """Return nested mappings as a TOML file holds them; :meth:`checked` makes the same tables of them."""
+        trees = [_nested(table.values) for table in value]
+        return {table.name: tree for table, tree in zip(value, trees, strict=True)} if self.are_named else trees
+
+    def to_toml(self, value: Sequence[Table]) -> list[str]:
+        """Format the tables as lines of a file."""
+        if self.are_named:
+            return ["", f"[{self.name}]", *(f"{toml_value(table.name)} = {_inline(table)}" for table in value)]
+        return [line for table in value for line in ("", f"[[{self.name}]]", *_assignments(table))]
+
+    def inline(self, value: Sequence[Table]) -> str:
+        """Format the tables in one line, which :meth:`parsed` takes."""
+        if self.are_named:
+            return _braced(f"{toml_value(table.name)} = {_inline(table)}" for table in value)
+        return f"[{', '.join(map(_inline, value))}]"
+
+    def _table(self, name: str, tree: Any, label: str) -> Table:
+        if not isinstance(tree, Mapping):
+            raise UsageError(f"{label} = {tree!r} is not a table; a table is written {{ KEY = VALUE }}")
+        sections = {key.split(".")[0] for key in self.keys if "." in key}
+        for inner, value in tree.items():
+            if self.are_named and inner not in sections and isinstance(value, Mapping):
+                raise UsageError(f'{label}: there is no table {inner}; quote a name with dots: "{name}.{inner}"')
+        given = flatten(tree, self.keys, label, self.hint)
+        if not given:
+            raise UsageError(f"{label} is empty; give it a key to change: {', '.join(list(self.keys)[:3])}, …")
+        keys = [key for key in self.keys if key in given]  # in their order, whatever the file's
+        values = {key: dataclasses.replace(self.keys[key], name=f"{label}: {key}") for key in keys}
+        return Table(name, {key: entry.checked(given[key]) for key, entry in values.items()})
+
+
+Entry = Key | Tables
+
+
+def tables(doc: str, schema: type, *, are_named: bool = False, hint: Hint = _no_hint) -> Any:
+    """A field of a schema that holds tables with the keys of ``schema``, none by default; see :class:`Tables`."""
+    return dataclasses.field(default=(), metadata={"doc": doc, "schema": schema, "are_named": are_named, "hint": hint})
+
+
+def tables_of(schema: type, prefix: str = "") -> Iterator[Tables]:
+    """Yield what :func:`tables` made in a schema and its sections, by dotted names."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from tables_of(typing.cast(type, hints[field.name]), f"{prefix}{field.name}.")
+        elif "schema" in field.metadata:
+            metadata = field.metadata
+            keys = {entry.name: entry for entry in keys_of(metadata["schema"])}
+            yield Tables(prefix + field.name, metadata["doc"], keys, metadata["are_named"], metadata["hint"])
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted names as nested mappings, lists as JSON holds them."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, last = name.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[last] = list(value) if isinstance(value, tuple) else value
+    return tree
+
+
+def _assignments(table: Table) -> list[str]:
+    return [f"{name} = {toml_value(value)}" for name, value in table.values.items()]
+
+
+def _inline(table: Table) -> str:
+    return _braced(_assignments(table))
+
+
+def _braced(parts: Iterable[str]) -> str:
+    return f"{{ {', '.join(parts)} }}"
+
+
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
     """Yield every key of a schema in the order of the fields, sections' keys by dotted names."""
     hints = typing.get_type_hints(schema)
@@ -155,7 +283,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
             yield from keys_of(typing.cast(type, hint), f"{prefix}{field.name}.")
-        else:
+        elif "choices" in field.metadata:
             metadata = field.metadata
             yield Key(
                 prefix + field.name,
@@ -165,6 +293,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
                 metadata["choices"],
                 metadata["limits"],
                 metadata["renamed_from"],
+                metadata["in_stages"],
             )
 
 
@@ -180,7 +309,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not TOML: {error}") from None
 
 
-def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
     """Flatten nested tables to ``{dotted name: value}``; :class:`UsageError` for a wrong key, as of :func:`known`."""
     sections = {name.split(".")[0] for name in keys if "." in name}
     flat: dict[str, Any] = {}
@@ -200,7 +329,7 @@ def flatten(tree: Mapping[str, Any], keys: Mapping[str, Key], where: str, hint: 
     return values
 
 
-def known(name: str, keys: Mapping[str, Key], where: str, hint: Hint = _no_hint) -> Key:
+def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> Entry:
     """Return the key ``name``, or the one formerly so called.
 
     Args:
@@ -220,10 +349,16 @@ def known(name: str, keys: Mapping[str, Key], where: str, hint: Hint = _no_hint)
             message = f"{where}: {name} is now called {entry.name}; the old name goes with the next release"
             warnings.warn(message, FutureWarning, stacklevel=2)
             return entry
+    for entry in keys.values():
+        if isinstance(entry, Tables) and name.startswith(f"{entry.name}."):
+            raise UsageError(
+                f"{where}: there is no key {name}; {entry.title} stands in the file, or whole after --{entry.name}, as "
+                f"{entry.name} = … would be written in TOML"
+            )
     raise UsageError(f"{where}: there is no key {name}; {hint(name) or _nearest(name, keys)}")
 
 
-def _nearest(name: str, keys: Mapping[str, Key]) -> str:
+def _nearest(name: str, keys: Mapping[str, Entry]) -> str:
     """Name the key or section that a misspelt dotted ``name`` most resembles, as the end of a message."""
     section, _, last = name.rpartition(".")
     sections = sorted({other.split(".")[0] for other in keys if "." in other})
@@ -250,7 +385,7 @@ def did_you_mean(value: str, choices: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Key], hint: Hint = _no_hint) -> dict[str, str]:
+def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Entry], hint: Hint = _no_hint) -> dict[str, str]:
     """Parse ``["--optim.lr", "0.2", "--epochs=3"]`` to ``{"optim.lr": "0.2", "epochs": "3"}``.
 
     :class:`UsageError` for an unknown key (as of :func:`known`), a key without a value, a key given twice, and a word

@@ -5,13 +5,18 @@ the wrong type or out of range is a :class:`UsageError` that names the key and t
 :func:`to_toml` writes a configuration whole; :func:`load` reads it back equal.
 """
 
+from plsc.config.checks import make_margin as make_margin
 from plsc.config.loading import KEYS as KEYS
 from plsc.config.loading import SHIPPED as SHIPPED
+from plsc.config.loading import TABLES as TABLES
 from plsc.config.loading import describe as describe
+from plsc.config.loading import differences as differences
 from plsc.config.loading import from_dict as from_dict
 from plsc.config.loading import load as load
 from plsc.config.loading import parse_arguments as parse_arguments
+from plsc.config.loading import sections as sections
 from plsc.config.loading import shipped as shipped
+from plsc.config.loading import shown as shown
 from plsc.config.loading import to_dict as to_dict
 from plsc.config.loading import to_toml as to_toml
 from plsc.config.sections import CheckpointConfig as CheckpointConfig
@@ -24,3 +29,6 @@ from plsc.config.sections import OptimConfig as OptimConfig
 from plsc.config.sections import ParallelConfig as ParallelConfig
 from plsc.config.sections import get as get
 from plsc.config.sections import margin_keys as margin_keys
+from plsc.config.stages import begins_course as begins_course
+from plsc.config.stages import changes_of as changes_of
+from plsc.config.stages import stage_configs as stage_configs

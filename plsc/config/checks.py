@@ -1,11 +1,16 @@
 """Checks of what concerns several keys of a configuration together, before a process starts."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 from plsc import arcface_torch, strict_toml
-from plsc.config.sections import Config, OptimConfig, get, margin_keys
+from plsc.config.sections import Config, HeadConfig, OptimConfig, get, margin_keys
+from plsc.config.stages import check_stages, stage_configs
 from plsc.errors import UsageError
 from plsc.strict_toml import toml_value
+
+if TYPE_CHECKING:
+    from plsc.losses.margins import Margin  # imports torch
 
 # Of each pair one may be given; on the command line it takes the place of the file's other one.
 EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
@@ -15,7 +20,18 @@ _WHOLE_LAYER_OPTIMIZERS = ("lars", "lamb", "adafactor", "muon")
 
 
 def check_together(config: Config) -> None:
-    """Check what concerns several keys."""
+    """Check what concerns several keys, of the run and of each of its stages."""
+    _check(config)
+    check_stages(config)
+    _check_frozen(config)
+    for number, stage in enumerate(stage_configs(config), start=1):
+        try:
+            _check(stage)
+        except UsageError as error:
+            raise UsageError(f"stage {number}: {error}") from None
+
+
+def _check(config: Config) -> None:
     for first, second in EXCLUSIVE:
         if all(get(config, name) is not None for name in (first, second)):
             raise UsageError(f"{first} and {second} are both given; keep one")
@@ -222,6 +238,24 @@ def _check_micro_batches(config: Config, count: int) -> None:
         )
 
 
+def _check_frozen(config: Config) -> None:
+    """Refuse weights that freeze or thaw where ranks keep parts of gradients, or weights of their own."""
+    frozen = {stage.frozen for stage in (config, *stage_configs(config))}
+    if len(frozen) == 1 and "*" not in config.frozen:
+        return
+    hook, averaging = config.parallel.comm_hook, config.parallel.averaging
+    if len(frozen) > 1 and hook in ("powersgd", "dgc"):
+        raise UsageError(
+            f'parallel.comm_hook = "{hook}" keeps back parts of gradients for later steps, so no stage can change '
+            'frozen; give comm_hook = "bf16", or the same frozen to the whole run'
+        )
+    if averaging != "none":
+        raise UsageError(
+            f'parallel.averaging = "{averaging}" moves weights without gradients, so no stage can change frozen, and '
+            "not all can be frozen; leave it out, or give the same frozen to the whole run"
+        )
+
+
 def _check_head(config: Config) -> None:
     from plsc.head.host_memory import mapped_file
 
@@ -235,6 +269,18 @@ def _check_head(config: Config) -> None:
             raise UsageError(
                 f"head.{name} is no key of the margin {config.head.margin}, which takes {', '.join(takes)}"
             )
+    make_margin(config.head)
+
+
+def make_margin(head: HeadConfig) -> "Margin":
+    """The margin that [head] describes; UsageError for values that it does not take."""
+    from plsc.losses.margins import MARGINS
+
+    parameters = {name: getattr(head, name) for name in margin_keys()[head.margin]}
+    try:
+        return MARGINS[head.margin](**{name: value for name, value in parameters.items() if value is not None})
+    except UsageError as error:
+        raise UsageError(f"[head] margin {head.margin}: {error}") from None
 
 
 def _check_backbone(name: str) -> None:

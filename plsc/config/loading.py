@@ -10,10 +10,29 @@ from plsc import arcface_torch, strict_toml
 from plsc.config.checks import EXCLUSIVE, check_together
 from plsc.config.sections import Config, get
 from plsc.errors import UsageError
-from plsc.strict_toml import Key, toml_value
+from plsc.strict_toml import Entry, Key, Tables, toml_value
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 KEYS: dict[str, Key] = {entry.name: entry for entry in strict_toml.keys_of(Config)}
+
+
+def _changeable() -> dict[str, Key]:
+    """The keys that a stage may change, none of which it has to give."""
+    return {name: dataclasses.replace(entry, default=None) for name, entry in KEYS.items() if entry.in_stages}
+
+
+def _stage_hint(name: str) -> str | None:
+    return "a stage cannot change it; plsc train --list-keys lists what it can" if name in KEYS else None
+
+
+def _tables() -> dict[str, Tables]:
+    found = {entry.name: entry for entry in strict_toml.tables_of(Config)}
+    stage = found["stage"]
+    return found | {"stage": dataclasses.replace(stage, keys={**stage.keys, **_changeable()}, hint=_stage_hint)}
+
+
+TABLES = _tables()
+_ENTRIES: dict[str, Entry] = {**KEYS, **TABLES}
 
 
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -28,14 +47,14 @@ def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = N
     values: dict[str, Any] = {}
     if path is not None:
         values = strict_toml.flatten(
-            strict_toml.read_toml(_resolve(Path(path))), KEYS, str(path), arcface_torch.key_hint
+            strict_toml.read_toml(_resolve(Path(path))), _ENTRIES, str(path), arcface_torch.key_hint
         )
     overridden = dict(overrides or {})
     for pair in EXCLUSIVE:
         if any(name in overridden for name in pair):
             values = {name: value for name, value in values.items() if name not in pair}
     for name, value in overridden.items():
-        entry = strict_toml.known(name, KEYS, "the command line", arcface_torch.key_hint)
+        entry = strict_toml.known(name, _ENTRIES, "the command line", arcface_torch.key_hint)
         values[entry.name] = entry.parsed(value) if isinstance(value, str) else value
     return _build({name: value for name, value in values.items() if value is not None})
 
@@ -64,14 +83,16 @@ def _resolve(path: Path) -> Path:
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
     """Build a configuration from nested mappings, as a TOML file holds them, with the same strictness."""
-    return _build(strict_toml.flatten(tree, KEYS, "the configuration"))
+    return _build(strict_toml.flatten(tree, _ENTRIES, "the configuration"))
 
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
     tree: dict[str, Any] = {}
-    for name in KEYS:
+    for name, entry in _ENTRIES.items():
         value = get(config, name)
+        if isinstance(entry, Tables):
+            value = entry.to_tree(value) or None
         section, _, last = name.rpartition(".")
         if value is not None:
             (tree.setdefault(section, {}) if section else tree)[last] = value
@@ -81,15 +102,44 @@ def to_dict(config: Config) -> dict[str, Any]:
 def to_toml(config: Config) -> str:
     """Format the whole configuration as TOML, defaults included; an unset key becomes a comment."""
     lines: list[str] = []
-    current = ""
-    for entry in KEYS.values():
-        section, _, last = entry.name.rpartition(".")
-        if section != current:
-            current = section
-            lines += ["", f"[{section}]"]
-        value = get(config, entry.name)
-        lines.append(f"# {last}: {entry.doc}" if value is None else f"{last} = {toml_value(value)}")
+    for section, entries in sections().items():
+        lines += ["", f"[{section}]"] if section else []
+        for entry in entries:
+            value, last = get(config, entry.name), entry.name.rpartition(".")[2]
+            lines.append(f"# {last}: {entry.doc}" if value is None else f"{last} = {toml_value(value)}")
+        for name, table in TABLES.items():
+            if section and name.startswith(f"{section}."):
+                lines += _tables_to_toml(config, table)
+    for name, table in TABLES.items():
+        lines += [] if "." in name else _tables_to_toml(config, table)
     return "\n".join(lines) + "\n"
+
+
+def _tables_to_toml(config: Config, entry: Tables) -> list[str]:
+    value = get(config, entry.name)
+    return entry.to_toml(value) if value else ["", f"# {entry.title}: {entry.doc}"]
+
+
+def sections() -> dict[str, list[Key]]:
+    """Return the keys by their sections, those of the run itself under "", in the order in which they are written."""
+    found: dict[str, list[Key]] = {}
+    for entry in KEYS.values():
+        found.setdefault(entry.name.rpartition(".")[0], []).append(entry)
+    return found
+
+
+def differences(before: Config, after: Config) -> list[str]:
+    """``"optim.lr = 0.2 (was 0.1)"`` for each key, and each kind of tables, whose value differs."""
+    pairs = {name: (get(before, name), get(after, name)) for name in _ENTRIES}
+    return [f"{name} = {shown(name, now)} (was {shown(name, was)})" for name, (was, now) in pairs.items() if was != now]
+
+
+def shown(name: str, value: Any) -> str:
+    """Format a value of a key or of tables in one line."""
+    entry = _ENTRIES[name]
+    if isinstance(entry, Tables):
+        return entry.inline(value) if value else "none"
+    return "unset" if value is None else toml_value(value)
 
 
 def describe() -> str:
@@ -98,12 +148,14 @@ def describe() -> str:
     for entry in KEYS.values():
         default = "(unset)" if entry.default is None else f"= {toml_value(entry.default)}"
         lines += [f"{entry.name} {default}", f"    {entry.doc}  [{entry.expected}]"]
+    for table in TABLES.values():
+        lines += [table.title, f"    {table.doc}  [{table.expected}, of: {', '.join(table.keys)}]"]
     return "\n".join(lines)
 
 
 def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
     """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`."""
-    return strict_toml.parse_arguments(arguments, KEYS, arcface_torch.key_hint)
+    return strict_toml.parse_arguments(arguments, _ENTRIES, arcface_torch.key_hint)
 
 
 def _build(values: Mapping[str, Any]) -> Config:
@@ -113,9 +165,9 @@ def _build(values: Mapping[str, Any]) -> Config:
     top: dict[str, Any] = {}
     for name, value in values.items():
         section, _, last = name.rpartition(".")
-        (sections[section] if section else top)[last] = KEYS[name].checked(value)
+        (sections[section] if section else top)[last] = _ENTRIES[name].checked(value)
     config = Config(**top, **{name: hints[name](**inner) for name, inner in sections.items()})
-    check_together(config)
     if config.epochs is None and config.steps is None:
-        return dataclasses.replace(config, epochs=20)
+        config = dataclasses.replace(config, epochs=20)
+    check_together(config)
     return config

@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from plsc.strict_toml import key
+from plsc.strict_toml import Table, key, tables
 
 # torch is imported within functions only: --help and mistyped keys are answered without it.
 
@@ -69,6 +69,7 @@ class DataConfig:
         "Augmentation: flip mirrors half of the images; affine rotates, scales, shears and shifts slightly without "
         "mirroring; standard adds crop, colour, greyscale, blur, low resolution, JPEG and erasing to flip and affine.",
         choices=("none", "flip", "affine", "standard"),
+        in_stages=True,
     )
     rotation_classes: bool = key(
         False,
@@ -91,43 +92,58 @@ class HeadConfig:
     """[head]: the class head; the number of classes comes from the data."""
 
     margin: str = key("arcface", "Margin of the softmax.", choices=lambda: tuple(margin_keys()))
-    s: float | None = key(None, "Scale of the cosines; unset: 64.", above=0)
+    s: float | None = key(None, "Scale of the cosines; unset: 64.", above=0, in_stages=True)
     m: float | None = key(
         None,
         "Margin; unset: 0.5 (arcface, curricularface, elasticface), 0.4 (cosface, adaface), 1.7 (sphereface).",
         least=0,
+        in_stages=True,
     )
-    m1: float | None = key(None, "combined: m1 of cos(m1·θ + m2) − m3; unset: 1.", above=0)
-    m2: float | None = key(None, "combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.", least=0)
-    m3: float | None = key(None, "combined: m3 of cos(m1·θ + m2) − m3; unset: 0.", least=0)
+    m1: float | None = key(None, "combined: m1 of cos(m1·θ + m2) − m3; unset: 1.", above=0, in_stages=True)
+    m2: float | None = key(
+        None, "combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.", least=0, in_stages=True
+    )
+    m3: float | None = key(None, "combined: m3 of cos(m1·θ + m2) − m3; unset: 0.", least=0, in_stages=True)
     h: float | None = key(
-        None, "adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.", above=0
+        None,
+        "adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.",
+        above=0,
+        in_stages=True,
     )
     rate: float | None = key(
         None,
         "adaface, curricularface: weight of the newest batch in the running statistics; unset: 0.01.",
         above=0,
         most=1,
+        in_stages=True,
     )
-    m_low: float | None = key(None, "magface: margin at norm_low, in radians; unset: 0.45.", least=0)
-    m_high: float | None = key(None, "magface: margin at norm_high, in radians; unset: 0.8.", least=0)
-    norm_low: float | None = key(None, "magface: smallest embedding norm; unset: 10.", above=0)
-    norm_high: float | None = key(None, "magface: largest embedding norm; unset: 110.", above=0)
-    penalty_weight: float | None = key(None, "magface: weight of the penalty on small norms; unset: 35.", least=0)
+    m_low: float | None = key(None, "magface: margin at norm_low, in radians; unset: 0.45.", least=0, in_stages=True)
+    m_high: float | None = key(None, "magface: margin at norm_high, in radians; unset: 0.8.", least=0, in_stages=True)
+    norm_low: float | None = key(None, "magface: smallest embedding norm; unset: 10.", above=0, in_stages=True)
+    norm_high: float | None = key(None, "magface: largest embedding norm; unset: 110.", above=0, in_stages=True)
+    penalty_weight: float | None = key(
+        None, "magface: weight of the penalty on small norms; unset: 35.", least=0, in_stages=True
+    )
     std: float | None = key(
-        None, "elasticface: standard deviation of the margins drawn per sample; unset: 0.0125.", least=0
+        None, "elasticface: standard deviation of the margins drawn per sample; unset: 0.0125.", least=0, in_stages=True
     )
     base: str | None = key(
-        None, "elasticface: margin on the angle (arc) or on the cosine (cos); unset: arc.", choices=("arc", "cos")
+        None,
+        "elasticface: margin on the angle (arc) or on the cosine (cos); unset: arc.",
+        choices=("arc", "cos"),
+        in_stages=True,
     )
     plus: bool | None = key(
-        None, "elasticface: give the largest margins to the smallest cosines (ElasticFace+); unset: false."
+        None,
+        "elasticface: give the largest margins to the smallest cosines (ElasticFace+); unset: false.",
+        in_stages=True,
     )
     gradient: str | None = key(
         None,
         "Gradient through the margin: exact, or straight_through, which applies the margin without gradient as "
         "arcface_torch does; unset: exact.",
         choices=("exact", "straight_through"),
+        in_stages=True,
     )
     centers: int = key(1, "Sub-centres per class.", least=1)
     sample_rate: float = key(
@@ -136,6 +152,7 @@ class HeadConfig:
         "the batch alone.",
         least=0,
         most=1,
+        in_stages=True,
     )
     weight_dtype: str = key(
         "float32",
@@ -167,6 +184,27 @@ class HeadConfig:
 
 
 @dataclass(frozen=True)
+class GroupKeys:
+    """[optim.groups]: a table under each pattern."""
+
+    lr_scale: float | None = key(None, "Factor of optim.lr; unset: 1.", above=0)
+    weight_decay: float | None = key(
+        None, "Weight decay; 0 as by no_decay; unset: optim.weight_decay, or 0 by no_decay.", least=0
+    )
+    frozen: bool | None = key(
+        None,
+        "Keep the weights as they are during the whole run; unset: false, as frozen says.",
+    )
+
+
+def _group_hint(name: str) -> str | None:
+    """The names that other programs give to the keys of parameter groups."""
+    if name in ("lr", "lr_mult", "lr_factor", "lr_multiplier"):
+        return "it is lr_scale here, a factor of optim.lr"
+    return "it is weight_decay here, the value itself" if name in ("wd", "decay_mult", "wd_mult") else None
+
+
+@dataclass(frozen=True)
 class OptimConfig:
     """[optim]: the optimizers of backbone and head, and their learning-rate schedule."""
 
@@ -180,7 +218,12 @@ class OptimConfig:
         "Optimizer of the head; unset: sgd beside sgd and lars, adamw beside the others.",
         choices=("sgd", "adamw"),
     )
-    lr: float = key(0.1, "Peak learning rate, of a global batch of base_batch images where lr_scaling is set.", above=0)
+    lr: float = key(
+        0.1,
+        "Peak learning rate, of a global batch of base_batch images where lr_scaling is set.",
+        above=0,
+        in_stages=True,
+    )
     lr_scaling: str = key(
         "none",
         "Growth of lr and head_lr with the global batch (data.batch_size × ranks × accumulate): linear, by its ratio "
@@ -190,7 +233,7 @@ class OptimConfig:
     base_batch: int = key(
         512, "Global batch that lr and head_lr are given for; arcface_torch's 0.1 are for 512.", least=1
     )
-    head_lr: float | None = key(None, "Peak learning rate of the head; unset: lr.", above=0)
+    head_lr: float | None = key(None, "Peak learning rate of the head; unset: lr.", above=0, in_stages=True)
     momentum: float = key(0.9, "sgd, lars, muon: momentum; muon is published with 0.95.", least=0, below=1)
     trust_coefficient: float = key(
         1e-3, "lars: length of a layer's step as a share of its weights' norm, before lr.", above=0
@@ -200,6 +243,13 @@ class OptimConfig:
         (),
         "Patterns of names of the backbone's weights without weight decay, as *.bias or *norm*; lars and lamb do not "
         "adapt their rate to these either.",
+    )
+    groups: tuple[Table, ...] = tables(
+        "Values of the backbone's weights whose names a pattern fits. Where several fit, the last that gives a key "
+        "counts for it; all count before no_decay, and lr_scale beside layer_decay.",
+        GroupKeys,
+        are_named=True,
+        hint=_group_hint,
     )
     layer_decay: float = key(
         1.0,
@@ -215,19 +265,28 @@ class OptimConfig:
         below=1,
     )
     eps: float = key(1e-8, "adamw, lamb, muon: added to the square root of the second moment.", above=0)
-    schedule: str = key("polynomial", "Course of the learning rate after the warm-up.", choices=_schedules)
-    warmup_epochs: float | None = key(None, "Epochs of linear warm-up; unset: none.", least=0)
-    warmup_steps: int | None = key(None, "Steps of linear warm-up, in place of warmup_epochs; unset: none.", least=0)
-    power: float = key(1.0, "polynomial: exponent of (1 − progress)^power; 1 is a straight line.", above=0)
+    schedule: str = key(
+        "polynomial", "Course of the learning rate after the warm-up.", choices=_schedules, in_stages=True
+    )
+    warmup_epochs: float | None = key(None, "Epochs of linear warm-up; unset: none.", least=0, in_stages=True)
+    warmup_steps: int | None = key(
+        None, "Steps of linear warm-up, in place of warmup_epochs; unset: none.", least=0, in_stages=True
+    )
+    power: float = key(
+        1.0, "polynomial: exponent of (1 − progress)^power; 1 is a straight line.", above=0, in_stages=True
+    )
     min_lr_ratio: float = key(
         0.0,
         "polynomial, cosine: learning rate at the end, as a share of the peak.",
         least=0,
         most=1,
         renamed_from="final",
+        in_stages=True,
     )
-    milestones: tuple[float, ...] = key((), "step: epochs at which the learning rate is multiplied by gamma.", above=0)
-    gamma: float = key(0.1, "step: factor of the learning rate at each milestone.", above=0, most=1)
+    milestones: tuple[float, ...] = key(
+        (), "step: epochs at which the learning rate is multiplied by gamma.", above=0, in_stages=True
+    )
+    gamma: float = key(0.1, "step: factor of the learning rate at each milestone.", above=0, most=1, in_stages=True)
     clip_norm: float = key(0.0, "Largest norm of the gradient, to which it is clipped; 0: no clipping.", least=0)
     clip_head: bool = key(
         False, "Include the head's gradient in the norm and clip it too; false: the backbone's gradient alone."
@@ -384,6 +443,16 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class StageKeys:
+    """[[stage]]: when it begins; beside these it takes every key of the run that may change."""
+
+    from_step: int | None = key(None, "Number of steps after which the stage begins; unset: from_epoch.", least=1)
+    from_epoch: float | None = key(
+        None, "Number of epochs after which the stage begins, to the nearest step; unset: from_step.", above=0
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """A training run. ``epochs`` and ``steps`` exclude each other."""
 
@@ -441,6 +510,12 @@ class Config:
         "time and length); goes with data.rotation_classes.",
         renamed_from="turned_views",
     )
+    frozen: tuple[str, ...] = key(
+        (),
+        "Patterns of names of the backbone's weights that are not trained, as layer1.* or *: they keep their values "
+        "bit for bit, and batch normalisation all of whose weights are frozen keeps its statistics, and applies them.",
+        in_stages=True,
+    )
     max_skipped_steps: int = key(
         20, "Consecutive steps with a non-finite loss or gradient after which the run stops with an error.", least=1
     )
@@ -451,6 +526,11 @@ class Config:
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    stage: tuple[Table, ...] = tables(
+        "Changes of the run from a step or epoch on, in the order of the file. A key that a stage does not give keeps "
+        "its value.",
+        StageKeys,
+    )
 
 
 def get(config: Config, name: str) -> Any:

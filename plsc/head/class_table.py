@@ -308,6 +308,10 @@ class ClassTable(ABC):
         """Batches that were prefetched and have not begun."""
 
     @abstractmethod
+    def forget_prefetched(self) -> None:
+        """Discard what was prefetched."""
+
+    @abstractmethod
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
         """Take the classes and rows that were prefetched for this batch; None if there are none, or another batch's."""
 
@@ -375,6 +379,9 @@ class ResidentTable(ClassTable):
     def num_prefetched(self) -> int:
         """Always 0."""
         return 0
+
+    def forget_prefetched(self) -> None:
+        """Do nothing."""
 
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
         """Always None."""

@@ -162,6 +162,10 @@ class HostTable(ClassTable):
         """Batches that were prefetched and have not begun."""
         return len(self._prefetched)
 
+    def forget_prefetched(self) -> None:
+        """Discard what was prefetched."""
+        self._prefetched.clear()
+
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
         """Take what was fetched for this batch; None, and discard everything fetched, if it was for another one."""
         if not self._prefetched:

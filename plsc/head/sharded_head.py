@@ -3,6 +3,7 @@
 import logging
 import numbers
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from plsc.errors import UsageError
 from plsc.head.backends import HeadBackend, HeadShape, choose_backend, fall_back
 from plsc.head.backends.products import Fp32Precision
+from plsc.head.backends.torch_backend import is_bounded
 from plsc.head.class_table import class_range
 from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
@@ -132,6 +134,7 @@ class ShardedHead(nn.Module):
         self.averaging_period, self.staleness = averaging_period, staleness
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
         device = self.mesh.device
+        self._requested_backend = backend
         shape = HeadShape(device, weight_dtype, dim, centers, self.margin, self.fp32_precision)
         self.backend = _same_on_replicas(choose_backend(shape, requested=backend), self.mesh, shape)
         if self.mesh.rank == 0:
@@ -219,6 +222,43 @@ class ShardedHead(nn.Module):
             LabelError, UsageError: as :meth:`forward` does.
         """
         self._softmax.prefetch(labels, sizes)
+
+    def set_margin(self, margin: Margin) -> None:
+        """Take other values of the margin from the next batch on; its running statistics stay. Every rank calls.
+
+        Raises:
+            UsageError: it is another kind of margin; batches wait for the optimizer.
+        """
+        if type(margin) is not type(self.margin):
+            kinds = f"{type(margin).__name__}, not {type(self.margin).__name__}"
+            raise UsageError(f"a head keeps its kind of margin, and this one is {kinds}: make another head")
+        self._refuse_while_batches_wait("margin")
+        was_bounded = is_bounded(self.margin)
+        self.margin = self._softmax.margin = margin
+        if is_bounded(margin) != was_bounded:  # kernels take bounded logits alone
+            self.backend = self._softmax.backend = self._chosen_backend()
+
+    def set_sample_rate(self, sample_rate: float) -> None:
+        """Sample another share of the classes from the next batch on. Every rank calls.
+
+        Raises:
+            UsageError: it is no share; batches wait for the optimizer.
+        """
+        _check_sample_rate(sample_rate)
+        self._refuse_while_batches_wait("sample_rate")
+        self.sample_rate = sample_rate
+        self._softmax.sampler = replace(self._softmax.sampler, rate=sample_rate)
+        self._softmax.table.forget_prefetched()  # their classes were drawn at the rate before
+
+    def _refuse_while_batches_wait(self, name: str) -> None:
+        if self._softmax.pending.batches:
+            raise UsageError(f"the head's {name} cannot change between a loss and its step(): step() first")
+
+    def _chosen_backend(self) -> HeadBackend:
+        """The backend for the present margin, the same on replicas. Every rank calls."""
+        dtype = self._softmax.table.parameter.dtype
+        shape = HeadShape(self.mesh.device, dtype, self.dim, self.centers, self.margin, self.fp32_precision)
+        return _same_on_replicas(choose_backend(shape, requested=self._requested_backend), self.mesh, shape)
 
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""

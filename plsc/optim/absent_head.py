@@ -40,6 +40,13 @@ class AbsentHead(ShardedHead):
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """Fetch nothing."""
 
+    def set_margin(self, margin: Margin) -> None:
+        """Take the margin that the other ranks take."""
+        self.margin = margin
+
+    def set_sample_rate(self, sample_rate: float) -> None:
+        """Sample nothing."""
+
     def mean_norm(self) -> float:
         """NaN: the rows are elsewhere."""
         return float("nan")

@@ -100,6 +100,9 @@ class GradScaler(torch.amp.GradScaler):
             if self._scale is None:  # scale() makes it, and this rank sees no loss
                 self.scale(torch.zeros((), device=self.mesh.device))
             self.unscale_(backbone)
+            if not self._found_inf(backbone):  # no weight has a gradient: update() asks for a verdict all the same
+                found = torch.zeros((), device=self.mesh.device)
+                self._per_optimizer_states[id(backbone)]["found_inf_per_device"][self.mesh.device] = found
             assert self._scale is not None  # made by scale()
             head.scale_gradients(self._scale.double().reciprocal())
 

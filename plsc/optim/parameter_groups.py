@@ -1,6 +1,7 @@
-"""Parameter groups of a backbone: weights without decay by pattern, and learning rates that fall towards the input."""
+"""Parameter groups of a backbone: values of weights by patterns of their names, and rates that fall layer by layer."""
 
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -12,8 +13,16 @@ from plsc.errors import UsageError
 _BEFORE_BLOCKS = ("patch_embed", "pos_embed", "cls_token", "reg_token", "dist_token", "norm_pre")
 
 
+Patterns = Sequence[tuple[str, Mapping[str, Any]]]
+
+
 def parameter_groups(
-    backbone: nn.Module, lr: float, *, no_decay: Sequence[str] = (), layer_decay: float = 1.0
+    backbone: nn.Module,
+    lr: float,
+    *,
+    no_decay: Sequence[str] = (),
+    layer_decay: float = 1.0,
+    patterns: Patterns = (),
 ) -> list[dict[str, Any]]:
     """Return the trained weights in groups for torch's optimizers, those of the highest learning rate first.
 
@@ -25,32 +34,51 @@ def parameter_groups(
         lr: of what comes after the blocks.
         no_decay: patterns of weights' names (``fnmatch``) that get a ``weight_decay`` of 0.
         layer_decay: 1 gives every layer ``lr``.
+        patterns: values of the weights whose names each pattern fits: ``lr_scale``, a factor of the rate that the layer
+            has, and ``weight_decay``. The last pattern that gives a value counts for it, and before ``no_decay``.
 
     Returns:
-        Groups with ``params`` and ``lr``, and ``weight_decay`` where that is 0. Weights keep the backbone's order in
-        each; without patterns and decay there is one group.
+        Groups with ``params`` and ``lr``, and ``weight_decay`` where it is not the optimizer's own. Weights keep the
+        backbone's order in each; without patterns and decay there is one group.
 
     Raises:
         UsageError: a pattern fits no weight, or layers decay in a backbone without a sequence of transformer blocks.
     """
     weights = {name: weight for name, weight in backbone.named_parameters() if weight.requires_grad}
-    _check_patterns(no_decay, list(weights))
+    names = [name for name, _ in backbone.named_parameters()]
+    undecayed = fitting(no_decay, names, "optim.no_decay")
+    fitting([pattern for pattern, _ in patterns], names, "optim.groups")
     scales = _layer_scales(backbone, layer_decay)
-    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    groups: dict[tuple[float, float], dict[str, Any]] = {}
     for name, weight in weights.items():
         scale = 1.0 if layer_decay == 1.0 else _scale_of(name, scales)
-        decays = not any(fnmatchcase(name, pattern) for pattern in no_decay)
-        group = {"params": [], "lr": lr * scale} | ({} if decays else {"weight_decay": 0.0})
-        groups.setdefault((-scale, not decays), group)["params"].append(weight)
+        scale *= last_given("lr_scale", name, patterns, 1.0)
+        decay = last_given("weight_decay", name, patterns, 0.0 if name in undecayed else None)
+        group = {"params": [], "lr": lr * scale} | ({} if decay is None else {"weight_decay": decay})
+        groups.setdefault((-scale, -1.0 if decay is None else decay), group)["params"].append(weight)
     return [groups[key] for key in sorted(groups)]
 
 
-def _check_patterns(patterns: Sequence[str], names: list[str]) -> None:
+def fitting(patterns: Iterable[str], names: Sequence[str], key: str) -> set[str]:
+    """Return those of ``names`` that one of the patterns fits (``fnmatch``, by letters' case).
+
+    Raises:
+        UsageError: a pattern of ``key`` fits none of the names; it shows those that are nearest.
+    """
+    found: set[str] = set()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UsageError(
-                f'optim.no_decay: "{pattern}" fits no weight of the backbone; names are as {names[0]}, {names[-1]}'
-            )
+        fits = {name for name in names if fnmatchcase(name, pattern)}
+        if not fits:
+            near = difflib.get_close_matches(pattern, names, n=2, cutoff=0.0)
+            raise UsageError(f'{key}: "{pattern}" fits no weight of the backbone; the nearest are {", ".join(near)}')
+        found |= fits
+    return found
+
+
+def last_given(key: str, name: str, patterns: Patterns, default: Any) -> Any:
+    """Return the value of ``key`` by the last pattern that fits ``name`` and gives one, else ``default``."""
+    fits = (values[key] for pattern, values in reversed(patterns) if key in values and fnmatchcase(name, pattern))
+    return next(fits, default)
 
 
 def _layer_scales(backbone: nn.Module, decay: float) -> dict[str, float]:

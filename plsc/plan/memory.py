@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from plsc.config import Config, DataConfig, ParallelConfig
+from plsc.config import Config, DataConfig, ParallelConfig, make_margin
 from plsc.head.backends import HeadShape, why_no_triton_passes
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
@@ -18,7 +18,7 @@ from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory
 from plsc.plan.devices import Device
 from plsc.plan.plan_config import PlanConfig
-from plsc.train.components import make_head, make_head_optimizer, make_margin
+from plsc.train.components import make_head, make_head_optimizer
 
 # The CUDA context, cuBLAS' and cuDNN's workspaces; NCCL's buffers where there are several ranks. Not computed: allowed.
 CONTEXT_BYTES = 1 << 30

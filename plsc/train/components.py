@@ -13,13 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plsc.config import Config, DataConfig, HeadConfig, margin_keys
+from plsc.config import Config, DataConfig, make_margin, stage_configs
 from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import RotatedDataset
-from plsc.errors import UsageError
 from plsc.head.sharded_head import ShardedHead
-from plsc.losses.margins import MARGINS, Margin
 from plsc.models import Backbone, create, load_weights
 from plsc.models.recompute_budget import recompute_activations
 from plsc.models.weights import unwrapped
@@ -37,6 +35,7 @@ from plsc.parallel.model_averaging import AveragingOptions, model_averaging
 from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.failures import raise_on_all_ranks
+from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
 
 # Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
 _IGNORED_LOGS = {
@@ -102,6 +101,13 @@ class TrainComponents:
     head_optimizer: HeadOptimizer
     average: MovingAverage | None
     scaler: GradScaler
+    frozen_by_stage: list[FrozenNames]  # of the run before its first stage, and of each stage
+    frozen: FrozenParts
+
+    @property
+    def frozen_for_good(self) -> set[str]:
+        """The names of the weights that every stage freezes, and no engine trains."""
+        return frozen_for_good(self.frozen_by_stage)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -136,6 +142,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
     )
     backbone = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
+    frozen = raise_on_all_ranks(mesh, lambda: _frozen_by_stage(config, backbone))
     template = copy.deepcopy(backbone).to("meta")
     loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, strategy))
     if config.sync_batchnorm:
@@ -161,6 +168,8 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         make_head_optimizer(config, head, strategy.data_ranks),
         MovingAverage(strategy.parts(), config.ema_decay) if config.ema_decay else None,
         GradScaler(mesh, enabled=config.precision == "fp16"),
+        frozen,
+        frozen_parts(frozen[0], strategy),
     )
 
 
@@ -175,6 +184,19 @@ def strategy_options(config: Config) -> StrategyOptions:
         parallel.pp_schedule,
         parallel.pp_micro_batches,
     )
+
+
+def _frozen_by_stage(config: Config, backbone: nn.Module) -> list[FrozenNames]:
+    """What each stage freezes; what all of them do is frozen for good."""
+    found = [frozen_names(each, backbone) for each in (config, *stage_configs(config))]
+    for name in frozen_for_good(found):
+        backbone.get_parameter(name).requires_grad_(False)
+    return found
+
+
+def frozen_parts(names: FrozenNames, strategy: Strategy) -> FrozenParts:
+    """What this rank holds of what is frozen."""
+    return FrozenParts(names, strategy.backbone, [(weight.name, weight.parameter) for weight in strategy.weights])
 
 
 def optimizer_steps(config: Config, loader: TrainLoader) -> int:
@@ -258,15 +280,6 @@ def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> Tr
     )
 
 
-def make_margin(head: HeadConfig) -> Margin:
-    """The margin that [head] describes; UsageError for values that it does not take."""
-    parameters = {name: getattr(head, name) for name in margin_keys()[head.margin]}
-    try:
-        return MARGINS[head.margin](**{name: value for name, value in parameters.items() if value is not None})
-    except UsageError as error:
-        raise UsageError(f"[head] margin {head.margin}: {error}") from None
-
-
 def make_backbone(config: Config) -> Backbone:
     """The backbone that the configuration describes, on the CPU, with fresh weights; its blocks recompute as told."""
     backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
@@ -330,7 +343,8 @@ def _named_groups(config: Config, backbone: nn.Module, strategy: Strategy) -> li
     """Parameter groups of the whole backbone, with the weights' names."""
     optim, names = config.optim, {weight: name for name, weight in backbone.named_parameters()}
     lr = peak_rates(config, strategy.data_ranks)[0]
-    groups = parameter_groups(backbone, lr, no_decay=optim.no_decay, layer_decay=optim.layer_decay)
+    patterns = [(table.name, table.values) for table in optim.groups]
+    groups = parameter_groups(backbone, lr, no_decay=optim.no_decay, layer_decay=optim.layer_decay, patterns=patterns)
     return [{**group, "params": [names[weight] for weight in group["params"]]} for group in groups]
 
 

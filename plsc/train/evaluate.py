@@ -28,7 +28,8 @@ def check_sets(config: Config) -> None:
 
 def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
     """Evaluate on every set; results by the sets' names, the same on every rank."""
-    components.strategy.average_buffers()
+    with components.frozen.kept_statistics():
+        components.strategy.average_buffers()
     model, device = components.shipped_model(), components.mesh.device
     was_training = model.training
 

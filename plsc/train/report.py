@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -122,8 +122,8 @@ class StepProgress:
         self._window_start += time.monotonic() - start
 
 
-def header(components: TrainComponents, total_steps: int, start: str) -> list[str]:
-    """The lines at the start of a run: data, model, head, ranks, length, evaluation, and what it starts from."""
+def header(components: TrainComponents, total_steps: int, start: str, stages: Sequence[str] = ()) -> list[str]:
+    """The lines at the start of a run: data, model, head, ranks, length, stages, evaluation, and where it starts."""
     config, dataset = components.config, components.dataset
     data = config.data
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
@@ -137,6 +137,8 @@ def header(components: TrainComponents, total_steps: int, start: str) -> list[st
         **_averaging(components),
         **_head_averaging(components),
         "length": _length(components, total_steps),
+        **_frozen(components),
+        **{f"stage {number}": text for number, text in enumerate(stages, start=1)},
         "eval": _evaluation(config),
         "start": start,
     }
@@ -280,6 +282,19 @@ def _length(components: TrainComponents, total_steps: int) -> str:
     length = f"{counted(total_steps, 'step')} = {epochs} of {counted(per_epoch, 'step')}"
     name = optim.name if optim.head_name == optim.name else f"{optim.name} (head {optim.head_name})"
     return f"{length}; {name}, {rate}, {optim.schedule}{warmup}"
+
+
+def _frozen(components: TrainComponents) -> dict[str, str]:
+    """The line about the weights that are not trained now."""
+    names, weights = (
+        components.frozen.names,
+        {weight.name: weight.shape.numel() for weight in components.strategy.weights},
+    )
+    if not names.weights:
+        return {}
+    count = sum(weights.get(name, 0) for name in names.weights)
+    rest = "; no backward pass through the backbone" if names.is_whole else ""
+    return {"frozen": f"{counted(len(names.weights), 'weight')} of {len(weights)}, {count / 1e6:.1f} M numbers{rest}"}
 
 
 def _evaluation(config: Config) -> str:

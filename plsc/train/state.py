@@ -12,7 +12,6 @@ from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
-from plsc.strict_toml import toml_value
 from plsc.train.checkpoint import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 
@@ -49,7 +48,8 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
     components.head_optimizer.average_replicas()
     strategy = components.strategy
-    strategy.average_buffers()
+    with components.frozen.kept_statistics():
+        strategy.average_buffers()
     tensors: dict[str, Any] = {
         **_prefixed("head.", components.head.sharded_state()),
         **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
@@ -72,6 +72,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     state = stored.state
     _check_config(state["config"], components.config)
     _check_data(state["data"], components)
+    _check_frozen(state.get("frozen", []), components)
     stored.load_into(
         {
             **_prefixed("head.", components.head.sharded_state()),
@@ -96,13 +97,8 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
 
 
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
-    """``"optim.lr = 0.2 (was 0.1)"`` for each key that differs from the run's configuration so far."""
-    old = _old_config(before)
-    return [
-        f"{name} = {_shown(configuration.get(config, name))} (was {_shown(configuration.get(old, name))})"
-        for name in configuration.KEYS
-        if configuration.get(config, name) != configuration.get(old, name)
-    ]
+    """``"optim.lr = 0.2 (was 0.1)"`` for each key, and all tables of a kind, that the run had otherwise so far."""
+    return configuration.differences(_old_config(before), config)
 
 
 def steps_per_epoch(components: TrainComponents) -> int:
@@ -120,6 +116,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "steps_per_epoch": steps_per_epoch(components),
         "config": configuration.to_dict(components.config),
         "data": components.data,
+        "frozen": sorted(components.frozen_for_good),
         "loader": components.loader.state_dict(),
         "scaler": components.scaler.state_dict(),
         "optimizer": _optimizer_numbers(components),
@@ -142,7 +139,8 @@ def _check_config(before: dict[str, Any], config: Config) -> None:
         was, now = configuration.get(old, name), configuration.get(config, name)
         if was != now:
             raise UsageError(
-                f"{name} was {_shown(was)} when the run began and is {_shown(now)} now; set it back to go on, or "
+                f"{name} was {configuration.shown(name, was)} when the run began and is "
+                f"{configuration.shown(name, now)} now; set it back to go on, or "
                 "begin another run (another --out), with --init_weights RUN/model.safetensors to build on this one"
             )
 
@@ -166,8 +164,14 @@ def _check_data(before: dict[str, Any], components: TrainComponents) -> None:
             )
 
 
-def _shown(value: Any) -> str:
-    return "unset" if value is None else toml_value(value)
+def _check_frozen(before: list[str], components: TrainComponents) -> None:
+    """The optimizer's states are stored by the weights' places among those that are not frozen for good."""
+    if changed := sorted(components.frozen_for_good.symmetric_difference(before)):
+        raise UsageError(
+            f"frozen and optim.groups freeze other weights for the whole run than it began with ({changed[0]}, for "
+            "one); set them back to go on, or begin another run (another --out), with --init_weights "
+            "RUN/model.safetensors and a [[stage]] for what changes on the way"
+        )
 
 
 def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:

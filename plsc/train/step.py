@@ -12,7 +12,7 @@ from plsc.data.transforms import normalize
 from plsc.optim.gradients import clip_by_norm_, sharded_norm, total_norm
 from plsc.optim.verdict import Verdict
 from plsc.parallel.collectives import all_reduce_max
-from plsc.parallel.strategies import Weight
+from plsc.parallel.strategies import Strategy, Weight
 from plsc.train.components import TrainComponents
 
 
@@ -137,11 +137,13 @@ class Stepper:
         """
         components = self.components
         margin_state = components.head.margin_state
+        components.frozen.hold()
         self.statistics.remember()
         self._seed(number)
         components.exchange.begin(number)
         loss = self._backward(group)
         components.strategy.collect_gradients()
+        components.frozen.drop_gradients()
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
         norm = self._clipped_norm()
         verdict = self._vote(loss, norm, stop)
@@ -167,8 +169,19 @@ class Stepper:
             upcoming = group[index + 1] if index + 1 < len(group) else None
             loss = partial(self._loss, total, samples, upcoming)
             images = partial(self._prepared, batch.images)
-            strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
+            if self._trains_head_alone:
+                with torch.no_grad():
+                    loss = torch.enable_grad()(loss)
+                    strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=False)
+            else:
+                strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
         return strategy.from_head(total)
+
+    @property
+    def _trains_head_alone(self) -> bool:
+        """True if the backbone is frozen and needs no backward pass; engines with passes of their own make it."""
+        is_own_pass = type(self.components.strategy).forward_backward is not Strategy.forward_backward
+        return self.components.frozen.names.is_whole and not is_own_pass
 
     def _loss(
         self,

@@ -13,14 +13,14 @@ from plsc.config import Config
 from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError, UsageError
 from plsc.files import atomic_write, make_folder, read_json, write_json
-from plsc.optim.schedules import advance, schedule, scheduler
+from plsc.optim.schedules import advance, scheduler
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main
 from plsc.parallel.rendezvous import Launch, current_launch
 from plsc.progress import counted
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
-from plsc.train.components import build, open_training_data
+from plsc.train.components import build, open_training_data, peak_rates
 from plsc.train.evaluate import (
     BEST,
     MODEL,
@@ -34,6 +34,7 @@ from plsc.train.evaluate import (
 from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
 from plsc.train.metrics import METRICS, MetricsLog, StepMeter
 from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
+from plsc.train.stages import enter_stage, plan_stages
 from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
@@ -111,6 +112,9 @@ class Trainer:
         stored = self._find_checkpoint(resume)  # a wrong one leaves no empty folder
         start = begins_anew(config) if stored is None else self._resume_from(stored)
         start = f"restarted by torchrun: {start}" if restarted else start
+        self.plan = plan_stages(self.components, self.position, self._total_steps())
+        self._stage = self.plan.at(self.position.schedule_step)
+        enter_stage(self.components, self._stage)
         superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
         raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
         raise_on_all_ranks(mesh, self._write_descriptions)
@@ -123,7 +127,7 @@ class Trainer:
         for line in notes:
             self.report.line(line)
         if mesh.is_main:  # other ranks may hold nothing of the head that it describes
-            for line in header(self.components, self._last_step(), start):
+            for line in header(self.components, self._last_step(), start, self.plan.described()):
                 self.report.line(line)
         self._report_resumption(stored, superseded)
         self.checkpointer = AsyncCheckpointer(
@@ -233,22 +237,12 @@ class Trainer:
                 write_json(self.out / LAUNCH, dataclasses.asdict(self._launch))
 
     def _set_schedule(self) -> None:
-        optim, per_epoch = self.config.optim, steps_per_epoch(self.components)
-        warmup = optim.warmup_steps
-        if warmup is None:
-            warmup = round((optim.warmup_epochs or 0.0) * per_epoch)
-        factor = schedule(
-            optim.schedule,
-            total_steps=self._total_steps(),
-            warmup_steps=warmup,
-            power=optim.power,
-            min_lr_ratio=optim.min_lr_ratio,
-            gamma=optim.gamma,
-            milestones=[round(m * per_epoch) for m in optim.milestones],
-        )
-        self.rates = [0.0, 0.0]
+        ranks, step = self.components.strategy.data_ranks, self.position.schedule_step
+        factors = self.plan.rate_factors(ranks)
         optimizers = (self.components.optimizer, self.components.head_optimizer)
-        self.schedulers = [scheduler(each, factor, step=self.position.schedule_step) for each in optimizers]
+        self.schedulers = [scheduler(each, factor, step=step) for each, factor in zip(optimizers, factors, strict=True)]
+        self._peaks = list(zip(peak_rates(self.config, ranks), factors, strict=True))
+        self.rates = [0.0, 0.0]  # of the last step: of backbone and head
 
     def _total_steps(self) -> int:
         if self.config.steps is not None:
@@ -263,12 +257,24 @@ class Trainer:
     # Steps.
 
     def _groups(self) -> Iterator[list[MicroBatch]]:
-        """The micro-batches of each step that is left, through all epochs."""
+        """The micro-batches of each step that is left, through all epochs and stages."""
         while not self._is_finished():
             for group in micro_batches(self.components.loader, self.config.optim.accumulate):
                 yield group
                 if self.config.steps is not None and self._is_finished():
                     return
+                if self._enter_due_stage():
+                    break  # what was read ahead has another augmentation; the loader goes on where it stands
+
+    def _enter_due_stage(self) -> bool:
+        """Enter the stage that the next step belongs to; returns whether that changes the augmentation."""
+        due, augment = self.plan.at(self.position.schedule_step), self.components.loader.augment
+        if due == self._stage:
+            return False
+        self._stage = due
+        enter_stage(self.components, due)
+        self.report.line(f"stage {due} begins {self.plan.described()[due - 1]}")
+        return augment != self.components.loader.augment
 
     def _is_finished(self) -> bool:
         if self.config.steps is not None:
@@ -278,9 +284,9 @@ class Trainer:
 
     def _count(self, enqueued: EnqueuedStep) -> None:
         """Count a step, and move the learning rate on."""
+        self.rates = [peak * factor(self.position.schedule_step) for peak, factor in self._peaks]
         self.position.step += 1
         self.position.schedule_step += 1
-        self.rates = [float(each.get_last_lr()[0]) for each in self.schedulers]
         advance(self.schedulers)
         self._unread.append((self.position.step, enqueued))
 

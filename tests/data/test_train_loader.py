@@ -251,11 +251,34 @@ def test_every_rank_knows_the_sizes_of_all(world: int) -> None:
         assert announced is None
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_another_augmentation_holds_from_the_next_loop_on(workers: int) -> None:
+    """The processes that read ahead are kept; the position goes on where the loop was left."""
+    data = Numbered(30, size=16)
+    (loader,), (flipped,), (cropped,) = (
+        loaders(data, 1, 4, augment=augment, workers=workers, cache_images=False)
+        for augment in ("flip", "flip", "standard")
+    )
+    found = [images.clone() for images, _ in islice(loader, 3)]
+    loader.augment = "standard"
+    found += [images.clone() for images, _ in loader]
+    found += [images.clone() for images, _ in loader]
+    expected = [images.clone() for images, _ in flipped][:3]
+    whole = [images.clone() for images, _ in cropped]
+    expected += whole[3:] + [images.clone() for images, _ in cropped]
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(found[3], list(flipped)[3][0])
+    with pytest.raises(UsageError, match="no augmentation 'crop'"):
+        loader.augment = "crop"
+
+
 def test_pinned_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pinning needs a GPU: here it is recorded."""
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor.dtype) or tensor.clone())
-    batch = BatchReader(Numbered(8), "none", 0, None, 0)[BatchRequest(0, np.arange(3))]
+    batch = BatchReader(Numbered(8), 0, None, 0)[BatchRequest(0, np.arange(3), "none")]
     assert torch.equal(batch.pin_memory().images, batch.images)
     assert pinned == [torch.uint8]
 

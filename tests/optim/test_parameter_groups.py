@@ -1,5 +1,6 @@
 """Parameter groups: patterns, layer-wise decay against BEiT's rule, and what has no layers."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from torch import nn
 
 from plsc import models
 from plsc.errors import UsageError
-from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
+from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS, Hyperparameters, make_backbone_optimizer
 from plsc.optim.parameter_groups import parameter_groups
 
 
@@ -84,5 +85,50 @@ def test_layers_decay_in_vits_alone(name: str) -> None:
 
 
 def test_a_pattern_that_fits_nothing_is_named() -> None:
-    with pytest.raises(UsageError, match=r'"\*\.biass" fits no weight of the backbone; .* as 0\.weight, 0\.bias'):
-        parameter_groups(nn.Sequential(nn.Linear(2, 2)), 0.1, no_decay=["*.biass"])
+    for key, options in {"no_decay": {"no_decay": ["*.biass"]}, "groups": {"patterns": [("*.biass", {})]}}.items():
+        message = rf'optim\.{key}: "\*\.biass" fits no weight of the backbone; the nearest are 0\.bias, 0\.weight'
+        with pytest.raises(UsageError, match=message):
+            parameter_groups(nn.Sequential(nn.Linear(2, 2)), 0.1, **options)
+
+
+@pytest.mark.parametrize("optimizer", BACKBONE_OPTIMIZERS)
+def test_groups_step_as_optimizers_of_their_own(optimizer: str) -> None:
+    """Of several patterns the last that gives a key counts; no_decay comes before them, layer_decay multiplies."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.LayerNorm(4)).double()
+    twin = copy.deepcopy(model)
+    patterns: list[tuple[str, dict[str, float]]] = [
+        ("0.*", {"lr_scale": 0.5, "weight_decay": 0.2}),
+        ("*.bias", {"weight_decay": 0.3}),
+        ("2.bias", {"lr_scale": 4.0}),
+        ("0.bias", {"lr_scale": 2.0}),
+    ]
+    expected = {
+        "0.weight": (0.01, 0.2), "0.bias": (0.04, 0.3),
+        "1.weight": (0.02, 0.1), "1.bias": (0.02, 0.3),
+        "2.weight": (0.02, 0.0), "2.bias": (0.08, 0.3),
+    }  # fmt: skip
+    values = Hyperparameters(0.02, weight_decay=0.1)
+    groups = parameter_groups(model, 0.02, no_decay=["2.*"], patterns=patterns)
+    together = make_backbone_optimizer(optimizer, groups, values)
+    alone = [
+        make_backbone_optimizer(
+            optimizer, [{"params": [w], "lr": expected[n][0], "weight_decay": expected[n][1]}], values
+        )
+        for n, w in twin.named_parameters()
+    ]
+    for _ in range(3):
+        for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for each in (together, *alone):
+            each.step()
+    for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other, msg=name)
+
+
+def test_patterns_and_layers_multiply() -> None:
+    plain = of_each_weight(on_meta("vit_tiny"), "lr", layer_decay=0.5)
+    found = of_each_weight(on_meta("vit_tiny"), "lr", layer_decay=0.5, patterns=[("blocks.0.*", {"lr_scale": 0.1})])
+    for name, lr in found.items():
+        assert lr == pytest.approx(plain[name] * (0.1 if name.startswith("blocks.0.") else 1.0)), name

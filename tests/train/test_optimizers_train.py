@@ -85,7 +85,7 @@ def refused(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
     [
         (
             {"optim.no_decay": "*.bias,*norms*"},
-            r'optim\.no_decay: "\*norms\*" fits no weight of the backbone; .*layers\.0\.weight',
+            r'optim\.no_decay: "\*norms\*" fits no weight of the backbone; the nearest are layers\.',
         ),
         ({"optim.layer_decay": 0.75}, "optim.layer_decay needs a backbone with a sequence of transformer blocks"),
     ],
