@@ -290,7 +290,7 @@ def test_every_key_is_listed_with_its_meaning() -> None:
 def test_every_meaning_is_a_sentence_and_names_the_default_of_an_unset_key(entry: Key) -> None:
     start, _, rest = entry.doc.partition(": ")
     names = {*config.margin_keys(), *BACKBONE_OPTIMIZERS, "polynomial", "cosine", "step", "powersgd", "dgc"}
-    names |= {"post_local_sgd", "hierarchical", "diloco", "fsdp", "hsdp"}
+    names |= {"every_k", "budget", "post_local_sgd", "hierarchical", "diloco", "fsdp", "hsdp"}
     sentence = rest if set(start.split(", ")) <= names else entry.doc
     assert entry.doc.endswith(".")
     assert entry.doc.count("; unset: ") == (entry.default is None and entry.name != "steps")

@@ -285,8 +285,9 @@ class ShardedSoftmax:
         log_z = torch.cat([p.log_z for p in pending])
         # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
         groups = self.mesh.replicas.world_size if self.averaging is not None else 1
-        scale = torch.cat([p.scale * _grad_loss(p) * groups for p in pending])
-        target_grad = torch.cat([p.target_grad * _grad_loss(p) * groups for p in pending])
+        factors = [_grad_loss(p) if groups == 1 else _grad_loss(p) * groups for p in pending]
+        scale = torch.cat([p.scale * factor for p, factor in zip(pending, factors, strict=True)])
+        target_grad = torch.cat([p.target_grad * factor for p, factor in zip(pending, factors, strict=True)])
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
         if self._overlaps_sums and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
