@@ -239,7 +239,7 @@ class TensorParallel(FullySharded):
             )
         Strategy.__init__(self, mesh)
         self._sharded = {}
-        self._tp = tp
+        self._tp, self._shards = tp, shard_ranks
         self.data_rank, self.data_ranks = mesh.rank // tp, mesh.world_size // tp
         replicas = self.data_ranks // shard_ranks
         data = ({"replicate": replicas} if replicas > 1 else {}) | {"shard": shard_ranks}
@@ -248,6 +248,11 @@ class TensorParallel(FullySharded):
         if self.data_ranks > 1:
             self._device_mesh = whole[tuple(data)]
         self.peers = submesh(mesh, [range(first, mesh.world_size, tp) for first in range(tp)])
+
+    def describe(self) -> str:
+        """How the backbone lies on the ranks, in words for a run's first lines."""
+        cut = f", other weights in {self._shards} parts" if self._shards > 1 else ""
+        return f"blocks over groups of {self._tp} ranks{cut}"
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Split the blocks over the group, then shard or replicate all layers over the groups, in place."""
