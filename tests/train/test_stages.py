@@ -271,3 +271,19 @@ def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Rank
     )
     first, last = (ranks(1, stored, tmp_path, step, "backbone.")[0] for step in (8, 10))
     assert {key for key in first if torch.equal(first[key], last[key])} == {"layers.0.weight", "layers.8.bias"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_stages_under_another_strategy_are_those_of_one_process(strategy: str, tmp_path: Path, ranks: Ranks) -> None:
+    base = {"backbone": "residual", "sync_batchnorm": True}  # statistics over all ranks, as one process has them
+    stages = [
+        {"from_step": 4, "frozen": ["*.bias"], "head": {"sample_rate": 0.0, "m": 0.2}},
+        {"from_epoch": 2, "frozen": [], "optim": {"lr": 0.02}},
+    ]
+    changes = {**base, "frozen": ["*"], "stage": stages, "epochs": 3, "checkpoint.every_steps": 5}
+    ranks(2, on_rank, tmp_path / "run", {**changes, "data.batch_size": 6, "parallel.strategy": strategy})
+    ranks(1, on_rank, tmp_path / "alone", changes)
+    found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
+    assert list(found) == list(expected) == list(range(1, 16))
+    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-4)
