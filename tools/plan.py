@@ -54,7 +54,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"
     )
-    for option, (key, help_text) in _placement_options().items():
+    for option, (key, help_text) in _PLACEMENT.items():
         parser.add_argument(option, metavar=key.rpartition(".")[2].upper(), help=f"{help_text} ({key})")
     parser.add_argument("--offload", action="store_true", help="keep the backbone in host memory (parallel.offload)")
     parser.add_argument("--images-per-second", metavar="R", type=float, help="sampling is considered below this rate")
@@ -84,13 +84,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return result.as_dict()
 
 
-def _placement_options() -> dict[str, tuple[str, str]]:
-    return {option: entry for option, entry in _PLACEMENT.items() if entry[0] in configuration.KEYS}
-
-
 def _placement(args: argparse.Namespace) -> dict[str, str]:
     """Keys that are given by their short options."""
-    given = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _) in _placement_options().items()}
+    given = {key: getattr(args, option[2:].replace("-", "_")) for option, (key, _) in _PLACEMENT.items()}
     return {key: value for key, value in given.items() if value is not None} | (
         {"parallel.offload": "true"} if args.offload else {}
     )

@@ -34,22 +34,22 @@ class PlanConfig:
     @property
     def pipeline_micro_batches(self) -> int:
         """Micro-batches that are in a pipeline together; 1 without one."""
-        return int(getattr(self.config.parallel, "pp_micro_batches", 0) or 2 * self.pp) if self.pp > 1 else 1
+        return (self.config.parallel.pp_micro_batches or 2 * self.pp) if self.pp > 1 else 1
 
     @property
     def tp(self) -> int:
         """Ranks of a tensor parallel group."""
-        return int(getattr(self.config.parallel, "tp", 1))
+        return self.config.parallel.tp
 
     @property
     def pp(self) -> int:
         """Ranks of a pipeline."""
-        return int(getattr(self.config.parallel, "pp", 1))
+        return self.config.parallel.pp
 
     @property
     def schedule(self) -> str:
         """Of a pipeline: "gpipe", "1f1b" or "interleaved"."""
-        return str(getattr(self.config.parallel, "pp_schedule", "1f1b"))
+        return self.config.parallel.pp_schedule
 
     @property
     def strategy(self) -> str:
@@ -155,7 +155,7 @@ class PlanConfig:
 def plan_config(config: Config, classes: int, world: int, per_node: int) -> PlanConfig:
     """The run of ``config`` on so many ranks, with the table sharded and placed as it says."""
     placement = config.head.placement.partition(":")[0]
-    table_ranks = world // int(getattr(config.parallel, "pp", 1))
+    table_ranks = world // config.parallel.pp
     return PlanConfig(config, classes, world, min(per_node, world), config.head_ranks or table_ranks, placement)
 
 

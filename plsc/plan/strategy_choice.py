@@ -137,8 +137,7 @@ def placements(setup: PlanConfig) -> Iterator[PlanConfig]:
 
 def _model_ranks(plain: PlanConfig) -> Iterator[tuple[int, int]]:
     """Pairs of the ranks of a tensor parallel group and of a pipeline that divide the world."""
-    can_split = hasattr(plain.config.parallel, "tp") and hasattr(plain.config.parallel, "pp")
-    if plain.model_ranks > 1 or not can_split or not profile_of(plain).blocks:
+    if plain.model_ranks > 1 or not profile_of(plain).blocks:
         yield plain.tp, plain.pp
         return
     sizes = [2**power for power in range(plain.world.bit_length())]
