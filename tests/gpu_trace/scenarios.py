@@ -86,6 +86,15 @@ SCENARIOS: dict[str, Scenario] = {
     "sync_batchnorm, channels_last, average, 8 ranks": Scenario(
         8, 1_000_000, {"sync_batchnorm": True, "channels_last": True, "ema_decay": 0.999}, (0, 7)
     ),
+    "fsdp, 8 ranks": Scenario(8, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 3, 7), planned=False),
+    "fsdp, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 1023), planned=False),
+    "hsdp, adamw, clipped, 64 ranks": Scenario(
+        64,
+        1_000_000,
+        {**ADAMW, "parallel.strategy": "hsdp", "parallel.shard_ranks": 8, "optim.clip_norm": 5.0},
+        (0, 1, 11, 63),
+        planned=False,
+    ),
     "adamw, 50M classes, 1 rank": Scenario(1, 50_000_000, ADAMW),
     "sampled at 0.1, 50M classes, 1 rank": Scenario(1, 50_000_000, {"head.sample_rate": 0.1}),
     "float32 in bf16x3, 50M classes, 1 rank": Scenario(

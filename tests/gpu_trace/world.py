@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
@@ -23,7 +24,7 @@ from plsc.data.dataset import ImageDataset
 from plsc.head import class_table
 from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
-from plsc.parallel.mesh import Mesh, with_head_groups
+from plsc.parallel.mesh import Mesh, device_mesh, with_head_groups
 from plsc.parallel.strategies import ddp as strategy
 from plsc.parallel.strategies.ddp import data_parallel
 from plsc.train import components
@@ -105,6 +106,9 @@ def fake_components() -> Iterator[None]:
         for module in ("plsc.head.class_table", "plsc.head.host_table"):
             patches.enter_context(patch(f"{module}.normal_rows", lambda *args, **options: iter(())))
         patches.enter_context(patch("plsc.head.staging.ThreadPoolExecutor", LateExecutor))
+        # the ranks of a DeviceMesh are numbers in tensors
+        patches.enter_context(patch.object(DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)))
+        patches.enter_context(patch("plsc.parallel.strategies.fsdp.device_mesh", _really(device_mesh)))
         patches.enter_context(patch.object(FakeTensor, "__deepcopy__", _deepcopy, create=True))
         for name in ("table", "numbers"):
             patches.enter_context(patch.object(HostMemory, name, _really(getattr(HostMemory, name))))
@@ -120,9 +124,9 @@ def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 def _really(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` outside of the trace: host memory is real, and pinned under its address."""
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         with _disable_current_modes():
-            return function(*args)
+            return function(*args, **options)
 
     return call
 
