@@ -21,7 +21,8 @@ from results_file import RESULTS
 from plsc import config as configuration
 from plsc.models import create
 from plsc.parallel import Mesh
-from plsc.parallel.gradient_compression import CompressionOptions, gradient_exchange
+from plsc.parallel.gradient_compression import gradient_exchange
+from plsc.train.components import compression_options
 
 BASE: dict[str, Any] = {
     "data.image_size": 32,
@@ -60,12 +61,7 @@ def sent_bytes(settings: Mapping[str, Any]) -> float:
     size = config.data.image_size
     backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=size)
     parallel = config.parallel
-    options = CompressionOptions(
-        powersgd_rank=parallel.powersgd_rank,
-        powersgd_start_step=parallel.powersgd_start_step,
-        dgc_sparsity=parallel.dgc_sparsity,
-        dgc_dense_below=parallel.dgc_dense_below,
-    )
+    options = compression_options(config)
     exchange = gradient_exchange(parallel.comm_hook, backbone, Mesh(0, 2, 0, torch.device("cpu")), options)
     period = parallel.averaging_period if parallel.averaging != "none" else 1
     return exchange.sent_bytes(backbone.parameters(), sys.maxsize) / period

@@ -9,8 +9,7 @@ from plsc.config import Config, DataConfig
 from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
 from plsc.plan.backbone_memory import frees_gradients
-from plsc.plan.devices import GIB, Device
-from plsc.plan.links import Links
+from plsc.plan.devices import GIB, Device, Links
 from plsc.plan.memory import Memory, as_dict, plan_memory, row_bytes
 from plsc.plan.plan_config import STORAGES, PlanConfig
 from plsc.plan.timing import Timing, plan_time

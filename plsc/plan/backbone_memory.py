@@ -26,6 +26,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
 from plsc.plan.devices import Device
 from plsc.plan.plan_config import PlanConfig
+from plsc.train.components import compression_options
 
 INTERLEAVED_PARTS = 2  # of the backbone on each rank of an interleaved pipeline
 _COLUMNS = ("attn.qkv", "mlp.fc1")  # split with their biases; those of rows are added once, by every rank
@@ -243,17 +244,7 @@ def _hook_transient(setup: PlanConfig, trained: int) -> int:
 def sent_bytes(setup: PlanConfig, parameters: Iterable[Parameter]) -> int:
     """Bytes of these weights' gradients that a rank gives to a step's exchange once its hook has warmed up."""
     shapes = tuple(parameter.shape for parameter in parameters if parameter.is_trained)
-    return _sent_bytes(setup.config.parallel.comm_hook, _options(setup), shapes, setup.data_ranks)
-
-
-def _options(setup: PlanConfig) -> CompressionOptions:
-    parallel = setup.config.parallel
-    return CompressionOptions(
-        powersgd_rank=parallel.powersgd_rank,
-        powersgd_start_step=parallel.powersgd_start_step,
-        dgc_sparsity=parallel.dgc_sparsity,
-        dgc_dense_below=parallel.dgc_dense_below,
-    )
+    return _sent_bytes(setup.config.parallel.comm_hook, compression_options(setup.config), shapes, setup.data_ranks)
 
 
 @functools.lru_cache(maxsize=256)

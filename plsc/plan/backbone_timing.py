@@ -28,8 +28,7 @@ from plsc.plan.backbone_memory import (
     sent_bytes,
     stage_of,
 )
-from plsc.plan.devices import HOST_BANDWIDTH, Device
-from plsc.plan.links import Links
+from plsc.plan.devices import HOST_BANDWIDTH, Device, Links
 from plsc.plan.plan_config import PlanConfig
 
 # Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches

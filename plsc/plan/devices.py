@@ -1,5 +1,6 @@
 """Speeds and memory of GPUs and links: by name, as given on the command line, or measured on this machine."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -84,6 +85,39 @@ DEVICES = {
 }
 # Peak bytes per second, GPU and direction: PCIe 4.0 x16; NDR InfiniBand, a 400 Gb/s port per GPU; 100 Gb/s Ethernet.
 LINKS = {"pcie": 32e9, "infiniband": 50e9, "ethernet": 12.5e9}
+LATENCY = {"inside": 10e-6, "between": 20e-6}  # seconds per doubling of the ranks that a collective joins
+HOST_COPY = LINKS["pcie"] * LINK_SHARE  # bytes per second and direction between host and device
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second, GPU and direction that collectives reach ``inside`` a node and ``between`` nodes."""
+
+    inside: float
+    between: float
+    bus: float = HOST_COPY
+
+    def seconds(self, moved: float, ranks: int, per_node: int, stride: int = 1, calls: int = 1) -> float:
+        """Of collectives over ``ranks`` ranks, ``stride`` apart, in which each sends ``moved`` bytes.
+
+        A ring that crosses nodes does so over the links of all its ranks there (NCCL opens a channel for each), so a
+        group with m ranks to a node moves m times what one link does.
+
+        Args:
+            moved: of all ``calls`` together.
+            ranks: of the group.
+            per_node: ranks of a node.
+            stride: between neighbouring ranks of the group.
+            calls: collectives, each of which begins anew.
+        """
+        if ranks == 1:
+            return 0.0
+        here = min(max(per_node // stride, 1), ranks)
+        outside = here < ranks
+        across = self.between * here if outside else math.inf
+        speed = min(self.inside if here > 1 else math.inf, across)
+        return moved / speed + calls * LATENCY["between" if outside else "inside"] * math.log2(ranks)
+
 
 # Of a CPU's ranks, FLOP/s and bytes per second: so that plans of it can be compared with each other, and no more.
 _CPU_PRODUCTS, _CPU_BANDWIDTH = 1e11, 1e10

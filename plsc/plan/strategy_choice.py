@@ -19,8 +19,7 @@ from plsc.errors import UsageError
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 from plsc.plan.advice import CapacityError, Estimate, Hardware, estimate, gib, profile_of
-from plsc.plan.devices import link_speed, present_device
-from plsc.plan.links import Links
+from plsc.plan.devices import Links, link_speed, present_device
 from plsc.plan.plan_config import PlanConfig, plan_config
 from plsc.train.components import open_training_data, strategy_options
 

@@ -217,15 +217,21 @@ def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoad
             outer_momentum=parallel.outer_momentum,
         )
         return model_averaging(parallel.averaging, backbone, mesh, averages)
-    options = CompressionOptions(
+    warmup_steps = round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader))
+    return gradient_exchange(parallel.comm_hook, backbone, mesh, compression_options(config, warmup_steps))
+
+
+def compression_options(config: Config, dgc_warmup_steps: int = 0) -> CompressionOptions:
+    """The options of ``parallel.comm_hook``; the warm-up, which is counted in epochs, given in steps."""
+    parallel = config.parallel
+    return CompressionOptions(
         powersgd_rank=parallel.powersgd_rank,
         powersgd_start_step=parallel.powersgd_start_step,
         dgc_sparsity=parallel.dgc_sparsity,
-        dgc_warmup_steps=round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader)),
+        dgc_warmup_steps=dgc_warmup_steps,
         dgc_dense_below=parallel.dgc_dense_below,
         clip_norm=config.optim.clip_norm,
     )
-    return gradient_exchange(parallel.comm_hook, backbone, mesh, options)
 
 
 def _wrapping(config: Config, mesh: Mesh, exchange: GradientExchange, gradients: object) -> Wrapping:
