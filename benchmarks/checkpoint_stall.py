@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import plsc
+from plsc.config import KeepConfig
 from plsc.files import atomic_replace_dir, describe_files, write_json
 from plsc.native.allocator import keep_freed_memory
 from plsc.train.async_checkpoint import AsyncCheckpointer
@@ -79,7 +80,7 @@ def reread(folder: Path, training: Training) -> None:
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The row of figures."""
     training = Training(args)
-    checkpoints = CheckpointFolder(folder, training.mesh, keep=1)
+    checkpoints = CheckpointFolder(folder, training.mesh, KeepConfig(last=1))
     savers = {way: AsyncCheckpointer(checkpoints, print, background=way == "background") for way in WAYS[:2]}
     stalls: dict[str, list[float]] = {way: [] for way in WAYS}
     published: dict[str, list[float]] = {way: [] for way in WAYS}

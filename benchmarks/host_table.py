@@ -26,8 +26,10 @@ import torch
 from results_file import RESULTS, add_row
 
 import plsc
+from plsc.config import KeepConfig
 from plsc.train.async_checkpoint import AsyncCheckpointer
-from plsc.train.checkpoint import CheckpointFolder, open_newest
+from plsc.train.checkpoint import CheckpointFolder
+from plsc.train.checkpoint_reader import open_newest
 
 IDENTITIES = 2000
 
@@ -63,7 +65,7 @@ class Worker:
         self.libraries = resident("VmRSS")
         self.peaks: dict[str, float] = {}
         self.mesh = plsc.init("cpu")
-        self.checkpoints = CheckpointFolder(args.folder / "checkpoints", self.mesh, keep=1)
+        self.checkpoints = CheckpointFolder(args.folder / "checkpoints", self.mesh, KeepConfig(last=1))
         self.checkpointer = AsyncCheckpointer(self.checkpoints, print, background=False)  # the least memory
         forget_peak()
         begin = time.monotonic()

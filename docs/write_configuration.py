@@ -53,10 +53,9 @@ data.augment = "standard"
 
 def page() -> str:
     """The page as Markdown."""
-    hints = typing.get_type_hints(config.Config)
     parts = [INTRODUCTION]
     for section, keys in config.sections().items():
-        parts += [_heading(section, hints), _table(keys)]
+        parts += [_heading(section), _table(keys)]
         if section == "head":
             parts.append(_margins())
         parts += [
@@ -66,13 +65,21 @@ def page() -> str:
     return "\n".join([*parts, _recipes()])
 
 
-def _heading(section: str, hints: dict[str, type]) -> str:
+def _heading(section: str) -> str:
     if not section:
         return "## The run\n\nThese keys stand at the top of the file, before the first section.\n"
-    _, _, meaning = (hints[section].__doc__ or "").partition(": ")
+    _, _, meaning = (_schema(section).__doc__ or "").partition(": ")
     first = meaning.partition(" ")[0]
     sentence = f"`{first}`{meaning.removeprefix(first)}" if "." in first else meaning[0].upper() + meaning[1:]
     return f"## `[{section}]`\n\n{sentence}\n"
+
+
+def _schema(section: str) -> type:
+    """The dataclass of a section by its dotted name."""
+    schema: type = config.Config
+    for part in section.split("."):
+        schema = typing.get_type_hints(schema)[part]
+    return schema
 
 
 def _table(keys: list[Key]) -> str:

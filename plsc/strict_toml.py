@@ -1,8 +1,8 @@
 """Dataclasses as a strict schema of TOML files and command lines: every wrong key or value is named.
 
 A schema is a frozen dataclass whose fields are made by :func:`key` or :func:`tables`, or are themselves such
-dataclasses (one level: sections). Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of
-them.
+dataclasses (sections, which may have sections). Scalars are bool, int, float and str, each also ``| None`` (unset),
+and tuples of them.
 
 pydantic would replace Key.checked and its limits, some 60 lines. Sections, the nearest right key, former names,
 ``--KEY VALUE`` with its lists, the written TOML and the list of keys would stay ours, its error objects would have to
@@ -36,14 +36,23 @@ def key(
     below: float | None = None,
     renamed_from: str = "",
     in_stages: bool = False,
+    stands_for_section: bool = False,
 ) -> Any:
     """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
 
     ``choices`` may be a function, called when they are first needed: those of a module that is slow to import.
-    ``in_stages`` says that a stage of a run may give the key another value.
+    ``in_stages`` says that a stage of a run may give the key another value, ``stands_for_section`` that a value in
+    place of its section's table is the key's.
     """
     limits = {"above": above, "at least": least, "at most": most, "below": below}
-    metadata = {"doc": doc, "choices": choices, "limits": limits, "renamed_from": renamed_from, "in_stages": in_stages}
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "limits": limits,
+        "renamed_from": renamed_from,
+        "in_stages": in_stages,
+        "stands_for_section": stands_for_section,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -59,6 +68,12 @@ class Key:
     limits: Mapping[str, float | None]
     renamed_from: str = ""
     in_stages: bool = False
+    stands_for_section: bool = False
+
+    @property
+    def section(self) -> str:
+        """The dotted name of the section, "" at the top."""
+        return self.name.rpartition(".")[0]
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -294,6 +309,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
                 metadata["limits"],
                 metadata["renamed_from"],
                 metadata["in_stages"],
+                metadata["stands_for_section"],
             )
 
 
@@ -311,17 +327,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
     """Flatten nested tables to ``{dotted name: value}``; :class:`UsageError` for a wrong key, as of :func:`known`."""
-    sections = {name.split(".")[0] for name in keys if "." in name}
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if name not in sections:
-            flat[name] = value
-        elif isinstance(value, Mapping):
-            flat.update({f"{name}.{inner}": item for inner, item in value.items()})
-        else:
-            raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
+    flat = dict(_flat(tree, _sections(keys)))
     values: dict[str, Any] = {}
     for name, value in flat.items():
+        if name in _sections(keys) and _short_form(name, keys) is None:
+            raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
         entry = known(name, keys, where, _no_hint if isinstance(value, Mapping) else hint)
         if entry.name in values:
             raise UsageError(f"{where}: {entry.name} is given twice, once by its former name; keep one")
@@ -329,8 +339,29 @@ def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint
     return values
 
 
+def _flat(tree: Mapping[str, Any], sections: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for inner, value in tree.items():
+        name = prefix + inner
+        if name in sections and isinstance(value, Mapping):
+            yield from _flat(value, sections, f"{name}.")
+        else:
+            yield name, value
+
+
+def _sections(keys: Iterable[str]) -> set[str]:
+    """The dotted names of the sections that ``keys`` lie in, and of those that hold these."""
+    words = [name.split(".") for name in keys]
+    return {".".join(path[:depth]) for path in words for depth in range(1, len(path))}
+
+
+def _short_form(section: str, keys: Mapping[str, Entry]) -> Key | None:
+    """The key that a value in place of a section's table is."""
+    candidates = (entry for entry in keys.values() if isinstance(entry, Key) and entry.stands_for_section)
+    return next((entry for entry in candidates if entry.section == section), None)
+
+
 def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> Entry:
-    """Return the key ``name``, or the one formerly so called.
+    """Return the key ``name``, or the one formerly so called, or that stands for the section of this name.
 
     Args:
         name: dotted.
@@ -343,6 +374,8 @@ def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hin
     """
     if name in keys:
         return keys[name]
+    if short := _short_form(name, keys):
+        return short
     section, dot, last = name.rpartition(".")
     for entry in keys.values():
         if entry.renamed_from == last and entry.name.startswith(section + dot) and entry.name.count(".") == len(dot):
@@ -372,10 +405,11 @@ def _nearest(name: str, keys: Mapping[str, Entry]) -> str:
         by_last: dict[str, str] = {}
         for other in candidates:
             by_last.setdefault(other.rpartition(".")[2], other)
+            by_last.setdefault(other.partition(".")[2], other)
         if close := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
             return f"did you mean {by_last[close[0]]}?"
     if within:
-        return f"[{near[0]}] has {', '.join(other.rpartition('.')[2] for other in within)}"
+        return f"[{near[0]}] has {', '.join(other.partition('.')[2] for other in within)}"
     return "plsc train --list-keys lists every key"
 
 

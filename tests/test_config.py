@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plsc import config, losses
-from plsc.config import KEYS, Config
+from plsc.config import KEYS, Config, KeepConfig
 from plsc.errors import UsageError
 from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS, HYPERPARAMETERS
 from plsc.strict_toml import Key, toml_value
@@ -235,6 +235,23 @@ def test_the_command_line_takes_the_place_of_the_file(tmp_path: Path) -> None:
     assert loaded.data.train == "x,y"
     with pytest.raises(UsageError, match="both given"):
         config.load(path, {"epochs": "1", "steps": "2"})
+
+
+@pytest.mark.parametrize(
+    ("text", "keep"),
+    [
+        ("[checkpoint]\nkeep = 5", KeepConfig(last=5)),
+        ("checkpoint.keep = 5", KeepConfig(last=5)),
+        ("[checkpoint]\nkeep = { best = 2 }", KeepConfig(best=2)),
+        ("[checkpoint.keep]\nlast = 3\nevery_hours = 12\nbest = 1", KeepConfig(3, 12.0, 1)),
+    ],
+)
+def test_a_number_in_place_of_a_keep_policy_keeps_the_newest(text: str, keep: KeepConfig, tmp_path: Path) -> None:
+    loaded = config.load(write(tmp_path, text))
+    assert loaded.checkpoint.keep == keep
+    assert config.from_dict(config.to_dict(loaded)) == loaded == config.load(write(tmp_path, config.to_toml(loaded)))
+    given = config.load(write(tmp_path, text), config.parse_arguments(["--checkpoint.keep", "7"]))
+    assert given.checkpoint.keep == dataclasses.replace(keep, last=7)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from plsc.config.sections import Config as Config
 from plsc.config.sections import DataConfig as DataConfig
 from plsc.config.sections import EvalConfig as EvalConfig
 from plsc.config.sections import HeadConfig as HeadConfig
+from plsc.config.sections import KeepConfig as KeepConfig
 from plsc.config.sections import LogConfig as LogConfig
 from plsc.config.sections import OptimConfig as OptimConfig
 from plsc.config.sections import ParallelConfig as ParallelConfig

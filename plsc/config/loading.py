@@ -1,6 +1,7 @@
 """Reading configurations strictly, from TOML and ``--KEY VALUE`` overrides, and writing them."""
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from plsc.config.sections import Config, get
 from plsc.errors import UsageError
 from plsc.strict_toml import Entry, Key, Tables, toml_value
 
+_Schema = typing.TypeVar("_Schema")
 SHIPPED = Path(__file__).parents[1] / "configs"
 KEYS: dict[str, Key] = {entry.name: entry for entry in strict_toml.keys_of(Config)}
 
@@ -93,9 +95,9 @@ def to_dict(config: Config) -> dict[str, Any]:
         value = get(config, name)
         if isinstance(entry, Tables):
             value = entry.to_tree(value) or None
-        section, _, last = name.rpartition(".")
+        *path, last = name.split(".")
         if value is not None:
-            (tree.setdefault(section, {}) if section else tree)[last] = value
+            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, tree)[last] = value
     return tree
 
 
@@ -124,7 +126,7 @@ def sections() -> dict[str, list[Key]]:
     """Return the keys by their sections, those of the run itself under "", in the order in which they are written."""
     found: dict[str, list[Key]] = {}
     for entry in KEYS.values():
-        found.setdefault(entry.name.rpartition(".")[0], []).append(entry)
+        found.setdefault(entry.section, []).append(entry)
     return found
 
 
@@ -158,15 +160,21 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
     return strict_toml.parse_arguments(arguments, _ENTRIES, arcface_torch.key_hint)
 
 
+def _section(schema: type[_Schema], values: Mapping[str, Any], prefix: str = "") -> _Schema:
+    """Make a section, and those in it, of checked values by dotted names."""
+    hints = typing.get_type_hints(schema)
+    found: dict[str, Any] = {}
+    for name in hints:
+        if dataclasses.is_dataclass(hints[name]):
+            found[name] = _section(hints[name], values, f"{prefix}{name}.")
+        elif prefix + name in values:
+            found[name] = values[prefix + name]
+    return schema(**found)
+
+
 def _build(values: Mapping[str, Any]) -> Config:
-    hints = typing.get_type_hints(Config)
-    hints = {name: hints[name] for name in hints if dataclasses.is_dataclass(hints[name])}
-    sections: dict[str, dict[str, Any]] = {name: {} for name in hints}
-    top: dict[str, Any] = {}
-    for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        (sections[section] if section else top)[last] = _ENTRIES[name].checked(value)
-    config = Config(**top, **{name: hints[name](**inner) for name, inner in sections.items()})
+    checked = {name: _ENTRIES[name].checked(value) for name, value in values.items()}
+    config = _section(Config, checked)
     if config.epochs is None and config.steps is None:
         config = dataclasses.replace(config, epochs=20)
     check_together(config)

@@ -421,8 +421,29 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
+class KeepConfig:
+    """[checkpoint.keep]: which checkpoints stay; each is removed that no key keeps, and never the newest."""
+
+    last: int = key(
+        3,
+        "Number of newest checkpoints to keep; checkpoint.keep = N is short for it.",
+        least=1,
+        stands_for_section=True,
+    )
+    every_hours: float = key(
+        0.0, "Keep the last checkpoint of each period of so many hours, counted by the clock (UTC); 0: none.", least=0
+    )
+    best: int = key(
+        0,
+        "Number of checkpoints of the best mean accuracy over eval.sets to keep; where it is not 0, a checkpoint "
+        "follows each evaluation that has one.",
+        least=0,
+    )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint]: when to save, and how many to keep."""
+    """[checkpoint]: when to save."""
 
     every_steps: int = key(1000, "Steps between checkpoints; 0: by the clock alone, and at the end.", least=0)
     every_minutes: float = key(
@@ -431,7 +452,7 @@ class CheckpointConfig:
     async_save: bool = key(
         True, "Write checkpoints while training goes on, from a copy in host memory; false: training waits for them."
     )
-    keep: int = key(3, "Number of newest checkpoints to keep.", least=1)
+    keep: KeepConfig = dataclasses.field(default_factory=KeepConfig)
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class _Pending:
     step: int
     tmp_path: Path
     state: Mapping[str, Any]
-    after: Callable[[], None]
+    before: Callable[[], None]
     writer: ShardWriter
     task: Future[Any]
     is_written: bool = False  # on all ranks: the main rank publishes it
@@ -87,7 +87,7 @@ class AsyncCheckpointer:
         step: int,
         tensors: Mapping[str, Any],
         state: Mapping[str, Any],
-        after: Callable[[], None] = lambda: None,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin the checkpoint of ``step``, once the one before is published; then ``tensors`` may change again.
 
@@ -95,8 +95,10 @@ class AsyncCheckpointer:
             step: its number, and its name.
             tensors: tensors by name; each rank gives what it has to write, tables as TensorShard. Of a tensor
                 that all ranks hold, one rank gives it.
-            state: everything else, as JSON holds it; the main rank's is written.
-            after: called by the main rank's thread when the checkpoint is published.
+            state: everything else, as JSON holds it; the main rank's is written. Its ``accuracy``, where it has one,
+                is what the keep policy goes by.
+            before: called by the main rank's thread before the checkpoint is published, so that a run that goes on
+                from it finds what this has written; an error of it is one of the checkpoint.
 
         Raises:
             DataError: it cannot be written (a full disk, say); nothing was published. What happens in the
@@ -115,7 +117,7 @@ class AsyncCheckpointer:
                 f"training waits while most of a checkpoint is written: a rank saves {writer.nbytes / 1e9:.1f} GB, "
                 f"and may hold {self._allowed_bytes() / 1e9:.1f} GB of it in host memory"
             )
-        self._pending = _Pending(step, tmp_path, deepcopy(state), after, writer, writer.write(self._thread))
+        self._pending = _Pending(step, tmp_path, deepcopy(state), before, writer, writer.write(self._thread))
         barrier(self.mesh)  # of hosts: where memory was short, a rank may come later than a GPU's collective waits
         if not self._background:
             self.wait()
@@ -166,8 +168,12 @@ class AsyncCheckpointer:
     def _advance(self) -> None:
         """All ranks' tasks have ended well: let the main rank publish, or forget what is published."""
         pending = self._pending
-        if pending is None or pending.is_written:
+        if pending is None:
+            return
+        if pending.is_written:
             self._pending = None
+            if self.mesh.is_main and (failure := pending.task.result()):
+                self._report(f"the checkpoint of step {pending.step:,} is published, but not all after it: {failure}")
             return
         results, described = zip(*all_gather_object(pending.task.result(), self.mesh), strict=True)
         files: Described = {name: entry for share in described for name, entry in share.items()}
@@ -175,12 +181,15 @@ class AsyncCheckpointer:
         if self.mesh.is_main:
             pending.task = self._thread.submit(self._publish, pending, list(results), files)
 
-    def _publish(self, pending: _Pending, results: list[list[WriteResult]], files: Described) -> None:
-        with write_errors(pending.tmp_path):
+    def _publish(self, pending: _Pending, results: list[list[WriteResult]], files: Described) -> str | None:
+        """Complete and publish the folder; returns what failed afterwards, in words."""
+        what = f"the checkpoint {pending.tmp_path}"
+        with write_errors(what):
             pending.writer.finish(results)
             write_json(pending.tmp_path / STATE, dict(pending.state))
-            self.folder.publish(pending.tmp_path, pending.step, files)
-            pending.after()
+        pending.before()
+        with write_errors(what):
+            return self.folder.publish(pending.tmp_path, pending.step, files, pending.state.get("accuracy"))
 
     def _abandon(self) -> NoReturn:
         """Some rank's task has failed: end the others' and remove the files. Raises that rank's error on all."""

@@ -86,7 +86,7 @@ class ShardWriter:
 
     def _write(self) -> tuple[list[WriteResult], Described]:
         try:
-            with write_errors(Path(self._writer.path)), self._files.unwrapped_errors(), _without_crc32():
+            with write_errors(f"the checkpoint {self._writer.path}"), self._files.unwrapped_errors(), _without_crc32():
                 results = self._writer.write_data(self._plan, self._planner).wait()
         finally:
             self._stager.close()
@@ -231,13 +231,13 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 @contextlib.contextmanager
-def write_errors(folder: Path) -> Iterator[None]:
-    """Translate an OSError into a :class:`DataError` that says which checkpoint cannot be written, and why."""
+def write_errors(what: str) -> Iterator[None]:
+    """Translate an OSError into a :class:`DataError` that says what cannot be written, and why."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or error
-        raise DataError(f"cannot write the checkpoint {folder}: {reason}; free some space") from None
+        raise DataError(f"cannot write {what}: {reason}; free some space") from None
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from plsc.data.transforms import normalize
 from plsc.evaluation.evaluator import evaluate, open_set, set_names
 from plsc.files import atomic_write
 from plsc.models.weights import serialize_model
+from plsc.train.checkpoint_writer import write_errors
 from plsc.train.components import TrainComponents
 from plsc.train.failures import raise_on_all_ranks
 
@@ -84,7 +85,7 @@ def weights_writer(components: TrainComponents, path: Path) -> Callable[[], None
 
     def write() -> None:
         if components.mesh.is_main:
-            with atomic_write(path) as tmp_path:
+            with write_errors(str(path)), atomic_write(path) as tmp_path:
                 tmp_path.write_bytes(content)
 
     return write

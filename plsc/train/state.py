@@ -12,7 +12,7 @@ from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
-from plsc.train.checkpoint import StoredCheckpoint
+from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 
 # Keys that determine the stored tensors' shapes and types, or the order of the samples.
@@ -36,12 +36,14 @@ class Position:
 
     ``step`` counts optimizer steps and names checkpoints; ``schedule_step`` is where the learning rate stands.
     They part when a run goes on with another batch size: ``schedule_step`` then counts in steps of the new one.
+    ``accuracy`` is the mean accuracy of an evaluation after ``step``.
     """
 
     step: int = 0
     schedule_step: int = 0
     skipped: int = 0
     best: dict[str, Any] = field(default_factory=dict)
+    accuracy: float | None = None
 
 
 def capture(components: TrainComponents, position: Position) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -93,7 +95,8 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     if state["scaler"] and components.scaler.is_enabled():
         components.scaler.load_state_dict(state["scaler"])
     components.loader.load_state_dict(state["loader"])
-    return Position(state["step"], _schedule_step(components, state), state["skipped"], state["best"])
+    schedule_step, accuracy = _schedule_step(components, state), state.get("accuracy")
+    return Position(state["step"], schedule_step, state["skipped"], state["best"], accuracy)
 
 
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
@@ -112,6 +115,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "schedule_step": position.schedule_step,
         "skipped": position.skipped,
         "best": position.best,
+        "accuracy": position.accuracy,
         "world_size": components.mesh.world_size,
         "steps_per_epoch": steps_per_epoch(components),
         "config": configuration.to_dict(components.config),

@@ -19,7 +19,8 @@ from plsc.parallel.collectives import on_main
 from plsc.parallel.rendezvous import Launch, current_launch
 from plsc.progress import counted
 from plsc.train.async_checkpoint import AsyncCheckpointer
-from plsc.train.checkpoint import CheckpointFolder, StoredCheckpoint, open_checkpoint, open_newest
+from plsc.train.checkpoint import CheckpointFolder
+from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import build, open_training_data, peak_rates
 from plsc.train.evaluate import (
     BEST,
@@ -202,7 +203,7 @@ class Trainer:
         path = Path(resume)
         if not (path / CHECKPOINTS).is_dir():
             return open_checkpoint(path, self.mesh)
-        stored = open_newest(CheckpointFolder(path / CHECKPOINTS, self.mesh, 1))
+        stored = open_newest(CheckpointFolder(path / CHECKPOINTS, self.mesh))
         if stored is None:
             raise UsageError(f"{path} holds no finished checkpoint; --resume auto begins anew where there is none")
         return stored
@@ -287,6 +288,7 @@ class Trainer:
         self.rates = [peak * factor(self.position.schedule_step) for peak, factor in self._peaks]
         self.position.step += 1
         self.position.schedule_step += 1
+        self.position.accuracy = None
         advance(self.schedulers)
         self._unread.append((self.position.step, enqueued))
 
@@ -338,17 +340,18 @@ class Trainer:
         self.metrics.write(self.position.step, {"epoch": self.epochs_done, "eval": summary(self._results)})
         for name, result in self._results.items():
             self.report.line(f"step {self.position.step:,}: {name}: " + _format_result(result))
-        accuracy = mean_accuracy(self._results)
+        self.position.accuracy = accuracy = mean_accuracy(self._results)
         if accuracy is not None and accuracy > self.position.best.get("accuracy", -1.0):
             self.position.best = {"step": self.position.step, "accuracy": accuracy}
             self._saved_at = -1  # a checkpoint of this step does not know of it yet
             save_weights(self.components, self.out / BEST)
 
     def _is_checkpoint_due(self) -> bool:
-        """By the steps or by the clock; every few steps, the ranks also see how the last checkpoint does."""
-        step = self.position.step
+        """By the steps, the clock or an evaluation; every few steps, the ranks also see how the last one does."""
+        step, config = self.position.step, self.config.checkpoint
         by_clock = step % POLL_STEPS == 0 and self.checkpointer.poll()
-        return by_clock or _is_due(step, self.config.checkpoint.every_steps)
+        is_rated = config.keep.best > 0 and self.position.accuracy is not None
+        return by_clock or is_rated or _is_due(step, config.every_steps)
 
     def _save(self, *, wait: bool = False) -> None:
         """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""

@@ -18,7 +18,8 @@ from plsc.parallel.tensor_shard import TensorShard
 from plsc.parallel import Mesh
 from plsc.train import async_checkpoint, checkpoint_writer
 from plsc.train.async_checkpoint import AsyncCheckpointer
-from plsc.train.checkpoint import CheckpointFolder, open_newest
+from plsc.train.checkpoint import CheckpointFolder
+from plsc.train.checkpoint_reader import open_newest
 
 device = torch.device("cuda", 3)
 torch.cuda.set_device(device)
@@ -41,14 +42,14 @@ equal = []
 for memory in (10**9, 0):
     async_checkpoint.available_bytes = lambda: memory
     folder = Path(sys.argv[1]) / str(memory)
-    checkpointer = AsyncCheckpointer(CheckpointFolder(folder, Mesh(0, 1, 3, device), 1), print)
+    checkpointer = AsyncCheckpointer(CheckpointFolder(folder, Mesh(0, 1, 3, device)), print)
     images = torch.empty((2, 3, 4, 4), device=device, memory_format=torch.channels_last)
     checkpointer.save(5, {"table": TensorShard.of_rows(table, 0, len(table)), "images": images}, {"step": 5})
     table.copy_(-rows)  # the next step's update; the copies' events lie before it
     checkpointer.wait()
     checkpointer.close()
     table.copy_(rows)
-    stored = open_newest(CheckpointFolder(folder, Mesh(0, 1, 0, torch.device("cpu")), 1)).read("table")
+    stored = open_newest(CheckpointFolder(folder, Mesh(0, 1, 0, torch.device("cpu")))).read("table")
     equal.append(torch.equal(stored[""], rows))
 print(json.dumps({"copies": copies, "devices": sorted(devices), "equal": equal}))
 """

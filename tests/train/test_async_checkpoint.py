@@ -18,7 +18,8 @@ from plsc.errors import DataError
 from plsc.parallel.tensor_shard import TensorShard
 from plsc.train import async_checkpoint, checkpoint_writer
 from plsc.train.async_checkpoint import AsyncCheckpointer
-from plsc.train.checkpoint import CheckpointFolder, open_newest
+from plsc.train.checkpoint import CheckpointFolder
+from plsc.train.checkpoint_reader import open_newest
 from plsc.train.checkpoint_writer import HostStager, StagingClosedError
 
 Ranks = Any
@@ -69,7 +70,7 @@ def saved_while_it_changes(mesh: Any, path: Path, memory: int, background: bool)
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_checkpoint, "available_bytes", lambda: memory)
-        folder = CheckpointFolder(path, mesh, keep=3)
+        folder = CheckpointFolder(path, mesh)
         checkpointer = AsyncCheckpointer(folder, lines.append, background=background)
         for step in (1, 2, 3):  # each waits for the one before
             save(checkpointer, step)
@@ -94,7 +95,7 @@ def saved_too_often(mesh: Any, path: Path) -> list[str]:
     lines: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_checkpoint, "LONG_WAIT_SECONDS", 0.0)
-        checkpointer = AsyncCheckpointer(CheckpointFolder(path, mesh, keep=3), lines.append)
+        checkpointer = AsyncCheckpointer(CheckpointFolder(path, mesh), lines.append)
         save(checkpointer, 1)
         checkpointer.close()
     return lines
@@ -107,7 +108,7 @@ def test_a_long_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, ranks
 
 def polled(mesh: Any, path: Path) -> list[int]:
     """The published steps after each poll of a checkpoint whose second rank writes when it is allowed to."""
-    folder = CheckpointFolder(path, mesh, keep=3)
+    folder = CheckpointFolder(path, mesh)
     checkpointer = AsyncCheckpointer(folder, print)
     may_write = threading.Event()
     write = checkpoint_writer._HashingStream.write
@@ -137,7 +138,7 @@ def test_polling_publishes_it_when_all_ranks_have_written(tmp_path: Path, ranks:
 
 
 def due(mesh: Any, path: Path, minutes: list[float]) -> bool:
-    checkpointer = AsyncCheckpointer(CheckpointFolder(path, mesh, 1), print, every_minutes=minutes[mesh.rank])
+    checkpointer = AsyncCheckpointer(CheckpointFolder(path, mesh), print, every_minutes=minutes[mesh.rank])
     time.sleep(0.01)
     found = checkpointer.poll()
     checkpointer.close()
@@ -152,7 +153,7 @@ def test_the_first_ranks_clock_counts(tmp_path: Path, ranks: Ranks) -> None:
 def on_a_full_disk(mesh: Any, path: Path, victim: int) -> tuple[list[str], str, int]:
     """What is reported of a checkpoint that one rank cannot write, what waiting for another says, and the third."""
     lines: list[str] = []
-    folder = CheckpointFolder(path, mesh, keep=3)
+    folder = CheckpointFolder(path, mesh)
     checkpointer = AsyncCheckpointer(folder, lines.append)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if mesh.rank == victim:

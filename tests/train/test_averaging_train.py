@@ -13,7 +13,7 @@ from plsc import config
 from plsc.errors import UsageError
 from plsc.optim import GradScaler
 from plsc.parallel import Mesh
-from plsc.train.checkpoint import open_checkpoint
+from plsc.train.checkpoint_reader import open_checkpoint
 
 Ranks = Any
 CHANGES: dict[str, Any] = {

@@ -11,7 +11,7 @@ from support.tiny_runs import Killable, losses, run
 from torch import Tensor
 
 from plsc.errors import UsageError
-from plsc.train.checkpoint import open_checkpoint
+from plsc.train.checkpoint_reader import open_checkpoint
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
