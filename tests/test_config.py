@@ -60,6 +60,8 @@ def margin_of(entry: Key) -> str:
 
 def optimizer_of(entry: Key) -> dict[str, str]:
     """An optimizer that reads this key of [optim], where the default one does not."""
+    if entry.name == "optim.state_dtype":
+        return {"optim.name": "adamw"}
     section, _, name = entry.name.rpartition(".")
     readers = [reader for reader, names in HYPERPARAMETERS.items() if section == "optim" and name in names]
     return {"optim.name": readers[0]} if readers else {}

@@ -46,6 +46,7 @@ def _check(config: Config) -> None:
             'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
         )
     _check_hyperparameters(config.optim)
+    _check_state_dtype(config)
     _check_comm_hook(config)
     _check_averaging(config)
     _check_head_averaging(config)
@@ -70,6 +71,26 @@ def _check_hyperparameters(optim: OptimConfig) -> None:
                 f"optim.{name} = {toml_value(value)} has no effect: neither {optim.name} nor the head's "
                 f"{optim.head_name} reads it; leave it out, or take {' or '.join(readers)}"
             )
+
+
+def _check_state_dtype(config: Config) -> None:
+    """Refuse moments in 8 bits where no rank holds whole rows, or ranks' own moments would be averaged."""
+    optim, parallel = config.optim, config.parallel
+    if optim.state_dtype == "float32":
+        return
+    cause = f'optim.state_dtype = "{optim.state_dtype}"'
+    if optim.name != "adamw":
+        raise UsageError(f'{cause} is for adamw, and optim.name is "{optim.name}"; give optim.name = "adamw"')
+    if parallel.tp > 1:
+        raise UsageError(
+            f"{cause} has scales for parts of rows, which parallel.tp = {parallel.tp} cuts elsewhere; give "
+            'strategy = "fsdp", which leaves rows whole, or state_dtype = "float32"'
+        )
+    if parallel.averaging != "none":
+        raise UsageError(
+            f'{cause} leaves ranks with codes of their own, which parallel.averaging = "{parallel.averaging}" cannot '
+            'merge; give state_dtype = "float32"'
+        )
 
 
 def _check_comm_hook(config: Config) -> None:

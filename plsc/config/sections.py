@@ -265,6 +265,11 @@ class OptimConfig:
         below=1,
     )
     eps: float = key(1e-8, "adamw, lamb, muon: added to the square root of the second moment.", above=0)
+    state_dtype: str = key(
+        "float32",
+        "adamw: type of the backbone's two moments; int8 takes 2.0 to 2.1 bytes a weight in place of 8 (torchao).",
+        choices=("float32", "int8"),
+    )
     schedule: str = key(
         "polynomial", "Course of the learning rate after the warm-up.", choices=_schedules, in_stages=True
     )

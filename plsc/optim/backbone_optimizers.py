@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from plsc.errors import UsageError
+from plsc.optim.eight_bit_adamw import EightBitAdamW
 
 Groups = Sequence[dict[str, Any]]
 
@@ -29,6 +30,8 @@ class Hyperparameters:
         eps: adamw, lamb and muon's AdamW: added to the square root of the second moment.
         trust_coefficient: lars: η.
         fused: take torch's fused kernels where the optimizer has them.
+        state_dtype: adamw: "float32", or "int8" for moments in 8 bits.
+        compiled: compile the update of moments in 8 bits.
     """
 
     lr: float
@@ -38,6 +41,8 @@ class Hyperparameters:
     eps: float = 1e-8
     trust_coefficient: float = 1e-3
     fused: bool = False
+    state_dtype: str = "float32"
+    compiled: bool = False
 
 
 def _sgd(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
@@ -53,6 +58,15 @@ def _sgd(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
 
 def _adamw(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, ICLR 2019, algorithm 2): w ← w − γ(m̂ / (√v̂ + ε) + λw) (torch.optim.AdamW)."""
+    if values.state_dtype == "int8":
+        return EightBitAdamW(
+            groups,
+            values.lr,
+            betas=values.betas,
+            eps=values.eps,
+            weight_decay=values.weight_decay,
+            compiled=values.compiled,
+        )
     return torch.optim.AdamW(
         groups,
         values.lr,
@@ -171,7 +185,7 @@ def make_backbone_optimizer(name: str, groups: Groups, values: Hyperparameters) 
         values: the hyper-parameters.
 
     Raises:
-        UsageError: timm is not installed, or an older one than the optimizer needs.
+        UsageError: timm or torchao is not installed, or an older timm than the optimizer needs.
     """
     return BACKBONE_OPTIMIZERS[name](groups, values)
 

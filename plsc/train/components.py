@@ -365,6 +365,8 @@ def _optimizer_maker(config: Config, strategy: Strategy) -> Callable[[list[dict[
         eps=optim.eps,
         trust_coefficient=optim.trust_coefficient,
         fused=strategy.steps_on_device and not Verdict.host_decides(strategy.mesh.device),
+        state_dtype=optim.state_dtype,
+        compiled=config.compile or strategy.mesh.device.type != "cpu",
     )
     return lambda groups: make_backbone_optimizer(optim.name, groups, values)
 

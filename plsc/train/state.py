@@ -27,6 +27,7 @@ FIXED = (
     "head.momentum_dtype",
     "optim.name",
     "optim.head",
+    "optim.state_dtype",
 )
 
 
@@ -197,9 +198,13 @@ def _optimizer_state(components: TrainComponents) -> dict[str, Any]:
 
 
 def _stored_state(weight: Weight, value: Any) -> Any:
-    """A checkpoint's handle of a state that is laid out as the weight; others as they are."""
-    is_alike = isinstance(value, Tensor) and value.shape == weight.parameter.shape
-    return weight.stored(value) if is_alike else value
+    """A checkpoint's handle of a state of the weight's rows; others as they are."""
+    return weight.stored(value) if isinstance(value, Tensor) and _has_rows_of(weight.parameter, value) else value
+
+
+def _has_rows_of(weight: Tensor, value: Tensor) -> bool:
+    """True for what is laid out as the weight, and for the scales of codes, which each belong to a part of a row."""
+    return value.dim() > 0 and weight.dim() > 0 and len(value) == len(weight)
 
 
 def _optimizer_tensors(components: TrainComponents) -> dict[str, Tensor]:
@@ -225,12 +230,20 @@ def _stored_states(components: TrainComponents, stored: StoredCheckpoint) -> dic
         place = key.partition(".")[0]
         if prefix != "optimizer" or (weight := weights.get(int(place))) is None:
             continue
-        is_alike = entry.size == weight.shape
-        like = weight.parameter if is_alike else torch.empty(entry.size)
-        tensors[key] = torch.empty_like(like, dtype=entry.properties.dtype, requires_grad=False)
-        targets[name] = weight.stored(tensors[key]) if is_alike else tensors[key]
+        has_rows = len(entry.size) > 0 and entry.size[:1] == weight.shape[:1]
+        tensors[key] = torch.empty_like(_alike(weight, entry.size), dtype=entry.properties.dtype, requires_grad=False)
+        targets[name] = weight.stored(tensors[key]) if has_rows else tensors[key]
     stored.load_into(targets)
     return tensors
+
+
+def _alike(weight: Weight, size: torch.Size) -> Tensor:
+    """Return a tensor with the layout of this rank's part of a state, which is ``size`` in the whole."""
+    if size == weight.shape:
+        return weight.parameter
+    if len(size) > 0 and size[:1] == weight.shape[:1]:
+        return weight.parameter.new_empty((len(weight.parameter), *size[1:]))
+    return torch.empty(size)
 
 
 def _load_optimizer(components: TrainComponents, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:

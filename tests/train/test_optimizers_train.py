@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import TINY, losses, run
+from support.tiny_runs import TINY, losses, register_tiny, run
 
 from plsc import config
 from plsc.errors import UsageError
@@ -45,9 +45,14 @@ def in_two_halves(mesh: Any, out: Path, changes: dict[str, Any], resumed: dict[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BACKBONE_OPTIMIZERS)
-def test_each_optimizer_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path, ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("name", "state_dtype"), [*((name, "float32") for name in BACKBONE_OPTIMIZERS), ("adamw", "int8")]
+)
+def test_each_optimizer_learns_and_goes_on_bit_for_bit(
+    name: str, state_dtype: str, tmp_path: Path, ranks: Ranks
+) -> None:
     changes = {**SHORT, "optim.name": name, "optim.lr": RATES[name], "optim.head_lr": 0.05 if name == "lars" else None}
+    changes["optim.state_dtype"] = state_dtype
     (head,) = ranks(1, in_two_halves, tmp_path, changes, {})[0]
     assert head == ("HeadSGD" if name in ("sgd", "lars") else "HeadAdamW")
     found = losses(tmp_path / "whole")
@@ -130,3 +135,74 @@ def test_scaled_rates_by_hand(batch: int) -> None:
     assert scaled_lr(0.1, batch, "none", 512) == 0.1
     assert scaled_lr(0.1, batch, "linear", 512) == pytest.approx(0.1 * batch / 512)
     assert scaled_lr(0.1, batch, "sqrt", 512) == pytest.approx(0.1 * math.sqrt(batch / 512))
+
+
+EIGHT_BITS: dict[str, Any] = {
+    **SHORT,
+    "backbone": "tiny_vit",
+    "optim.name": "adamw",
+    "optim.lr": 0.01,
+    "optim.state_dtype": "int8",
+    "optim.accumulate": 1,
+}
+PARTED: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero1": {"parallel.strategy": "zero1"},
+    "fsdp": {"parallel.strategy": "fsdp"},
+    "hsdp": {"parallel.strategy": "hsdp", "parallel.shard_ranks": 2},
+    "pp": {"parallel.pp": 2, "parallel.pp_micro_batches": 2},
+    "offloaded, fp16": {"parallel.strategy": "fsdp", "parallel.offload": True, "precision": "fp16"},
+}
+
+
+def stored_moments(mesh: Any, out: Path, changes: dict[str, Any]) -> list[tuple[str, tuple[int, ...], Any]]:
+    """What this rank would write of the optimizer right after it has gone on: (name, offsets, numbers)."""
+    from plsc.parallel.tensor_shard import TensorShard
+    from plsc.train import state, trainer
+
+    register_tiny()
+    going_on = trainer.Trainer(config.load(None, {**TINY, **changes}), mesh, out, "auto", True)
+    tensors, _ = state.capture(going_on.components, going_on.position)
+    found = []
+    for name, tensor in tensors.items():
+        blocks = tensor.blocks if isinstance(tensor, TensorShard) else [(tensor, (0,) * tensor.dim())]
+        if name.startswith("optimizer."):
+            found += [(name, tuple(offsets), local.numpy().copy()) for local, offsets in blocks if local.numel()]
+    going_on.checkpointer.close()
+    going_on.metrics.close()
+    going_on.report.close()
+    return found
+
+
+@pytest.mark.slow
+def test_moments_in_8_bits_go_on_under_any_strategy_and_world(ranks: Ranks, tmp_path: Path) -> None:
+    """Codes and scales are the stored ones bit for bit, wherever their rows lie; then the run learns on."""
+    ranks(2, run, tmp_path / "run", {**EIGHT_BITS, **PARTED["fsdp"], "data.batch_size": 6, "steps": 2})
+    whole = {name: numbers for name, _, numbers in ranks(1, stored_moments, tmp_path / "run", EIGHT_BITS)[0]}
+    assert sum(numbers.dtype == "uint8" for numbers in whole.values()) >= 6
+    course = [("zero1", 2), ("fsdp", 3), ("hsdp", 4), ("pp", 2), ("offloaded, fp16", 2), ("ddp", 1)]
+    for strategy, world in course:
+        changes = {**EIGHT_BITS, **PARTED[strategy], "data.batch_size": 12 // (1 if strategy == "pp" else world)}
+        seen = dict.fromkeys(whole, 0)
+        by_rank = ranks(world, stored_moments, tmp_path / "run", changes)
+        for name, offsets, numbers in (each for found in by_rank for each in found):
+            part = tuple(slice(first, first + size) for first, size in zip(offsets, numbers.shape, strict=True))
+            assert (whole[name][part] == numbers).all(), (strategy, name)
+            seen[name] += numbers.size
+        assert all(seen[name] % numbers.size == 0 and seen[name] for name, numbers in whole.items()), strategy
+    ranks(1, run, tmp_path / "run", {**EIGHT_BITS, "steps": 8}, "auto")
+    found = losses(tmp_path / "run")
+    assert found[8] < 0.97 * found[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optim.name": "sgd"}, 'is for adamw, and optim.name is "sgd"'),
+        ({"backbone": "vit_tiny", "parallel.tp": 2}, "parts of rows, which parallel.tp = 2 cuts elsewhere"),
+        ({"parallel.averaging": "local_sgd"}, 'parallel.averaging = "local_sgd" cannot merge'),
+    ],
+)
+def test_where_moments_in_8_bits_cannot_be_kept(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        config.load(None, {"optim.name": "adamw", "optim.state_dtype": "int8", **changes})

@@ -52,13 +52,18 @@ class Weight:
     copies: int = 1
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return the checkpoint's handle of a tensor in the layout of ``parameter``: itself if that is the whole."""
+        """Return the checkpoint's handle of a tensor with the rows of ``parameter``: itself if these are all.
+
+        Rows may be of another length than those of the weight, but then whole.
+        """
         if self.slices is None:
             return tensor
-        parts = tensor.detach().split([rows for rows, _ in self.slices])
-        return TensorShard(
-            self.shape, [Block(part, offsets) for part, (_, offsets) in zip(parts, self.slices, strict=True)]
-        )
+        parts, shape = tensor.detach().split([rows for rows, _ in self.slices]), self.shape
+        starts = [offsets for _, offsets in self.slices]
+        if tensor.shape != self.parameter.shape:
+            shape = torch.Size((self.shape[0], *tensor.shape[1:]))
+            starts = [(first, *[0] * (tensor.dim() - 1)) for first, *_ in starts]
+        return TensorShard(shape, [Block(part, start) for part, start in zip(parts, starts, strict=True)])
 
 
 @dataclass(frozen=True)
