@@ -62,6 +62,11 @@ class TensorShard(Tensor):
         """Refuse arithmetic."""
         raise NotImplementedError(f"a TensorShard is a checkpoint's handle; {function} takes its blocks")
 
+    def release(self) -> None:
+        """Let memory that maps a file give back the pages that were read or written last."""
+        if self._release is not None:
+            self._release()
+
     def __repr__(self) -> str:  # type: ignore[override]
         """For error messages."""
         parts = ", ".join(f"{tuple(block.local.shape)} at {block.offsets}" for block in self.blocks)
@@ -88,8 +93,7 @@ class TensorShard(Tensor):
 
         It then narrows the latter to the stored item's part.
         """
-        if self._release is not None:
-            self._release()
+        self.release()
         assert index.offset is not None
         wanted = tuple(index.offset)
         candidates = self._pieces() if self._saving else iter(self.blocks)

@@ -8,37 +8,78 @@ its folder.
 import contextlib
 import io
 import pickle
+import re
+import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from plsc.errors import DataError, IntegrityError, PlscError, UsageError
+from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
 from plsc.files import MANIFEST, read_json, verify_files
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import broadcast_object
 from plsc.train.checkpoint import FORMAT, METADATA, STATE, CheckpointFolder, step_of
 from plsc.train.failures import raise_on_all_ranks
 
-_NOT_A_PICKLE = (pickle.UnpicklingError, EOFError, AttributeError, TypeError, LookupError, ValueError)
+Files = dict[str, dict[str, Any]]
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NOT_A_PICKLE = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    TypeError,
+    LookupError,
+    ValueError,
+    MemoryError,
+    RecursionError,
+)
+_LARGEST_JSON = 64 << 20  # a manifest has some 100 bytes for each rank
+_LARGEST_METADATA = 1 << 30  # some 200 bytes for each 64 MiB of a tensor
 
 
 class StoredCheckpoint:
-    """A published checkpoint whose files all match the manifest."""
+    """A published checkpoint whose files match the manifest.
 
-    def __init__(self, path: Path, mesh: Mesh) -> None:
-        """Check ``path``, sharing the work; IntegrityError or DataError names what is wrong with it."""
+    Attributes:
+        path: its folder.
+        files: ``{name: {"bytes", "sha256"}}`` as the manifest lists them.
+        state: all that is small, as :func:`plsc.train.state.capture` made it.
+        stored: torch's description of each tensor, by name.
+    """
+
+    def __init__(self, path: Path, mesh: Mesh, prefixes: Sequence[str] | None = None) -> None:
+        """Check ``path``, sharing the work; all ranks call.
+
+        Args:
+            path: the checkpoint's folder.
+            mesh: the ranks.
+            prefixes: of the names of the tensors that will be read: the files of others are not checked; None: all.
+
+        Raises:
+            IntegrityError, DataError: a file is not the one that was written, named; or it holds what no checkpoint
+                does.
+        """
         self.path, self.mesh = path, mesh
-        raise_on_all_ranks(mesh, lambda: _verify(path, mesh))
-        self.state: dict[str, Any] = read_json(path / STATE)
-        self.stored = _stored_tensors(path)
+        raise_on_all_ranks(mesh, lambda: self._open(prefixes))
+
+    def _open(self, prefixes: Sequence[str] | None) -> None:
+        self.files = listed_files(self.path)
+        check_files(self.path, self.files, (STATE, METADATA))
+        self.state: dict[str, Any] = _read_small_json(self.path / STATE)
+        self.stored, places = _stored_tensors(self.path, self.files)
+        wanted = sorted(self.files)
+        if prefixes is not None:
+            wanted = sorted({file for name, file in places if name.startswith(tuple(prefixes))})
+        check_files(self.path, self.files, wanted[self.mesh.rank :: self.mesh.world_size])
 
     @property
     def step(self) -> int:
@@ -53,7 +94,9 @@ class StoredCheckpoint:
             stored, size = self.stored[name].size, target.size()
             if stored != size:
                 raise DataError(f"{self.path}: {name} is {tuple(stored)} there and {tuple(size)} here")
-        with _quiet():
+        if not targets:
+            return
+        with _quiet(), _read_errors(self.path):
             load(dict(targets), storage_reader=_Reader(self.path), planner=_TensorPlanner(), no_dist=True)
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
@@ -64,6 +107,64 @@ class StoredCheckpoint:
                 tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
         self.load_into(tensors)
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def listed_files(path: Path) -> Files:
+    """Read the files that the manifest of the checkpoint ``path`` lists.
+
+    Raises:
+        DataError: there is no manifest.
+        IntegrityError: it is not one of a checkpoint, or a name leads out of the folder.
+    """
+    manifest = _read_small_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise IntegrityError(
+            f"{path / MANIFEST} is not a checkpoint's manifest of format {FORMAT}; name another folder"
+        )
+    files = manifest.get("files")
+    if not isinstance(files, dict) or STATE not in files or METADATA not in files:
+        raise IntegrityError(f"{path / MANIFEST} does not list the checkpoint's files; use another copy")
+    for name, entry in files.items():
+        is_plain = Path(name).name == name and name.isprintable()
+        if not is_plain or not isinstance(entry, dict) or not _describes_a_file(entry):
+            raise IntegrityError(f"{path / MANIFEST} describes {name!r} wrongly; use another copy")
+    return files
+
+
+def _describes_a_file(entry: Mapping[str, Any]) -> bool:
+    size, digest = entry.get("bytes"), entry.get("sha256")
+    return type(size) is int and size >= 0 and isinstance(digest, str) and _SHA256.fullmatch(digest) is not None
+
+
+def check_files(path: Path, files: Files, names: Iterable[str]) -> None:
+    """Raise an :class:`IntegrityError` for the first of ``names`` that is not as ``files`` describes it."""
+    for name in names:
+        if not _is_own_file(path / name):
+            raise IntegrityError(f"{path / name} is no file of its own, but a link or a device; use another copy")
+        verify_files(path, {name: files[name]})
+
+
+def _is_own_file(path: Path) -> bool:
+    """False for what is there and is no regular file: a link leads elsewhere, a device has no end."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return True  # it is missing, as verify_files says
+
+
+def _read_small_json(path: Path) -> dict[str, Any]:
+    """Read one of a checkpoint's own JSON files."""
+    if not _is_own_file(path):
+        raise IntegrityError(f"{path} is no file of its own, but a link or a device; use another copy")
+    if path.exists() and path.stat().st_size > _LARGEST_JSON:
+        raise IntegrityError(f"{path} has {path.stat().st_size:,} bytes, which no checkpoint's has; use another copy")
+    try:
+        content = read_json(path)
+    except RecursionError:
+        raise IntegrityError(f"{path} is nested too deeply for a checkpoint's; use another copy") from None
+    if not isinstance(content, dict):
+        raise IntegrityError(f"{path} is not a checkpoint's: it holds no object; use another copy")
+    return content
 
 
 def open_newest(folder: CheckpointFolder) -> StoredCheckpoint | None:
@@ -88,28 +189,9 @@ def open_checkpoint(path: Path, mesh: Mesh) -> StoredCheckpoint:
 
 def _newest_whole(candidates: list[Path], mesh: Mesh) -> Path | None:
     for path in reversed(broadcast_object(candidates, mesh)):
-        try:
-            raise_on_all_ranks(mesh, lambda path=path: _verify(path, mesh))  # type: ignore[misc]
-        except PlscError:
-            continue
-        return path
+        with contextlib.suppress(PlscError):
+            return StoredCheckpoint(path, mesh).path
     return None
-
-
-def _verify(path: Path, mesh: Mesh) -> None:
-    """Check this rank's share of the files against the manifest."""
-    manifest = read_json(path / MANIFEST)
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise IntegrityError(f"{path / MANIFEST} is not a manifest of format {FORMAT}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or STATE not in files or METADATA not in files:
-        raise IntegrityError(f"{path / MANIFEST} does not list the checkpoint's files")
-    names = sorted(files)[mesh.rank :: mesh.world_size]
-    for name in names:
-        entry = files[name]
-        if Path(name).name != name or not isinstance(entry, dict) or not {"bytes", "sha256"} <= entry.keys():
-            raise IntegrityError(f"{path / MANIFEST} describes {name!r} wrongly")
-    verify_files(path, {name: files[name] for name in names})
 
 
 @contextlib.contextmanager
@@ -120,26 +202,61 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
-    """Read the stored tensors' entries in ``.metadata``; IntegrityError if it names anything but tensors and own files.
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Translate torch's error, which is no Exception, into one line: the hashes fit, and yet a file is unreadable."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next((failure for failure, _ in error.failures.values()), error)
+        if isinstance(cause, PlscError):
+            raise cause from None
+        raise IntegrityError(f"{path} cannot be read: {first_line(cause)}; use another copy") from None
 
-    The manifest's hashes show damage, not forgery: whoever writes a checkpoint writes them too. A checkpoint that came
-    from elsewhere may therefore hold anything here. torch would unpickle a stored object that is no tensor without
-    ``weights_only``, and would follow a path out of the folder.
+
+def _stored_tensors(path: Path, files: Files) -> tuple[dict[str, TensorStorageMetadata], set[tuple[str, str]]]:
+    """Read ``.metadata``: the tensors' entries by name, and (name, file) of each of their pieces.
+
+    A checkpoint that came from elsewhere may hold anything here. torch would unpickle a stored object that is no tensor
+    without ``weights_only``, would follow a path out of the folder, and would leave what no piece covers as it was.
+
+    Raises:
+        IntegrityError: it names anything but tensors, pieces that make up each of them, and own files.
     """
     metadata = _Reader(path).read_metadata()
-    listed = read_json(path / MANIFEST)["files"]
     entries, locations = metadata.state_dict_metadata, metadata.storage_data
     if not (isinstance(entries, dict) and isinstance(locations, dict)):
         raise IntegrityError(f"{path / METADATA} is not a checkpoint's metadata")
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     if others := entries.keys() - tensors.keys():
         raise IntegrityError(f"{path / METADATA} holds {others.pop()!r}, which is not a tensor; use another copy")
+    nbytes = sum(entry["bytes"] for entry in files.values())
+    for name, entry in tensors.items():
+        if not isinstance(name, str) or not _is_whole(entry, nbytes):
+            raise IntegrityError(f"{path / METADATA} describes {name!r} wrongly; use another copy")
     for location in locations.values():
         file = getattr(location, "relative_path", None)
-        if not isinstance(file, str) or file not in listed or Path(file).name != file:
+        if not isinstance(file, str) or file not in files or Path(file).name != file:
             raise IntegrityError(f"{path / METADATA} names {file!r}, which is no file of the checkpoint")
-    return tensors
+    return tensors, {(str(index.fqn), location.relative_path) for index, location in locations.items()}
+
+
+def _is_whole(entry: TensorStorageMetadata, nbytes: int) -> bool:
+    """Return whether the pieces lie in the tensor and are as many numbers, and files of ``nbytes`` can hold them."""
+    size, dtype = getattr(entry, "size", None), getattr(getattr(entry, "properties", None), "dtype", None)
+    if not isinstance(size, torch.Size) or not isinstance(dtype, torch.dtype) or not isinstance(entry.chunks, list):
+        return False
+    numbers = 0
+    for chunk in entry.chunks:
+        offsets, sizes = getattr(chunk, "offsets", None), getattr(chunk, "sizes", None)
+        if not isinstance(offsets, torch.Size) or not isinstance(sizes, torch.Size):
+            return False
+        if not len(offsets) == len(sizes) == len(size):
+            return False
+        if not all(0 <= first <= first + n <= end for first, n, end in zip(offsets, sizes, size, strict=True)):
+            return False
+        numbers += sizes.numel()
+    return numbers == size.numel() and numbers * dtype.itemsize <= nbytes
 
 
 class _TensorPlanner(DefaultLoadPlanner):
@@ -156,6 +273,8 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read the checkpoint's metadata; IntegrityError where it is not that."""
         path = Path(self.path) / METADATA
+        if path.stat().st_size > _LARGEST_METADATA:
+            raise IntegrityError(f"{path} has {path.stat().st_size:,} bytes, which no checkpoint's has")
         try:
             metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
         except _NOT_A_PICKLE as error:

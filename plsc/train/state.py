@@ -14,8 +14,9 @@ from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
+from plsc.train.head_state import described_changes, load_tables
 
-# Keys that determine the stored tensors' shapes and types, or the order of the samples.
+# Keys that determine the stored tensors' shapes, or the order of the samples.
 FIXED = (
     "backbone",
     "embedding_dim",
@@ -23,8 +24,6 @@ FIXED = (
     "data.image_size",
     "head.margin",
     "head.centers",
-    "head.weight_dtype",
-    "head.momentum_dtype",
     "optim.name",
     "optim.head",
     "optim.state_dtype",
@@ -53,11 +52,9 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     strategy = components.strategy
     with components.frozen.kept_statistics():
         strategy.average_buffers()
-    tensors: dict[str, Any] = {
-        **_prefixed("head.", components.head.sharded_state()),
-        **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
-        **_prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state()),
-    }
+    tensors: dict[str, Any] = _prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
+    for prefix, tables in _class_tables(components).items():
+        tensors |= _prefixed(prefix, tables)
     backbone = _prefixed("backbone.", strategy.stored(strategy.parts()))
     if components.average is not None:
         backbone |= _prefixed("average.", strategy.stored(components.average.values))
@@ -76,13 +73,9 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_config(state["config"], components.config)
     _check_data(state["data"], components)
     _check_frozen(state.get("frozen", []), components)
-    stored.load_into(
-        {
-            **_prefixed("head.", components.head.sharded_state()),
-            **_prefixed("head_optimizer.", components.head_optimizer.sharded_state()),
-            **_prefixed("backbone.", components.strategy.stored(components.strategy.parts())),
-        }
-    )
+    for prefix, tables in _class_tables(components).items():
+        load_tables(stored, prefix, tables)
+    stored.load_into(_prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     delayed = _delayed_gradients(components, stored)
     momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
     momenta |= {name.replace(".optimizer.", "."): tensor for name, tensor in delayed.items() if ".optimizer." in name}
@@ -103,6 +96,15 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
     """``"optim.lr = 0.2 (was 0.1)"`` for each key, and all tables of a kind, that the run had otherwise so far."""
     return configuration.differences(_old_config(before), config)
+
+
+def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
+    """A line for each table of the head that is kept in another type than the checkpoint stores it in."""
+    return [
+        line
+        for prefix, tables in _class_tables(components).items()
+        for line in described_changes(stored, prefix, tables)
+    ]
 
 
 def steps_per_epoch(components: TrainComponents) -> int:
@@ -177,6 +179,14 @@ def _check_frozen(before: list[str], components: TrainComponents) -> None:
             "one); set them back to go on, or begin another run (another --out), with --init_weights "
             "RUN/model.safetensors and a [[stage]] for what changes on the way"
         )
+
+
+def _class_tables(components: TrainComponents) -> dict[str, dict[str, TensorShard]]:
+    """This rank's rows of the class table, and of the state beside it, by the prefix of their names."""
+    return {
+        "head.": components.head.sharded_state(),
+        "head_optimizer.": components.head_optimizer.sharded_state(),
+    }
 
 
 def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
 from plsc.train.metrics import METRICS, MetricsLog, StepMeter
 from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
 from plsc.train.stages import enter_stage, plan_stages
-from plsc.train.state import Position, capture, changed_keys, restore, steps_per_epoch
+from plsc.train.state import Position, capture, changed_keys, changed_tables, restore, steps_per_epoch
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
 POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
@@ -222,6 +222,8 @@ class Trainer:
             return
         for change in changed_keys(stored.state["config"], self.config):
             self.report.line(f"changed on resume: {change}")
+        for change in changed_tables(stored, self.components) if self.mesh.is_main else ():
+            self.report.line(change)
         for later in superseded:
             self.report.line(f"set aside as superseded-{later.name}: it is of a later step")
         if self.components.exchange.forgets:

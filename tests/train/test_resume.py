@@ -283,7 +283,6 @@ def test_a_forged_checkpoint_is_refused_before_anything_in_it_runs(kind: str, fi
         ({"seed": 3}, "seed was 0"),
         ({"head.centers": 2}, "head.centers was 1"),
         ({"optim.name": "adamw"}, 'optim.name was "sgd"'),
-        ({"head.momentum_dtype": "int8"}, "head.momentum_dtype"),
         ({"data.train": "avatars:11x6"}, "classes were 10 and are 11"),
         ({"data.train": "avatars:10x7"}, "images were 60 and are 70"),
     ],
