@@ -14,11 +14,23 @@ from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
 from plsc import config as configuration
 from plsc.config import Config, margin_keys
 from plsc.data.loader import TrainLoader
+from plsc.models import vit
+from plsc.models.backbone import Backbone, register
 from plsc.train.step import MicroBatch, Stepper
 
 SMALL = {"backbone": "resnet8", "data.image_size": 32, "data.batch_size": 16, "head.weight_dtype": "bfloat16"}
 FULL = {"backbone": "iresnet50", "data.image_size": 112, "data.batch_size": 128}
+VIT = {"backbone": "vit_of_4_blocks", "data.image_size": 64, "data.batch_size": 64}
 ADAMW = {"optim.name": "adamw"}
+
+
+vit.SHAPES["vit_of_4_blocks"] = vit.Shape(512, 4)
+
+
+@register
+def vit_of_4_blocks(embedding_dim: int, image_size: int) -> Backbone:
+    """A vision transformer that is deep enough for a pipeline of two ranks with two stages each."""
+    return vit.VisionTransformer("vit_of_4_blocks", embedding_dim, image_size, 0.05, 0.0, None)
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,7 @@ class Scenario:
     Attributes:
         settings: configuration keys; the others are those of ``SMALL``, and int8 momentum.
         traced_ranks: whose collectives are compared; all counts are those of the first.
-        sizes: batch sizes that differ from the configuration's, by rank.
+        sizes: batch sizes that differ from the configuration's, by data rank.
         planned: whether ``plsc plan`` knows the step's peak within 3%.
         steps: to take, until memory in use no longer grows.
     """
@@ -53,8 +65,9 @@ class Scenario:
         return -(-self.classes // (self.config.head_ranks or self.ranks))
 
     def batch_sizes(self) -> list[int]:
-        """Every rank's number of samples in a micro-batch."""
-        return [self.sizes.get(rank, self.config.data.batch_size) for rank in range(self.ranks)]
+        """Every data rank's number of samples in a micro-batch."""
+        parallel, batch_size = self.config.parallel, self.config.data.batch_size
+        return [self.sizes.get(rank, batch_size) for rank in range(self.ranks // (parallel.tp * parallel.pp))]
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -86,6 +99,8 @@ SCENARIOS: dict[str, Scenario] = {
     "sync_batchnorm, channels_last, average, 8 ranks": Scenario(
         8, 1_000_000, {"sync_batchnorm": True, "channels_last": True, "ema_decay": 0.999}, (0, 7)
     ),
+    "zero1, 8 ranks": Scenario(8, 1_000_000, {**ADAMW, "parallel.strategy": "zero1"}, (0, 3, 7)),
+    "zero1, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "zero1"}, (0, 1023)),
     "fsdp, 8 ranks": Scenario(8, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 3, 7), planned=False),
     "fsdp, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 1023), planned=False),
     "hsdp, adamw, clipped, 64 ranks": Scenario(
@@ -93,6 +108,25 @@ SCENARIOS: dict[str, Scenario] = {
         1_000_000,
         {**ADAMW, "parallel.strategy": "hsdp", "parallel.shard_ranks": 8, "optim.clip_norm": 5.0},
         (0, 1, 11, 63),
+        planned=False,
+    ),
+    "tp of 2, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.tp": 2}, (0, 1, 7), planned=False),
+    "tp of 4, hsdp, clipped, 64 ranks": Scenario(
+        64,
+        1_000_000,
+        {**VIT, "parallel.tp": 4, "parallel.strategy": "hsdp", "parallel.shard_ranks": 4, "optim.clip_norm": 5.0},
+        (0, 1, 4, 63),
+        planned=False,
+    ),
+    "tp of 8, fsdp, adamw, 1,024 ranks": Scenario(
+        1024, 1_000_000, {**VIT, **ADAMW, "parallel.tp": 8, "parallel.strategy": "fsdp"}, (0, 1023), planned=False
+    ),
+    "pp of 4, 1f1b, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.pp": 4}, (0, 2, 4, 6, 7), planned=False),
+    "pp of 2, interleaved, adamw, clipped, 64 ranks": Scenario(
+        64,
+        1_000_000,
+        {**VIT, **ADAMW, "parallel.pp": 2, "parallel.pp_schedule": "interleaved", "optim.clip_norm": 5.0},
+        (0, 32, 1, 63),
         planned=False,
     ),
     "adamw, 50M classes, 1 rank": Scenario(1, 50_000_000, ADAMW),
@@ -121,7 +155,7 @@ SCENARIOS: dict[str, Scenario] = {
 def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
     """The counts of the scenario's last step on one rank; the peak is that of all."""
     config, sizes = scenario.config, scenario.batch_sizes()
-    tracer = Tracer(sizes, samples_kept=max(sizes), share_kept=config.head.sample_rate)
+    tracer = Tracer(sizes, samples_kept=max(sizes) // config.parallel.tp, share_kept=config.head.sample_rate)
     LateExecutor.tracer = tracer
     with (
         mode,
@@ -131,7 +165,8 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
         fake_rank(rank, scenario.ranks, config.head_ranks) as mesh,
     ):
         components = build(config, scenario.classes, mesh)
-        group = [_micro_batch(config, sizes, rank) for _ in range(config.optim.accumulate)]
+        data_rank = components.strategy.data_rank
+        group = [_micro_batch(config, sizes, data_rank) for _ in range(config.optim.accumulate)]
         components.loader = cast(TrainLoader, UpcomingBatch(group[0].labels, sizes))
         try:
             _train(Stepper(components), tracer, group, scenario.steps)
@@ -161,7 +196,7 @@ class UpcomingBatch(NamedTuple):
 
 
 def _micro_batch(config: Config, sizes: list[int], rank: int) -> MicroBatch:
-    """One rank's part of a global batch, as its loader brings it."""
+    """One data rank's part of a global batch, as its loader brings it."""
     side = config.data.image_size
     images = torch.zeros(sizes[rank], 3, side, side, dtype=torch.uint8, pin_memory=True)
     labels = torch.zeros(sizes[rank], dtype=torch.int64, pin_memory=True)

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +32,14 @@ import plsc
 ROOT = Path(plsc.__file__).parents[1]
 BACKWARD = "backbone, backward"  # no frame of the project is on the stack of the autograd engine's threads
 
+# Tensors made of tensors: what DTensor and functional collectives return.
+_WRAPPERS = (DTensor, AsyncCollectiveTensor)
+_COLLECTIVES = ("c10d", "_c10d_functional")
+_NCCL_NAMES = {
+    "_c10d_functional::all_gather_into_tensor": "allgather",
+    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional::all_reduce": "allreduce",
+}
 _NO_KERNEL = {
     "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "view",
     "_unsafe_view", "_reshape_alias", "lift_fresh", "set_", "resize_", "record_stream",
@@ -63,7 +74,10 @@ def place(beyond: str = "") -> str:
 
 
 class Collective(NamedTuple):
-    """A collective over the ranks range(``first``, ``stop``, ``step``), of ``size`` bytes, in and out."""
+    """A collective over the ranks range(``first``, ``stop``, ``step``), of ``size`` bytes, in and out.
+
+    A send or recv is one of two ranks. Those that are issued together have a number of their ``batch``, others 0.
+    """
 
     first: int
     stop: int
@@ -72,11 +86,22 @@ class Collective(NamedTuple):
     dtypes: str
     size: int
     place: str
+    batch: int = 0
 
     @property
     def ranks(self) -> range:
         """The ranks that have to call it."""
         return range(self.first, self.stop, self.step)
+
+    @property
+    def is_between_two(self) -> bool:
+        """True for a send or recv."""
+        return self.name in ("send", "recv")
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What its ranks have to agree on."""
+        return self[:6]
 
     def __str__(self) -> str:
         return f"{self.name} of {self.dtypes} over {len(self.ranks)} ranks"
@@ -121,8 +146,9 @@ class Tracer(TorchDispatchMode):
         self.counts = Counts()
         self.live = 0
         self.in_background = False
+        self.batch, self.batches = 0, 0
         self.step, self.is_last_step = 0, False
-        self._storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()  # on the device
+        self._sizes: weakref.WeakKeyDictionary[torch.UntypedStorage, list[int]] = weakref.WeakKeyDictionary()  # on it
         self._pinned: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def begin_step(self, *, last: bool) -> None:
@@ -135,6 +161,8 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(issubclass(kind, _WRAPPERS) for kind in types):
+            return NotImplemented  # what they hold passes here next
         kwargs = kwargs or {}
         name = func._overloadpacket._qualified_op_name.removeprefix("aten::")
         if func.namespace == "prim":
@@ -148,7 +176,7 @@ class Tracer(TorchDispatchMode):
     def _check_devices(self, func: Any, name: str, taken: list[Tensor]) -> None:
         """A kernel reads no tensor of the host but a number. Noted first: fake tensors refuse most mixtures at once."""
         devices = sorted({tensor.device.type for tensor in taken if tensor.dim() > 0})
-        if len(devices) > 1 and name not in ("copy_", "_to_copy", "set_") and func.namespace != "c10d":
+        if len(devices) > 1 and name not in ("copy_", "_to_copy", "set_") and func.namespace not in _COLLECTIVES:
             self.problem(f"{name} of tensors on {' and '.join(devices)}")
 
     def problem(self, text: str) -> None:
@@ -213,8 +241,9 @@ class Tracer(TorchDispatchMode):
         taken = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         for tensor in made:
             self._enter(tensor)
-        if func.namespace == "c10d":
-            self._collective(name, args, taken)
+        if func.namespace in _COLLECTIVES:
+            if not name.startswith("_c10d_functional::wait_tensor"):
+                self._collective(name, args, [*taken, *made] if func.namespace == "_c10d_functional" else taken)
             return
         if name == "_pin_memory" or kwargs.get("pin_memory"):
             self._pinned.update(tensor.untyped_storage() for tensor in made)
@@ -245,9 +274,11 @@ class Tracer(TorchDispatchMode):
             self.wait(f"blocking {kind}")
 
     def _collective(self, name: str, args: tuple[Any, ...], taken: list[Tensor]) -> None:
-        name = name.removeprefix("c10d::").strip("_").removesuffix("_base")
-        group = next((ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a)), None)
+        name = _NCCL_NAMES.get(name, name.removeprefix("c10d::").strip("_").removesuffix("_base"))
+        group = next(filter(None, map(_group_of, reversed(args))), None)
         ranks = dist.get_process_group_ranks(group)
+        if name in ("send", "recv"):
+            ranks = sorted([dist.get_rank(), ranks[args[2]]])
         kind = self.backends.get(group.group_name, "nccl") if group is not None else "nccl"
         wanted = "cpu" if kind == "gloo" else "cuda"
         for tensor in taken:
@@ -261,7 +292,8 @@ class Tracer(TorchDispatchMode):
         size = sum(tensor.nbytes for tensor in taken)
         step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         caller = place(beyond="plsc/parallel/collectives.py")
-        self.counts.collectives.append(Collective(ranks[0], ranks[-1] + 1, step, name, dtypes, size, caller))
+        where = ranks[0], ranks[-1] + 1, step
+        self.counts.collectives.append(Collective(*where, name, dtypes, size, caller, self.batch))
 
     backends: ClassVar[dict[str, str]] = {}  # of process groups by name, where it is not NCCL
 
@@ -277,21 +309,29 @@ class Tracer(TorchDispatchMode):
         if tensor.device.type != "cuda":
             return
         storage = tensor.untyped_storage()
-        if storage in self._storages:
-            return
-        self._storages.add(storage)
-        size = storage.nbytes()
-        self.live += size
+        if storage not in self._sizes:
+            size = self._sizes[storage] = [0]
+            weakref.finalize(storage, self._resize, size, 0).atexit = False
+            self._resize(size, storage.nbytes())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage has another size: so FSDP2 frees what it has gathered, and takes it again."""
+        if storage in self._sizes:
+            self._resize(self._sizes[storage], storage.nbytes())
+
+    def _resize(self, size: list[int], to: int) -> None:
+        self.live += to - size[0]
+        size[0] = to
         if self.live > self.counts.peak:
             self.counts.peak, self.counts.peak_place = self.live, place()
-        weakref.finalize(storage, self._leave, size).atexit = False
-
-    def _leave(self, size: int) -> None:
-        self.live -= size
 
 
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
+def _group_of(argument: Any) -> ProcessGroup | None:
+    if isinstance(argument, str):
+        group: ProcessGroup = _resolve_process_group(argument)
+        return group
+    is_group = isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type())
+    return ProcessGroup.unbox(argument) if is_group else None
 
 
 def _zero(dtype: torch.dtype) -> Any:
@@ -340,7 +380,25 @@ def traced(tracer: Tracer) -> Iterator[None]:
             tracer.wait("scale")
         return 65536.0
 
+    batch_isend_irecv = dist.batch_isend_irecv
+
+    def exchange_batch(operations: Any) -> Any:
+        tracer.batches += 1
+        tracer.batch = tracer.batches
+        try:
+            return batch_isend_irecv(operations)
+        finally:
+            tracer.batch = 0
+
+    resize = torch.UntypedStorage.resize_
+
+    def resize_storage(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        tracer.resized(storage)
+
     with (
+        patch.object(torch.UntypedStorage, "resize_", resize_storage),
+        patch.object(dist, "batch_isend_irecv", exchange_batch),
         patch.object(FakeTensor, "tolist", lambda tensor: tracer.tolist(tensor)),
         patch.object(torch.cuda, "synchronize", waits("synchronize")),
         patch.object(torch.cuda.Stream, "synchronize", waits("synchronize of a stream")),

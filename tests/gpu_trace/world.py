@@ -13,6 +13,7 @@ import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _foreach_utils
@@ -26,6 +27,7 @@ from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
 from plsc.parallel.mesh import Mesh, device_mesh, with_head_groups
 from plsc.parallel.strategies import ddp as strategy
+from plsc.parallel.strategies import pipeline
 from plsc.parallel.strategies.ddp import data_parallel
 from plsc.train import components
 from plsc.train.components import TrainComponents
@@ -65,6 +67,7 @@ def fake_rank(rank: int, ranks: int, head_ranks: int) -> Iterator[Mesh]:
             Tracer.backends[group.group_name] = "gloo"
         return group
 
+    _forget_meshes(device)
     with ExitStack() as patches:
         patches.enter_context(patch.object(dist, "new_group", fake_group))
         patches.enter_context(patch.object(dist, "all_gather_object", _gather_copies))
@@ -78,6 +81,14 @@ def fake_rank(rank: int, ranks: int, head_ranks: int) -> Iterator[Mesh]:
             Tracer.backends.clear()
 
 
+def _forget_meshes(device: torch.device) -> None:
+    """Clear what DTensor has cached by mesh, on this thread and the autograd engine's: all ranks' meshes are equal."""
+    _clear_sharding_prop_cache()
+    number = torch.zeros((), device=device, requires_grad=True)
+    number.register_hook(lambda gradient: _clear_sharding_prop_cache())
+    (2 * number).backward()
+
+
 def _gather_copies(everyone: list[Any], value: Any, *args: Any, **options: Any) -> None:
     everyone[:] = [value] * len(everyone)
 
@@ -87,7 +98,8 @@ def fake_components() -> Iterator[None]:
     """Let a run's components be built, and step, where tensors have no memory.
 
     Left out, because it needs values of other ranks or takes too long: DDP's check of its parameters, its all-reduce
-    hook's future and the reordering of its buckets; the table's first values, and all but the first of its first norms.
+    hook's future and the reordering of its buckets; the first values of the table and of linear layers, which are drawn
+    until they lie within bounds; all but the first of the table's first norms.
     ``Module._apply`` and deepcopy look at a tensor's memory. torch's optimizers take fake tensors for real ones, and
     so their foreach path. The threads that copy rows of a host table run when they are waited for: as late as they
     can, so that as many copies are alive as ever can be.
@@ -97,7 +109,9 @@ def fake_components() -> Iterator[None]:
             (ddp, "_verify_param_shape_across_processes", lambda *args, **options: None),
             (ddp, "_sync_module_states", lambda *args, **options: None),
             (nn.Module, "_apply", _apply),
+            (nn.init, "trunc_normal_", lambda tensor, *args, **options: tensor),
             (strategy, "data_parallel", _data_parallel),
+            (pipeline, "data_parallel", _data_parallel),
             (class_table, "renew_norms", _renew_first_norms),
             (_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
             (optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
@@ -107,8 +121,10 @@ def fake_components() -> Iterator[None]:
             patches.enter_context(patch(f"{module}.normal_rows", lambda *args, **options: iter(())))
         patches.enter_context(patch("plsc.head.staging.ThreadPoolExecutor", LateExecutor))
         # the ranks of a DeviceMesh are numbers in tensors
-        patches.enter_context(patch.object(DeviceMesh, "__getitem__", _really(DeviceMesh.__getitem__)))
-        patches.enter_context(patch("plsc.parallel.strategies.fsdp.device_mesh", _really(device_mesh)))
+        for name in ("__init__", "__getitem__"):
+            patches.enter_context(patch.object(DeviceMesh, name, _really(getattr(DeviceMesh, name))))
+        for name in ("fsdp", "tensor_parallel", "pipeline"):
+            patches.enter_context(patch(f"plsc.parallel.strategies.{name}.device_mesh", _really(device_mesh)))
         patches.enter_context(patch.object(FakeTensor, "__deepcopy__", _deepcopy, create=True))
         for name in ("table", "numbers"):
             patches.enter_context(patch.object(HostMemory, name, _really(getattr(HostMemory, name))))
@@ -150,8 +166,9 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
     for child in module.children():
         _apply(child, fn)
     for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(fn(parameter.detach()), parameter.requires_grad)
+        before = None if parameter is None else parameter.detach()
+        if before is not None and (after := fn(before)) is not before:
+            module._parameters[name] = nn.Parameter(after, parameter.requires_grad)
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = fn(buffer)
@@ -161,14 +178,14 @@ def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = Tr
 def _data_parallel(module: nn.Module, mesh: Mesh, *args: Any) -> nn.Module:
     net = data_parallel(module, mesh, *args)
     if isinstance(net, ddp.DistributedDataParallel):
-        net.register_comm_hook(None, _reduce)
+        net.register_comm_hook(mesh.group, _reduce)
         net.reducer = _Reducer(net.reducer)
     return net
 
 
-def _reduce(_: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _reduce(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
-    dist.all_reduce(buffer)
+    dist.all_reduce(buffer, group=group)
     done: torch.futures.Future[Tensor] = torch.futures.Future()
     done.set_result(buffer)
     return done
