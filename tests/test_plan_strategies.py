@@ -12,6 +12,7 @@ from torch import nn
 
 from plsc import config as configuration
 from plsc.models import create
+from plsc.optim.eight_bit_adamw import EightBitAdamW
 from plsc.parallel.gradient_compression import HOOKS, CompressionOptions, gradient_exchange
 from plsc.parallel.mesh import Mesh
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
@@ -83,6 +84,22 @@ def test_zero1_spreads_the_states_weight_by_weight(world):
     assert kept == plain
     largest = max(weight.nbytes for weight in trained(module()))
     assert max(largest, whole / world) <= states <= max(largest, whole / world) + largest
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+def test_moments_in_8_bits_are_those_that_the_optimizer_keeps(strategy):
+    setup = run(4, strategy=strategy)
+    optim = replace(setup.config.optim, name="adamw", state_dtype="int8")
+    setup = replace(setup, config=replace(setup.config, optim=optim))
+    states = estimate(setup, CARD).memory.kept["backbone optimizer state"]
+    cut = 4 if strategy == "fsdp" else 1
+    parts = [nn.Parameter(w.detach()[: math.ceil(len(w) / cut)]) for w in trained(module())]
+    optimizer = EightBitAdamW([{"params": parts}], 0.1, compiled=False)
+    kept = [sum(value.nbytes for name, value in optimizer.state[w].items() if name != "step") for w in parts]
+    if strategy == "zero1":
+        assert max(*kept, sum(kept) / 4) <= states < 1.2 * max(*kept, sum(kept) / 4)
+    else:
+        assert states == sum(kept)
 
 
 def test_offload_moves_state_to_the_host():

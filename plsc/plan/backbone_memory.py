@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from plsc.optim.eight_bit_adamw import block_size
 from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
@@ -152,7 +153,8 @@ def _whole(setup: PlanConfig, profile: BackboneProfile, stage: Stage, device: De
     """Of weights that a rank holds whole, but for what tensor and pipeline parallelism leave to others."""
     weights, trained = nbytes(stage.parameters), nbytes(stage.trained)
     stepped = largest_partition(stage.trained, setup.data_ranks) if setup.strategy == "zero1" else trained
-    states = setup.backbone_states * stepped
+    parts = partitions(stage.trained, setup.data_ranks if setup.strategy == "zero1" else 1)
+    states = max(state_bytes(setup, part) for part in parts)
     kept = {
         "backbone weights": weights,
         "backbone buffers, twice": 2 * profile.buffers,  # a step that is not finite is taken back
@@ -177,7 +179,7 @@ def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> Backb
     """Of fully_shard: the shards lie on the device, or on the host, and what is gathered comes on top."""
     ranks, offload = setup.shard_ranks, setup.config.parallel.offload
     weights, trained = nbytes(stage.parameters, ranks), nbytes(stage.trained, ranks)
-    states = setup.backbone_states * trained
+    states = state_bytes(setup, stage.trained, ranks)
     average = weights if setup.config.ema_decay else 0
     sharded = {"backbone weights": weights, "backbone optimizer state": states, "moving average": average}
     on_device = {} if offload else {name: size for name, size in sharded.items() if size}
@@ -214,11 +216,30 @@ def frees_gradients(setup: PlanConfig) -> bool:
 
 
 def largest_partition(trained: Iterable[Parameter], ranks: int) -> int:
-    """Bytes of the weights that the fullest rank steps under zero1: torch gives the largest first, to the emptiest."""
-    loads = [0] * ranks
-    for size in sorted((parameter.nbytes for parameter in trained), reverse=True):
-        heapq.heapreplace(loads, loads[0] + size)
-    return max(loads)
+    """Bytes of the weights that the fullest rank steps under zero1."""
+    return max(nbytes(part) for part in partitions(trained, ranks))
+
+
+def partitions(trained: Iterable[Parameter], ranks: int) -> list[list[Parameter]]:
+    """The weights that each rank steps under zero1: torch gives the largest first, to the emptiest."""
+    loads: list[tuple[int, int]] = [(0, rank) for rank in range(ranks)]
+    parts: list[list[Parameter]] = [[] for _ in range(ranks)]
+    for parameter in sorted(trained, key=lambda parameter: parameter.nbytes, reverse=True):
+        load, rank = loads[0]
+        parts[rank].append(parameter)
+        heapq.heapreplace(loads, (load + parameter.nbytes, rank))
+    return parts
+
+
+def state_bytes(setup: PlanConfig, parameters: Iterable[Parameter], ranks: int = 1) -> int:
+    """Bytes of the optimizer's state on the rank that has most, of weights each sharded along its first dimension."""
+    return sum(round(nbytes([each], ranks) * _state_ratio(setup, each)) for each in parameters)
+
+
+def _state_ratio(setup: PlanConfig, parameter: Parameter) -> float:
+    """Bytes of state for each of a float32 weight's."""
+    size = block_size(parameter.shape) if setup.config.optim.state_dtype == "int8" else None
+    return setup.backbone_states if size is None else (2 + 8 / size) / 4
 
 
 def _hook_states(setup: PlanConfig, profile: BackboneProfile, trained: int) -> dict[str, int]:
