@@ -50,6 +50,7 @@ FORMAT = 1
 STATE = "state.json"
 METADATA = ".metadata"  # torch's own: which tensor lies in which file
 LATEST = "latest"
+CHECKPOINTS = "checkpoints"  # of a run's folder
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFTOVERS = (".*.tmp", ".*.former", ".*.removed")
 

@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -133,7 +133,12 @@ def listed_files(path: Path) -> Files:
 
 def _describes_a_file(entry: Mapping[str, Any]) -> bool:
     size, digest = entry.get("bytes"), entry.get("sha256")
-    return type(size) is int and size >= 0 and isinstance(digest, str) and _SHA256.fullmatch(digest) is not None
+    return (
+        type(size) is int
+        and size in range(1 << 63)
+        and isinstance(digest, str)
+        and _SHA256.fullmatch(digest) is not None
+    )
 
 
 def check_files(path: Path, files: Files, names: Iterable[str]) -> None:
@@ -196,8 +201,9 @@ def _newest_whole(candidates: list[Path], mesh: Mesh) -> Path | None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress torch's warning that it loads in one process, which is intended."""
+    """Suppress torch's warnings: that it loads in one process, which is intended, and of pickles that it refuses."""
     with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")
         warnings.filterwarnings("ignore", message=".*torch.distributed is disabled, unavailable or uninit.*")
         yield
 
@@ -211,7 +217,9 @@ def _read_errors(path: Path) -> Iterator[None]:
         cause = next((failure for failure, _ in error.failures.values()), error)
         if isinstance(cause, PlscError):
             raise cause from None
-        raise IntegrityError(f"{path} cannot be read: {first_line(cause)}; use another copy") from None
+        # torch's own words for a pickle would advise to load it after all
+        why = "a piece is no plain tensor" if isinstance(cause, pickle.UnpicklingError) else first_line(cause)
+        raise IntegrityError(f"{path} cannot be read: {why}; use another copy") from None
 
 
 def _stored_tensors(path: Path, files: Files) -> tuple[dict[str, TensorStorageMetadata], set[tuple[str, str]]]:
@@ -224,7 +232,8 @@ def _stored_tensors(path: Path, files: Files) -> tuple[dict[str, TensorStorageMe
         IntegrityError: it names anything but tensors, pieces that make up each of them, and own files.
     """
     metadata = _Reader(path).read_metadata()
-    entries, locations = metadata.state_dict_metadata, metadata.storage_data
+    entries = getattr(metadata, "state_dict_metadata", None)
+    locations = getattr(metadata, "storage_data", None)
     if not (isinstance(entries, dict) and isinstance(locations, dict)):
         raise IntegrityError(f"{path / METADATA} is not a checkpoint's metadata")
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -234,11 +243,19 @@ def _stored_tensors(path: Path, files: Files) -> tuple[dict[str, TensorStorageMe
     for name, entry in tensors.items():
         if not isinstance(name, str) or not _is_whole(entry, nbytes):
             raise IntegrityError(f"{path / METADATA} describes {name!r} wrongly; use another copy")
+        for chunk in entry.chunks:
+            if MetadataIndex(name, chunk.offsets) not in locations:
+                raise IntegrityError(f"{path / METADATA} does not say where {name!r} lies; use another copy")
     for location in locations.values():
         file = getattr(location, "relative_path", None)
-        if not isinstance(file, str) or file not in files or Path(file).name != file:
+        if not isinstance(file, str) or file not in files:
             raise IntegrityError(f"{path / METADATA} names {file!r}, which is no file of the checkpoint")
-    return tensors, {(str(index.fqn), location.relative_path) for index, location in locations.items()}
+        start, length = getattr(location, "offset", None), getattr(location, "length", None)
+        if not isinstance(start, int) or not isinstance(length, int) or not 0 <= start <= start + length:
+            raise IntegrityError(f"{path / METADATA} describes a piece in {file!r} wrongly; use another copy")
+        if start + length > files[file]["bytes"]:
+            raise IntegrityError(f"{path / METADATA} names a piece beyond the end of {file!r}; use another copy")
+    return tensors, {(str(getattr(index, "fqn", "")), place.relative_path) for index, place in locations.items()}
 
 
 def _is_whole(entry: TensorStorageMetadata, nbytes: int) -> bool:
@@ -281,7 +298,8 @@ class _Reader(FileSystemReader):
             raise IntegrityError(f"{path} is not a checkpoint's metadata: {error}") from None
         if not isinstance(metadata, Metadata):
             raise IntegrityError(f"{path} is not a checkpoint's metadata")
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        about = getattr(metadata, "storage_meta", None)
+        metadata.storage_meta = about if isinstance(about, StorageMeta) else StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
 

@@ -95,7 +95,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
 
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
     """``"optim.lr = 0.2 (was 0.1)"`` for each key, and all tables of a kind, that the run had otherwise so far."""
-    return configuration.differences(_old_config(before), config)
+    return configuration.differences(stored_config(before), config)
 
 
 def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
@@ -141,7 +141,7 @@ def _schedule_step(components: TrainComponents, state: dict[str, Any]) -> int:
 
 
 def _check_config(before: dict[str, Any], config: Config) -> None:
-    old = _old_config(before)
+    old = stored_config(before)
     for name in FIXED:
         was, now = configuration.get(old, name), configuration.get(config, name)
         if was != now:
@@ -152,7 +152,8 @@ def _check_config(before: dict[str, Any], config: Config) -> None:
             )
 
 
-def _old_config(tree: dict[str, Any]) -> Config:
+def stored_config(tree: dict[str, Any]) -> Config:
+    """Return the configuration in a checkpoint's small state; DataError where it is not one of this version."""
     try:
         return configuration.from_dict(tree)
     except UsageError as error:

@@ -19,7 +19,7 @@ from plsc.parallel.collectives import on_main
 from plsc.parallel.rendezvous import Launch, current_launch
 from plsc.progress import counted
 from plsc.train.async_checkpoint import AsyncCheckpointer
-from plsc.train.checkpoint import CheckpointFolder
+from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import build, open_training_data, peak_rates
 from plsc.train.evaluate import (
@@ -40,7 +40,7 @@ from plsc.train.state import Position, capture, changed_keys, changed_tables, re
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
 POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
-CONFIG, CLASSES, CHECKPOINTS = "config.toml", "classes.json", "checkpoints"
+CONFIG, CLASSES = "config.toml", "classes.json"
 LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 
 

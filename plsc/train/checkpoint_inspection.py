@@ -1,0 +1,249 @@
+"""Checkpoints without ranks: what one holds, whether its files are whole, and its backbone and class centres as files.
+
+A checkpoint stores each tensor in pieces with their places in the whole, whatever strategy and number of ranks wrote
+it; one process puts together what it is asked for, and no more. It may come from anywhere: see
+:mod:`plsc.train.checkpoint_reader`.
+"""
+
+import dataclasses
+import stat
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
+from plsc.files import MANIFEST, atomic_write, check_output
+from plsc.models import Backbone
+from plsc.models.wrappers import RotationTTA
+from plsc.parallel import Mesh
+from plsc.parallel.tensor_shard import TensorShard
+from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder, describe_published
+from plsc.train.checkpoint_reader import StoredCheckpoint, check_files, listed_files
+from plsc.train.checkpoint_writer import write_errors
+from plsc.train.components import make_backbone
+from plsc.train.state import stored_config
+
+_ALONE = Mesh(0, 1, 0, torch.device("cpu"))
+_CENTRES = "head.weight"
+_Kind = TypeVar("_Kind")
+
+
+def find_checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoints that ``path`` names, oldest first: a checkpoint's folder, a run's, or RUN/checkpoints.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if not path.is_dir():
+        raise UsageError(f"{path} is no folder; name a checkpoint, a run, or its {CHECKPOINTS} folder")
+    if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        return [path]
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    if published := CheckpointFolder(folder, _ALONE).published():
+        return published
+    raise UsageError(f"{path} holds no finished checkpoint; name a checkpoint, a run, or its {CHECKPOINTS} folder")
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Check every file against the manifest, and what the files say of themselves.
+
+    Returns:
+        ``checkpoint``, the number of ``files`` and their ``bytes`` by the manifest, and ``problems``: a line for each
+        file that is missing, truncated or corrupt, or for what else no checkpoint holds; empty where it is sound.
+    """
+    problems: list[str] = []
+    try:
+        files = listed_files(path)
+    except PlscError as error:
+        return {"checkpoint": str(path), "files": 0, "bytes": 0, "problems": [str(error)]}
+    for name in sorted(files):
+        try:
+            check_files(path, files, [name])
+        except (PlscError, OSError) as error:
+            problems.append(str(error))
+    if not problems:
+        try:
+            _describe(StoredCheckpoint(path, _ALONE, prefixes=()))
+        except PlscError as error:
+            problems.append(str(error))
+    nbytes = sum(entry["bytes"] for entry in files.values())
+    return {"checkpoint": str(path), "files": len(files), "bytes": nbytes, "problems": problems}
+
+
+def describe_checkpoint(path: Path) -> dict[str, Any]:
+    """Return what a checkpoint holds; of its files, the small ones alone are checked against the manifest.
+
+    Returns:
+        ``checkpoint, run, saved_at`` (UTC), ``world_size, strategy, step, epoch``; ``accuracy``, of an evaluation after
+        this step, and ``best``, {"step", "accuracy"} of the run so far, or None; ``backbone, image_size, embedding_dim,
+        parameters`` (weights and running statistics), ``average`` (whether there is one), ``classes, centers, images,
+        margin, weight_dtype``, ``state_dtypes`` (of the head's optimizer, by table), ``optimizer, bytes``, and
+        ``files``, {"name", "bytes", "is_there"} of each.
+
+    Raises:
+        IntegrityError, DataError: it is corrupt, or no checkpoint.
+    """
+    return _describe(StoredCheckpoint(path, _ALONE, prefixes=()))
+
+
+def read_backbone(path: Path, *, average: bool = False) -> Backbone:
+    """Read the backbone, in evaluation mode, on the CPU; the files that hold none of it are not checked.
+
+    Args:
+        path: the checkpoint.
+        average: the moving average of its weights (``ema_decay``).
+
+    Raises:
+        UsageError: there is no moving average.
+        IntegrityError, DataError: the checkpoint is corrupt, or its weights are not those of its configuration.
+    """
+    prefix = "average." if average else "backbone."
+    stored = StoredCheckpoint(path, _ALONE, prefixes=(prefix,))
+    if average and not any(name.startswith(prefix) for name in stored.stored):
+        raise UsageError(f"{path} holds no moving average (ema_decay is 0); leave --ema out")
+    config = dataclasses.replace(stored_config(_taken(stored, "config", dict)), recompute="none", init_weights="")
+    shapes = {name.removeprefix(prefix): entry.size for name, entry in stored.stored.items() if name.startswith(prefix)}
+    try:
+        with torch.device("meta"):  # first without memory: the sizes are the checkpoint's own
+            own = {name: tensor.shape for name, tensor in make_backbone(config).state_dict().items()}
+    except (UsageError, RuntimeError, TypeError) as error:
+        raise DataError(f"{path} names a backbone that cannot be built: {first_line(error)}") from None
+    if differing := sorted(name for name in own.keys() | shapes.keys() if own.get(name) != shapes.get(name)):
+        raise DataError(f"{path} does not hold the {config.backbone} that it names: {differing[0]} differs, for one")
+    model = make_backbone(config)
+    model.load_state_dict(stored.read(prefix))
+    return (RotationTTA(model) if config.rotation_tta else model).eval()
+
+
+def write_centres(path: Path, out: Path) -> dict[str, Any]:
+    """Write the class table as a float32 array (C, D), or (C, K, D) where classes have K sub-centres, into ``out``.
+
+    Rows are as trained, not normalised; class numbers are those of RUN/classes.json. One stored piece after another is
+    read, so that the table may be larger than the memory.
+
+    Args:
+        path: the checkpoint.
+        out: a .npy file.
+
+    Raises:
+        DataError: the checkpoint holds no class table, or ``out`` cannot be written.
+        IntegrityError: the checkpoint is corrupt.
+    """
+    stored = StoredCheckpoint(path, _ALONE, prefixes=(_CENTRES,))
+    entry = stored.stored.get(_CENTRES)
+    classes = _taken(stored, "data.classes", int)
+    if entry is None or len(entry.size) != 2 or classes < 1 or entry.size[0] % classes:
+        raise DataError(f"{path} holds no table of its {classes:,} classes")
+    shape = [classes, *([entry.size[0] // classes] if entry.size[0] != classes else []), entry.size[1]]
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": tuple(shape)}
+    with write_errors(str(out)), atomic_write(out) as tmp_path, tmp_path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, header)
+        for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[0]):
+            rows = torch.empty(chunk.sizes)
+            stored.load_into({_CENTRES: TensorShard.of_rows(rows, chunk.offsets[0], entry.size[0])})
+            file.write(rows.numpy().data.cast("B"))
+    return {"file": str(out), "shape": shape}
+
+
+def check_outputs(*paths: Path | None, overwrite: bool) -> None:
+    """Refuse to write where something is, before any work is done; None stands for nothing to write."""
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder; name a file")
+        check_output(path, overwrite=overwrite)
+
+
+def _describe(stored: StoredCheckpoint) -> dict[str, Any]:
+    path, tensors = stored.path, stored.stored
+    weights = [name for name in tensors if name.startswith("backbone.")]
+    images = max(_taken(stored, "data.images", int), 1)
+    epoch = _taken(stored, "loader.epoch", int) + _taken(stored, "loader.consumed", int) / images
+    accuracy = stored.state.get("accuracy")
+    return {
+        "checkpoint": str(path),
+        "run": _run_of(path),
+        "saved_at": _utc(describe_published(path).saved_at),
+        "world_size": _taken(stored, "world_size", int),
+        "strategy": _strategy(stored),
+        "step": _taken(stored, "step", int),
+        "epoch": epoch,
+        "accuracy": accuracy if isinstance(accuracy, float) else None,
+        "best": _rated(stored.state.get("best")),
+        "backbone": _taken(stored, "config.backbone", str),
+        "image_size": _taken(stored, "config.data.image_size", object),
+        "embedding_dim": _taken(stored, "config.embedding_dim", int),
+        "parameters": sum(tensors[name].size.numel() for name in weights),
+        "average": any(name.startswith("average.") for name in tensors),
+        "classes": _taken(stored, "data.classes", int),
+        "centers": _taken(stored, "config.head.centers", int),
+        "images": _taken(stored, "data.images", int),
+        "margin": _taken(stored, "config.head.margin", str),
+        "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
+        "state_dtypes": _dtypes(stored, "head_optimizer."),
+        "optimizer": _taken(stored, "config.optim.name", str),
+        "bytes": sum(entry["bytes"] for entry in stored.files.values()),
+        "files": [
+            {"name": name, "bytes": entry["bytes"], "is_there": _is_there(path / name, entry["bytes"])}
+            for name, entry in sorted(stored.files.items())
+        ],
+    }
+
+
+def _taken(stored: StoredCheckpoint, name: str, kind: type[_Kind]) -> _Kind:
+    """Return a value of the small state by its dotted name; IntegrityError where there is none of this type."""
+    value: Any = stored.state
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if value is None or not isinstance(value, kind) or not _is_printable(value):
+        raise IntegrityError(f"{stored.path} holds no {name} of a run; it is the checkpoint of another program")
+    return value
+
+
+def _is_printable(value: object) -> bool:
+    return not isinstance(value, str) or value.isprintable()  # an escape sequence would reach the terminal
+
+
+def _rated(value: object) -> dict[str, Any] | None:
+    """``{"step", "accuracy"}`` of the best evaluation, or None."""
+    if not isinstance(value, dict):
+        return None
+    step, accuracy = value.get("step"), value.get("accuracy")
+    return {"step": step, "accuracy": accuracy} if isinstance(step, int) and isinstance(accuracy, float) else None
+
+
+def _strategy(stored: StoredCheckpoint) -> str:
+    """Name the strategy, with the numbers of ranks by which tensors and stages were cut."""
+    numbers = {name: stored.state["config"]["parallel"].get(name) for name in ("shard_ranks", "tp", "pp")}
+    cuts = [f"{name} = {n}" for name, n in numbers.items() if isinstance(n, int) and n > 1]
+    return ", ".join([_taken(stored, "config.parallel.strategy", str), *cuts])
+
+
+def _dtypes(stored: StoredCheckpoint, prefix: str) -> dict[str, str]:
+    """The types of the tables under ``prefix``, without the scales of int8 rows."""
+    found = {name: entry for name, entry in stored.stored.items() if name.startswith(prefix) and len(entry.size) == 2}
+    return {
+        name.removeprefix(prefix): str(entry.properties.dtype).removeprefix("torch.") for name, entry in found.items()
+    }
+
+
+def _run_of(path: Path) -> str | None:
+    run = path.absolute().parents[1]
+    return str(path.parents[1]) if path.absolute().parent.name == CHECKPOINTS and run.is_dir() else None
+
+
+def _utc(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return "at no known time"
+
+
+def _is_there(path: Path, nbytes: int) -> bool:
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_size == nbytes

@@ -1,0 +1,142 @@
+"""Look into checkpoints of plsc train: what they hold, whether they are whole, and their weights as files of their own.
+
+  plsc checkpoint info runs/faces                      its checkpoints, and what the newest one holds
+  plsc checkpoint verify runs/faces/checkpoints/step-00001000
+  plsc checkpoint export runs/faces faces.safetensors --centres centres.npy
+
+PATH is a checkpoint's folder, a run, or its checkpoints folder; of several, verify checks all, and export takes the
+newest. No ranks are started, whatever strategy and number of ranks wrote them. verify reads every byte, and exits with
+1 where a file is missing, truncated or corrupt.
+
+OUT is a .safetensors file, which plsc embed, eval and export take, or a .pt file, the state_dict of arcface_torch.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from plsc.errors import UsageError
+from plsc.files import remove_leftovers
+from plsc.progress import counted
+from plsc.tools.entry import add_result_options, main
+
+HELP = "describe, verify and export the checkpoints of a run"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Declare the actions and their arguments."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="info|verify|export")
+    _action(actions, "info", "describe the checkpoints: position, model, types, ranks, files")
+    _action(actions, "verify", "check every file against its hash")
+    export = _action(actions, "export", "write the backbone, and the class centres, as files", "OUT, --centres, --json")
+    export.add_argument("out", type=Path, metavar="OUT", help="the backbone: a .safetensors or a .pt file")
+    export.add_argument("--ema", action="store_true", help="the moving average of the weights (ema_decay)")
+    export.add_argument(
+        "--centres", type=Path, metavar="FILE", help="write the class table too: a .npy file, float32 (classes, dim)"
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Run the action, print its result as text, and return it."""
+    return {"info": _info, "verify": _verify, "export": _export}[args.action](args)
+
+
+def exit_code(result: dict[str, Any]) -> int:
+    """Return 1 where a checkpoint is not whole."""
+    return int(any(each.get("problems") for each in result.get("checkpoints", ())))
+
+
+def _action(actions: Any, name: str, text: str, replaces: str = "--json") -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+    )
+    parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
+    add_result_options(parser, replaces=replaces, subcommand=True)
+    return parser
+
+
+def _info(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint_inspection import describe_checkpoint, find_checkpoints
+
+    described = [describe_checkpoint(path) for path in find_checkpoints(args.path)]
+    for each in described if len(described) > 1 else ():
+        accuracy = "" if each["accuracy"] is None else f", accuracy {each['accuracy']:.4f}"
+        print(f"{Path(each['checkpoint']).name}  {each['saved_at']}  epoch {each['epoch']:.2f}{accuracy}")
+    newest = described[-1]
+    print(newest["checkpoint"])
+    for name, text in _details(newest).items():
+        print(f"  {name:<10}{text}")
+    for file in newest["files"]:
+        remark = "" if file["is_there"] else "  missing, or of another size"
+        print(f"    {file['bytes']:>15,}  {file['name']}{remark}")
+    return {"checkpoints": described}
+
+
+def _details(each: dict[str, Any]) -> dict[str, str]:
+    """The lines of ``info``, by their names."""
+    size = each["image_size"]
+    height, width = size if isinstance(size, list) and len(size) == 2 else (size, size)
+    average = ", with a moving average" if each["average"] else ""
+    centers = f" x {each['centers']} sub-centres" if each["centers"] > 1 else ""
+    state = ", ".join(f"{name} {dtype}" for name, dtype in each["state_dtypes"].items()) or "no momentum"
+    position = f"step {each['step']:,}, epoch {each['epoch']:.2f}"
+    if each["accuracy"] is not None:
+        position += f", mean accuracy {each['accuracy']:.4f}"
+    if each["best"]:
+        position += f" (best so far: {each['best'].get('accuracy')} at step {each['best'].get('step')})"
+    return {
+        "run": each["run"] or "-",
+        "saved": f"{each['saved_at']} by {counted(each['world_size'], 'rank')}, {each['strategy']}",
+        "position": position,
+        "backbone": f"{each['backbone']}, {height}x{width} -> {each['embedding_dim']}, "
+        f"{each['parameters']:,} numbers{average}; {each['optimizer']}",
+        "head": f"{each['classes']:,} classes{centers}, {each['margin']}, {each['weight_dtype']}; {state}",
+        "data": f"{each['images']:,} images",
+        "size": f"{each['bytes'] / 1e6:,.1f} MB in {counted(len(each['files']), 'file')}",
+    }
+
+
+def _verify(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.train.checkpoint_inspection import find_checkpoints, verify_checkpoint
+
+    results = []
+    for path in find_checkpoints(args.path):
+        result = verify_checkpoint(path)
+        results.append(result)
+        for problem in result["problems"]:
+            print(f"plsc checkpoint: {problem}", file=sys.stderr)
+        verdict = counted(len(result["problems"]), "problem") if result["problems"] else "sound"
+        print(f"{path}: {verdict}; {counted(result['files'], 'file')}, {result['bytes'] / 1e6:,.1f} MB", flush=True)
+    return {"checkpoints": results}
+
+
+def _export(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.embedding.export import export_insightface
+    from plsc.models import save_model
+    from plsc.train.checkpoint_inspection import check_outputs, find_checkpoints, read_backbone, write_centres
+
+    if args.out.suffix not in (".safetensors", ".pt"):
+        raise UsageError(f"{args.out}: name a .safetensors file, or a .pt file for arcface_torch")
+    if args.centres is not None and args.centres.suffix != ".npy":
+        raise UsageError(f"--centres {args.centres}: name a .npy file")
+    check_outputs(args.out, args.centres, overwrite=args.overwrite)
+    path = find_checkpoints(args.path)[-1]
+    model = read_backbone(path, average=args.ema)
+    centres = None
+    if args.centres is not None:
+        remove_leftovers(args.centres)
+        centres = write_centres(path, args.centres)
+        print(f"{args.centres}: class centres {' x '.join(map(str, centres['shape']))}, float32")
+    remove_leftovers(args.out)
+    if args.out.suffix == ".pt":
+        export_insightface(model, args.out)
+    else:
+        save_model(model, args.out)
+    weights = "the moving average" if args.ema else "the weights"
+    print(f"{args.out}: {weights} of {path}, {model.name} -> {model.embedding_dim}")
+    return {"checkpoint": str(path), "file": str(args.out), "ema": args.ema, "centres": centres}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(["checkpoint", *sys.argv[1:]]))
