@@ -24,9 +24,9 @@ from torch import Tensor
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.data.dataset import open_dataset
+from plsc.devices import Device
 from plsc.parallel import Mesh
 from plsc.plan.advice import profile_of
-from plsc.plan.devices import Device
 from plsc.plan.memory import plan_memory
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import TrainComponents, build

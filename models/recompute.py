@@ -49,10 +49,22 @@ def recompute_in_backward(segments: Sequence[Segment]) -> None:
         setattr(segment.module, segment.method, partial(_run, *segment))
 
 
+def compute_once(backbone: nn.Module) -> nn.Module:
+    """Undo :func:`recompute_in_backward` in ``backbone``, not wrapped, and return it."""
+    for module in backbone.modules():
+        for name in [name for name, value in vars(module).items() if _is_recomputed(value)]:
+            delattr(module, name)
+    return backbone
+
+
 def recomputed_blocks(backbone: nn.Module) -> int:
     """Return how many parts of ``backbone``, wrapped or not, the backward pass computes again."""
     values = (value for module in backbone.modules() for value in vars(module).values())
-    return sum(isinstance(value, partial) and value.func is _run for value in values)
+    return sum(map(_is_recomputed, values))
+
+
+def _is_recomputed(value: Any) -> bool:
+    return isinstance(value, partial) and value.func is _run
 
 
 def _run(module: nn.Module, method: str, /, *args: Any, **kwargs: Any) -> Any:

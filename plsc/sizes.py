@@ -1,6 +1,7 @@
 """Amounts of memory: as people write them (4GB is 4·10^9 bytes, 4GiB is 4·2^30), and what the machine has left."""
 
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -61,6 +62,21 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("
         return free
     used = int((cgroup / "memory.current").read_text()) - _entry(cgroup / "memory.stat", "inactive_file")
     return max(min(free, int(limit) - used), 0)
+
+
+def peak_resident_bytes(status: Path = Path("/proc/self/status")) -> int | None:
+    """Return the most memory that this process has had resident; None where the system does not report it.
+
+    On Linux from ``status``, since ru_maxrss would count the parent's memory before exec.
+    """
+    if status.exists():
+        return _entry(status, "VmHWM:") * 1024
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return highest if sys.platform == "darwin" else highest * 1024
 
 
 def _entry(path: Path, name: str) -> int:

@@ -14,12 +14,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plsc import config as configuration
 from plsc.config import Config
+from plsc.devices import GIB
 from plsc.errors import UsageError
 from plsc.models import create
 from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
 from plsc.plan.advice import estimate, largest_classes, storages
 from plsc.plan.backbone import profile_backbone
-from plsc.plan.devices import GIB, with_speeds
+from plsc.plan.devices import with_speeds
 from plsc.plan.memory import row_bytes
 from plsc.plan.plan_config import PlanConfig
 from plsc.plan.planner import as_text

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from plsc import config as configuration
+from plsc.devices import GIB
 from plsc.models import create
 from plsc.optim.eight_bit_adamw import EightBitAdamW
 from plsc.parallel.gradient_compression import HOOKS, CompressionOptions, gradient_exchange
@@ -18,7 +19,6 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
 from plsc.plan.advice import Estimate, estimate, profile_of
 from plsc.plan.backbone_memory import sent_bytes, stage_of
-from plsc.plan.devices import GIB
 from plsc.plan.plan_config import PlanConfig, plan_config
 from plsc.plan.planner import as_text
 from plsc.plan.strategy_choice import MARGIN, candidates, fastest, fits

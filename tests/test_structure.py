@@ -20,9 +20,9 @@ import write_configuration  # noqa: E402
 
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
-    "errors", "progress", "files", "sizes", "strict_toml", "client", "native", "parallel", "losses", "head", "optim",
-    "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve", "arcface_torch", "config",
-    "train", "plan", "bench", "doctor", "quickstart", "tools",
+    "errors", "progress", "files", "sizes", "strict_toml", "client", "native", "parallel", "losses", "head", "devices",
+    "optim", "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve", "arcface_torch",
+    "config", "train", "plan", "bench", "doctor", "quickstart", "tools",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import torch
 
 from plsc.errors import DataError
 from plsc.files import atomic_write, read_json, write_json
+from plsc.sizes import peak_resident_bytes
 
 MIB = 2**20
 _STATUS = Path("/proc/self/status")
@@ -157,12 +158,7 @@ def limit_allocations(more: int) -> None:
 
 
 def _high_water_mib() -> float:
-    if _STATUS.exists():
-        return _status_mib("VmHWM")  # ru_maxrss would count the parent's memory before exec
-    import resource
-
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return highest / MIB if sys.platform == "darwin" else highest / 1024
+    return (peak_resident_bytes() or 0) / MIB
 
 
 def _status_mib(field: str) -> float:

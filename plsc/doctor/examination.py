@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from plsc.devices import Device
 from plsc.doctor import kernels, machine, prediction, rates, training
 from plsc.doctor.report import Line, Report, failed, merge
 from plsc.errors import UsageError, first_line
 from plsc.parallel.mesh import Mesh, init, shutdown
 from plsc.parallel.rank_monitor import RankMonitor
-from plsc.plan.devices import Device
 
 SECTIONS = ("versions", "machine", "choices", "kernels", "rates", "collectives", "training", "plan")
 LIMIT_SECONDS = 45.0

@@ -9,12 +9,12 @@ import torch
 
 from plsc.bench.harness import MIB, PeakMemory
 from plsc.config import Config
+from plsc.devices import Device
 from plsc.doctor.report import Line, failed, found
 from plsc.errors import first_line
 from plsc.head.sharded_head import ShardedHead
 from plsc.optim.head_optimizers import HeadSGD
 from plsc.parallel.mesh import Mesh
-from plsc.plan.devices import Device
 from plsc.plan.memory import head_memory
 from plsc.plan.plan_config import PlanConfig
 from plsc.plan.timing import head_seconds

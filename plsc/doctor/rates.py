@@ -6,11 +6,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from plsc.devices import Device, known_device, shortest_seconds
 from plsc.doctor.report import Line, absent, failed, found
 from plsc.errors import first_line
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
-from plsc.plan.devices import DEVICES, Device, shortest_seconds
 
 Tick = Callable[[str], None]
 
@@ -48,8 +48,7 @@ def device_rates(device: torch.device, tick: Tick) -> tuple[list[Line], Device]:
 def _known(device: torch.device) -> Device | None:
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device).upper()
-    return next((known for known in DEVICES.values() if known.name.upper() in name), None)
+    return known_device(torch.cuda.get_device_name(device))
 
 
 def _rate(name: str, value: float, unit: float, unit_name: str, planned: float | None) -> Line:

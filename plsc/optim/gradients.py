@@ -13,6 +13,7 @@ from plsc.optim.head_optimizers import HeadOptimizer
 from plsc.optim.verdict import Verdict, step_unless
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.step_timeline import HEAD, step_part
 
 
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float, head: HeadOptimizer | None = None) -> Tensor:
@@ -123,7 +124,8 @@ class GradScaler(torch.amp.GradScaler):
             agreed = all_reduce_max(self._not_finite(backbone, head), self.mesh)
             verdict = Verdict(agreed.reshape(1), self.mesh.timeout)
         step_unless(backbone, verdict)
-        head.step_unless(verdict)
+        with step_part(HEAD):
+            head.step_unless(verdict)
         for found in self._found_inf(backbone):
             found.copy_(verdict.flag)
         return verdict

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plsc.errors import PlscError
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.step_timeline import COMMUNICATION, step_part
 
 T = TypeVar("T")
 _FAREWELL = 7  # the tag of its messages
@@ -25,7 +26,8 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 def all_reduce_sum(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Sum ``tensor`` over the ranks, in place. Moves 2·bytes per rank."""
     if mesh.world_size > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.SUM, group=mesh.group)
+        with step_part(COMMUNICATION):
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=mesh.group)
     return tensor
 
 
@@ -42,7 +44,8 @@ def all_reduce_sum_async(tensor: Tensor, mesh: Mesh) -> dist.Work:
 def all_reduce_max(tensor: Tensor, mesh: Mesh) -> Tensor:
     """Take the elementwise maximum of ``tensor`` over the ranks, in place."""
     if mesh.world_size > 1:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.group)
+        with step_part(COMMUNICATION):
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.group)
     return tensor
 
 
@@ -51,7 +54,8 @@ def all_gather_equal(tensor: Tensor, mesh: Mesh) -> Tensor:
     if mesh.world_size == 1:
         return tensor.unsqueeze(0)
     gathered = tensor.new_empty((mesh.world_size * tensor.numel(),))
-    _all_gather_single(gathered, tensor.contiguous().view(-1), group=mesh.group)
+    with step_part(COMMUNICATION):
+        _all_gather_single(gathered, tensor.contiguous().view(-1), group=mesh.group)
     return gathered.view(mesh.world_size, *tensor.shape)
 
 
@@ -87,7 +91,8 @@ def reduce_scatter_rows(tensor: Tensor, sizes: list[int], mesh: Mesh) -> Tensor:
     if min(sizes) < most:
         tensor = torch.cat([_pad_rows(rows, most) for rows in torch.split(tensor, sizes)])
     local = tensor.new_empty((most, *tensor.shape[1:]))
-    _reduce_scatter_single(local, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
+    with step_part(COMMUNICATION):
+        _reduce_scatter_single(local, tensor.contiguous(), dist.ReduceOp.SUM, group=mesh.group)
     return local[: sizes[mesh.rank]]
 
 
@@ -99,7 +104,8 @@ def all_gather_numbers(numbers: list[int], mesh: Mesh) -> list[list[int]]:
     device = mesh.device if mesh.host_group is None else torch.device("cpu")
     own = torch.tensor(numbers, device=device)
     gathered = own.new_empty((mesh.world_size * len(numbers),))
-    _all_gather_single(gathered, own, group=mesh.control)
+    with step_part(COMMUNICATION):
+        _all_gather_single(gathered, own, group=mesh.control)
     return cast(list[list[int]], gathered.view(mesh.world_size, -1).tolist())
 
 
@@ -108,7 +114,8 @@ def all_gather_object(value: T, mesh: Mesh) -> list[T]:
     if mesh.world_size == 1:
         return [value]
     values: list[Any] = [None] * mesh.world_size
-    dist.all_gather_object(values, value, group=mesh.control)
+    with step_part(COMMUNICATION):
+        dist.all_gather_object(values, value, group=mesh.control)
     return values
 
 
@@ -117,7 +124,8 @@ def broadcast_object(value: T, mesh: Mesh, source: int = 0) -> T:
     if mesh.world_size == 1:
         return value
     holder = [value]
-    dist.broadcast_object_list(holder, group=mesh.control, group_src=source)
+    with step_part(COMMUNICATION):
+        dist.broadcast_object_list(holder, group=mesh.control, group_src=source)
     return holder[0]
 
 
@@ -138,14 +146,16 @@ def on_main(function: Callable[[], T], mesh: Mesh) -> T:
 def broadcast(tensor: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
     """Overwrite ``tensor`` with ``source``'s on every rank, in place."""
     if mesh.world_size > 1:
-        dist.broadcast(tensor, group=mesh.group, group_src=source)
+        with step_part(COMMUNICATION):
+            dist.broadcast(tensor, group=mesh.group, group_src=source)
     return tensor
 
 
 def barrier(mesh: Mesh) -> None:
     """Wait until every rank is here. On a GPU that says nothing of the device's work."""
     if mesh.world_size > 1:
-        dist.barrier(group=mesh.control)
+        with step_part(COMMUNICATION):
+            dist.barrier(group=mesh.control)
 
 
 def farewell(mesh: Mesh) -> None:

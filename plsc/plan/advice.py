@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plsc.config import Config, DataConfig
+from plsc.devices import GIB, Device
 from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
 from plsc.plan.backbone_memory import frees_gradients
-from plsc.plan.devices import GIB, Device, Links
+from plsc.plan.devices import Links
 from plsc.plan.memory import Memory, as_dict, plan_memory, row_bytes
 from plsc.plan.plan_config import STORAGES, PlanConfig
 from plsc.plan.timing import Timing, plan_time

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from plsc.devices import Device
 from plsc.optim.eight_bit_adamw import block_size
 from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
-from plsc.plan.devices import Device
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import compression_options
 

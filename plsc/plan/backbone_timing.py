@@ -17,6 +17,7 @@ a rank moves in a step
 
 from dataclasses import dataclass
 
+from plsc.devices import Device
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import (
     INTERLEAVED_PARTS,
@@ -28,7 +29,7 @@ from plsc.plan.backbone_memory import (
     sent_bytes,
     stage_of,
 )
-from plsc.plan.devices import HOST_BANDWIDTH, Device, Links
+from plsc.plan.devices import HOST_BANDWIDTH, Links
 from plsc.plan.plan_config import PlanConfig
 
 # Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches

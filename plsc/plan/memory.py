@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 
 from plsc.config import Config, DataConfig, ParallelConfig, make_margin
+from plsc.devices import Device
 from plsc.head.backends import HeadShape, why_no_triton_passes
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.triton_passes import scratch_bytes
@@ -16,7 +17,6 @@ from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_memory import BackboneMemory, backbone_memory
-from plsc.plan.devices import Device
 from plsc.plan.plan_config import PlanConfig
 from plsc.train.components import make_head, make_head_optimizer
 

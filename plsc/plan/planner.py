@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plsc.config import Config
+from plsc.devices import GIB
 from plsc.errors import UsageError
 from plsc.plan.advice import (
     Advice,
@@ -19,7 +20,6 @@ from plsc.plan.advice import (
     storages,
 )
 from plsc.plan.backbone_timing import BACKBONE_SHARE
-from plsc.plan.devices import GIB
 from plsc.plan.memory import row_bytes
 from plsc.plan.plan_config import PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from plsc.devices import Device
 from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import plan_backbone_time
-from plsc.plan.devices import Device, Links
+from plsc.plan.devices import Links
 from plsc.plan.memory import clips_head, has_fused_passes, row_bytes, stores_gradient
 from plsc.plan.plan_config import PlanConfig
 

@@ -94,6 +94,7 @@ class TrainComponents:
     dataset: ImageDataset
     data: dict[str, Any]
     loader: TrainLoader
+    template: nn.Module  # the backbone as it was made, without its weights, on the meta device
     strategy: Strategy
     exchange: GradientExchange
     head: ShardedHead
@@ -103,6 +104,12 @@ class TrainComponents:
     scaler: GradScaler
     frozen_by_stage: list[FrozenNames]  # of the run before its first stage, and of each stage
     frozen: FrozenParts
+
+    @property
+    def trains_head_alone(self) -> bool:
+        """True if the backbone is frozen and needs no backward pass; engines with passes of their own make it."""
+        is_own_pass = type(self.strategy).forward_backward is not Strategy.forward_backward
+        return self.frozen.names.is_whole and not is_own_pass
 
     @property
     def frozen_for_good(self) -> set[str]:
@@ -161,6 +168,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         dataset,
         fingerprint(dataset),
         loader,
+        template,
         strategy,
         exchange,
         head,

@@ -1,27 +1,59 @@
-"""Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard."""
+"""Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard and other loggers."""
 
 import json
 import math
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from plsc.errors import UsageError
 from plsc.files import atomic_write
 from plsc.train.step import StepResult
 
 METRICS = "metrics.jsonl"
 
 
+class LogFunction(Protocol):
+    """A function that takes the numbers of a step, such as ``wandb.log`` and ``mlflow.log_metrics``."""
+
+    def __call__(self, values: dict[str, float], /, *, step: int) -> object:
+        """Take ``values`` by their names, such as "loss" and "time/head"."""
+
+
+class HasLog(Protocol):
+    """An object that takes the numbers of a step, such as a run of W&B."""
+
+    @property
+    def log(self) -> LogFunction:
+        """The function that does."""
+
+
+Logger = LogFunction | HasLog
+
+
 class MetricsLog:
-    """Appends to RUN/metrics.jsonl and RUN/tensorboard; does nothing where ``enabled`` is false.
+    """Appends to RUN/metrics.jsonl and RUN/tensorboard, and calls loggers; does nothing where ``enabled`` is false.
 
     Lines of steps after ``step``, from which the run goes on, are taken out first: a killed run wrote them, and
-    they come again. So each step has one line.
+    they come again. So each step has one line. A logger that raises is called again at the next line; the first time,
+    ``warn`` is called with its error.
     """
 
-    def __init__(self, out: Path, *, step: int, tensorboard: bool, enabled: bool) -> None:
+    def __init__(
+        self,
+        out: Path,
+        *,
+        step: int,
+        tensorboard: bool,
+        enabled: bool,
+        loggers: Sequence[Logger] = (),
+        warn: Callable[[str], None] = print,
+    ) -> None:
         self._file = None
         self._board = None
+        self._functions = [_log_function(logger) for logger in loggers] if enabled else []
+        self._warn, self._failed = warn, set[int]()
         if not enabled:
             return
         _cut(out / METRICS, step)
@@ -40,6 +72,13 @@ class MetricsLog:
         if self._board is not None:
             for name, value in _leaves(values):
                 self._board.add_scalar(name, value, step)
+        for index, function in enumerate(self._functions):
+            try:
+                function(dict(_leaves(values)), step=step)
+            except Exception as error:  # a tracking service that is down is no reason to lose the run
+                if index not in self._failed:
+                    self._failed.add(index)
+                    self._warn(f"logger {_name(function)} failed at step {step:,}, and may go on to: {error!r}")
 
     def close(self) -> None:
         """Close the files."""
@@ -85,6 +124,18 @@ def read_metrics(out: Path) -> list[dict[str, Any]]:
         if isinstance(value, dict) and isinstance(value.get("step"), int):
             entries.append(value)
     return entries
+
+
+def _log_function(logger: Logger) -> LogFunction:
+    """UsageError where ``logger`` is neither a function nor has a method log()."""
+    function = logger if callable(logger) else getattr(logger, "log", None)
+    if not callable(function):
+        raise UsageError(f"a logger is a function of (values, step=N) or has a method log() like it, not {logger!r}")
+    return function
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _cut(path: Path, step: int) -> None:

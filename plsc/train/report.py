@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -71,10 +71,23 @@ class StepProgress:
 
     Images per second are those since the last line of the log, without evaluations and checkpoints; the time to go is
     what the steps so far took, with them.
+
+    Args:
+        report: of the run.
+        position: of the run, which counts its steps.
+        total_steps: of the run.
+        notes: returns what else is to be said beside so many images per second.
     """
 
-    def __init__(self, report: RunReport, position: Position, total_steps: int) -> None:
+    def __init__(
+        self,
+        report: RunReport,
+        position: Position,
+        total_steps: int,
+        notes: Callable[[float], Sequence[str]] = lambda images_per_second: (),
+    ) -> None:
         self._report, self._position, self._total = report, position, total_steps
+        self._notes = notes
         self._first_step = position.step
         self._start = self._window_start = self._last_shown = time.monotonic()
         self._images = 0
@@ -105,6 +118,7 @@ class StepProgress:
         if self._images:
             rate = self._images / max(now - self._window_start, 1e-9)
             parts.append(f"{rate:,.{0 if rate >= 10 else 1}f} images/s")
+            parts += self._notes(rate)
         if step < total:
             left = (total - step) * (now - self._start) / (step - self._first_step)
             parts.append(f"{duration(left)} to go")
@@ -122,8 +136,10 @@ class StepProgress:
         self._window_start += time.monotonic() - start
 
 
-def header(components: TrainComponents, total_steps: int, start: str, stages: Sequence[str] = ()) -> list[str]:
-    """The lines at the start of a run: data, model, head, ranks, length, stages, evaluation, and where it starts."""
+def header(
+    components: TrainComponents, total_steps: int, start: str, stages: Sequence[str] = (), work: str = ""
+) -> list[str]:
+    """The lines at the start of a run: data, model, head, ranks, work, length, stages, evaluation, and its start."""
     config, dataset = components.config, components.dataset
     data = config.data
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
@@ -132,6 +148,7 @@ def header(components: TrainComponents, total_steps: int, start: str, stages: Se
         "model": _model(components),
         "head": _head(components),
         "ranks": _ranks(components),
+        **({"work": work} if work else {}),
         **_recomputed(components),
         **_compression(components),
         **_averaging(components),

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import normalize
+from plsc.losses.margins import State
 from plsc.optim.gradients import clip_by_norm_, sharded_norm, total_norm
 from plsc.optim.verdict import Verdict
 from plsc.parallel.collectives import all_reduce_max
-from plsc.parallel.strategies import Strategy, Weight
+from plsc.parallel.step_timeline import BACKBONE, HEAD, OPTIMIZER, step_part
+from plsc.parallel.strategies import Weight
 from plsc.train.components import TrainComponents
 
 
@@ -142,6 +144,13 @@ class Stepper:
         self._seed(number)
         components.exchange.begin(number)
         loss = self._backward(group)
+        with step_part(OPTIMIZER):
+            verdict = self._update(loss, margin_state, stop)
+        return EnqueuedStep(sum(batch.size for batch in group), verdict)
+
+    def _update(self, loss: Tensor, margin_state: State, stop: int) -> Verdict:
+        """Update everything by the gradients, or take back what the passes moved, as the ranks agree."""
+        components = self.components
         components.strategy.collect_gradients()
         components.frozen.drop_gradients()
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
@@ -159,7 +168,7 @@ class Stepper:
         components.scaler.update()
         components.strategy.zero_grad()
         components.head_optimizer.zero_grad()
-        return EnqueuedStep(sum(batch.size for batch in group), verdict)
+        return verdict
 
     def _backward(self, group: Sequence[MicroBatch]) -> Tensor:
         """Leave the gradients of the group's mean loss, times the loss scale; the loss itself, detached."""
@@ -169,19 +178,14 @@ class Stepper:
             upcoming = group[index + 1] if index + 1 < len(group) else None
             loss = partial(self._loss, total, samples, upcoming)
             images = partial(self._prepared, batch.images)
-            if self._trains_head_alone:
-                with torch.no_grad():
-                    loss = torch.enable_grad()(loss)
-                    strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=False)
-            else:
-                strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
+            with step_part(BACKBONE):
+                if self.components.trains_head_alone:
+                    with torch.no_grad():
+                        loss = torch.enable_grad()(loss)
+                        strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=False)
+                else:
+                    strategy.forward_backward(images, batch.labels, batch.sizes, loss, last=upcoming is None)
         return strategy.from_head(total)
-
-    @property
-    def _trains_head_alone(self) -> bool:
-        """True if the backbone is frozen and needs no backward pass; engines with passes of their own make it."""
-        is_own_pass = type(self.components.strategy).forward_backward is not Strategy.forward_backward
-        return self.components.frozen.names.is_whole and not is_own_pass
 
     def _loss(
         self,
@@ -195,8 +199,9 @@ class Stepper:
         """Return what is differentiated of a micro-batch: its share of the loss, which joins ``total``, scaled."""
         share = sum(sizes) / samples
         embeddings = embeddings[: len(labels)].to(torch.promote_types(embeddings.dtype, torch.float32))
-        loss = self.components.head(embeddings, labels, sizes)
-        self._prefetch(upcoming)
+        with step_part(HEAD):
+            loss = self.components.head(embeddings, labels, sizes)
+            self._prefetch(upcoming)
         total += loss.detach().double() * share
         scaled: Tensor = self.components.scaler.scale(loss * share)
         return scaled
@@ -247,7 +252,9 @@ class Stepper:
             return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
         head = components.head_optimizer if optim.clip_head else None
         if head is not None:
-            norm = torch.hypot(norm.double(), components.strategy.from_head(head.gradient_norm()).to(norm.device))
+            with step_part(HEAD):
+                of_head = head.gradient_norm()
+            norm = torch.hypot(norm.double(), components.strategy.from_head(of_head).to(norm.device))
         norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, head)
         return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
 

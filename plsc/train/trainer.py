@@ -17,11 +17,13 @@ from plsc.optim.schedules import advance, scheduler
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main
 from plsc.parallel.rendezvous import Launch, current_launch
+from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeline, step_part
 from plsc.progress import counted
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import build, open_training_data, peak_rates
+from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import (
     BEST,
     MODEL,
@@ -33,7 +35,7 @@ from plsc.train.evaluate import (
     weights_writer,
 )
 from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
-from plsc.train.metrics import METRICS, MetricsLog, StepMeter
+from plsc.train.metrics import METRICS, Logger, MetricsLog, StepMeter
 from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
 from plsc.train.stages import enter_stage, plan_stages
 from plsc.train.state import Position, capture, changed_keys, changed_tables, restore, steps_per_epoch
@@ -52,6 +54,7 @@ def train(
     resume: str | None = None,
     quiet: bool = False,
     notes: Sequence[str] = (),
+    loggers: Sequence[Logger] = (),
 ) -> dict[str, Any]:
     """Train as ``config`` says and write the run directory ``out``; every rank calls.
 
@@ -66,6 +69,9 @@ def train(
             launch has begun in ``out`` goes on as by "auto".
         quiet: print nothing; train.log is written.
         notes: lines for the head of train.log.
+        loggers: are given what TensorBoard is, on the first rank: functions that are called as
+            ``logger({"loss": 2.5, "time/head": 0.01, …}, step=100)``, or objects with such a method ``log``. One that
+            raises does not end the run; the first error of each is a line of train.log.
 
     Returns:
         {"out", "steps", "epochs", "loss", "skipped_steps", "images", "seconds", "images_per_second",
@@ -80,9 +86,9 @@ def train(
         Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
     """
     with StopRequest() as stop:
-        trainer = Trainer(config, mesh, Path(out), resume, quiet, notes)
+        trainer = Trainer(config, mesh, Path(out), resume, quiet, notes, loggers)
         try:
-            with report_killed_workers():
+            with report_killed_workers(), trainer.timeline.active():
                 return trainer.run(stop)
         except PlscError as error:
             trainer.report.log(f"ended: {error}")
@@ -97,7 +103,14 @@ class Trainer:
     """One rank's part of a training run."""
 
     def __init__(
-        self, config: Config, mesh: Mesh, out: Path, resume: str | None, quiet: bool, notes: Sequence[str] = ()
+        self,
+        config: Config,
+        mesh: Mesh,
+        out: Path,
+        resume: str | None,
+        quiet: bool,
+        notes: Sequence[str] = (),
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self.config, self.mesh, self.out = config, mesh, out
         _check_groups(config, mesh)
@@ -121,14 +134,22 @@ class Trainer:
         raise_on_all_ranks(mesh, self._write_descriptions)
         self._set_schedule()
         self.stepper = Stepper(self.components)
-        self.metrics = MetricsLog(
-            out, step=self.position.step, tensorboard=config.log.tensorboard, enabled=mesh.is_main
-        )
+        self.timeline = StepTimeline(mesh.device)
+        self.efficiency = EfficiencyMeter(self.components, self.timeline)
         self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
+        self.metrics = MetricsLog(
+            out,
+            step=self.position.step,
+            tensorboard=config.log.tensorboard,
+            enabled=mesh.is_main,
+            loggers=loggers,
+            warn=self.report.line,
+        )
         for line in notes:
             self.report.line(line)
         if mesh.is_main:  # other ranks may hold nothing of the head that it describes
-            for line in header(self.components, self._last_step(), start, self.plan.described()):
+            work = self.efficiency.describe()
+            for line in header(self.components, self._last_step(), start, self.plan.described(), work):
                 self.report.line(line)
         self._report_resumption(stored, superseded)
         self.checkpointer = AsyncCheckpointer(
@@ -152,10 +173,12 @@ class Trainer:
         """
         start, images = time.monotonic(), 0
         last_step = self._last_step()
-        progress = StepProgress(self.report, self.position, last_step)
+        progress = StepProgress(self.report, self.position, last_step, self.efficiency.notes)
         self._meter = StepMeter()
-        for group in self._groups():
+        self.timeline.begin()
+        for group in _awaited(self._groups()):
             enqueued = self.stepper.step(group, self.position.step, stop.signal)
+            self.timeline.end_step()
             images += enqueued.images
             self._count(enqueued)
             result = self._read_results(keep=0 if self._is_looked_at(last_step) else 1)
@@ -334,7 +357,7 @@ class Trainer:
         if not self.config.eval.sets or self._evaluated_at == self.position.step:
             return
         self._evaluated_at = self.position.step
-        with self.components.averaged():
+        with step_part(EVALUATION), self.components.averaged():
             self._evaluate_averaged()
 
     def _evaluate_averaged(self) -> None:
@@ -351,7 +374,8 @@ class Trainer:
     def _is_checkpoint_due(self) -> bool:
         """By the steps, the clock or an evaluation; every few steps, the ranks also see how the last one does."""
         step, config = self.position.step, self.config.checkpoint
-        by_clock = step % POLL_STEPS == 0 and self.checkpointer.poll()
+        with step_part(CHECKPOINT):
+            by_clock = step % POLL_STEPS == 0 and self.checkpointer.poll()
         is_rated = config.keep.best > 0 and self.position.accuracy is not None
         return by_clock or is_rated or _is_due(step, config.every_steps)
 
@@ -359,18 +383,19 @@ class Trainer:
         """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""
         step = self.position.step
         self._read_results()  # the position counts the steps that were skipped
-        if step not in (self._saved_at, 0):
-            with self.components.averaged():
-                tensors, state = capture(self.components, self.position)
-                self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
-            self._saved_at = step
-        if wait:
-            self.checkpointer.wait()
+        with step_part(CHECKPOINT):
+            if step not in (self._saved_at, 0):
+                with self.components.averaged():
+                    tensors, state = capture(self.components, self.position)
+                    self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
+                self._saved_at = step
+            if wait:
+                self.checkpointer.wait()
 
     # Reporting.
 
     def _log(self, result: StepResult | None) -> None:
-        """Write a line of metrics when it is due. All ranks call: the head's norm is summed over them."""
+        """Write a line of metrics when it is due. All ranks call: they have parts of the head's norm and of memory."""
         if result is None or not _is_due(self.position.step, self.config.log.every_steps):
             return
         loss_mean, images_per_second = self._meter.reset()
@@ -384,7 +409,7 @@ class Trainer:
             "head_mean_norm": self.components.head.mean_norm(),
             "loss_scale": self.components.scaler.get_scale(),
             "skipped_steps": self.position.skipped,
-            "images_per_second": images_per_second,
+            **self.efficiency.line(images_per_second),
         }
         self.metrics.write(self.position.step, values)
 
@@ -402,6 +427,16 @@ class Trainer:
             "eval": self._results,
             "best": self.position.best or None,
         }
+
+
+def _awaited(groups: Iterator[list[MicroBatch]]) -> Iterator[list[MicroBatch]]:
+    """The same groups; the time until each is there belongs to the data."""
+    while True:
+        with step_part(DATA):
+            group = next(groups, None)
+        if group is None:
+            return
+        yield group
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -16,6 +16,7 @@ from plsc.config import Config, margin_keys
 from plsc.data.loader import TrainLoader
 from plsc.models import vit
 from plsc.models.backbone import Backbone, register
+from plsc.parallel.step_timeline import StepTimeline
 from plsc.train.step import MicroBatch, Stepper
 
 SMALL = {"backbone": "resnet8", "data.image_size": 32, "data.batch_size": 16, "head.weight_dtype": "bfloat16"}
@@ -178,14 +179,17 @@ def trace(scenario: Scenario, rank: int, mode: FakeTensorMode) -> Counts:
 
 
 def _train(stepper: Stepper, tracer: Tracer, group: list[MicroBatch], steps: int) -> None:
-    """Take steps as the trainer does: the result of each is read when the next one is enqueued."""
-    before = None
-    for number in range(steps):
-        tracer.begin_step(last=number == steps - 1)
-        enqueued = stepper.step(group, number)
-        if before is not None:
-            before.result()
-        before = enqueued
+    """Take steps as the trainer does: the result of each is read when the next one is enqueued, its parts are timed."""
+    before, timeline = None, StepTimeline(torch.device("cuda", 0))
+    with timeline.active():
+        for number in range(steps):
+            tracer.begin_step(last=number == steps - 1)
+            enqueued = stepper.step(group, number)
+            timeline.end_step()
+            if before is not None:
+                before.result()
+            before = enqueued
+            timeline.take()
 
 
 class UpcomingBatch(NamedTuple):

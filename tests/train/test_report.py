@@ -33,8 +33,10 @@ def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path
     ]
     assert log[2].startswith("head    arcface (s 16, m 0.1), exact, float32 + float32 on device; ")
     assert " backend: " in log[2]
-    assert log[3:7] == [
-        "ranks   2 ranks on CPU (gloo); global batch 12 = 6 x 2 ranks",
+    assert log[3] == "ranks   2 ranks on CPU (gloo); global batch 12 = 6 x 2 ranks"
+    assert log[4].startswith("work    0.00029 GFLOP per image, forward and backward; MFU is the share of ")
+    assert log.pop(4).endswith(" TFLOP/s a rank (fp32, measured)")
+    assert log[4:7] == [
         "length  4 steps = 0.8 epochs of 5 steps; sgd, lr 0.05, polynomial after 2 steps of warm-up",
         "eval    avatars:6x3@100, at the end",
         "start   random weights of seed 0",
@@ -46,7 +48,7 @@ def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path
     assert log[11].startswith(f"next: plsc eval {tmp_path} --data UNSEEN, ")
     assert log[11].endswith("(takes the last weights; --best takes the best)")
     ranks(1, on_rank, tmp_path, changes | {"steps": 6}, "auto")
-    more = lines_of(tmp_path / "train.log")[len(log) :]
+    more = lines_of(tmp_path / "train.log")[len(log) + 2 :]
     assert more[6] == f"start   resumed from {tmp_path}/checkpoints/step-00000004 (step 4, saved by 2 ranks)"
     assert more[7] == "changed on resume: steps = 6 (was 4)"
     assert more[9].startswith("step 6/6, ")

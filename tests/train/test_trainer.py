@@ -77,6 +77,12 @@ def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
         "loss_scale",
         "skipped_steps",
         "images_per_second",
+        "flops_per_image",
+        "peak_flops_per_second",
+        "mfu",
+        "time",
+        "peak_memory_bytes",
+        "power_watts",
     }
     assert set(lines[0]) == expected
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh
+from plsc.parallel.step_timeline import exchange_after_backward
 from plsc.parallel.tensor_shard import Block, TensorShard
 
 Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -195,7 +196,9 @@ class Strategy:
         with self.exchanges_gradients(last):
             with self.wrapping.autocast():
                 embeddings = self.net(images())
-            loss(embeddings, labels, sizes).backward()
+            value = loss(embeddings, labels, sizes)
+            exchange_after_backward(value)
+            value.backward()
 
     def head_share(self, labels: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Return the labels that this rank gives to the head, and how many each rank does."""

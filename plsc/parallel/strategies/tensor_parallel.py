@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from plsc.errors import UsageError
 from plsc.parallel.mesh import Mesh, device_mesh, submesh
+from plsc.parallel.step_timeline import exchange_after_backward
 from plsc.parallel.strategies.base import Loss, Slice, Strategy, Weight
 from plsc.parallel.strategies.fsdp import FullySharded
 
@@ -287,7 +288,9 @@ class TensorParallel(FullySharded):
         with self.exchanges_gradients(last):
             with self.wrapping.autocast():
                 embeddings = self.net(images())
-            loss(share_of_embeddings(embeddings[:count], self._group), labels, sizes).backward()
+            value = loss(share_of_embeddings(embeddings[:count], self._group), labels, sizes)
+            exchange_after_backward(value)
+            value.backward()
 
     def head_share(self, labels: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Return this rank's share of the group's labels, and the shares of all ranks."""
