@@ -21,8 +21,9 @@ or under torchrun, which prints a report of its own after our line where a rank 
 
 The run directory holds config.toml (every key), train.log, metrics.jsonl, tensorboard/, checkpoints/, classes.json
 (the name of each class number), model.safetensors (the last weights) and best.safetensors (those of the best mean
-accuracy on eval.sets, if there are any). Where a command takes a RUN it means the last weights, and with --best the
-best. A run that was stopped, by whatever, goes on with --resume auto, on any number of ranks.
+accuracy on eval.sets, if there are any); with --profile, profile/ too. Where a command takes a RUN it means the last
+weights, and with --best the best. A run that was stopped, by whatever, goes on with --resume auto, on any number of
+ranks.
 
 A config of arcface_torch (NAME.py) is translated by --as-toml; docs/arcface_torch.md has all its names beside ours.
 """
@@ -43,6 +44,7 @@ from plsc.tools.entry import is_launched, main, print_error
 HELP = "train a backbone and a class head from a TOML configuration"
 
 accepts_overrides = True
+_PROFILED_STEPS = 5
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -67,6 +69,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help='parallel.strategy = "auto": the link between machines, per GPU, as of plsc plan (default: infiniband)',
     )
     parser.add_argument(
+        "--profile",
+        metavar="STEPS",
+        nargs="?",
+        type=int,
+        const=_PROFILED_STEPS,
+        help=f"write a trace and a picture of some steps into RUN/profile ({_PROFILED_STEPS}; as --log.profile STEPS)",
+    )
+    parser.add_argument(
         "--as-toml", action="store_true", help="print CONFIG as TOML, every key or an arcface_torch config's, and end"
     )
     parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
@@ -88,6 +98,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.as_toml and args.config.suffix == ".py":
         print(arcface_torch.to_toml(args.config), end="")
         return None
+    if args.profile is not None:
+        args.overrides = [*args.overrides, "--log.profile", str(args.profile)]
     config = _load(args)
     if args.as_toml:
         print(configuration.to_toml(config), end="")

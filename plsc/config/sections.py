@@ -466,6 +466,12 @@ class LogConfig:
 
     every_steps: int = key(10, "Steps between lines of metrics.jsonl and points of TensorBoard.", least=1)
     tensorboard: bool = key(True, "Write RUN/tensorboard as well.")
+    profile: int = key(
+        0,
+        "Steps to profile after the first ten, on the first rank, into RUN/profile: a trace for Perfetto, and a "
+        "picture of the step's parts. 0: none.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class StepTimeline:
 
     Attributes:
         kept: intervals are appended to it while it is a list; None: they are added up alone.
+        now: seconds that have been added up.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +75,7 @@ class StepTimeline:
         self._spare: list[torch.cuda.Event] = []  # making an event costs more than recording one
         self._part = OTHER
         self._ended, self._open = TimeSplit(), TimeSplit()
-        self._now = 0.0
+        self.now = 0.0
         self._unread = deque[_Mark]()
         self.begin()
 
@@ -146,8 +147,8 @@ class StepTimeline:
     def _take_in(self, part: str, seconds: float, ends_step: bool) -> None:
         self._open.seconds[part] += seconds
         if self.kept is not None and seconds:
-            self.kept.append(Interval(part, self._now, self._now + seconds))
-        self._now += seconds
+            self.kept.append(Interval(part, self.now, self.now + seconds))
+        self.now += seconds
         if ends_step:
             self._ended.steps += 1
             for name, share in self._open.seconds.items():

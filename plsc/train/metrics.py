@@ -52,7 +52,8 @@ class MetricsLog:
     ) -> None:
         self._file = None
         self._board = None
-        self._functions = [_log_function(logger) for logger in loggers] if enabled else []
+        functions = [_log_function(logger) for logger in loggers]  # on every rank: a wrong one ends all of them
+        self._functions = functions if enabled else []
         self._warn, self._failed = warn, set[int]()
         if not enabled:
             return

@@ -36,6 +36,8 @@ from plsc.train.evaluate import (
 )
 from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
 from plsc.train.metrics import METRICS, Logger, MetricsLog, StepMeter
+from plsc.train.profiling import FOLDER as PROFILE
+from plsc.train.profiling import StepProfiler
 from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
 from plsc.train.stages import enter_stage, plan_stages
 from plsc.train.state import Position, capture, changed_keys, changed_tables, restore, steps_per_epoch
@@ -94,6 +96,7 @@ def train(
             trainer.report.log(f"ended: {error}")
             raise
         finally:
+            trainer.profiler.close()
             trainer.checkpointer.close()
             trainer.metrics.close()
             trainer.report.close()
@@ -158,6 +161,14 @@ class Trainer:
             background=config.checkpoint.async_save,
             every_minutes=config.checkpoint.every_minutes,
         )
+        self.profiler = StepProfiler(
+            self.timeline,
+            out / PROFILE,
+            steps=config.log.profile if mesh.is_main else 0,
+            left=self._last_step() - self.position.step,
+            device=mesh.device,
+            report=self.report.line,
+        )
         self.last_loss: float | None = None
         self._unread: deque[tuple[int, EnqueuedStep]] = deque()
         self._meter = StepMeter()
@@ -178,9 +189,9 @@ class Trainer:
         self.timeline.begin()
         for group in _awaited(self._groups()):
             enqueued = self.stepper.step(group, self.position.step, stop.signal)
-            self.timeline.end_step()
             images += enqueued.images
             self._count(enqueued)
+            self.profiler.end_step(self.position.step)
             result = self._read_results(keep=0 if self._is_looked_at(last_step) else 1)
             self._log(result)
             progress.advance(enqueued.images, epoch=self.epochs_done, lr=self.rates[0], loss=self.last_loss)
@@ -374,10 +385,13 @@ class Trainer:
     def _is_checkpoint_due(self) -> bool:
         """By the steps, the clock or an evaluation; every few steps, the ranks also see how the last one does."""
         step, config = self.position.step, self.config.checkpoint
-        with step_part(CHECKPOINT):
-            by_clock = step % POLL_STEPS == 0 and self.checkpointer.poll()
+        by_clock = step % POLL_STEPS == 0 and self._poll()
         is_rated = config.keep.best > 0 and self.position.accuracy is not None
         return by_clock or is_rated or _is_due(step, config.every_steps)
+
+    def _poll(self) -> bool:
+        with step_part(CHECKPOINT):
+            return self.checkpointer.poll()
 
     def _save(self, *, wait: bool = False) -> None:
         """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""

@@ -156,7 +156,7 @@ def with_slow_parts(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_each_part_of_a_step_is_counted_where_it_belongs(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"epochs": None, "steps": 6, "eval.sets": ["avatars:6x3@100"], "eval.every_steps": 2}
-    ranks(1, with_slow_parts, tmp_path, {**changes, "optim.accumulate": 2, "log.every_steps": 2})
+    ranks(1, with_slow_parts, tmp_path, {**changes, "optim.accumulate": 2, "data.batch_size": 15, "log.every_steps": 2})
     lines = [line for line in read_metrics(tmp_path) if "loss" in line]
     parts = {"data": 1, "backbone": 4, "head": 16, "communication": 0, "optimizer": 16, "other": 128}
     # Four steps after the first line there is an evaluation for every two steps, and a checkpoint for every four.
@@ -166,7 +166,21 @@ def test_each_part_of_a_step_is_counted_where_it_belongs(tmp_path: Path, ranks: 
         assert line["time"] == {"step": sum(parts.values()) + sum(more.values()), **parts, **more}
 
 
-def notes(mesh: Any, changes: dict[str, Any]) -> list[list[str]]:
+def power(mesh: Any, outcomes: list[Any]) -> list[float | None]:
+    """What lines say of power where NVML answers so, one after the other; and how often it was asked, at the end."""
+    meter = _meter(mesh, {})
+    meter._power_is_known = True
+    with patch.object(torch.cuda, "power_draw", side_effect=outcomes) as asked:
+        return [*(meter.line(1.0)["power_watts"] for _ in outcomes), asked.call_count]
+
+
+def test_power_is_that_of_all_ranks_where_it_is_known(ranks: Ranks) -> None:
+    missing = ModuleNotFoundError("pynvml is not installed")
+    assert ranks(2, power, [350_500, 150_000]) == [[701.0, 300.0, 2]] * 2
+    assert ranks(2, power, [350_500, missing, 1]) == [[701.0, None, None, 2]] * 2
+
+
+def _meter(mesh: Any, changes: dict[str, Any]) -> Any:
     from plsc import config
     from plsc.parallel.step_timeline import StepTimeline
     from plsc.train.components import build, open_training_data
@@ -175,7 +189,11 @@ def notes(mesh: Any, changes: dict[str, Any]) -> list[list[str]]:
     register_tiny()
     configuration = config.load(None, {**TINY, **changes})
     components = build(configuration, open_training_data(configuration.data), mesh)
-    meter = EfficiencyMeter(components, StepTimeline(mesh.device))
+    return EfficiencyMeter(components, StepTimeline(mesh.device))
+
+
+def notes(mesh: Any, changes: dict[str, Any]) -> list[list[str]]:
+    meter = _meter(mesh, changes)
     meter._peak = meter.flops_per_image() * 1000
     found = [meter.notes(500), meter.notes(12.3)]
     meter._waiting_share = 0.25
