@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"info": _info, "verify": _verify, "export": _export}[args.action](args)
 
 
-def exit_code(result: dict[str, Any]) -> int:
+def exit_code(result: dict[str, Any] | None) -> int:
     """Return 1 where a checkpoint is not whole."""
-    return int(any(each.get("problems") for each in result.get("checkpoints", ())))
+    return int(any(each.get("problems") for each in (result or {}).get("checkpoints", ())))
 
 
 def _action(actions: Any, name: str, text: str, replaces: str = "--json") -> argparse.ArgumentParser:
