@@ -1,7 +1,9 @@
 """Checkpoints that are written while training goes on: what they hold, when they appear, and what a failure costs."""
 
 import errno
+import hashlib
 import json
+import os
 import resource
 import threading
 import time
@@ -135,6 +137,37 @@ def polled(mesh: Any, path: Path) -> list[int]:
 
 def test_polling_publishes_it_when_all_ranks_have_written(tmp_path: Path, ranks: Ranks) -> None:
     assert ranks(2, polled, tmp_path) == [[0, 0, 0, 7]] * 2
+
+
+def synced(mesh: Any, path: Path) -> tuple[set[str], dict[str, str]]:
+    """The files that this rank has synced to disk when a checkpoint is published, and the hashes in its manifest."""
+    names: set[str] = set()
+    fsync = os.fsync
+
+    def noting(descriptor: int) -> None:
+        names.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", noting)
+        checkpointer = AsyncCheckpointer(CheckpointFolder(path, mesh), print)
+        save(checkpointer, 1)
+        checkpointer.wait()
+        checkpointer.close()
+    files = json.loads((path / "step-00000001/manifest.json").read_text())["files"]
+    return names, {name: entry["sha256"] for name, entry in files.items()}
+
+
+def test_each_rank_writes_and_syncs_its_own_file_with_its_hash(tmp_path: Path, ranks: Ranks) -> None:
+    for rank, (names, hashes) in enumerate(ranks(3, synced, tmp_path)):
+        assert f"__{rank}_0.distcp" in names
+        assert set(hashes) == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "state.json"}
+        for name, expected in hashes.items():
+            assert hashlib.sha256((tmp_path / "step-00000001" / name).read_bytes()).hexdigest() == expected
+        if rank == 0:
+            assert names > {".metadata", "state.json", "manifest.json", ".step-00000001.tmp"}
+        else:
+            assert names == {f"__{rank}_0.distcp"}
 
 
 def due(mesh: Any, path: Path, minutes: list[float]) -> bool:
