@@ -9,6 +9,7 @@ import itertools
 import logging
 import mmap
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -382,10 +383,20 @@ def map_in_workers(
         sampler=requests,
         num_workers=workers,
         collate_fn=_identity_collate,
+        worker_init_fn=_ignore_stop_signals,
         persistent_workers=persistent and workers > 0,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: torch's global one would advance by a base seed in each pass
     )
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Leave signals to the process that reads from this one: a terminal and Slurm send them to all processes of a run.
+
+    SIGTERM stays as it is, for DataLoader ends its processes by it.
+    """
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager

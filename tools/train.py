@@ -14,7 +14,8 @@ file system, run it on each, with its number, and the address at which the other
     plsc train my.toml --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 --out /shared/run     on node0
     plsc train my.toml --nproc 8 --nnodes 2 --node-rank 1 --master-addr node0 --out /shared/run     on node1
 
-or under torchrun, which prints a report of its own after our line where a rank fails; on each of the two machines:
+The first machine prints the lines for all of them, as --dry-run does without starting anything. Or under torchrun,
+which prints a report of its own after our line where a rank fails; on each of the two machines:
 
     OMP_NUM_THREADS=8 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
         --no-python plsc train my.toml --out /shared/run
@@ -77,6 +78,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"write a trace and a picture of some steps into RUN/profile ({_PROFILED_STEPS}; as --log.profile STEPS)",
     )
     parser.add_argument(
+        "--dry-run", action="store_true", help="check the request, print what would be started on each machine, and end"
+    )
+    parser.add_argument(
         "--as-toml", action="store_true", help="print CONFIG as TOML, every key or an arcface_torch config's, and end"
     )
     parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
@@ -106,9 +110,15 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     if args.nnodes > 1 and args.master_addr is None:
         raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: the first machine's address, the same on all")
-    if args.nproc == args.nnodes == 1 or is_launched():
+    if is_launched() or (args.nproc == args.nnodes == 1 and not args.dry_run):
         return _train_here(config, args)
-    from plsc.parallel.launch import Nodes, launch
+    _launch(config, args)
+    return None
+
+
+def _launch(config: Config, args: argparse.Namespace) -> None:
+    """Start the ranks of this machine and wait for them, or say what would be started."""
+    from plsc.parallel.launch import Nodes, commands_of_nodes, launch
     from plsc.parallel.mesh import check_head_ranks
     from plsc.parallel.model_averaging import check_group_ranks
     from plsc.train.components import strategy_options
@@ -116,14 +126,23 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     nodes = Nodes()
     if args.nnodes != 1:
         nodes = Nodes(args.nnodes, args.node_rank, args.master_addr, args.master_port)
-    check_head_ranks(config.head_ranks, args.nproc * nodes.count)
-    strategy_options(config).check_world(args.nproc * nodes.count)
+    ranks = args.nproc * nodes.count
+    check_head_ranks(config.head_ranks, ranks)
+    strategy_options(config).check_world(ranks)
     if config.parallel.averaging != "none":
-        check_group_ranks(config.parallel.averaging_group_ranks, args.nproc * nodes.count)
-    code = launch(_rank_arguments(args), args.nproc, nodes)
+        check_group_ranks(config.parallel.averaging_group_ranks, ranks)
+    arguments = _rank_arguments(args)
+    if args.dry_run or (nodes.count > 1 and nodes.rank == 0):
+        lines = commands_of_nodes(arguments, args.nproc, nodes)
+        for number, line in enumerate(lines):
+            first, last = number * args.nproc, (number + 1) * args.nproc - 1
+            text = f"machine {number} of {len(lines)}, ranks {first} to {last}: {line}"
+            print(text, file=sys.stdout if args.dry_run else sys.stderr)
+    if args.dry_run:
+        return
+    code = launch(arguments, args.nproc, nodes)
     if code:
         raise SystemExit(code)  # a rank has reported why
-    return None
 
 
 def _load(args: argparse.Namespace) -> Config:
@@ -146,7 +165,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel import shutdown
     from plsc.train import train
-    from plsc.train.failures import RankWatch, as_lost_rank, is_reporting_rank, wait_for_reporter
+    from plsc.train.failures import RankWatch, as_lost_rank, end_after_reporter, is_reporting_rank
     from plsc.train.report import closing_lines
 
     keep_freed_memory()
@@ -165,16 +184,14 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     except PlscError as error:
         if is_reporting_rank(mesh):
             raise
-        wait_for_reporter()
-        raise SystemExit(error.exit_code) from None
+        end_after_reporter(error.exit_code)
     except RuntimeError as error:
         lost = as_lost_rank(error, mesh)
         if lost is None:
             raise
         if is_reporting_rank(mesh):
             raise lost from None
-        wait_for_reporter()
-        raise SystemExit(lost.exit_code) from None
+        end_after_reporter(lost.exit_code)
     if not mesh.is_main:
         return None
     print("\n".join(closing_lines(out, result)))

@@ -1,6 +1,7 @@
 """Start one command as several ranks of this machine, as torchrun would, and end them together."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plsc.errors import UsageError, first_line
 
+# They ask a run to save its state and end: a person, a system that shuts down, Slurm before a time limit (--signal).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 GRACE_SECONDS = 20.0  # how long the other ranks may take to end by themselves once one has failed
 
 
@@ -43,7 +46,7 @@ def launch(argv: list[str], nproc: int, nodes: Nodes = Nodes()) -> int:
     """Run ``plsc ARGV…`` as ``nproc`` ranks on this machine, of as many on each of ``nodes``, and wait for them.
 
     The CPU's cores are shared out between the ranks (OMP_NUM_THREADS, unless it is set). When one rank ends with an
-    error the others are ended too; SIGINT and SIGTERM are passed on, so that every rank can save its state.
+    error the others are ended too; STOP_SIGNALS are passed on, so that every rank can save its state.
 
     Returns:
         0 when every rank ended well, else the exit code of the first that failed (128 + N where signal N killed it).
@@ -62,7 +65,7 @@ def launch(argv: list[str], nproc: int, nodes: Nodes = Nodes()) -> int:
         for process in ranks:
             process.send_signal(number)
 
-    handlers = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
     try:
         code = _wait(ranks)
     finally:
@@ -73,6 +76,15 @@ def launch(argv: list[str], nproc: int, nodes: Nodes = Nodes()) -> int:
     if code and errors and ranks[0].returncode <= 0:  # the first rank, whose lines are shown, did not fail itself
         print(errors[0], end="", file=sys.stderr)
     return code
+
+
+def commands_of_nodes(argv: list[str], nproc: int, nodes: Nodes) -> list[str]:
+    """The command, as a shell takes it, that starts ``nproc`` ranks of ``plsc ARGV…`` on each machine of ``nodes``."""
+    command = ["plsc", *argv, "--nproc", str(nproc)]
+    if nodes.count == 1:
+        return [shlex.join(command)]
+    command += ["--nnodes", str(nodes.count), "--master-addr", nodes.address, "--master-port", str(nodes.port)]
+    return [shlex.join([*command, "--node-rank", str(rank)]) for rank in range(nodes.count)]
 
 
 def _make_store(nodes: Nodes) -> TCPStore:

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from plsc.errors import PlscError
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, await_farewell, farewell
+from plsc.parallel.launch import STOP_SIGNALS
 
 T = TypeVar("T")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
 _REPORT_SECONDS = 10.0
+# A terminal and Slurm send a signal to every process of a run, and the launcher passes it on to its ranks once more.
+_SAME_SIGNAL_SECONDS = 1.0
 _ALWAYS = timedelta(days=365)
 
 
@@ -35,7 +38,7 @@ class Interrupted(PlscError):
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
-        self.exit_code = 128 + number  # as a shell reports it: 130 after SIGINT, 143 after SIGTERM
+        self.exit_code = 128 + number  # as a shell reports it: 130 after SIGINT, 143 after SIGTERM, 138 after SIGUSR1
 
 
 def raise_on_all_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
@@ -80,6 +83,18 @@ def is_reporting_rank(mesh: Mesh) -> bool:
 def wait_for_reporter() -> None:
     """Stay a moment: when one rank ends, the launcher ends all others, the reporting one too."""
     time.sleep(_REPORT_SECONDS)
+
+
+def end_after_reporter(code: int) -> NoReturn:
+    """End this process with ``code`` once the reporting rank has had the time to report.
+
+    Without the interpreter's own end, at which the thread of :class:`RankWatch` would abort the process if it
+    came out of gloo meanwhile, because the other ranks have ended.
+    """
+    wait_for_reporter()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def as_lost_rank(error: RuntimeError, mesh: Mesh) -> LostRankError | None:
@@ -163,19 +178,20 @@ class RankWatch:
 
 
 class StopRequest:
-    """SIGTERM and SIGINT as a request to stop after the present step, which all ranks then agree on.
+    """SIGINT, SIGTERM and SIGUSR1 as a request to stop after the present step, which all ranks then agree on.
 
     Within ``with StopRequest() as stop:``, ``stop.signal`` is the number of the signal that came, else 0. A second
-    signal is not caught: it ends the process as it always would.
+    signal, unless it is SIGUSR1, ends the process as it always would.
     """
 
     def __init__(self) -> None:
         self.signal = 0
+        self._came = 0.0
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> "StopRequest":
         try:
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
         except ValueError:  # not the main thread, where alone Python lets handlers be set
             self._before = {}
         return self
@@ -186,8 +202,11 @@ class StopRequest:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._restore()
+        if not self.signal:
+            self.signal, self._came = number, time.monotonic()
+        elif number != signal.SIGUSR1 and time.monotonic() - self._came > _SAME_SIGNAL_SECONDS:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,5 +1,6 @@
 """The launcher: exit codes, one error line, no rank left behind."""
 
+import shlex
 import socket
 import subprocess
 import sys
@@ -68,6 +69,24 @@ def test_machines_that_make_no_run_are_one_line(words, message, capsys):
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_dry_run_prints_the_command_of_each_machine(tmp_path, capsys):
+    words = ["--nproc", "2", "--optim.lr", "0.5", "--out", str(tmp_path / "a run"), "--dry-run"]
+    assert main(["train", "avatars_quickstart", *words, "--nnodes", "2", "--master-addr", "node-0"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("machine 0 of 2, ranks 0 to 1: plsc train avatars_quickstart ")
+    command = shlex.split(second.removeprefix("machine 1 of 2, ranks 2 to 3: "))
+    assert main([*command[1:], "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [first, second]
+    for option, value in {"--node-rank": "1", "--out": str(tmp_path / "a run"), "--optim.lr": "0.5"}.items():
+        assert command[command.index(option) + 1] == value
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_checks_the_request(capsys):
+    assert main(["train", "avatars_quickstart", "--nproc", "3", "--head_ranks", "2", "--dry-run"]) == 2
+    assert "does not divide the number of ranks, 3" in capsys.readouterr().err
 
 
 def test_an_address_of_another_machine_is_one_line():

@@ -64,11 +64,14 @@ sys.stderr.write(err)
 sys.exit(code)
 """
 
-# Slurm's programs, as far as a page uses them: a job of one task, on this machine.
+# The programs of clusters, as far as a page uses them: a job of one task, on this machine.
 _CLUSTER = {
-    "sbatch": '#!/bin/sh\nSLURM_JOB_ID=1 SLURM_JOB_NODELIST=node-0 exec bash -euo pipefail "$1"\n',
+    "sbatch": "#!/bin/sh\nexport SLURM_JOB_ID=1 SLURM_JOB_NODELIST=node-0 SLURM_NNODES=1 SLURM_NODEID=0\n"
+    'exec bash -euo pipefail "$1"\n',
+    "kubectl": '#!/bin/sh\ntest -f "$3"\n',
+    "torchx": '#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec plsc "$@"\n',
     "scontrol": '#!/bin/sh\necho "$3"\n',
-    "srun": '#!/bin/sh\nexec "$@"\n',
+    "srun": '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n',
 }
 
 

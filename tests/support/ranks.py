@@ -25,7 +25,7 @@ import torch
 MAX_WORLD = 4
 HANG_SECONDS = 240.0  # for one test body or command; the slowest takes 30 on two idle cores
 GRACE_SECONDS = 10.0  # for the other ranks once one has failed: they may be waiting for it in a collective
-_STACK_SIGNAL = signal.SIGUSR1
+_STACK_SIGNAL = signal.SIGUSR2  # SIGUSR1 asks a run to stop
 
 
 class RankError(AssertionError):

@@ -1,0 +1,181 @@
+"""The jobs that docs/distributed.md submits: to Slurm, which runs here as a cluster of one node, and to Kubernetes."""
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+import yaml
+from support.page_runner import ROOT, blocks_of
+
+FACES = """
+backbone = "resnet8"
+embedding_dim = 16
+precision = "fp32"
+steps = 40
+[data]
+train = "avatars:6x4"
+image_size = 32
+batch_size = 6
+workers = 1
+[checkpoint]
+every_steps = 0
+[eval]
+sets = []
+"""
+SLURM = ("slurmctld", "slurmd", "sbatch", "munged")
+# A credential's life is also how long a job that is put back into the queue waits there.
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/linear
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes=localhost Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def commands_first() -> dict[str, str]:
+    """The environment, with the commands of this one's virtual environment before all others."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+
+
+def block(title: str) -> str:
+    """The block of docs/distributed.md that shows the file ``title``."""
+    (found,) = [each.text for each in blocks_of(ROOT / "docs" / "distributed.md") if each.title == title]
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A cluster of this machine alone; the environment that its commands need."""
+    missing = [name for name in SLURM if shutil.which(name) is None]
+    if missing or os.getuid() != 0:
+        pytest.skip(f"needs Slurm's {', '.join(missing)}" if missing else "Slurm's daemons need root")
+    folder = tmp_path / "slurm"
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    folder.chmod(0o755)
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o400)
+    names = {"host": socket.gethostname().split(".")[0], "folder": folder, "ports": free_ports(2)}
+    (folder / "slurm.conf").write_text(SLURM_CONF.format(**names, cpus=os.cpu_count()))
+    environment = {**commands_first(), "SLURM_CONF": str(folder / "slurm.conf")}
+    files = {"key-file": "key", "socket": "munge.socket", "pid-file": "munged.pid", "log-file": "munged.log"}
+    options = [f"--{name}={folder / file}" for name, file in {**files, "seed-file": "seed"}.items()]
+    try:
+        for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
+            subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30)
+        yield environment
+    finally:
+        for name in ("slurmd", "slurmctld", "munged"):
+            file = folder / f"{name}.pid"
+            if file.exists():
+                os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def wait_for_text(log: Path, text: str, seconds: float = 120.0) -> str:
+    deadline = time.monotonic() + seconds
+    while text not in (found := log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline, f"no {text!r} in:\n{found}"
+        time.sleep(0.2)
+    return found
+
+
+@pytest.mark.slow
+def test_a_job_of_slurm_saves_at_its_signal_and_goes_on_from_the_queue(slurm: dict[str, str], tmp_path: Path) -> None:
+    script = block("train.sbatch").replace("/shared/", "").replace("--nproc 8", "--nproc 2")
+    script = script.replace("--nodes=2", "--nodes=1").replace(" --gpus-per-node=8 --cpus-per-task=64", "")
+    (tmp_path / "train.sbatch").write_text(script)
+    (tmp_path / "faces.toml").write_text(FACES.replace("steps = 40", "steps = 100000"))
+
+    def ask(*command: str) -> str:
+        return subprocess.run(command, env=slurm, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    job = ask("sbatch", "--parsable", "train.sbatch").strip()
+    log = tmp_path / f"faces-{job}.log"
+    wait_for_text(log, "train: step ")
+    ask("scancel", "--signal=USR1", job)
+    first = wait_for_text(log, "exit code 138")
+    assert "plsc train: error: stopped by a signal after step " in first
+    assert "Traceback" not in first
+    (tmp_path / "faces.toml").write_text(FACES.replace("steps = 40", f"steps = {stopped_at(first) + 2}"))
+    second = wait_for_text(log, "holds the last weights").removeprefix(first)
+    assert f"step {stopped_at(first):,}" in second
+    assert "Traceback" not in second
+
+
+def stopped_at(log: str) -> int:
+    return int(log.partition("stopped by a signal after step ")[2].partition(";")[0].replace(",", ""))
+
+
+def pytorch_job() -> Any:
+    return yaml.safe_load(block("faces.yaml"))
+
+
+def test_the_job_of_kubernetes_fits_the_published_schema() -> None:
+    schema = json.loads(gzip.decompress((ROOT / "tests" / "fixtures" / "pytorchjob_v1.json.gz").read_bytes()))
+    check = jsonschema_rs.validator_for(schema)
+    assert [str(error) for error in check.iter_errors(pytorch_job())] == []
+    wrong = pytorch_job()
+    wrong["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["volumeMount"] = []
+    assert not check.is_valid(wrong)
+
+
+@pytest.mark.slow
+def test_the_pods_command_trains_under_the_operators_variables(tmp_path: Path) -> None:
+    """The operator's variables for an elastic job, as its controller sets them, with one machine of the two."""
+    spec = pytorch_job()["spec"]
+    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    (tmp_path / "faces.toml").write_text(FACES.replace("steps = 40", "steps = 2"))
+    words = [word.replace("/shared", str(tmp_path)) for word in container["command"] + container["args"]]
+    assert words[:3] == ["torchrun", "--no-python", "plsc"]
+    elastic = spec["elasticPolicy"]
+    variables = {
+        "PET_RDZV_BACKEND": elastic["rdzvBackend"],
+        "PET_RDZV_ENDPOINT": f"localhost:{free_ports(1)[0]}",
+        "PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+        "PET_MAX_RESTARTS": str(elastic["maxRestarts"]),
+        "PET_NPROC_PER_NODE": "1",
+        **{each["name"]: each["value"] for each in container["env"]},
+    }
+    done = subprocess.run(
+        words, cwd=tmp_path, env=commands_first() | variables, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained 2 steps" in done.stdout
