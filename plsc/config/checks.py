@@ -227,10 +227,6 @@ def _check_pipeline(config: Config) -> None:
             f"{SHAPES[config.backbone].depth} blocks; give a smaller pp"
         )
     _check_micro_batches(config, count)
-    if parallel.strategy != "ddp":
-        raise UsageError(f'{cause} goes with strategy = "ddp", and parallel.strategy is "{parallel.strategy}"')
-    if parallel.tp > 1:
-        raise UsageError(f"{cause} and parallel.tp = {parallel.tp} do not go together yet; give one of them")
     if parallel.averaging != "none" or parallel.comm_hook in ("powersgd", "dgc"):
         raise UsageError(
             f"{cause} exchanges gradients stage by stage, which averaging, powersgd and dgc do not know; give "

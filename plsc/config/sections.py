@@ -308,8 +308,6 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """[parallel]: the exchange of the backbone's gradients, or weights, between ranks."""
-
     """[parallel]: how the backbone lies on the ranks, and how these exchange its gradients."""
 
     strategy: str = key(
@@ -337,8 +335,9 @@ class ParallelConfig:
     )
     pp: int = key(
         1,
-        "Pipeline parallelism of ViTs: so many ranks hold consecutive blocks of the backbone, a divisor of all ranks; "
-        "the class table lies on those of the last stage. 1: none.",
+        "Pipeline parallelism of ViTs: the ranks are cut into so many stages, a divisor of all ranks, which hold "
+        "consecutive blocks of the backbone; strategy and tp are those of a stage's ranks, and the class table lies on "
+        "those of the last one. 1: none.",
         least=1,
     )
     pp_schedule: str = key(
@@ -349,7 +348,7 @@ class ParallelConfig:
     )
     pp_micro_batches: int = key(
         0,
-        "Micro-batches into which a pipeline cuts a rank's batch, at least pp; 0: twice pp. Batch normalisation sees "
+        "Micro-batches into which a pipeline cuts a batch, at least pp; 0: twice pp. Batch normalisation sees "
         "one at a time, as under optim.accumulate.",
         least=0,
     )

@@ -116,16 +116,14 @@ def device_mesh(mesh: Mesh, dims: Mapping[str, int]) -> "DeviceMesh":
     """Return the ranks of ``mesh`` as torch's DeviceMesh; every rank of the mesh calls.
 
     Args:
-        mesh: its ranks; all of the world where more than one dimension has several.
-        dims: names and sizes of the dimensions, the one whose ranks lie next to each other last. Where only
-            one has several ranks, the others are left out.
+        mesh: its ranks; all of the world where there are several dimensions.
+        dims: names and sizes of the dimensions, the one whose ranks lie next to each other last.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
-    long = {name: size for name, size in dims.items() if size > 1}
-    if len(long) <= 1:
+    if len(dims) == 1:
         group = _group_of_one(mesh) if mesh.group is None else mesh.group
-        return DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=(list(long or dims)[-1],))
+        return DeviceMesh.from_group(group, mesh.device.type, mesh_dim_names=tuple(dims))
     agree_on_group_names(mesh)
     ranks = torch.tensor(dist.get_process_group_ranks(mesh.group)).view(*dims.values())
     return DeviceMesh(mesh.device.type, ranks, mesh_dim_names=tuple(dims))

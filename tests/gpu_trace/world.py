@@ -123,8 +123,7 @@ def fake_components() -> Iterator[None]:
         # the ranks of a DeviceMesh are numbers in tensors
         for name in ("__init__", "__getitem__"):
             patches.enter_context(patch.object(DeviceMesh, name, _really(getattr(DeviceMesh, name))))
-        for name in ("fsdp", "tensor_parallel", "pipeline"):
-            patches.enter_context(patch(f"plsc.parallel.strategies.{name}.device_mesh", _really(device_mesh)))
+        patches.enter_context(patch("plsc.parallel.strategies.layout.device_mesh", _really(device_mesh)))
         patches.enter_context(patch.object(FakeTensor, "__deepcopy__", _deepcopy, create=True))
         for name in ("table", "numbers"):
             patches.enter_context(patch.object(HostMemory, name, _really(getattr(HostMemory, name))))

@@ -133,6 +133,7 @@ class Strategy:
         places = {name: place for place, name in enumerate(_trained_names(backbone))}
         shapes = {name: weight.shape for name, weight in backbone.named_parameters()}
         self.backbone, self._template, self.wrapping = backbone, template, wrapping
+        self.split(backbone)
         self.net = self.place_backbone(backbone)
         self.weights = [
             self.place_weight(name, places.get(name), weight, shapes[name])
@@ -140,8 +141,11 @@ class Strategy:
         ]
         return self.net
 
+    def split(self, backbone: nn.Module) -> None:
+        """Split single layers of the whole backbone over ranks, in place."""
+
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
-        """Wrap the backbone; returns what is called."""
+        """Wrap the backbone, or a stage of it; returns what is called."""
         return backbone
 
     def place_weight(self, name: str, place: int | None, weight: nn.Parameter, shape: torch.Size) -> Weight:
@@ -196,9 +200,13 @@ class Strategy:
         with self.exchanges_gradients(last):
             with self.wrapping.autocast():
                 embeddings = self.net(images())
-            value = loss(embeddings, labels, sizes)
+            value = self.loss_of(loss, embeddings, labels, sizes)
             exchange_after_backward(value)
             value.backward()
+
+    def loss_of(self, loss: Loss, embeddings: Tensor, labels: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return ``loss`` of this rank's share of a micro-batch's embeddings; arguments as in forward_backward()."""
+        return loss(embeddings, labels, sizes)
 
     def head_share(self, labels: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Return the labels that this rank gives to the head, and how many each rank does."""

@@ -16,30 +16,27 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from plsc.parallel.mesh import Mesh, device_mesh
 from plsc.parallel.strategies.base import Slice, Strategy, Weight
+from plsc.parallel.strategies.layout import Layout
 
 _LARGE = 1 << 20  # numbers of a single layer that are gathered on their own
 
 
 class FullySharded(Strategy):
-    """FSDP2's fully_shard over ``shard_ranks`` consecutive ranks, with replicas of that on the others."""
+    """FSDP2's fully_shard over the layout's dimension "shard", with replicas of that along "replicate"."""
 
     is_replicated = False
 
-    def __init__(self, mesh: Mesh, shard_ranks: int = 0) -> None:
-        """Make the process groups; every rank calls. 0: one group of all ranks."""
-        super().__init__(mesh)
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout.stage)
+        self._layout = layout
+        self._shards, self._replicas = layout.size("shard"), layout.size("replicate")
         self._sharded: dict[str, nn.Parameter] = {}
-        shards = shard_ranks or mesh.world_size
-        self._replicas = mesh.world_size // shards
-        self._device_mesh = device_mesh(mesh, {"replicate": self._replicas, "shard": shards})
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""
-        shards = self.mesh.world_size // self._replicas
         name = f"hsdp, {self._replicas} replicas" if self._replicas > 1 else "fsdp"
-        return f"backbone in {shards} parts ({name}{', offloaded' if self.wrapping.offload else ''})"
+        return f"backbone in {self._shards} parts ({name}{', offloaded' if self.wrapping.offload else ''})"
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Shard each block, then what is left, in place."""
@@ -47,7 +44,9 @@ class FullySharded(Strategy):
         wrapping = self.wrapping
         self.steps_on_device = not wrapping.offload
         options: dict[str, Any] = {
-            "mesh": self._device_mesh,
+            "mesh": self._layout.along("replicate", "shard"),
+            # the micro-batches of a pipeline compute with the same weights, gathered once (torchtitan does the same)
+            "reshard_after_forward": None if self._layout.size("pp") == 1 else False,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=wrapping.reduce_dtype),
             "offload_policy": self._offload_policy(),
         }
@@ -118,7 +117,7 @@ def sharded_units(backbone: nn.Module) -> Iterator[nn.Module]:
     for module in backbone.children():
         if _is_sequence_of_blocks(module):
             yield from module.children()
-        elif sum(weight.numel() for weight in module.parameters(recurse=False)) >= _LARGE:
+        elif not list(module.children()) and sum(weight.numel() for weight in module.parameters()) >= _LARGE:
             yield module
         else:
             yield from sharded_units(module)

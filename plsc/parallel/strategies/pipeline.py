@@ -4,13 +4,17 @@ torch.distributed.pipelining sends activations and gradients from stage to stage
 (Huang et al., NeurIPS 2019), 1F1B (Narayanan et al., PipeDream, SOSP 2019), and interleaved 1F1B, where each rank holds
 two stages that are far apart (Narayanan et al., SC 2021, section 2.2). The loss of a micro-batch is computed by the
 ranks of the last stage, among which the class table is sharded; the other ranks hold nothing of it. The ranks that hold
-the same stages in several pipelines average their gradients (DistributedDataParallel).
+the same stages in several pipelines follow a strategy of their own: they average gradients, shard weights, or share
+each block, as all ranks do without a pipeline. torch's schedules know of DistributedDataParallel and fully_shard, and
+let them exchange gradients behind the last micro-batch.
 
 Micro-batches are to layers and loss what those of gradient accumulation are. They have one shape, as torch's engine
 asks for: smaller ones are filled up with blank images, which the blocks compute, each sample on its own, and which are
 taken off before the last layers and their batch normalisation.
 """
 
+import copy
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,13 +24,16 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from plsc.errors import UsageError
 from plsc.parallel.collectives import broadcast
-from plsc.parallel.mesh import Mesh, device_mesh
-from plsc.parallel.strategies.base import Loss, Strategy, Weight
-from plsc.parallel.strategies.ddp import data_parallel
+from plsc.parallel.mesh import Mesh
+from plsc.parallel.strategies.base import Groups, Loss, Strategy, Weight, Wrapping
+from plsc.parallel.strategies.ddp import DataParallel
+from plsc.parallel.strategies.layout import Layout
+from plsc.parallel.strategies.tensor_parallel import own_tokens, splits_tokens, tokens_of_all
 
 _SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 _LAST_STAGE = 0  # the place in the pipeline's group of the rank that holds it: the main rank is to have the loss
@@ -59,64 +66,79 @@ class BlockwiseBackbone(Protocol):
 
 
 class Pipeline(Strategy):
-    """One rank's stages of a pipeline of ``ranks`` ranks, and what its data-parallel peers share with it.
+    """One rank's stages of a pipeline, whose weights lie on the ranks of the stage by another strategy.
 
-    Stages lie far apart in the numbering of ranks, since they send least: with D pipelines, ranks 0 to D − 1 hold the
-    last stage, the next D the one before it.
+    Stages lie far apart in the numbering of ranks, since they send least: with D ranks to a stage, ranks 0 to D − 1
+    hold the last one, the next D the one before it.
     """
 
     is_replicated = False
     prefetches = False
 
-    def __init__(self, mesh: Mesh, ranks: int, schedule: str, stages: int, micro_batches: int) -> None:
-        """Make the process groups; every rank calls.
+    def __init__(
+        self, layout: Layout, within: Strategy, ranks: int, schedule: str, stages: int, micro_batches: int
+    ) -> None:
+        """Set up this rank's place.
 
         Args:
-            mesh: all ranks.
-            ranks: of a pipeline, a divisor of all; at least 2.
+            layout: of all ranks.
+            within: the strategy of the ranks of a stage.
+            ranks: of a pipeline; at least 2.
             schedule: "gpipe", "1f1b" or "interleaved".
             stages: of each rank.
             micro_batches: into which a rank's batch is cut.
         """
+        mesh = layout.mesh
         super().__init__(mesh)
-        self.data_ranks = mesh.world_size // ranks
-        place, self.data_rank = divmod(mesh.rank, self.data_ranks)
+        self._layout, self._within = layout, within
+        self.data_rank, self.data_ranks, self.peers = within.data_rank, within.data_ranks, layout.peers
+        place = mesh.rank // layout.stage.world_size
         self._rank = ranks - 1 - place  # counted in the direction of the forward pass
         self._ranks, self._count = ranks, ranks * stages
         self._schedule_name, self._micro_batches = schedule, micro_batches
-        groups = device_mesh(mesh, {"pp": ranks, "replicate": self.data_ranks})
-        self._pipeline = Mesh(place, ranks, mesh.local_rank, mesh.device, groups.get_group("pp"), timeout=mesh.timeout)
-        self.peers = Mesh(0, 1, mesh.local_rank, mesh.device)
-        if self.data_ranks > 1:
-            where = self.data_rank, self.data_ranks, mesh.local_rank, mesh.device
-            self.peers = Mesh(*where, groups.get_group("replicate"), timeout=mesh.timeout)
-        self.head_mesh = self.peers if place == _LAST_STAGE else None
+        group = layout.along("pp").get_group()
+        self._pipeline = Mesh(place, ranks, mesh.local_rank, mesh.device, group, timeout=mesh.timeout)
+        self.head_mesh = layout.stage if place == _LAST_STAGE else None
         self._rows = 0  # of a micro-batch
         self._schedule: Any = None
         self._engine_stages: list[PipelineStage] = []
 
     def describe(self) -> str:
-        """The number of ranks and micro-batches, and the schedule."""
-        return f"blocks over {self._ranks} ranks ({self._schedule_name}, {self._micro_batches} micro-batches)"
+        """The number of ranks and micro-batches, the schedule, and how the backbone lies on a stage's ranks."""
+        pipeline = f"blocks over {self._ranks} ranks ({self._schedule_name}, {self._micro_batches} micro-batches)"
+        within = self._within.describe()
+        return f"{pipeline}; within a stage: {within}" if within else pipeline
 
     # Placing the backbone.
+
+    def wrap(self, backbone: nn.Module, template: nn.Module, wrapping: Wrapping) -> nn.Module:
+        """Keep this rank's stages of ``backbone``, and place them over the ranks that hold the same."""
+        self._within.wrapping = dataclasses.replace(wrapping, compile=None)  # blocks are compiled one by one
+        net = super().wrap(backbone, template, wrapping)
+        self._within.weights, self.steps_on_device = self.weights, self._within.steps_on_device
+        return net
+
+    def split(self, backbone: nn.Module) -> None:
+        """Split single layers over the ranks of a stage."""
+        self._within.split(backbone)
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Keep this rank's stages of ``backbone``, with the names that their weights have in the whole."""
         model = _blockwise(backbone)
         self._spans = balanced(len(model.blocks), self._count)
         self._holders = {name: self._place_of(name, model) for name in backbone.state_dict()}
-        self.stages = [
-            Stage(model, self._spans, n, self.wrapping.autocast) for n in range(self._rank, self._count, self._ranks)
-        ]
+        tp = self._layout.size("tp")
+        tokens_over = self._layout.along("tp") if tp > 1 and splits_tokens(backbone, tp) else None
+        numbers = range(self._rank, self._count, self._ranks)
+        self.stages = [Stage(model, self._spans, n, self.wrapping.autocast, tokens_over) for n in numbers]
         self._free_other_stages(model)
         if self.wrapping.compile is not None:
             for block in (block for stage in self.stages for block in stage.blocks):
                 block.compile()
-        self._nets = [
-            data_parallel(stage, self.peers, None, self.wrapping.exchange, self.wrapping.bucket_mb)
-            for stage in self.stages
-        ]
+        self._nets = [self._within.place_backbone(stage) for stage in self.stages]
+        for stage in self.stages:  # fully_shard has put other parameters into the place of those of the stage
+            for name, weight in stage.model.named_parameters(recurse=False):
+                setattr(model, name, weight)
         return backbone
 
     def _place_of(self, name: str, model: BlockwiseBackbone) -> int:
@@ -134,19 +156,26 @@ class Pipeline(Strategy):
             if index not in held:
                 model.blocks[index] = nn.Identity()
         for names, stage in ((model.embedding, self.stages[0].is_first), (model.projection, self.stages[-1].is_last)):
-            for name in () if stage else names:
-                is_weight = isinstance(getattr(model, name), nn.Parameter)
-                setattr(model, name, None if is_weight else nn.Identity())
+            if not stage:
+                _free(model, names)
 
     def place_weight(self, name: str, place: int | None, weight: nn.Parameter, shape: torch.Size) -> Weight:
-        """Describe a weight, of which each pipeline has one."""
-        return Weight(name, place, weight, shape, copies=self.data_ranks)
+        """Describe a weight, or a part of one, as the strategy within the stage does."""
+        return self._within.place_weight(name, place, weight, shape)
+
+    def optimizer(self, make: Callable[[Groups], torch.optim.Optimizer], groups: Groups) -> torch.optim.Optimizer:
+        """Make the optimizer of this rank's parts, as the strategy within the stage does."""
+        return self._within.optimizer(make, groups)
+
+    def local_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Return the optimizer that holds this rank's states."""
+        return self._within.local_optimizer(optimizer)
 
     # A step.
 
     def warm_up(self, images: Callable[[], Tensor]) -> None:
         """Let DDP order its buckets now, as :meth:`plsc.parallel.strategies.ddp.DataParallel.warm_up` does."""
-        if self.data_ranks > 2:
+        if self.data_ranks > 2 and isinstance(self._within, DataParallel):
             rows = len(images())
             labels = torch.zeros(rows, dtype=torch.int64)
             self.forward_backward(images, labels, [rows] * self.data_ranks, _no_loss, last=True)
@@ -164,12 +193,13 @@ class Pipeline(Strategy):
         x = images() if self.stages[0].is_first else None
         self._prepare(max(2, *map(max, parts)), x)
         for engine, net, stage in zip(self._engine_stages, self._nets, self.stages, strict=True):
-            # torch's engine lets DDP exchange gradients in the last backward pass of every batch
+            # torch's engine lets DDP exchange gradients in the last backward pass of every batch; what fully_shard has
+            # changed in place adds up the sums of the batches
             engine.submod = net if last else stage
             stage.rows = deque(rows)
         by_part = labels.split(own)
         self._loss_of_part = lambda embeddings, part: (
-            loss(embeddings, by_part[part], parts[part]) if own[part] else _no_loss(embeddings)
+            self._within.loss_of(loss, embeddings, by_part[part], parts[part]) if own[part] else _no_loss(embeddings)
         )
         inputs = [] if x is None else [self._filled_up(x, rows)]
         target = torch.arange(len(parts)) if self.stages[-1].is_last else None
@@ -219,17 +249,30 @@ class Pipeline(Strategy):
         """Return the last stage's ``value`` on every rank of the pipeline."""
         return broadcast(value, self._pipeline, _LAST_STAGE)
 
+    def collect_gradients(self) -> None:
+        """Give :attr:`weights` their gradients, as the strategy within the stage does."""
+        self._within.collect_gradients()
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, of stages and :attr:`weights`."""
+        super().zero_grad()
+        for weight in self.weights:
+            weight.parameter.grad = None
+
     # The state.
 
     def writes(self, name: str, tensor: Tensor) -> bool:
-        """Let the first pipeline write, each rank its stages."""
-        return self.data_rank == 0
+        """Let each stage's ranks write, as the strategy within says."""
+        return self._within.writes(name, tensor)
 
     def whole_tensors(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the backbone's whole state_dict on every rank; all ranks call."""
-        whole = {}
+        """Return the backbone's whole state_dict on every rank; all ranks call.
+
+        The ranks of a stage make its weights whole, then every pipeline hands them on.
+        """
+        whole, of_stage = {}, self._within.whole_tensors(parts)
         for name, like in self._template.state_dict().items():
-            own = parts.get(name)
+            own = of_stage.get(name)
             tensor = torch.empty_like(like, device=self.mesh.device) if own is None else own.contiguous()
             whole[name] = broadcast(tensor, self._pipeline, self._holders[name])
         return whole
@@ -246,8 +289,10 @@ class Stage(nn.Module):
         spans: the blocks of every stage.
         number: of this one.
         autocast: makes the context of a forward pass.
+        tokens_over: the ranks that split the tokens between the layers; None: each has all.
 
     Attributes:
+        model: the backbone without blocks, with what this stage has of the rest.
         rows: of the coming micro-batches' images those that are no filling.
     """
 
@@ -257,21 +302,19 @@ class Stage(nn.Module):
         spans: Sequence[range],
         number: int,
         autocast: Callable[[], AbstractContextManager[Any]],
+        tokens_over: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         self.number, self.span = number, spans[number]
         self.is_first, self.is_last = number == 0, number == len(spans) - 1
         self.rows: deque[int] = deque()
         self.blocks = nn.ModuleList(model.blocks[index] for index in self.span)
-        names = (model.embedding if self.is_first else ()) + (model.projection if self.is_last else ())
-        for name in names:
-            setattr(self, name, getattr(model, name))
-        self._unregistered = [model]  # in a list: its weights are registered above, as far as they are this stage's
-        self._autocast = autocast
+        self.model = _ends(model, first=self.is_first, last=self.is_last)
+        self._autocast, self._tokens_over = autocast, tokens_over
 
     @property
     def _model(self) -> BlockwiseBackbone:
-        return self._unregistered[0]
+        return cast(BlockwiseBackbone, self.model)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images or packed tokens in, packed tokens or embeddings out; rows that are filling have embeddings of 0."""
@@ -284,6 +327,8 @@ class Stage(nn.Module):
     def _packed(self, tokens: Tensor, kept: Tensor | None) -> Tensor:
         tokens = tokens.float()
         if kept is not None:
+            if self.is_first and self._tokens_over is not None:
+                kept = own_tokens(kept, self._tokens_over)
             tokens = torch.cat([tokens, kept.unsqueeze(-1).float()], dim=-1)
         return tokens.contiguous()
 
@@ -296,6 +341,8 @@ class Stage(nn.Module):
         filled, rows = len(tokens), self.rows.popleft()
         if not rows:
             return tokens[:, 0, :1].float().mul(0).expand(-1, self._model.embedding_dim).contiguous()
+        if kept is not None and self._tokens_over is not None:
+            kept = tokens_of_all(kept, self._tokens_over)
         embeddings = self._model.project(tokens[:rows], None if kept is None else kept[:rows])
         return F.pad(embeddings, (0, 0, 0, filled - rows)) if rows < filled else embeddings
 
@@ -308,8 +355,24 @@ class Stage(nn.Module):
     def example_tokens(self, rows: int) -> Tensor:
         """A tensor of no data, such as travels between stages."""
         model = self._model
-        shape = rows, model.tokens_seen, model.dim + int(model.drops_patches)
+        ranks = 1 if self._tokens_over is None else self._tokens_over.size()
+        shape = rows, model.tokens_seen // ranks, model.dim + int(model.drops_patches)
         return torch.empty(shape, device="meta", requires_grad=True)
+
+
+def _ends(model: BlockwiseBackbone, *, first: bool, last: bool) -> nn.Module:
+    """Return a copy of ``model`` that has no blocks, and shares with it the weights of its embedding or projection."""
+    ends = copy.copy(cast(nn.Module, model))
+    ends._modules, ends._parameters = ends._modules.copy(), ends._parameters.copy()
+    ends.blocks = nn.ModuleList()
+    _free(ends, (() if first else model.embedding) + (() if last else model.projection))
+    return ends
+
+
+def _free(model: Any, names: Sequence[str]) -> None:
+    """Drop weights and layers of these names."""
+    for name in names:
+        setattr(model, name, None if isinstance(getattr(model, name), nn.Parameter) else nn.Identity())
 
 
 def balanced(blocks: int, stages: int) -> list[range]:

@@ -9,7 +9,7 @@ All ranks of a group see the same images, and their replicated layers draw the s
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -28,10 +28,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from plsc.errors import UsageError
-from plsc.parallel.mesh import Mesh, device_mesh, submesh
-from plsc.parallel.step_timeline import exchange_after_backward
 from plsc.parallel.strategies.base import Loss, Slice, Strategy, Weight
 from plsc.parallel.strategies.fsdp import FullySharded
+from plsc.parallel.strategies.layout import Layout
 
 # Other attentions and MLPs of timm have weights, or shapes that are fixed in forward(), which the plan does not know.
 _ATTENTIONS = ("plsc.models.vit.Attention", "timm.layers.attention.Attention")
@@ -95,8 +94,7 @@ def split_blocks(backbone: nn.Module, mesh: DeviceMesh) -> None:
         mesh: the ranks of the group, one dimension.
     """
     tp = mesh.size()
-    tokens = _tokens(backbone)
-    by_tokens = tokens is not None and all(count % tp == 0 for count in tokens)
+    by_tokens = splits_tokens(backbone, tp)
     blocks = transformer_blocks(backbone)
     for block in blocks:
         _keep_whole_heads_together(block.attn, tp)
@@ -122,6 +120,12 @@ def _tokens(backbone: Any) -> tuple[int, int] | None:
     if not hasattr(backbone, "tokens_in_training"):
         return None
     return backbone.tokens, backbone.tokens_in_training
+
+
+def splits_tokens(backbone: nn.Module, tp: int) -> bool:
+    """Return whether ``tp`` ranks split the tokens between the layers of ``backbone``."""
+    tokens = _tokens(backbone)
+    return tokens is not None and all(count % tp == 0 for count in tokens)
 
 
 def _block_plan(by_tokens: bool) -> dict[str, ParallelStyle]:
@@ -226,44 +230,23 @@ class TensorParallel(FullySharded):
     Each rank gives the class head, which is sharded over all ranks, its share of the group's embeddings.
     """
 
-    def __init__(self, mesh: Mesh, tp: int, shard_ranks: int = 1, *, offload: bool = False) -> None:
-        """Make the process groups; every rank calls.
-
-        Args:
-            mesh: all ranks.
-            tp: ranks of a group.
-            shard_ranks: over how many groups weights, gradients and optimizer state are sharded; the others hold
-                replicas of these.
-            offload: weights will be offloaded to host memory.
-
-        Raises:
-            UsageError: nothing is sharded that could be offloaded.
-        """
-        if offload and mesh.world_size == tp:
-            raise UsageError(
-                f"parallel.offload needs several groups of ranks, and parallel.tp = {tp} leaves one of {tp}; "
-                "leave offload out, or set tp lower"
-            )
-        Strategy.__init__(self, mesh)
-        self._sharded = {}
-        self._tp, self._shards = tp, shard_ranks
-        self.data_rank, self.data_ranks = mesh.rank // tp, mesh.world_size // tp
-        replicas = self.data_ranks // shard_ranks
-        data = ({"replicate": replicas} if replicas > 1 else {}) | {"shard": shard_ranks}
-        whole = device_mesh(mesh, (data if self.data_ranks > 1 else {}) | {"tp": tp})
-        self._group = whole["tp"]
-        if self.data_ranks > 1:
-            self._device_mesh = whole[tuple(data)]
-        self.peers = submesh(mesh, [range(first, mesh.world_size, tp) for first in range(tp)])
+    def __init__(self, layout: Layout) -> None:
+        super().__init__(layout)
+        self._tp, self._group = layout.size("tp"), layout.along("tp")
+        self.data_rank, self.data_ranks = self.mesh.rank // self._tp, self.mesh.world_size // self._tp
+        self.peers = layout.peers
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""
         cut = f", other weights in {self._shards} parts" if self._shards > 1 else ""
         return f"blocks over groups of {self._tp} ranks{cut}"
 
-    def place_backbone(self, backbone: nn.Module) -> nn.Module:
-        """Split the blocks over the group, then shard or replicate all layers over the groups, in place."""
+    def split(self, backbone: nn.Module) -> None:
+        """Split the blocks over the group."""
         split_blocks(backbone, self._group)
+
+    def place_backbone(self, backbone: nn.Module) -> nn.Module:
+        """Shard or replicate all layers over the groups, in place."""
         return super().place_backbone(backbone) if self.data_ranks > 1 else backbone
 
     def place_weight(self, name: str, place: int | None, weight: nn.Parameter, shape: torch.Size) -> Weight:
@@ -279,18 +262,9 @@ class TensorParallel(FullySharded):
         slices = None if local.shape == shape else slices_of(name, part, self._tp)
         return Weight(name, place, local, shape, slices, self.mesh.world_size // math.prod(cuts))
 
-    def forward_backward(
-        self, images: Callable[[], Tensor], labels: Tensor, sizes: Sequence[int], loss: Loss, *, last: bool
-    ) -> None:
-        """Take a micro-batch of the group through backbone and loss, and back; gradients add up."""
-        count = len(labels)
-        labels, sizes = self.head_share(labels, sizes)
-        with self.exchanges_gradients(last):
-            with self.wrapping.autocast():
-                embeddings = self.net(images())
-            value = loss(share_of_embeddings(embeddings[:count], self._group), labels, sizes)
-            exchange_after_backward(value)
-            value.backward()
+    def loss_of(self, loss: Loss, embeddings: Tensor, labels: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the loss of this rank's share of the group's embeddings."""
+        return loss(share_of_embeddings(embeddings[: len(labels)], self._group), *self.head_share(labels, sizes))
 
     def head_share(self, labels: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         """Return this rank's share of the group's labels, and the shares of all ranks."""
@@ -332,6 +306,17 @@ def shares(count: int, tp: int) -> list[int]:
     """Return how many of a batch's ``count`` samples each rank of a group gives to the head: as ``Shard(0)`` cuts."""
     most = -(-count // tp)
     return [max(min(most, count - rank * most), 0) for rank in range(tp)]
+
+
+def own_tokens(of_tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return this rank's part (B, n / ranks) of numbers (B, n), of which there is one for each token."""
+    return of_tokens.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+
+
+def tokens_of_all(of_tokens: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Gather what :func:`own_tokens` returns on the ranks of ``mesh``; without gradients."""
+    whole: Tensor = DTensor.from_local(of_tokens.contiguous(), mesh, [Shard(1)], run_check=False).full_tensor()
+    return whole
 
 
 def share_of_embeddings(embeddings: Tensor, mesh: DeviceMesh) -> Tensor:
