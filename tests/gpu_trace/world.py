@@ -27,7 +27,6 @@ from plsc.head.class_table import ClassRows
 from plsc.head.host_memory import HostMemory
 from plsc.parallel.mesh import Mesh, device_mesh, with_head_groups
 from plsc.parallel.strategies import ddp as strategy
-from plsc.parallel.strategies import pipeline
 from plsc.parallel.strategies.ddp import data_parallel
 from plsc.train import components
 from plsc.train.components import TrainComponents
@@ -111,7 +110,6 @@ def fake_components() -> Iterator[None]:
             (nn.Module, "_apply", _apply),
             (nn.init, "trunc_normal_", lambda tensor, *args, **options: tensor),
             (strategy, "data_parallel", _data_parallel),
-            (pipeline, "data_parallel", _data_parallel),
             (class_table, "renew_norms", _renew_first_norms),
             (_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
             (optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
