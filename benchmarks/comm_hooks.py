@@ -58,7 +58,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def sent_bytes(settings: Mapping[str, Any]) -> float:
     """The bytes that a rank contributes to the collectives of a step after the warm-up, the mean over a period."""
     config = configuration.load(overrides=settings)
-    size = config.data.image_size
+    size = config.data.preprocessing.image_size
     backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=size)
     parallel = config.parallel
     options = compression_options(config)

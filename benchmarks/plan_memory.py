@@ -112,7 +112,7 @@ def _step(components: TrainComponents, steps: int) -> Stepper:
     data = components.config.data
     stepper = Stepper(components)
     for number in range(steps):
-        images = torch.randint(256, (data.batch_size, 3, data.image_size, data.image_size), dtype=torch.uint8)
+        images = torch.randint(256, (data.batch_size, *data.preprocessing.shape), dtype=torch.uint8)
         labels = torch.randint(components.head.num_classes, (data.batch_size,))
         stepper.step([MicroBatch(images, labels, [data.batch_size])], number)
     return stepper

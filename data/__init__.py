@@ -7,7 +7,7 @@ from plsc.data.codec import decode_image, read_image
 from plsc.data.dataset import EncodedDataset, ImageDataset, open_dataset
 from plsc.data.loader import TrainLoader
 from plsc.data.pairs import PairSet, read_pairs, write_pairs
-from plsc.data.transforms import normalize
+from plsc.models.preprocessing import normalize
 
 __all__ = [
     "EncodedDataset",

@@ -28,6 +28,7 @@ from torch.nn.functional import grid_sample, interpolate
 from plsc.data.dataset import ImageDataset
 from plsc.errors import DataError, UsageError
 from plsc.files import sha256
+from plsc.models.preprocessing import ImageSize, check_square
 
 ORDER = "left eye, right eye, nose, left and right corner of the mouth"
 # Positions in insightface's crops of 112x112 pixels.
@@ -288,18 +289,19 @@ class AlignedImages(ImageDataset):
     Args:
         pictures: images at their stored size (``image_size=None``).
         locate: finds the landmarks of each.
-        image_size: side of the crops in pixels.
+        image_size: side of the crops in pixels; :class:`UsageError` if it is a pair.
 
     Reading an image without a face raises :class:`DataError`.
     """
 
-    def __init__(self, pictures: ImageDataset, locate: Locator, image_size: int) -> None:
+    def __init__(self, pictures: ImageDataset, locate: Locator, image_size: ImageSize) -> None:
         if pictures.image_size is not None:
             raise ValueError("landmarks are pixels of the stored images: open the data set with image_size=None")
-        super().__init__(pictures.source, pictures.labels, pictures.class_names, image_size)
+        side = check_square(image_size, "aligning faces")
+        super().__init__(pictures.source, pictures.labels, pictures.class_names, side)
         self.skipped, self.empty_classes = pictures.skipped, pictures.empty_classes
         self.alignment = locate.fingerprint
-        self._pictures, self._locate, self._size = pictures, locate, image_size
+        self._pictures, self._locate, self._size = pictures, locate, side
 
     def image(self, index: int) -> torch.Tensor:
         """Return face ``index`` as uint8 (3, S, S)."""

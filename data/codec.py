@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -121,18 +122,21 @@ def read_bytes(path: Path) -> bytes:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-def resize_image(image: torch.Tensor, size: int) -> torch.Tensor:
-    """Resize uint8 (3, H, W) to (3, size, size), bilinear, antialiased; oblong images are stretched."""
-    return resize_to(image, size, size)
+def resize_image(image: torch.Tensor, size: ImageSize, interpolation: str = BILINEAR) -> torch.Tensor:
+    """Resize uint8 (3, H, W) to (3, *size), antialiased, stretching it where its shape is another.
 
-
-def resize_to(image: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """Resize uint8 (3, H, W) to (3, height, width), bilinear, antialiased."""
-    if image.shape[-2:] == (height, width):
+    Args:
+        image: the picture.
+        size: the side of a square, or (height, width).
+        interpolation: one of :data:`plsc.models.preprocessing.INTERPOLATIONS`.
+    """
+    sides = height_and_width(size)
+    if image.shape[-2:] == sides:
         return image
+    from torchvision.transforms import InterpolationMode
     from torchvision.transforms.v2 import functional
 
-    resized: torch.Tensor = functional.resize(image, [height, width], antialias=True)
+    resized: torch.Tensor = functional.resize(image, list(sides), InterpolationMode(interpolation), antialias=True)
     return resized
 
 

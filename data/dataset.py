@@ -13,6 +13,8 @@ from plsc.data.codec import Encoding, decode_image, encode_image, resize_image
 from plsc.data.string_column import NumberStringColumn, PackedStringColumn
 from plsc.errors import UsageError
 from plsc.files import write_json
+from plsc.models.preprocessing import BILINEAR, ImageSize
+from plsc.models.preprocessing import image_size as checked_image_size
 
 FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
 MAX_BAD_RECORDS = 1000
@@ -29,21 +31,21 @@ class ImageDataset(ABC):
         source: the path or specification that the data set was opened from.
         labels: int64 (N,), in 0 … C-1.
         class_names: C names; item c is the name (or number) of class c in the source.
-        image_size: side of the square images in pixels; None leaves each at its stored size.
+        image_size: side of the square images in pixels, or (height, width); None leaves each at its stored size.
+        interpolation: by which they are resized to it.
         skipped: the reason why a record was left out, by the record's key.
         empty_classes: names of classes without an image; they have no label.
         alignment: fingerprint of the face alignment; "" where images are returned as stored.
     """
 
     def __init__(
-        self, source: str, labels: NDArray[np.int64], class_names: Sequence[str], image_size: int | None
+        self, source: str, labels: NDArray[np.int64], class_names: Sequence[str], image_size: ImageSize | None
     ) -> None:
-        if image_size is not None and image_size < 1:
-            raise UsageError(f"image_size is {image_size}; it must be at least 1")
         self.source = source
         self.labels = labels
         self.class_names = class_names
-        self.image_size = image_size
+        self.image_size = None if image_size is None else checked_image_size(image_size)
+        self.interpolation = BILINEAR
         self.skipped: dict[str, str] = {}
         self.empty_classes: list[str] = []
         self.alignment = ""
@@ -58,7 +60,7 @@ class ImageDataset(ABC):
 
     @abstractmethod
     def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` as uint8 (3, S, S) RGB.
+        """Return image ``index`` as uint8 (3, H, W) RGB, of ``image_size`` where that is set.
 
         Raises:
             DataError: the image cannot be read; the message names its record.
@@ -97,9 +99,9 @@ class EncodedDataset(ImageDataset):
         return decode_image(self.encoded(index), f"image {self.key(index)} of {self.source}")
 
     def image(self, index: int) -> torch.Tensor:
-        """Return image ``index`` decoded, and resized to (3, S, S) when ``image_size`` is set."""
+        """Return image ``index`` decoded, and resized when ``image_size`` is set."""
         picture = self.picture(index)
-        return picture if self.image_size is None else resize_image(picture, self.image_size)
+        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
 
 
 def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> bytes:
@@ -114,19 +116,31 @@ def encoded_image(dataset: ImageDataset, index: int, encoding: Encoding) -> byte
 
 
 def open_dataset(
-    source: str | Path, *, image_size: int | None = 112, max_bad_records: int | None = MAX_BAD_RECORDS
+    source: str | Path,
+    *,
+    image_size: ImageSize | None = 112,
+    interpolation: str = BILINEAR,
+    max_bad_records: int | None = MAX_BAD_RECORDS,
 ) -> ImageDataset:
     """Open a folder per identity, a list file, a .rec (or its folder), or ``avatars:IDSxIMAGES[@FIRST]``.
 
     Args:
         source: the path, or the specification of the built-in data.
-        image_size: side in pixels that every image is resized to; None keeps the stored size.
+        image_size: side in pixels of the square, or (height, width), that every image is resized to; None keeps the
+            stored size.
+        interpolation: by which it is resized, "bilinear" or "bicubic".
         max_bad_records: number of damaged records of a .rec that are left out before opening fails; None: any number.
 
     Raises:
         UsageError: the path does not exist, is an empty folder or of none of these forms.
         DataError: the content cannot be read.
     """
+    dataset = _open(source, image_size, max_bad_records)
+    dataset.interpolation = interpolation
+    return dataset
+
+
+def _open(source: str | Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
     name = str(source)
     if name.startswith("avatars:"):
         from plsc.data.avatars import open_avatars
@@ -140,7 +154,7 @@ def open_dataset(
     return _open_file(path, image_size, max_bad_records)
 
 
-def _open_folder(path: Path, image_size: int | None, max_bad_records: int | None) -> ImageDataset:
+def _open_folder(path: Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
     """Open a folder: one that holds train.rec, or a single .rec, is that .rec; any other is a folder per identity."""
     from plsc.data.folder import FolderDataset
 
@@ -154,7 +168,7 @@ def _open_folder(path: Path, image_size: int | None, max_bad_records: int | None
     return FolderDataset(path, image_size)
 
 
-def _open_file(path: Path, image_size: int | None, max_bad_records: int | None) -> ImageDataset:
+def _open_file(path: Path, image_size: ImageSize | None, max_bad_records: int | None) -> ImageDataset:
     if path.suffix == ".rec":
         from plsc.data.record_dataset import RecordDataset
 

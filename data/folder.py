@@ -10,6 +10,7 @@ from plsc.data.codec import IMAGE_SUFFIXES, read_bytes
 from plsc.data.dataset import EncodedDataset, map_names
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import ImageSize
 
 
 class FolderDataset(EncodedDataset):
@@ -22,7 +23,7 @@ class FolderDataset(EncodedDataset):
         UsageError: there is no image in any sub-folder.
     """
 
-    def __init__(self, folder: Path, image_size: int | None = 112) -> None:
+    def __init__(self, folder: Path, image_size: ImageSize | None = 112) -> None:
         self.folder = folder
         empty: list[str] = []
         paths: list[str] = []
@@ -65,7 +66,7 @@ class ListDataset(EncodedDataset):
         DataError: the list is empty or not UTF-8, or a line has another form; the message gives its number.
     """
 
-    def __init__(self, path: Path, image_size: int | None = 112) -> None:
+    def __init__(self, path: Path, image_size: ImageSize | None = 112) -> None:
         self.folder = path.parent
         paths: list[str] = []
         names: list[str] = []

@@ -7,6 +7,7 @@ processes; :class:`ImageCache`, which they share.
 
 import itertools
 import logging
+import math
 import mmap
 import os
 import signal
@@ -25,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 from plsc.data.dataset import ImageDataset
 from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import height_and_width
 from plsc.progress import counted
 
 AUTO_CACHE_BYTES = 2**30
@@ -33,7 +35,7 @@ _log = logging.getLogger("plsc.data")
 
 
 class TrainLoader:
-    """Iterates one epoch of ``(images uint8 (b, 3, S, S), labels int64 (b,))`` from its position on.
+    """Iterates one epoch of ``(images uint8 (b, 3, H, W), labels int64 (b,))`` from its position on.
 
     The last batches of an epoch may be unequal, see :func:`global_batches`.
 
@@ -282,7 +284,7 @@ class _Requests:
 
 @dataclass(frozen=True)
 class ImageBatch:
-    """Images uint8 (n, 3, S, S) of the readable ``indices`` (n,), and the errors of the others by key."""
+    """Images uint8 (n, 3, H, W) of the readable ``indices`` (n,), and the errors of the others by key."""
 
     images: torch.Tensor
     indices: NDArray[np.int64]
@@ -307,12 +309,18 @@ class BatchReader(Dataset[ImageBatch]):
         batch = self._read(request.indices)
         if batch.failures:
             batch = self._with_neighbours(batch, request.indices)
-        images = augment_batch(batch.images, batch.indices, request.augment, seed=self.seed, epoch=request.epoch)
+        images = augment_batch(
+            batch.images,
+            batch.indices,
+            request.augment,
+            seed=self.seed,
+            epoch=request.epoch,
+            interpolation=self.dataset.interpolation,
+        )
         return ImageBatch(images, batch.indices, batch.failures)
 
     def _read(self, indices: NDArray[np.int64]) -> ImageBatch:
-        size = self.dataset.image_size or 0
-        images = torch.empty((len(indices), 3, size, size), dtype=torch.uint8)
+        images = torch.empty((len(indices), *_shape(self.dataset)), dtype=torch.uint8)
         good, failures = self._fill(images, indices)
         return ImageBatch(images[torch.from_numpy(good)] if failures else images, indices[good], failures)
 
@@ -431,8 +439,8 @@ class ImageCache:
     """
 
     def __init__(self, dataset: ImageDataset) -> None:
-        size = _side(dataset)
-        self._pixels = _shared_bytes(len(dataset) * 3 * size * size).view(len(dataset), 3, size, size)
+        shape = (len(dataset), *_shape(dataset))
+        self._pixels = _shared_bytes(math.prod(shape)).view(shape)
         self._present = _shared_bytes(len(dataset))
 
     def present(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -441,25 +449,25 @@ class ImageCache:
         return mask
 
     def take(self, indices: NDArray[np.int64]) -> torch.Tensor:
-        """Copy the cached images ``indices``: uint8 (n, 3, S, S)."""
+        """Copy the cached images ``indices``: uint8 (n, 3, H, W)."""
         return self._pixels[torch.from_numpy(indices)]
 
     def put(self, index: int, image: torch.Tensor) -> None:
-        """Store ``image``, uint8 (3, S, S), as ``index``."""
+        """Store ``image``, uint8 (3, H, W), as ``index``."""
         self._pixels[index] = image
         self._present[index] = 1
 
 
 def cache_fits(dataset: ImageDataset) -> bool:
     """Return whether the decoded images take at most 1 GiB and an eighth of the free memory."""
-    needed = len(dataset) * 3 * _side(dataset) ** 2
+    needed = len(dataset) * math.prod(_shape(dataset))
     return needed <= min(AUTO_CACHE_BYTES, _free_memory() // 8)
 
 
-def _side(dataset: ImageDataset) -> int:
+def _shape(dataset: ImageDataset) -> tuple[int, int, int]:
     if dataset.image_size is None:
-        raise ValueError("only images of one size can be cached: open the data set with an image_size")
-    return dataset.image_size
+        raise ValueError("only images of one size make batches: open the data set with an image_size")
+    return (3, *height_and_width(dataset.image_size))
 
 
 def _shared_bytes(count: int) -> torch.Tensor:

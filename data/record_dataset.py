@@ -23,6 +23,7 @@ from plsc.data.recordio import ImageRecord, RecordFile, label_map_path
 from plsc.data.string_column import NumberStringColumn, PackedStringColumn
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, read_json
+from plsc.models.preprocessing import ImageSize
 
 DAMAGED = -1
 CACHE_FROM = 100_000  # records: below, reading the table again takes a fraction of a second
@@ -47,7 +48,7 @@ class RecordDataset(EncodedDataset):
     """
 
     def __init__(
-        self, path: Path, image_size: int | None = 112, *, max_bad_records: int | None = MAX_BAD_RECORDS
+        self, path: Path, image_size: ImageSize | None = 112, *, max_bad_records: int | None = MAX_BAD_RECORDS
     ) -> None:
         self._file = RecordFile(path)
         table = record_table(self._file)

@@ -1,4 +1,4 @@
-"""Normalisation of pixels, augmentation as a pure function of (seed, epoch, sample index), and rotation classes."""
+"""Augmentation as a pure function of (seed, epoch, sample index), and rotation classes."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -13,29 +13,10 @@ from torch.nn import functional
 from plsc.data.dataset import ImageDataset
 from plsc.data.string_column import StringColumn
 from plsc.errors import UsageError
-from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD
+from plsc.models.preprocessing import BILINEAR, check_square
 
 ROTATIONS = 4
 AUGMENTATIONS = ("none", "flip", "affine", "standard")
-
-
-def normalize(images: torch.Tensor, mean: float = PIXEL_MEAN, std: float = PIXEL_STD) -> torch.Tensor:
-    """Normalise pixels as models expect them: (x - mean) / std, by default in [-1, 1].
-
-    The only definition of it: training, evaluation, embedding, the exports' checks and the service share its bits.
-
-    Args:
-        images: uint8 (B, 3, H, W), or any other shape, of values 0 to 255.
-        mean: subtracted from each value.
-        std: divides the difference.
-
-    Returns:
-        float32 of the same shape and memory format, on the same device; ``images`` stay as they are.
-    """
-    # Each value is the float32 nearest to the true quotient: the difference is exact, and one division rounds once.
-    # The divisor is a tensor because torch multiplies by the reciprocal of a Python number on CUDA, which is a bit off.
-    divisor = torch.full((), std, dtype=torch.float32, device=images.device)
-    return images.to(torch.float32, copy=True).sub_(mean).div_(divisor)
 
 
 def check_augmentation(name: str) -> None:
@@ -45,7 +26,13 @@ def check_augmentation(name: str) -> None:
 
 
 def augment_batch(
-    images: torch.Tensor, indices: NDArray[np.int64], name: str, *, seed: int, epoch: int
+    images: torch.Tensor,
+    indices: NDArray[np.int64],
+    name: str,
+    *,
+    seed: int,
+    epoch: int,
+    interpolation: str = BILINEAR,
 ) -> torch.Tensor:
     """Augment a batch, each image by a key of (seed, epoch, its index) alone.
 
@@ -55,14 +42,15 @@ def augment_batch(
     resolution, JPEG compression and erasing.
 
     Args:
-        images: uint8 (B, 3, S, S); row i is image ``indices[i]`` of the data set.
+        images: uint8 (B, 3, H, W); row i is image ``indices[i]`` of the data set.
         indices: int64 (B,).
         name: one of :data:`AUGMENTATIONS`.
         seed: the run's seed.
         epoch: the epoch, from 0.
+        interpolation: by which "standard" resizes its crops to (H, W), as pictures are resized.
 
     Returns:
-        uint8 (B, 3, S, S); ``images`` themselves for ``"none"``.
+        uint8 (B, 3, H, W); ``images`` themselves for ``"none"``.
     """
     if name == "none" or len(indices) == 0:
         return images
@@ -71,7 +59,7 @@ def augment_batch(
         return _flip(images, keys >> np.uint64(63) == 1)
     if name == "affine":
         return _affine(images, keys)
-    transform = _standard(images.shape[-1])
+    transform = _standard(images.shape[-2], images.shape[-1], interpolation)
     state = torch.default_generator.get_state()  # torchvision draws from it; callers do not see that
     try:
         pairs = zip(images, keys, strict=True)
@@ -109,9 +97,17 @@ def _affine(images: torch.Tensor, keys: NDArray[np.uint64]) -> torch.Tensor:
     rotation = torch.stack([radians.cos(), -radians.sin(), radians.sin(), radians.cos()], 1).view(-1, 2, 2)
     shape = torch.stack([1 + 0.1 * stretch_x, 0.14 * shear_x, 0.14 * shear_y, 1 + 0.1 * stretch_y], 1).view(-1, 2, 2)
     shift = 0.12 * torch.stack([shift_x, shift_y], 1)  # of half the image's side
-    grid = functional.affine_grid(torch.cat([rotation @ shape, shift[:, :, None]], 2), list(images.shape), False)
+    matrix = _in_grid_units(rotation @ shape, *images.shape[-2:])
+    grid = functional.affine_grid(torch.cat([matrix, shift[:, :, None]], 2), list(images.shape), False)
     warped = functional.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
     return warped.round_().to(torch.uint8)
+
+
+def _in_grid_units(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """Convert maps (B, 2, 2) of pixels to affine_grid's coordinates, in which both sides of an image have length 2."""
+    if height == width:
+        return matrix
+    return matrix * torch.tensor([[1.0, height / width], [width / height, 1.0]])
 
 
 def _apply_keyed(transform: Callable[[torch.Tensor], torch.Tensor], image: torch.Tensor, key: int) -> torch.Tensor:
@@ -131,7 +127,7 @@ def _recompress(image: torch.Tensor) -> torch.Tensor:
 
 
 @lru_cache
-def _standard(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _standard(height: int, width: int, interpolation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """Build the stronger set: often mild geometry, sometimes AdaFace's crop, colour and low resolution.
 
     Mild enough for aligned faces; the probability 0.2 of AdaFace's three is theirs (Kim et al., CVPR 2022).
@@ -142,15 +138,18 @@ def _standard(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
         10, translate=(0.06, 0.06), scale=(0.9, 1.1), shear=6, interpolation=InterpolationMode.BILINEAR, fill=127
     )
 
-    low_resolution = max(size // 3, 8)
+    size, resizing = [height, width], InterpolationMode(interpolation)
+    aspect, shorter = width / height, min(height, width)
+    low_resolution = max(shorter // 3, 8)
+    ratio = (0.85 * aspect, 1.18 * aspect)
     steps: list[Any] = [
         v2.RandomHorizontalFlip(0.5),
         v2.RandomApply([affine], 0.7),
-        v2.RandomApply([v2.RandomResizedCrop(size, scale=(0.65, 1.0), ratio=(0.85, 1.18))], 0.2),
+        v2.RandomApply([v2.RandomResizedCrop(size, scale=(0.65, 1.0), ratio=ratio, interpolation=resizing)], 0.2),
         v2.RandomApply([v2.ColorJitter(0.4, 0.4, 0.3)], 0.2),
         v2.RandomGrayscale(0.1),
         v2.RandomApply([v2.GaussianBlur(5, sigma=(0.1, 1.5))], 0.1),
-        v2.RandomApply([v2.RandomResize(low_resolution, size), v2.Resize([size, size])], 0.1),
+        v2.RandomApply([v2.RandomResize(low_resolution, shorter), v2.Resize(size, resizing)], 0.1),
         v2.RandomApply([_recompress], 0.1),
         v2.RandomErasing(0.1, scale=(0.02, 0.2), value=127),
     ]
@@ -163,10 +162,12 @@ class RotatedDataset(ImageDataset):
 
     For images that mean something else when they are rotated, as letters do, and where classes are few: the features
     then have to separate four times as many (Santoro et al., "Meta-learning with memory-augmented neural networks",
-    2016, section 4.1). ``dataset`` gives square images.
+    2016, section 4.1). ``dataset`` gives square images; :class:`UsageError` if it does not.
     """
 
     def __init__(self, dataset: ImageDataset) -> None:
+        if dataset.image_size is not None:
+            check_square(dataset.image_size, "data.rotation_classes")
         labels = (dataset.labels[:, None] * ROTATIONS + np.arange(ROTATIONS)).reshape(-1)
         super().__init__(dataset.source, labels, _RotatedNames(dataset.class_names), dataset.image_size)
         self.dataset = dataset

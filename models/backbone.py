@@ -9,6 +9,7 @@ new name from the registry.
 
 import difflib
 import inspect
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, cast
@@ -18,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
+from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.models.recompute import Segment, innermost_blocks, recompute_in_backward
 
 SIZE_STEP = 16  # every convolutional family halves the image four times
 MIN_SIZE = 32
-# Backbones take (x - PIXEL_MEAN) / PIXEL_STD of pixel values 0 to 255, which is arcface_torch's (x/255 - 0.5)/0.5.
-PIXEL_MEAN = PIXEL_STD = 127.5
 
 # arcface_torch's names, which answer a wrong name with the right one.
 _ARCFACE_TORCH_NAMES = {
@@ -42,21 +43,26 @@ _ARCFACE_TORCH_NAMES = {
 
 
 class Backbone(nn.Module):
-    """Maps (B, 3, S, S) float32 images, (x - 127.5)/127.5, to (B, D) embeddings that are not normalised.
+    """Maps (B, 3, H, W) float32 images, as ``preprocessing`` makes them, to (B, D) embeddings that are not normalised.
 
     Attributes:
         name: the name that :func:`create` knows it by.
         embedding_dim: D.
-        image_size: S, in pixels.
+        preprocessing: the contract that its weights are trained with; (x - 127.5)/127.5 unless they bring their own.
         options: the further keywords that it was created with; JSON can hold them.
     """
 
-    def __init__(self, name: str, embedding_dim: int, image_size: int) -> None:
+    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__()
         self.name = name
         self.embedding_dim = embedding_dim
-        self.image_size = image_size
+        self.preprocessing = Preprocessing(image_size)
         self.options: dict[str, Any] = {}
+
+    @property
+    def image_size(self) -> ImageSize:
+        """Side of the square images in pixels, or (height, width)."""
+        return self.preprocessing.image_size
 
     def segments(self) -> list[Segment]:
         """Return the parts whose activations can be recomputed, in the order in which they run; perhaps none.
@@ -71,7 +77,7 @@ class Architecture(NamedTuple):
 
     name: str
     embedding_dim: int
-    image_size: int
+    image_size: ImageSize
     options: dict[str, Any]
 
     def build(self) -> Backbone:
@@ -121,14 +127,15 @@ def names() -> tuple[str, ...]:
     return tuple(_builders)
 
 
-def create(name: str, *, embedding_dim: int = 512, image_size: int = 112, **options: Any) -> Backbone:
-    """Create a backbone with fresh weights, (B, 3, S, S) float32 -> (B, D) float32.
+def create(name: str, *, embedding_dim: int = 512, image_size: ImageSize = DEFAULT_SIZE, **options: Any) -> Backbone:
+    """Create a backbone with fresh weights, (B, 3, H, W) float32 -> (B, D) float32.
 
     Args:
         name: one of :func:`names`, or ``timm:NAME`` for any model of timm; or ``turned:`` and such a name, for
             :class:`plsc.models.wrappers.RotationTTA` of it.
         embedding_dim: D.
-        image_size: S in pixels, a multiple of 16 from 32 up.
+        image_size: the side of square images in pixels, or (height, width); multiples of 16 from 32 up, but for timm's
+            models, which take what timm says.
         options: options of the family: ``dropout`` (iresnet); ``drop_path``, ``mask_ratio`` and ``patch_size`` (vit);
             timm's own keywords (timm); ``gradient_checkpointing`` (all), which recomputes every block's activations in
             the backward pass.
@@ -136,11 +143,12 @@ def create(name: str, *, embedding_dim: int = 512, image_size: int = 112, **opti
     Raises:
         UsageError: the name is unknown (the message has the nearest known one), or a number or option does not fit.
     """
-    check_geometry(embedding_dim, image_size)
     builder = _builder(name)
+    _check_dim(embedding_dim)
+    size = _checked_size(image_size, SIZE_STEP if name in _builders else 1)
     given = {option: value for option, value in options.items() if option != "gradient_checkpointing"}
     _check_options(name, builder, given)
-    model = builder(embedding_dim, image_size, **given)
+    model = builder(embedding_dim, size, **given)
     model.options = dict(options)
     if options.get("gradient_checkpointing"):
         recompute_in_backward(model.segments())
@@ -166,6 +174,17 @@ def infer(state: Mapping[str, Tensor], source: str) -> Architecture:
         f"{source} holds none of the known architectures (its keys begin {first}); "
         "name the architecture, or give a state_dict of iresnet, mobilefacenet or vit"
     )
+
+
+def last_map(image_size: ImageSize) -> tuple[int, int]:
+    """Return (height, width) of the map that a convolutional family makes of an image by halving it four times."""
+    height, width = height_and_width(image_size)
+    return height // SIZE_STEP, width // SIZE_STEP
+
+
+def positions(image_size: ImageSize) -> int:
+    """Return the number of positions in :func:`last_map`."""
+    return math.prod(last_map(image_size))
 
 
 def count_blocks(state: Mapping[str, Tensor], pattern: str) -> int:
@@ -202,18 +221,23 @@ def _check_options(name: str, builder: Builder, options: dict[str, Any]) -> None
             raise UsageError(f"{name} has no option {option!r}{did_you_mean(option, known)} (it takes: {takes})")
 
 
-def check_geometry(embedding_dim: int, image_size: int) -> None:
-    """Raise :class:`UsageError` unless both numbers are possible for a backbone."""
+def _check_dim(embedding_dim: int) -> None:
     if not isinstance(embedding_dim, int) or isinstance(embedding_dim, bool) or embedding_dim < 1:
         raise UsageError(f"embedding_dim is {embedding_dim!r}; it has to be a whole number of 1 or more")
-    whole = isinstance(image_size, int) and not isinstance(image_size, bool)
-    if not whole or image_size < MIN_SIZE or image_size % SIZE_STEP:
-        near = "112"
-        if whole:
-            near = str(max(MIN_SIZE, round(image_size / SIZE_STEP) * SIZE_STEP))
-        raise UsageError(
-            f"image_size is {image_size!r}; it has to be a multiple of {SIZE_STEP} from {MIN_SIZE} up: try {near}"
-        )
+
+
+def _checked_size(image_size: Any, step: int) -> ImageSize:
+    """Return ``image_size`` in its normal form; :class:`UsageError` unless its sides are multiples of ``step``."""
+    # What a whole number should be, however small, is said below.
+    is_whole = isinstance(image_size, int) and not isinstance(image_size, bool)
+    size: ImageSize = image_size if is_whole else checked_image_size(image_size)
+    sides = height_and_width(size)
+    if min(sides) < MIN_SIZE or any(side % step for side in sides):
+        near = [max(MIN_SIZE, round(side / step) * step) for side in sides]
+        multiple = f"a multiple of {step} from {MIN_SIZE} up" if step > 1 else f"{MIN_SIZE} or more"
+        shown, nearest = (size, near[0]) if isinstance(size, int) else (list(size), near)
+        raise UsageError(f"image_size is {shown}; it has to be {multiple}: try {nearest}")
+    return size
 
 
 class PReLU(nn.PReLU):

@@ -18,9 +18,11 @@ from plsc.models.backbone import (
     PReLU,
     count_blocks,
     in_full_precision,
+    positions,
     register,
     register_inference,
 )
+from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
 
 BLOCKS = {
@@ -61,7 +63,7 @@ class IBasicBlock(nn.Module):
 class IResNet(Backbone):
     """IResNet with ``BLOCKS[name]`` blocks per stage; ``dropout`` acts on the flattened last map."""
 
-    def __init__(self, name: str, embedding_dim: int, image_size: int, dropout: float) -> None:
+    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize, dropout: float) -> None:
         super().__init__(name, embedding_dim, image_size)
         self.conv1 = nn.Conv2d(3, WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(WIDTHS[0])
@@ -71,7 +73,7 @@ class IResNet(Backbone):
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.bn2 = nn.BatchNorm2d(WIDTHS[-1])
         self.dropout = nn.Dropout(dropout)
-        self.fc = nn.Linear(WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim)
+        self.fc = nn.Linear(WIDTHS[-1] * positions(image_size), embedding_dim)
         self.features = nn.BatchNorm1d(embedding_dim)
         self.features.weight.requires_grad_(False)  # fixed at 1: the head normalises the embedding anyway
         self._initialize()
@@ -82,7 +84,7 @@ class IResNet(Backbone):
                 nn.init.normal_(module.weight, std=0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
+        """(B, 3, H, W) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
         x = self._stem(x)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
@@ -114,30 +116,30 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
 
 
 @register
-def iresnet18(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
+def iresnet18(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
     """24.0 M parameters at 112x112 and D = 512."""
     return IResNet("iresnet18", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet34(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
+def iresnet34(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
     """34.1 M parameters at 112x112 and D = 512."""
     return IResNet("iresnet34", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet50(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
+def iresnet50(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
     """43.6 M parameters at 112x112 and D = 512."""
     return IResNet("iresnet50", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet100(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
+def iresnet100(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
     """65.2 M parameters at 112x112 and D = 512."""
     return IResNet("iresnet100", embedding_dim, image_size, dropout)
 
 
 @register
-def iresnet200(embedding_dim: int, image_size: int, *, dropout: float = 0.0) -> Backbone:
+def iresnet200(embedding_dim: int, image_size: ImageSize, *, dropout: float = 0.0) -> Backbone:
     """118.8 M parameters at 112x112 and D = 512."""
     return IResNet("iresnet200", embedding_dim, image_size, dropout)

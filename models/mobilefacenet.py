@@ -18,9 +18,11 @@ from plsc.models.backbone import (
     PReLU,
     count_blocks,
     in_full_precision,
+    last_map,
     register,
     register_inference,
 )
+from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
 
 
@@ -113,7 +115,7 @@ class InvertedResidual(Layers):
 class MobileFaceNet(Backbone):
     """Inverted residuals by ``SHAPES[name]``, 1x1 convolution to 512 channels, global depthwise convolution."""
 
-    def __init__(self, name: str, embedding_dim: int, image_size: int) -> None:
+    def __init__(self, name: str, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__(name, embedding_dim, image_size)
         blocks, scale = SHAPES[name]
         narrow, wide = 64 * scale, 128 * scale
@@ -134,7 +136,7 @@ class MobileFaceNet(Backbone):
         )
         self.conv_sep = _convolution(wide, LAST_CHANNELS, 1)
         self.features = Layers(
-            _linear_convolution(LAST_CHANNELS, LAST_CHANNELS, image_size // 16, groups=LAST_CHANNELS),
+            _linear_convolution(LAST_CHANNELS, LAST_CHANNELS, last_map(image_size), groups=LAST_CHANNELS),
             nn.Flatten(),
             nn.Linear(LAST_CHANNELS, embedding_dim, bias=False),
             nn.BatchNorm1d(embedding_dim),
@@ -153,7 +155,7 @@ class MobileFaceNet(Backbone):
         nn.init.orthogonal_(projection.weight, gain=PROJECTION_GAIN)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D); ``conv_sep`` and ``features`` run in fp32 even under autocast."""
+        """(B, 3, H, W) -> (B, D); ``conv_sep`` and ``features`` run in fp32 even under autocast."""
         for layer in self.layers:
             x = layer(x)
         return in_full_precision(self._embed, x, self.conv_sep.layers[0].weight.dtype)  # type: ignore[arg-type]
@@ -171,7 +173,13 @@ class MobileFaceNet(Backbone):
 
 
 def _linear_convolution(
-    channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
+    channels_in: int,
+    channels: int,
+    kernel: int | tuple[int, int],
+    *,
+    stride: int = 1,
+    padding: int = 0,
+    groups: int = 1,
 ) -> Layers:
     layer: type[nn.Conv2d] = nn.Conv2d if groups in (1, channels_in) else GroupedConvolution
     if groups == channels_in and stride > 1:
@@ -202,12 +210,12 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
 
 
 @register
-def mobilefacenet(embedding_dim: int, image_size: int) -> Backbone:
+def mobilefacenet(embedding_dim: int, image_size: ImageSize) -> Backbone:
     """2.06 M parameters at 112x112 and D = 512."""
     return MobileFaceNet("mobilefacenet", embedding_dim, image_size)
 
 
 @register
-def mobilefacenet_large(embedding_dim: int, image_size: int) -> Backbone:
+def mobilefacenet_large(embedding_dim: int, image_size: ImageSize) -> Backbone:
     """Twice as wide and as deep."""
     return MobileFaceNet("mobilefacenet_large", embedding_dim, image_size)

@@ -20,6 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from plsc.errors import UsageError
 from plsc.models.backbone import Backbone
+from plsc.models.preprocessing import ImageSize, height_and_width
 from plsc.models.recompute import Segment, every_kth, recompute_in_backward
 
 
@@ -147,15 +148,15 @@ class ActivationProfile:
 
 
 def measure(
-    backbone: nn.Module, segments: Sequence[Segment], images: int, image_size: int, dtype: torch.dtype | None
+    backbone: nn.Module, segments: Sequence[Segment], images: int, image_size: ImageSize, dtype: torch.dtype | None
 ) -> ActivationProfile:
-    """Return what a pass over ``images`` squares of ``image_size`` pixels saves, by segment; it takes no memory.
+    """Return what a pass over ``images`` of ``image_size`` pixels saves, by segment; it takes no memory.
 
     Args:
         backbone: on a CPU, whose weights are not touched.
         segments: of it, in the order in which they run.
         images: of a micro-batch.
-        image_size: side in pixels.
+        image_size: the side of squares, or (height, width).
         dtype: of autocast; None: float32.
     """
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
@@ -171,7 +172,7 @@ def measure(
         recorder = _Recorder(fake, ledger)
         for index, segment in enumerate(copies):
             setattr(segment.module, segment.method, partial(recorder.run, index, segment.function))
-        x = torch.empty(images, 3, image_size, image_size)
+        x = torch.empty(images, 3, *height_and_width(image_size))
         with torch.autograd.graph.saved_tensors_hooks(recorder.save, lambda tensor: tensor):
             with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
                 embeddings = fake(x)

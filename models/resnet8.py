@@ -12,7 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from plsc.models.backbone import Architecture, Backbone, in_full_precision, register, register_inference
+from plsc.models.backbone import Architecture, Backbone, in_full_precision, positions, register, register_inference
+from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
 
 WIDTHS = (32, 64, 128, 256)
@@ -36,18 +37,18 @@ class StridedBlock(nn.Module):
 class ResNet8(Backbone):
     """Stem, three blocks, one linear layer over all positions, batch normalisation."""
 
-    def __init__(self, embedding_dim: int, image_size: int) -> None:
+    def __init__(self, embedding_dim: int, image_size: ImageSize) -> None:
         super().__init__("resnet8", embedding_dim, image_size)
         self.stem = nn.Sequential(*_convolution(3, WIDTHS[0], 3, stride=2), nn.ReLU())
         self.blocks = nn.Sequential(*(StridedBlock(a, b) for a, b in pairwise(WIDTHS)))
         self.embed = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(WIDTHS[-1] * (image_size // 16) ** 2, embedding_dim, bias=False),
+            nn.Linear(WIDTHS[-1] * positions(image_size), embedding_dim, bias=False),
             nn.BatchNorm1d(embedding_dim),
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D); the linear layer runs in fp32 even under autocast."""
+        """(B, 3, H, W) -> (B, D); the linear layer runs in fp32 even under autocast."""
         x = self.blocks(self.stem(x))
         return in_full_precision(self._embed, x, cast(nn.Linear, self.embed[1]).weight.dtype)
 
@@ -71,6 +72,6 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
 
 
 @register
-def resnet8(embedding_dim: int, image_size: int) -> Backbone:
+def resnet8(embedding_dim: int, image_size: ImageSize) -> Backbone:
     """1.5 M parameters at 48x48 and D = 128: for small images and for trying things out."""
     return ResNet8(embedding_dim, image_size)

@@ -23,6 +23,7 @@ from plsc.models.backbone import (
     register,
     register_inference,
 )
+from plsc.models.preprocessing import ImageSize, height_and_width
 
 
 class Shape(NamedTuple):
@@ -45,7 +46,7 @@ PATCH = 8  # at every other size; divides all of them
 
 
 class PatchEmbed(nn.Module):
-    """(B, 3, S, S) -> (B, N, dim), one token per whole patch."""
+    """(B, 3, H, W) -> (B, N, dim), one token per whole patch."""
 
     def __init__(self, patch_size: int, dim: int) -> None:
         super().__init__()
@@ -128,7 +129,7 @@ class VisionTransformer(Backbone):
         self,
         name: str,
         embedding_dim: int,
-        image_size: int,
+        image_size: ImageSize,
         drop_path: float,
         mask_ratio: float,
         patch_size: int | None,
@@ -137,10 +138,11 @@ class VisionTransformer(Backbone):
         _check_rate("drop_path", drop_path)
         _check_rate("mask_ratio", mask_ratio)
         patch = default_patch(image_size) if patch_size is None else patch_size
-        if not 1 <= patch <= image_size:
-            raise UsageError(f"patch_size is {patch}; it has to lie between 1 and image_size ({image_size})")
+        height, width = height_and_width(image_size)
+        if not 1 <= patch <= min(height, width):
+            raise UsageError(f"patch_size is {patch}; it has to lie between 1 and image_size ({min(height, width)})")
         dim, depth = SHAPES[name]
-        tokens = (image_size // patch) ** 2
+        tokens = (height // patch) * (width // patch)
         self.dim, self.tokens = dim, tokens
         self.mask_ratio = mask_ratio
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, dim))
@@ -167,14 +169,14 @@ class VisionTransformer(Backbone):
                     nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D); the last norm and ``feature`` run in fp32 even under autocast."""
+        """(B, 3, H, W) -> (B, D); the last norm and ``feature`` run in fp32 even under autocast."""
         x, kept = self.embed(x)
         for block in self.blocks:
             x = block(x)
         return self.project(x, kept)
 
     def embed(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return tokens (B, n, dim) of images (B, 3, S, S), and the positions (B, n) of those kept, None for all."""
+        """Return tokens (B, n, dim) of images (B, 3, H, W), and the positions (B, n) of those kept, None for all."""
         x = self.patch_embed(x) + self.pos_embed
         if not self.drops_patches:
             return x, None
@@ -209,7 +211,7 @@ class VisionTransformer(Backbone):
         return missing.scatter(1, kept.unsqueeze(-1).expand_as(x), x)
 
 
-def default_patch(image_size: int) -> int:
+def default_patch(image_size: ImageSize) -> int:
     """Return the default patch size at ``image_size``."""
     return PUBLISHED_PATCH if image_size == PUBLISHED_SIZE else PATCH
 
@@ -234,7 +236,7 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
 @register
 def vit_tiny(
     embedding_dim: int,
-    image_size: int,
+    image_size: ImageSize,
     *,
     drop_path: float = 0.05,
     mask_ratio: float = 0.0,
@@ -247,7 +249,7 @@ def vit_tiny(
 @register
 def vit_small(
     embedding_dim: int,
-    image_size: int,
+    image_size: ImageSize,
     *,
     drop_path: float = 0.05,
     mask_ratio: float = 0.0,
@@ -260,7 +262,7 @@ def vit_small(
 @register
 def vit_base(
     embedding_dim: int,
-    image_size: int,
+    image_size: ImageSize,
     *,
     drop_path: float = 0.05,
     mask_ratio: float = 0.05,
@@ -273,7 +275,7 @@ def vit_base(
 @register
 def vit_large(
     embedding_dim: int,
-    image_size: int,
+    image_size: ImageSize,
     *,
     drop_path: float = 0.05,
     mask_ratio: float = 0.05,

@@ -1,5 +1,7 @@
-"""Model files: safetensors with the metadata to rebuild the backbone, and bare state_dicts (.pt)."""
+"""Model files: safetensors with the metadata to rebuild the backbone, bare state_dicts (.pt), and weights of timm."""
 
+import argparse
+import dataclasses
 import json
 import pickle
 import warnings
@@ -13,24 +15,30 @@ from torch import Tensor, nn
 
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write
-from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD, Architecture, Backbone, infer
-from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA
+from plsc.models.backbone import Architecture, Backbone, infer
+from plsc.models.preprocessing import Preprocessing, image_size
+from plsc.models.timm_weights import (
+    FETCHING,
+    is_timms_own,
+    model_options,
+    timm_preprocessing,
+    trunk_state,
+    weights_file,
+)
+from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
 
 FORMAT = "plsc-backbone-1"
 
 # Prefixes that data parallel wrappers and torch.compile put before a state_dict's keys …
 _PREFIXES = ("module.", "_orig_mod.")
-# … and keys under which training scripts store it in a checkpoint.
-_WRAPPERS = ("state_dict_backbone", "state_dict", "backbone", "model")
-
-# timm's options that fetch or open other files: a model file must not set them.
-_FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+# … and keys under which training scripts store it in a checkpoint; of timm's two, the averaged weights come first.
+_WRAPPERS = ("state_dict_backbone", "state_dict_ema", "model_ema", "state_dict", "backbone", "model")
 
 
 def save_model(model: nn.Module, path: str | Path) -> None:
     """Write a backbone (perhaps wrapped by data parallel or torch.compile) to ``path``, a .safetensors file.
 
-    The metadata hold what :func:`load_model` needs: name, embedding_dim, image_size, options, preprocessing.
+    The metadata hold what :func:`load_model` needs: name, embedding_dim, options, preprocessing.
     """
     with atomic_write(Path(path)) as tmp_path:
         tmp_path.write_bytes(serialize_model(model))
@@ -45,11 +53,8 @@ def serialize_model(model: nn.Module) -> bytes:
         "format": FORMAT,
         "name": backbone.name,
         "embedding_dim": str(backbone.embedding_dim),
-        "image_size": str(backbone.image_size),
         "options": json.dumps(backbone.options, default=str),
-        "mean": str(PIXEL_MEAN),
-        "std": str(PIXEL_STD),
-        "channels": "RGB",
+        **backbone.preprocessing.metadata(),
     }
     return save({key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}, metadata)
 
@@ -73,25 +78,77 @@ def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone
         raise DataError(f"{path} holds {found.name}, not {architecture}; leave the architecture out")
     model = _build(found, path)
     _assign(model, state, path)
+    if contract := _contract(metadata, path):
+        adopt_preprocessing(model, contract)
     return model.eval()
 
 
-def load_weights(model: nn.Module, path: str | Path) -> None:
-    """Copy the weights in ``path`` into ``model``, strictly; for fine-tuning on other classes.
+def load_weights(model: nn.Module, source: str | Path) -> None:
+    """Copy weights into ``model``, strictly, and adopt the mean, std and interpolation that they were trained with.
 
     The class head is not part of a backbone, so the number of classes does not matter. Weights of a
-    :class:`plsc.models.wrappers.RotationTTA` fit the backbone inside it.
+    :class:`plsc.models.wrappers.RotationTTA` fit the backbone inside it. Weights of timm's own model fit the ``trunk``
+    of a ``timm:NAME``, whose last layers, ``fc`` and ``features``, stay as they are.
+
+    Args:
+        model: a backbone, perhaps wrapped.
+        source: a file, or what :func:`plsc.models.timm_weights.weights_file` takes.
 
     Raises:
         UsageError: there is no such file.
         DataError: it is unreadable, or keys are missing, unexpected or of another shape (named).
     """
-    path = Path(path)
-    state, _ = read_state(path)
+    path = weights_file(source)
+    state, metadata = read_state(path)
     backbone = unwrapped(model)
+    contract = _brought(backbone.name, state, metadata, path)
     if not isinstance(backbone, RotationTTA):
         state = _without_prefixes(state, (ROTATION_KEYS,))
-    _assign(backbone, state, path)
+    if isinstance(backbone, TimmBackbone) and is_timms_own(state):
+        _assign(backbone.trunk, trunk_state(backbone, state, path), path)
+    else:
+        _assign(backbone, state, path)
+    if contract is not None:
+        adopt_preprocessing(backbone, contract)
+
+
+def weights_options(name: str, source: str | Path) -> dict[str, Any]:
+    """Return the options of the backbone ``name`` that the weights in ``source`` (perhaps none) were made for.
+
+    A snapshot of timm's model holds the arguments that it was built with; other weights fit the default options.
+    """
+    return model_options(weights_file(source)) if source and name.startswith(TIMM_PREFIX) else {}
+
+
+def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None:
+    """Return the contract that the weights in ``source`` bring to the backbone ``name``; None where they do not say.
+
+    Raises as :func:`load_weights` does.
+    """
+    path = weights_file(source)
+    state, metadata = read_state(path)
+    return _brought(name, state, metadata, path)
+
+
+def adopt_preprocessing(backbone: Backbone, contract: Preprocessing) -> None:
+    """Let ``backbone`` take images as ``contract`` says, in its own size."""
+    backbone.preprocessing = dataclasses.replace(contract, image_size=backbone.image_size)
+
+
+def _brought(name: str, state: dict[str, Tensor], metadata: dict[str, str], path: Path) -> Preprocessing | None:
+    if name.startswith(TIMM_PREFIX) and is_timms_own(state):
+        return timm_preprocessing(name, path)
+    return _contract(metadata, path)
+
+
+def _contract(metadata: dict[str, str], path: Path) -> Preprocessing | None:
+    """Read the contract from a file's metadata; None where they are not plsc's."""
+    if metadata.get("format") != FORMAT:
+        return None
+    try:
+        return Preprocessing.from_metadata(metadata)
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{path} has incomplete metadata: {error}; save it again") from None
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -121,7 +178,10 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
     try:
         with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+            # Copied, because views of the mapped file are aligned as its header is long, and the last bits of a
+            # convolution depend on its weights' alignment.
+            state = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            return state, dict(file.metadata() or {})
     except (SafetensorError, ValueError) as error:
         raise DataError(f"{path} is truncated or corrupt: {error}; use another copy") from None
 
@@ -130,7 +190,8 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     if _is_program(path):
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
     try:
-        with warnings.catch_warnings():
+        # timm's training checkpoints hold their arguments as a Namespace, a plain container of values.
+        with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # it warns of pickles that are refused below
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -183,8 +244,8 @@ def _from_metadata(metadata: dict[str, str], path: Path) -> Architecture | None:
         return Architecture(
             metadata["name"],
             int(metadata["embedding_dim"]),
-            int(metadata["image_size"]),
-            {key: value for key, value in json.loads(metadata["options"]).items() if key not in _FETCHING},
+            image_size(json.loads(metadata["image_size"])),
+            {key: value for key, value in json.loads(metadata["options"]).items() if key not in FETCHING},
         )
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} has incomplete metadata: {error}; save it again") from None

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import UsageError
+from plsc.errors import UsageError, first_line
 from plsc.models.backbone import (
     Backbone,
     Builder,
@@ -15,6 +15,7 @@ from plsc.models.backbone import (
     in_full_precision,
     register_prefix,
 )
+from plsc.models.preprocessing import ImageSize, check_square, size_text
 
 TIMM_PREFIX = "timm:"
 # The prefix of the name and that of the keys are in model files, so they keep these words.
@@ -29,7 +30,7 @@ class TimmBackbone(Backbone):
         self,
         name: str,
         embedding_dim: int,
-        image_size: int,
+        image_size: ImageSize,
         options: dict[str, Any],
     ) -> None:
         super().__init__(name, embedding_dim, image_size)
@@ -38,7 +39,7 @@ class TimmBackbone(Backbone):
         self.features = nn.BatchNorm1d(embedding_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
+        """(B, 3, H, W) -> (B, D); ``fc`` and ``features`` run in fp32 even under autocast."""
         return in_full_precision(self._embed, self.trunk(x), self.fc.weight.dtype)
 
     def _embed(self, x: Tensor) -> Tensor:
@@ -56,11 +57,11 @@ def timm_builder(name: str) -> Builder:
     return partial(_build_timm, f"{TIMM_PREFIX}{name}")
 
 
-def _build_timm(name: str, embedding_dim: int, image_size: int, **options: Any) -> Backbone:
+def _build_timm(name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> Backbone:
     return TimmBackbone(name, embedding_dim, image_size, options)
 
 
-def _create_trunk(name: str, image_size: int, options: dict[str, Any]) -> Any:
+def _create_trunk(name: str, image_size: ImageSize, options: dict[str, Any]) -> Any:
     import timm
 
     create_model = partial(timm.create_model, name.removeprefix(TIMM_PREFIX), num_classes=0)
@@ -72,7 +73,9 @@ def _create_trunk(name: str, image_size: int, options: dict[str, Any]) -> Any:
                 raise
             return create_model(**options)  # a fully convolutional model, which takes any size
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
-        raise UsageError(f"timm cannot build {name} for {image_size}x{image_size} images: {error}") from None
+        raise UsageError(
+            f"timm cannot build {name} for images of {size_text(image_size)}: {first_line(error)}"
+        ) from None
 
 
 class RotationTTA(Backbone):
@@ -83,17 +86,19 @@ class RotationTTA(Backbone):
     embeddings of four times the length.
 
     Args:
-        upright: the backbone, (B, 3, S, S) -> (B, D).
+        upright: the backbone, (B, 3, H, W) -> (B, D).
     """
 
     def __init__(self, upright: Backbone) -> None:
+        check_square(upright.image_size, "rotation TTA")
         super().__init__(ROTATION_PREFIX + upright.name, ROTATIONS * upright.embedding_dim, upright.image_size)
+        self.preprocessing = upright.preprocessing
         self.upright = upright
         self.options = upright.options
         self.training = upright.training
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, 3, S, S) -> (B, 4 D)."""
+        """(B, 3, H, W) -> (B, 4 D)."""
         transposed = x.transpose(2, 3)
         views = (x, transposed.flip(2), x.flip(2, 3), transposed.flip(3))  # torch.rot90, in operations that ONNX has
         return torch.cat([self.upright(view) for view in views], dim=1)
@@ -105,7 +110,7 @@ def rotation_builder(name: str) -> Builder:
     return partial(_build_rotation, name)
 
 
-def _build_rotation(name: str, embedding_dim: int, image_size: int, **options: Any) -> Backbone:
+def _build_rotation(name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> Backbone:
     if embedding_dim % ROTATIONS:
         raise UsageError(
             f"embedding_dim is {embedding_dim}; {ROTATION_PREFIX}{name} concatenates {ROTATIONS} embeddings, "

@@ -22,6 +22,7 @@ from plsc.errors import DataError, UsageError
 from plsc.evaluation import evaluate as evaluate_sets
 from plsc.evaluation import ijb as evaluate_ijb
 from plsc.evaluation import raw_pixels
+from plsc.models.preprocessing import ImageSize, Preprocessing
 from plsc.parallel.mesh import Mesh, require_mesh, to_device
 
 if TYPE_CHECKING:
@@ -55,8 +56,9 @@ def load_model(
         best: of a run directory, take the weights of the best evaluation (``best.safetensors``).
 
     Returns:
-        The model. Its ``embedding_dim`` is D, its ``image_size`` S; embeddings of one ``contract_id`` may be compared.
-        Called with uint8 images (B, 3, S, S), it returns their embeddings (B, D) as a float32 tensor on the CPU.
+        The model. Its ``embedding_dim`` is D, its ``image_size`` the side of square images or (height, width), its
+        ``preprocessing`` the whole contract; embeddings of one ``contract_id`` may be compared. Called with uint8
+        images (B, 3, H, W), it returns their embeddings (B, D) as a float32 tensor on the CPU.
 
     Raises:
         UsageError: there is no such file, or the request does not fit it.
@@ -140,7 +142,7 @@ def evaluate(
     precision: str = "fp32",
     batch_size: int = 64,
     seed: int = 0,
-    image_size: int = 112,
+    image_size: ImageSize = 112,
     mesh: Mesh | None = None,
     quiet: bool = True,
     rocs: dict[str, Roc] | None = None,
@@ -174,20 +176,22 @@ def evaluate(
     mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
     function: Embed
     if isinstance(model, Embedder):
-        name, function, image_size = model.source, model, model.image_size
+        name, function, contract = model.source, model, model.preprocessing
     elif model == RAW_PIXELS:
-        name, function = RAW_PIXELS, raw_pixels
+        name, function, contract = RAW_PIXELS, raw_pixels, Preprocessing(image_size)
     else:
         loaded = load_model(model, device=mesh.device if mesh.world_size > 1 else None, precision=precision)
-        name, function, image_size = str(model), loaded, loaded.image_size
+        name, function, contract = str(model), loaded, loaded.preprocessing
     options: dict[str, Any] = {
-        "image_size": image_size,
+        "image_size": contract.image_size,
         "mesh": mesh,
         "batch_size": batch_size,
         "curves": True,
         "quiet": quiet,
     }
-    results = evaluate_sets(function, sources, seed=seed, flip=flip, rocs=rocs, **options)
+    results = evaluate_sets(
+        function, sources, interpolation=contract.interpolation, seed=seed, flip=flip, rocs=rocs, **options
+    )
     if ijb is not None:
         results |= evaluate_ijb(function, Path(ijb), **options)
     return {"model": name, "sets": results}

@@ -2,7 +2,7 @@
 
 A schema is a frozen dataclass whose fields are made by :func:`key` or :func:`tables`, or are themselves such
 dataclasses (sections, which may have sections). Scalars are bool, int, float and str, each also ``| None`` (unset),
-and tuples of them.
+and tuples of them, or a scalar ``|`` a tuple of it.
 
 pydantic would replace Key.checked and its limits, some 60 lines. Sections, the nearest right key, former names,
 ``--KEY VALUE`` with its lists, the written TOML and the list of keys would stay ours, its error objects would have to
@@ -84,22 +84,33 @@ class Key:
     @property
     def kind(self) -> type:
         """Scalar type behind the hint: ``float`` of ``float | None``, ``str`` of ``tuple[str, ...]``."""
-        hint = self.hint
-        if isinstance(hint, types.UnionType):
-            hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-        return typing.cast(type, typing.get_args(hint)[0] if self.is_list else hint)
+        arm = self._arms[0]
+        return typing.cast(type, typing.get_args(arm)[0] if typing.get_origin(arm) is tuple else arm)
 
     @property
     def is_list(self) -> bool:
-        """True if the key takes a list."""
-        return typing.get_origin(self.hint) is tuple
+        """True if the key takes a list and nothing else."""
+        return all(typing.get_origin(arm) is tuple for arm in self._arms)
+
+    @property
+    def takes_list(self) -> bool:
+        """True if the key takes a list, perhaps beside a scalar."""
+        return any(typing.get_origin(arm) is tuple for arm in self._arms)
+
+    @property
+    def _arms(self) -> list[Any]:
+        """The types of the hint but None."""
+        arms = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+        return [arm for arm in arms if arm is not type(None)]
 
     @property
     def type_name(self) -> str:
         """The type in words."""
         plural = {bool: "booleans", int: "integers", float: "numbers", str: "strings"}
         single = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        return f"a list of {plural[self.kind]}" if self.is_list else single[self.kind]
+        if self.is_list:
+            return f"a list of {plural[self.kind]}"
+        return f"{single[self.kind]} or a list of {plural[self.kind]}" if self.takes_list else single[self.kind]
 
     @property
     def expected(self) -> str:
@@ -111,7 +122,7 @@ class Key:
 
     def checked(self, value: Any) -> Any:
         """Return ``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
-        if not self.is_list:
+        if not self.takes_list or (not self.is_list and not isinstance(value, list | tuple)):
             return self._checked_scalar(value, value)
         if not isinstance(value, list | tuple):
             raise self._wrong(value)
@@ -120,7 +131,7 @@ class Key:
     def parsed(self, text: str) -> Any:
         """Parse text of a command line to the key's type (unchecked): lists by commas or as TOML."""
         text = text.strip()
-        if not self.is_list:
+        if not self.takes_list or (not self.is_list and not text.startswith("[") and "," not in text):
             return self._parsed_scalar(text)
         if text.startswith("["):
             return _toml_value(text)

@@ -33,6 +33,8 @@ def other_value(entry: Key) -> Any:
         return "mobilefacenet"
     if entry.name in ("head.m", "head.m1", "head.norm_high"):  # their margins bound them
         return 120.0 if entry.name == "head.norm_high" else 1.5
+    if entry.name in ("data.image_size", "data.mean", "data.std"):  # [data] bounds them together
+        return {"data.image_size": (64, 32), "data.mean": 120.5, "data.std": (58.395, 57.12, 57.375)}[entry.name]
     if entry.choices:
         value: Any = next(choice for choice in entry.choices if choice != entry.default)
     elif entry.kind is bool:
@@ -119,8 +121,9 @@ def test_each_key_from_file_and_command_line(entry: Key, tmp_path: Path) -> None
         value = "softmax"
     if entry.name == "head.placement":
         value = 'mmap:a "quoted" \\ näme'
-    text = ",".join(map(repr, value)) if entry.is_list and entry.kind is float else value
-    typed = toml_value(value) if isinstance(value, tuple | bool | str) else str(text)
+    is_numbers = isinstance(value, tuple) and entry.kind in (int, float)
+    text = ",".join(map(repr, value)) if is_numbers else value
+    typed = toml_value(value) if isinstance(value, tuple | bool | str) and not is_numbers else str(text)
     from_line = config.load(None, {**extra, entry.name: typed})
     assert config.get(from_line, entry.name) == value
     written = write(tmp_path, config.to_toml(from_line))
@@ -366,3 +369,41 @@ def test_a_key_s_former_name_is_taken_with_a_warning(former: str, name: str, tmp
         assert config.get(config.load(path), name) == 0.5
     with pytest.warns(FutureWarning, match=f"{former} is now called {name}"):
         assert config.parse_arguments([f"--{former}", "0.5"]) == {name: "0.5"}
+
+
+@pytest.mark.parametrize("text", ["64", "[64]", "[64, 64]", "64, 64"])
+def test_a_square_is_one_number_however_it_is_written(text: str) -> None:
+    contract = config.load(None, {"data.image_size": text}).data.preprocessing
+    assert (contract.image_size, contract.shape) == (64, (3, 64, 64))
+
+
+def test_an_image_size_is_height_and_width(tmp_path: Path) -> None:
+    path = write(tmp_path, "[data]\nimage_size = [64, 32]\nmean = [123.675, 116.28, 103.53]\nstd = 58\n")
+    contract = config.load(path).data.preprocessing
+    assert (contract.shape, contract.mean, contract.std) == ((3, 64, 32), (123.675, 116.28, 103.53), 58.0)
+    assert contract.interpolation == "bilinear"
+
+
+def test_what_is_not_given_of_the_contract_is_as_ever() -> None:
+    contract = config.Config().data.preprocessing
+    assert (contract.image_size, contract.mean, contract.std, contract.interpolation) == (112, 127.5, 127.5, "bilinear")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"data.image_size": "[64, 32, 48]"}, r"image_size .*one number of pixels, or \[height, width\]"),
+        ({"data.image_size": "[]"}, "image_size"),
+        ({"data.image_size": "[64, 8]"}, "data.image_size .*at least 16"),
+        ({"data.mean": "[1.0, 2.0]"}, "mean .*of red, green and blue"),
+        ({"data.mean": "[0.485, 0.456, 0.406]"}, r"0 to 1; of pixels 0 to 255 it is \[123.675, 116.28, 103.53\]"),
+        ({"data.std": "[0.229, 0.224, 0.225]"}, r"0 to 1; of pixels 0 to 255 it is \[58.395, 57.12, 57.375\]"),
+        ({"data.std": "0"}, "data.std"),
+        ({"data.interpolation": "nearest"}, "data.interpolation .*bilinear, bicubic"),
+        ({"data.image_size": "[64, 32]", "data.rotation_classes": "true"}, "data.rotation_classes .*no square"),
+        ({"data.image_size": "[64, 32]", "rotation_tta": "true"}, "rotation_tta .*no square"),
+    ],
+)
+def test_what_is_no_contract_is_refused_by_name(given: dict[str, str], problem: str) -> None:
+    with pytest.raises(UsageError, match=problem):
+        config.load(None, given)

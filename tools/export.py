@@ -4,8 +4,9 @@
   torch        a program that torch.export.load opens without plsc, any batch size
   insightface  the bare state_dict `model.pt` that arcface_torch loads
 
-Each takes RGB images as (x - 127.5)/127.5 and returns embeddings that are not normalised. A run directory stands for
-its model.safetensors, the last weights; --best takes best.safetensors, those of the best evaluation.
+Each takes RGB images as (x - mean)/std, which are 127.5 unless the run says otherwise, and returns embeddings that
+are not normalised. A run directory stands for its model.safetensors, the last weights; --best takes best.safetensors,
+those of the best evaluation.
 
 example: plsc export runs/faces --format onnx --out faces.onnx
 """
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.embedding import export
     from plsc.embedding.embedder import model_file
     from plsc.models import load_model
+    from plsc.models.preprocessing import size_text
 
     if args.out.is_dir():
         raise UsageError(f"--out {args.out} is a folder; name a file")
@@ -56,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         result = export.export_insightface(model, args.out)
     print(
-        f"{result['file']}: {model.name}, {result['bytes'] / 1e6:.1f} MB, {result['image_size']}x{result['image_size']}"
+        f"{result['file']}: {model.name}, {result['bytes'] / 1e6:.1f} MB, {size_text(result['image_size'])}"
         f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"
     )
     return result

@@ -17,7 +17,7 @@ from typing import Any
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.errors import UsageError
+from plsc.errors import PlscError, UsageError
 from plsc.tools.entry import main
 
 HELP = "what fits on which GPUs and how long a step takes, before one is rented"
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.plan import plan
     from plsc.plan.planner import as_text
 
+    config = _sized(config)
     hardware = _machine(args)
     classes, images = _counts(config, args)
     result = plan(
@@ -82,6 +83,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     print(as_text(result))
     return result.as_dict()
+
+
+def _sized(config: Config) -> Config:
+    """Set the image size that init_weights bring; weights that are not at hand do not keep a run from being planned."""
+    from plsc.train.components import with_preprocessing
+
+    try:
+        return with_preprocessing(config)
+    except PlscError as error:
+        if config.data.image_size is None:
+            print(f"note: planned for images of 112x112: {error}", file=sys.stderr)
+        return config
 
 
 def _placement(args: argparse.Namespace) -> dict[str, str]:

@@ -169,7 +169,9 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
     detector = None
     if args.detector is not None:
         from plsc.embedding.detector import open_detector
+        from plsc.models.preprocessing import check_square
 
+        check_square(embedder.image_size, "--detector aligns faces, which")
         detector = open_detector(args.detector)
     _embed_blank(embedder)
     store = open_store(args.store, precision=args.precision, latency_ms=args.latency_ms)
@@ -186,8 +188,8 @@ def _embed_blank(embedder: "Embedder") -> None:
 
     from plsc.data.codec import resize_image
 
-    oblong = torch.zeros(3, 2, 1, dtype=torch.uint8)  # of no model's shape: what fits is not resized
-    embedder(resize_image(oblong, embedder.image_size)[None])
+    oblong = torch.zeros(3, 3, 1, dtype=torch.uint8)  # of no model's size: what fits is not resized
+    embedder(resize_image(oblong, embedder.image_size, embedder.preprocessing.interpolation)[None])
 
 
 def _check_calibration(path: Path, contract: str) -> None:

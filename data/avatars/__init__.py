@@ -18,9 +18,11 @@ import torch
 
 from plsc.data.avatars.drawing import draw_avatar
 from plsc.data.avatars.traits import Conditions, conditions_of, traits_of
+from plsc.data.codec import resize_image
 from plsc.data.dataset import ImageDataset
 from plsc.data.string_column import StringColumn
 from plsc.errors import UsageError
+from plsc.models.preprocessing import ImageSize, height_and_width
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -41,7 +43,7 @@ def parse_spec(spec: str) -> tuple[int, int, int]:
     return identities, images, first
 
 
-def open_avatars(spec: str, *, image_size: int | None = DEFAULT_SIZE) -> AvatarDataset:
+def open_avatars(spec: str, *, image_size: ImageSize | None = DEFAULT_SIZE) -> AvatarDataset:
     """Open the data set that `spec` describes (see `parse_spec`); `image_size` None is 112."""
     identities, images, first = parse_spec(spec)
     size = DEFAULT_SIZE if image_size is None else image_size
@@ -56,24 +58,30 @@ class AvatarDataset(ImageDataset):
     """
 
     def __init__(
-        self, num_identities: int, images_per_identity: int, *, first: int = 0, image_size: int = DEFAULT_SIZE
+        self, num_identities: int, images_per_identity: int, *, first: int = 0, image_size: ImageSize = DEFAULT_SIZE
     ) -> None:
         source = f"avatars:{num_identities}x{images_per_identity}" + (f"@{first}" if first else "")
         if num_identities < 1 or images_per_identity < 1 or first < 0:
             raise UsageError(f"{source}: identities and images must be at least 1, and the first at least 0")
         if num_identities * images_per_identity > MAX_IMAGES:
             raise UsageError(f"{source}: at most {MAX_IMAGES:,} pictures are allowed; use fewer")
-        if not MIN_SIZE <= image_size <= MAX_SIZE:
+        sides = height_and_width(image_size)
+        if not MIN_SIZE <= min(sides) <= max(sides) <= MAX_SIZE:
             raise UsageError(f"{source}: image_size {image_size} is not between {MIN_SIZE} and {MAX_SIZE}")
         labels = np.repeat(np.arange(num_identities, dtype=np.int64), images_per_identity)
         super().__init__(source, labels, _Names(first, num_identities), image_size)
         self.first = first
         self.images_per_identity = images_per_identity
-        self._size = image_size
 
     def image(self, index: int) -> torch.Tensor:
-        """Draw picture `index`: uint8 (3, S, S) RGB."""
-        pixels = render_avatar(*self._identity_and_image(index), self._size)
+        """Return picture `index` as uint8 (3, H, W) RGB: drawn as a square, and resized if that is no square."""
+        picture = self.picture(index)
+        return resize_image(picture, self.image_size or DEFAULT_SIZE, self.interpolation)
+
+    def picture(self, index: int) -> torch.Tensor:
+        """Draw picture `index`: a square with the longer side of ``image_size``."""
+        side = max(height_and_width(self.image_size or DEFAULT_SIZE))
+        pixels = render_avatar(*self._identity_and_image(index), side)
         return torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
 
     def key(self, index: int) -> str:

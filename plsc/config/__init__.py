@@ -5,6 +5,7 @@ the wrong type or out of range is a :class:`UsageError` that names the key and t
 :func:`to_toml` writes a configuration whole; :func:`load` reads it back equal.
 """
 
+from plsc.config.checks import check_together as check_together
 from plsc.config.checks import make_margin as make_margin
 from plsc.config.loading import KEYS as KEYS
 from plsc.config.loading import SHIPPED as SHIPPED

@@ -45,6 +45,7 @@ def _check(config: Config) -> None:
         raise UsageError(
             'head.momentum_dtype = "none" leaves adamw no moments; give bfloat16 or int8, or optim.head = "sgd"'
         )
+    _check_images(config)
     _check_hyperparameters(config.optim)
     _check_state_dtype(config)
     _check_comm_hook(config)
@@ -55,6 +56,31 @@ def _check(config: Config) -> None:
     _check_head(config)
     _check_backbone(config.backbone)
     _check_tensor_parallel(config)
+
+
+def _check_images(config: Config) -> None:
+    data = config.data
+    if all(value is None for value in (data.image_size, data.mean, data.std)):
+        return
+    try:
+        contract = data.preprocessing
+    except UsageError as error:
+        raise UsageError(f"data.{error}") from None
+    for name, value, least in (("mean", data.mean, 0.0), ("std", data.std, 0.0)):
+        numbers = value if isinstance(value, tuple) else (value or 0.0,)
+        if least < max(numbers) < 1:
+            scaled = toml_value([round(255 * number, 3) for number in numbers])
+            raise UsageError(
+                f"data.{name} = {toml_value(value)} is of values 0 to 1; of pixels 0 to 255 it is {scaled}"
+            )
+    if isinstance(contract.image_size, int):
+        return
+    for name in ("data.rotation_classes", "rotation_tta"):
+        if get(config, name):
+            raise UsageError(
+                f"{name} rotates images by 90 degrees, and data.image_size = {toml_value(data.image_size)} is no "
+                "square; leave one of them out"
+            )
 
 
 def _check_hyperparameters(optim: OptimConfig) -> None:
@@ -334,5 +360,6 @@ def _check_tensor_parallel(config: Config) -> None:
     from plsc.parallel.strategies.tensor_parallel import check_tensor_parallel
 
     with torch.device("meta"):
-        backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+        size = config.data.preprocessing.image_size
+        backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=size)
     check_tensor_parallel(backbone, config.backbone, tp)

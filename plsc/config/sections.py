@@ -6,9 +6,12 @@ A new key is a field of its section.
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.strict_toml import Table, key, tables
+
+if TYPE_CHECKING:
+    from plsc.models.preprocessing import Preprocessing
 
 # torch is imported within functions only: --help and mistyped keys are answered without it.
 
@@ -60,7 +63,30 @@ class DataConfig:
         "Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or "
         "avatars:IDENTITIESxIMAGES, which plsc draws.",
     )
-    image_size: int = key(112, "Side of the square, in pixels, that images are resized to.", least=16)
+    image_size: int | tuple[int, ...] | None = key(
+        None,
+        "Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of "
+        "init_weights, or 112.",
+        least=16,
+    )
+    interpolation: str | None = key(
+        None,
+        "Interpolation by which images are resized; unset: that of init_weights, or bilinear.",
+        choices=("bilinear", "bicubic"),
+    )
+    mean: float | tuple[float, ...] | None = key(
+        None,
+        "Mean of the pixel values, from 0 to 255, that is subtracted: one number, or [red, green, blue]; unset: that "
+        "of init_weights, or 127.5.",
+        least=0,
+        most=255,
+    )
+    std: float | tuple[float, ...] | None = key(
+        None,
+        "Standard deviation of the pixel values, by which they are divided then: one number, or [red, green, blue]; "
+        "unset: that of init_weights, or 127.5.",
+        above=0,
+    )
     batch_size: int = key(
         128, "Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.", least=1
     )
@@ -85,6 +111,19 @@ class DataConfig:
         "Keep decoded images in memory between epochs; auto does so where they take a small part of it.",
         choices=("auto", "always", "never"),
     )
+
+    @property
+    def preprocessing(self) -> "Preprocessing":
+        """The preprocessing contract of the run; where a key is unset, with plsc's own values."""
+        from plsc.models.preprocessing import Preprocessing
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Preprocessing)}
+        return Preprocessing(**{name: value for name, value in values.items() if value is not None})
+
+    def with_contract(self, contract: "Preprocessing") -> "DataConfig":
+        """Return these keys with those of the preprocessing contract set."""
+        values = {field.name: getattr(contract, field.name) for field in dataclasses.fields(contract)}
+        return dataclasses.replace(self, **values)
 
 
 @dataclass(frozen=True)
@@ -501,8 +540,8 @@ class Config:
     seed: int = key(0, "Seed of weights, order of the data, augmentation and sampling.", least=0, below=2**31)
     init_weights: str = key(
         "",
-        "Backbone weights to start from: a .safetensors of a run, or arcface_torch's .pt; the head begins anew; "
-        "empty: none.",
+        "Backbone weights to start from: a .safetensors of a run, arcface_torch's .pt, or, for timm:NAME, timm's own: "
+        "a file, a folder with config.json, timm/NAME or hf-hub:ORG/NAME; the head begins anew; empty: none.",
     )
     head_ranks: int = key(
         0,

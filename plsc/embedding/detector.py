@@ -185,13 +185,13 @@ def _input_of(path: Path, inputs: list[Any]) -> tuple[str, Any, tuple[int | None
 
 def _letterboxed(image: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, Float32]:
     """``image`` scaled to fit (3, height, width), black to the right or below, and the scale (2,) of x and y."""
-    from plsc.data.codec import resize_to
+    from plsc.data.codec import resize_image
 
     rows, columns = image.shape[1:]
     factor = min(height / rows, width / columns)
     fitted = (max(round(rows * factor), 1), max(round(columns * factor), 1))
     picture = torch.zeros(3, height, width, dtype=torch.uint8)
-    picture[:, : fitted[0], : fitted[1]] = resize_to(image, *fitted)
+    picture[:, : fitted[0], : fitted[1]] = resize_image(image, fitted)
     return picture, np.array([fitted[1] / columns, fitted[0] / rows], dtype=np.float32)
 
 

@@ -6,9 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from plsc.embedding.preprocessing import Preprocessing, contract_id, state_digest
+from plsc.embedding.preprocessing import contract_id, state_digest
 from plsc.errors import DataError, UsageError
 from plsc.models import Backbone, load_model
+from plsc.models.preprocessing import Preprocessing, height_and_width
 
 RUN_MODEL, RUN_BEST = "model.safetensors", "best.safetensors"
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -27,7 +28,7 @@ class Engine(Protocol):
     precision: str
 
     def run(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8, B > 0 -> (B, D) float32 on the CPU."""
+        """(B, 3, H, W) uint8, B > 0 -> (B, D) float32 on the CPU."""
 
 
 class Embedder:
@@ -35,7 +36,8 @@ class Embedder:
 
     Attributes:
         embedding_dim: D.
-        image_size: S in pixels.
+        preprocessing: the contract that images have to meet, and that a call applies to them but for resizing.
+        image_size: side of the square images in pixels, or (height, width).
         contract_id: embeddings with the same id may be compared. A run, its .safetensors, the state_dict and what
             :mod:`plsc.embedding.export` made of them share one; any other file has its own, by weights and
             preprocessing.
@@ -47,21 +49,23 @@ class Embedder:
         self._engine = engine
         self.source = source
         self.embedding_dim = engine.embedding_dim
+        self.preprocessing = engine.preprocessing
         self.image_size = engine.preprocessing.image_size
         self.contract_id = engine.contract_id
         self.precision = engine.precision
 
     def __call__(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 RGB -> (B, D) float32 on the CPU, not normalised.
+        """(B, 3, H, W) uint8 RGB -> (B, D) float32 on the CPU, not normalised.
 
         Raises:
             UsageError: the images have another shape or type.
             DataError: the model does not run, or answers in another shape than it promised.
         """
-        expected = (3, self.image_size, self.image_size)
+        expected = self.preprocessing.shape
         if images_u8.dtype != torch.uint8 or images_u8.dim() != 4 or tuple(images_u8.shape[1:]) != expected:
+            height, width = height_and_width(self.image_size)
             raise UsageError(
-                f"{self.source} takes uint8 images (B, 3, {self.image_size}, {self.image_size}), "
+                f"{self.source} takes uint8 images (B, 3, {height}, {width}), "
                 f"not {images_u8.dtype} {tuple(images_u8.shape)}; resize them first"
             )
         if len(images_u8) == 0:
@@ -75,7 +79,7 @@ def contract_of(embedder: Embedder, flip: bool) -> str:
 
 
 def embed_images(embedder: Embedder, images: Tensor, flip: bool) -> Tensor:
-    """Embed uint8 (B, 3, S, S) into float32 (B, D), not normalised; ``flip`` averages over image and mirror image."""
+    """Embed uint8 (B, 3, H, W) into float32 (B, D), not normalised; ``flip`` averages over image and mirror image."""
     if not flip:
         return embedder(images)
     return (embedder(images) + embedder(images.flip(-1))) / 2
@@ -112,13 +116,13 @@ class TorchEngine:
 
     @torch.inference_mode()
     def run(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8, in pinned memory or not -> (B, D) float32 on the CPU."""
+        """(B, 3, H, W) uint8, in pinned memory or not -> (B, D) float32 on the CPU."""
         if self._device.type != "cpu":
             return self._run_batch(images_u8).cpu()
         return torch.cat([self._run_batch(part) for part in images_u8.split(CPU_BATCH)])
 
     def _run_batch(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 -> (B, D) float32 on the device; a GPU may still be computing it."""
+        """(B, 3, H, W) uint8 -> (B, D) float32 on the device; a GPU may still be computing it."""
         images = images_u8.to(self._device, non_blocking=True).contiguous(memory_format=self._layout)
         enabled = self._autocast_dtype is not None
         with torch.autocast(self._device.type, dtype=self._autocast_dtype, enabled=enabled):
@@ -162,7 +166,7 @@ def backbone_engine(
     model: Backbone, device: torch.device, precision: str = "fp32", *, channels_last: bool = False
 ) -> TorchEngine:
     """Make the engine of a backbone in memory; switches it to evaluation mode, and to channels_last if so asked."""
-    preprocessing = Preprocessing(model.image_size)
+    preprocessing = model.preprocessing
     contract = contract_id(preprocessing, state_digest(model.state_dict()))
     return TorchEngine(
         model.eval(), preprocessing, model.embedding_dim, contract, device, precision, channels_last=channels_last

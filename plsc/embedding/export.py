@@ -24,6 +24,7 @@ from plsc.embedding.program import open_program, save_program
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models import Backbone, load_model
+from plsc.models.preprocessing import Preprocessing
 
 CPU = torch.device("cpu")
 BATCH_AXIS = "batch"
@@ -47,10 +48,10 @@ ARCFACE_TORCH_SIZE = 112
 
 
 def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
-    """Write ``model`` as ONNX: input ``data`` (B, 3, S, S) float32 of (x - 127.5)/127.5, output ``embedding`` (B, D).
+    """Write ``model`` as ONNX: input ``data`` (B, 3, H, W) float32 of (x - mean)/std, output ``embedding`` (B, D).
 
     The batch is free; its axis is named ``batch``. No node has a name by which insightface would take the input for
-    unnormalised pixels. The metadata (``plsc.*``) hold image_size, mean, std and the contract id.
+    unnormalised pixels. The metadata (``plsc.*``) hold image_size, mean, std, interpolation and the contract id.
 
     Returns:
         ``format, file, bytes, max_abs_error, max_abs_value, tolerance, embedding_dim, image_size, contract_id``;
@@ -74,12 +75,13 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
 def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERANCE) -> dict[str, Any]:
     """Write ``model`` as a program of torch.export: ``torch.export.load(FILE).module()`` runs it without plsc.
 
-    It maps (B, 3, S, S) float32 of (x - 127.5)/127.5 to (B, D) for any B; its extra file ``plsc.json`` holds
-    image_size, mean, std and the contract id. Nothing in it is pickled. Returns and raises as :func:`export_onnx`.
+    It maps (B, 3, H, W) float32 of (x - mean)/std to (B, D) for any B; its extra file ``plsc.json`` holds
+    image_size, mean, std, interpolation and the contract id. Nothing in it is pickled. Returns and raises as
+    :func:`export_onnx`.
     """
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
-    contract = {"format": PROGRAM_FORMAT, **_contract(engine)}
+    contract = {"format": PROGRAM_FORMAT, **engine.preprocessing.to_dict(), **_contract(engine)}
     with atomic_write(Path(path)) as tmp_path:
         tmp_path.touch()
         with _quiet():
@@ -103,6 +105,11 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
     """
     if model.name not in ARCFACE_TORCH_NAMES:
         raise UsageError(f"arcface_torch has no {model.name}; export it with --format onnx or torch")
+    if model.preprocessing != Preprocessing(model.image_size) or not isinstance(model.image_size, int):
+        raise UsageError(
+            f"the model takes {model.preprocessing.describe()}, which a bare state_dict cannot say; "
+            "export it with --format onnx or torch"
+        )
     engine = backbone_engine(model, CPU)
     expected = _expected(engine, Path(path))
     with atomic_write(Path(path)) as tmp_path:
@@ -133,7 +140,8 @@ def _onnx_model(model: Backbone, engine: Engine) -> Any:
     for node in graph.graph.node:
         if node.name.startswith(SUBTRACTIONS + MULTIPLICATIONS):
             node.name = f"node_{node.name}"
-    metadata = {"format": ONNX_FORMAT, **_contract(engine), "fingerprint": fingerprint(graph)}
+    contract = {**engine.preprocessing.metadata(), **_contract(engine)}
+    metadata = {"format": ONNX_FORMAT, **contract, "fingerprint": fingerprint(graph)}
     onnx.helper.set_model_props(graph, {f"{METADATA_PREFIX}{key}": str(value) for key, value in metadata.items()})
     return graph
 
@@ -148,18 +156,13 @@ def _name_batch_axis(graph: Any) -> None:
 
 
 def _program(model: Backbone) -> torch.export.ExportedProgram:
-    example = torch.zeros(2, 3, model.image_size, model.image_size)
+    example = torch.zeros(2, *model.preprocessing.shape)
     batch = torch.export.Dim(BATCH_AXIS, min=1)
     return torch.export.export(model.eval(), (example,), dynamic_shapes=({0: batch},))
 
 
 def _contract(engine: Engine) -> dict[str, Any]:
-    preprocessing = engine.preprocessing
     return {
-        "image_size": preprocessing.image_size,
-        "mean": preprocessing.mean,
-        "std": preprocessing.std,
-        "channels": "RGB",
         "embedding_dim": engine.embedding_dim,
         "contract_id": engine.contract_id,
     }
@@ -169,7 +172,7 @@ def _expected(engine: Engine, path: Path) -> list[tuple[Tensor, Tensor]]:
     """Pairs (random images, their embeddings), one for each of the batch sizes that are checked."""
     pairs = []
     for count in CHECKED_BATCHES:
-        images = _random_images(count, engine.preprocessing.image_size)
+        images = _random_images(count, engine.preprocessing.shape)
         embeddings = engine.run(images)
         if not embeddings.isfinite().all():
             raise DataError(f"{path} was not written: the model's embeddings are not finite; check its weights")
@@ -192,9 +195,9 @@ def _checked(
     return {"max_abs_error": error, "max_abs_value": largest, "tolerance": tolerance}
 
 
-def _random_images(count: int, size: int) -> Tensor:
+def _random_images(count: int, shape: tuple[int, int, int]) -> Tensor:
     generator = torch.Generator().manual_seed(count)
-    return torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    return torch.randint(0, 256, (count, *shape), dtype=torch.uint8, generator=generator)
 
 
 def _result(kind: str, path: Path, engine: Engine, check: dict[str, float]) -> dict[str, Any]:

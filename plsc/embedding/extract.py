@@ -236,7 +236,7 @@ def _embed_shards(job: _Job, shards: list[int], mesh: Mesh, quiet: bool) -> _Wor
     loader = decode_loader(
         job.dataset,
         ranges,
-        size=job.embedder.image_size,
+        preprocessing=job.embedder.preprocessing,
         batch_size=job.batch_size,
         workers=job.workers,
         pin=mesh.device.type == "cuda",

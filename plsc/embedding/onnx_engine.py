@@ -4,6 +4,7 @@ A file that somebody else wrote can be wrong in many ways; each becomes a :class
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.embedding.preprocessing import Preprocessing, contract_id
+from plsc.embedding.preprocessing import contract_id
 from plsc.errors import DataError, first_line
+from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
+from plsc.models.preprocessing import image_size as checked_image_size
 
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
-DEFAULT_SIZE = 112
 LARGEST_BATCH = 256
 
 INPUT_TYPES: dict[str, Any] = {
@@ -36,9 +38,10 @@ PIXEL_SCALE = 1 / 16
 
 
 class OnnxEngine:
-    """An ONNX model with one input, (B, 3, S, S) or (B, S, S, 3), and one output of B rows.
+    """An ONNX model with one input, (B, 3, H, W) or (B, H, W, 3), and one output of B rows.
 
-    The batch may be fixed or free, S too (112 where it is free), the input float32, float16, float64 or uint8.
+    The batch may be fixed or free, height and width too (where one is free, it is the other; where both are, they are
+    those of the metadata, or 112), the input float32, float16, float64 or uint8.
     Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
     model begins by normalising: then they stay as they are.
 
@@ -63,7 +66,7 @@ class OnnxEngine:
         self.contract_id = _contract_id(model, metadata, self.preprocessing)
 
     def run(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
+        """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
         chunks = [self._run_chunk(chunk) for chunk in torch.split(images_u8.cpu(), self._batch)]
         return torch.from_numpy(np.concatenate(chunks))
 
@@ -91,9 +94,8 @@ class OnnxEngine:
 
     def _probe(self) -> int:
         """D, from a run on black images; a model whose free batch turns out to be fixed is run image by image."""
-        size = self.preprocessing.image_size
         count = self._batch if self._padded else 2
-        black = torch.zeros(count, 3, size, size, dtype=torch.uint8)
+        black = torch.zeros(count, *self.preprocessing.shape, dtype=torch.uint8)
         try:
             answer = self._session_run(self._values(black))
             if answer.ndim == 0 or answer.shape[0] != count:
@@ -138,43 +140,40 @@ def _metadata(model: Any) -> dict[str, str]:
     }
 
 
-def _layout(path: Path, shape: list[Any], metadata: dict[str, str]) -> tuple[int | None, int, bool]:
-    """The fixed batch or None, S, and True if channels come last."""
+def _layout(path: Path, shape: list[Any], metadata: dict[str, str]) -> tuple[int | None, ImageSize, bool]:
+    """The fixed batch or None, the image size, and True if channels come last."""
     dims = [dim if isinstance(dim, int) and dim > 0 else None for dim in shape]
     if len(dims) != 4:
-        raise DataError(f"{path} takes {shape}, not a batch of images (B, 3, S, S)")
+        raise DataError(f"{path} takes {shape}, not a batch of images (B, 3, H, W)")
     batch, *rest = dims
     channels_last = rest[0] != 3 and rest[2] == 3
     channels, height, width = (rest[2], rest[0], rest[1]) if channels_last else rest
     if channels not in (3, None):
         raise DataError(f"{path} takes {shape}: {channels} channels, where RGB has 3")
-    sides = {side for side in (height, width) if side is not None} or {_default_size(metadata)}
-    if len(sides) > 1:
-        raise DataError(f"{path} takes images of {width}x{height}; only square ones are embedded")
-    return batch, sides.pop(), channels_last
+    default_height, default_width = height_and_width(_default_size(metadata))
+    if height is None and width is None:
+        height, width = default_height, default_width
+    return batch, checked_image_size((height or width, width or height)), channels_last
 
 
-def _default_size(metadata: dict[str, str]) -> int:
-    text = metadata.get("image_size", "")
-    return int(text) if text.isdigit() and int(text) > 0 else DEFAULT_SIZE
+def _default_size(metadata: dict[str, str]) -> ImageSize:
+    try:
+        return checked_image_size(json.loads(metadata.get("image_size", "")))
+    except ValueError:
+        return DEFAULT_SIZE
 
 
-def _preprocessing(path: Path, model: Any, metadata: dict[str, str], size: int, dtype: Any) -> Preprocessing:
+def _preprocessing(path: Path, model: Any, metadata: dict[str, str], size: ImageSize, dtype: Any) -> Preprocessing:
     if "mean" in metadata and "std" in metadata:
-        return Preprocessing(size, *_mean_and_std(path, metadata))
+        try:
+            return Preprocessing.from_metadata(metadata, size)
+        except (ValueError, TypeError) as error:
+            raise DataError(
+                f"{path} has metadata whose mean or std cannot be used ({error}); export it again"
+            ) from None
     if dtype is np.uint8 or _normalises_by_name(model) or _normalises_by_graph(model):
         return Preprocessing(size, 0.0, 1.0)
     return Preprocessing(size)
-
-
-def _mean_and_std(path: Path, metadata: dict[str, str]) -> tuple[float, float]:
-    try:
-        mean, std = float(metadata["mean"]), float(metadata["std"])
-    except ValueError:
-        mean, std = math.nan, math.nan
-    if not math.isfinite(mean) or not math.isfinite(std) or std <= 0:
-        raise DataError(f"{path} has metadata whose mean or std is no usable number; export it again")
-    return mean, std
 
 
 def _normalises_by_name(model: Any) -> bool:

@@ -24,6 +24,7 @@ from plsc.data.loader import report_killed_workers
 from plsc.embedding.embedder import Embedder, embed_images
 from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import PlscError
+from plsc.models.preprocessing import Preprocessing
 
 BATCHES_AHEAD = 2  # one that the model computes, one that waits for it
 Decoded = tuple[Tensor | None, str, str]  # the image, or an error; a warning
@@ -112,7 +113,7 @@ def embed_dataset(
     loader = decode_loader(
         dataset,
         [(0, len(dataset))],
-        size=embedder.image_size,
+        preprocessing=embedder.preprocessing,
         batch_size=batch_size,
         workers=workers,
         pin=False,
@@ -146,7 +147,7 @@ def decode_loader(
     dataset: ImageDataset,
     ranges: Sequence[tuple[int, int]],
     *,
-    size: int,
+    preprocessing: Preprocessing,
     batch_size: int,
     workers: int,
     pin: bool,
@@ -156,7 +157,7 @@ def decode_loader(
     Args:
         dataset: the images.
         ranges: of rows, in order.
-        size: S.
+        preprocessing: the model's, which resizes them.
         batch_size: the largest B.
         workers: decoding processes; 0: none but this.
         pin: put batches into pinned memory, for a GPU.
@@ -166,10 +167,10 @@ def decode_loader(
         :func:`plsc.embedding.preprocessing.picture_warnings`.
     """
     return DataLoader(
-        _Decoder(dataset, size),
+        _Decoder(dataset, preprocessing),
         batch_sampler=_Batches(ranges, batch_size),
         num_workers=workers,
-        collate_fn=_Collate(size),
+        collate_fn=_Collate(preprocessing.shape),
         pin_memory=pin,
     )
 
@@ -177,8 +178,8 @@ def decode_loader(
 class _Decoder(Dataset[Decoded]):
     """Item i is (image, "", warning) or (None, error, ""): an exception would end the worker."""
 
-    def __init__(self, dataset: ImageDataset, size: int) -> None:
-        self.dataset, self.size = dataset, size
+    def __init__(self, dataset: ImageDataset, preprocessing: Preprocessing) -> None:
+        self.dataset, self.size, self.interpolation = dataset, preprocessing.image_size, preprocessing.interpolation
 
     def __getitem__(self, index: int) -> Decoded:
         try:
@@ -186,7 +187,8 @@ class _Decoder(Dataset[Decoded]):
         except (PlscError, OSError) as error:
             return None, " ".join(str(error).split()), ""
         warnings = picture_warnings(picture, self.size)
-        return resize_image(picture, self.size), "", warnings[0].message if warnings else ""
+        resized = resize_image(picture, self.size, self.interpolation)
+        return resized, "", warnings[0].message if warnings else ""
 
 
 class _Batches(Sampler[list[int]]):
@@ -208,10 +210,10 @@ class _Batches(Sampler[list[int]]):
 class _Collate:
     """Stacks decoded items into a batch, black where an image is missing."""
 
-    size: int
+    shape: tuple[int, int, int]
 
     def __call__(self, items: list[Decoded]) -> Batch:
-        images = torch.zeros(len(items), 3, self.size, self.size, dtype=torch.uint8)
+        images = torch.zeros(len(items), *self.shape, dtype=torch.uint8)
         errors = {position: error for position, (image, error, _) in enumerate(items) if image is None}
         warnings = {position: warning for position, (_, _, warning) in enumerate(items) if warning}
         for position, (image, _, _) in enumerate(items):

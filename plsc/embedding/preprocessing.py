@@ -1,4 +1,4 @@
-"""Preprocessing of pixels before a model sees them, checks of pictures, and the contract id of a model.
+"""The contract id of a model, and checks of the pictures that it is given.
 
 Two embeddings may be compared only if the same weights saw pixels that were prepared in the same way. The contract id
 stands for both, and every embedding set, index and gallery carries it.
@@ -6,73 +6,64 @@ stands for both, and every embedding set, index and gallery carries it.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.data.transforms import normalize
-from plsc.models.backbone import PIXEL_MEAN, PIXEL_STD
+from plsc.models.preprocessing import BILINEAR, ImageSize, Preprocessing, height_and_width
 from plsc.progress import counted
 
 CONTRACT_DIGITS = 16
 MAX_SIDE_RATIO = 1.1  # longer side / shorter side of a square picture; crops by hand miss square by a few pixels
+MAX_STRETCH = 1.5  # of a picture towards a model's oblong shape; detectors' boxes of bodies differ as much
 MAX_SCALE = 2.0  # side / model's side, and its inverse, within which resizing keeps the face's share of the picture
 MIN_DEVIATION = 4.0  # standard deviation of a channel, of 255 levels; crops of faces in poor light have 15 and more
 _SAMPLES = 32  # rows and columns that the deviation is taken of, so that a large picture costs no more than a crop
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """RGB images of ``image_size`` pixels a side, (x - mean)/std of values 0 to 255."""
-
-    image_size: int
-    mean: float = PIXEL_MEAN
-    std: float = PIXEL_STD
-
-    def __call__(self, images_u8: Tensor) -> Tensor:
-        """(B, 3, S, S) uint8 -> float32 of the same shape, on the same device."""
-        return normalize(images_u8, self.mean, self.std)
 
 
 class PictureWarning(NamedTuple):
     """A reason to doubt that a picture is a crop like those that the model was trained on.
 
     Attributes:
-        code: "not_square", "wrong_size" or "uniform".
+        code: "not_square", "wrong_shape", "wrong_size" or "uniform".
         message: for people, without the picture's name: "3000x2000 pixels are not square".
     """
 
-    code: Literal["not_square", "wrong_size", "uniform"]
+    code: Literal["not_square", "wrong_shape", "wrong_size", "uniform"]
     message: str
 
 
-def picture_warnings(picture: Tensor, image_size: int) -> list[PictureWarning]:
+def picture_warnings(picture: Tensor, image_size: ImageSize) -> list[PictureWarning]:
     """Look for signs that a picture is no aligned crop: an embedding of it has no meaning, but looks like any other.
 
     - ``not_square``: the longer side exceeds 1.1 times the shorter; resizing distorts the face.
-    - ``wrong_size``: of a square picture, a side of more than twice or less than half of the model's. Aligned crops
-      are stored at about the model's size; a larger picture mostly shows more than the face.
+    - ``wrong_shape``, of oblong models in its place: resizing stretches the picture by more than 1.5.
+    - ``wrong_size``: of a picture in the model's shape, a side of more than twice or less than half of the model's.
+      Aligned crops are stored at about the model's size; a larger picture mostly shows more than the face.
     - ``uniform``: no channel deviates by more than 4 of 255 levels (standard deviation over 32x32 pixels).
 
     A crop of the model's size, or up to twice or half of it, gives no warning unless it is uniform.
 
     Args:
         picture: uint8 (3, H, W) on the CPU, as decoded, before it is resized.
-        image_size: side S of the model's images in pixels.
+        image_size: of the model's images: the side of squares in pixels, or (height, width).
 
     Returns:
         The warnings; empty for a picture without a sign.
     """
     height, width = picture.shape[-2:]
+    model_height, model_width = height_and_width(image_size)
+    stretch = max(height * model_width / (width * model_height), width * model_height / (height * model_width))
+    ours, models = f"{width}x{height} pixels", f"the model's {model_width}x{model_height}"
     warnings = []
-    if max(height, width) > MAX_SIDE_RATIO * min(height, width):
-        warnings.append(PictureWarning("not_square", f"{width}x{height} pixels are not square"))
-    elif not image_size / MAX_SCALE <= max(height, width) <= image_size * MAX_SCALE:
-        size = f"{width}x{height} pixels are far from the model's {image_size}x{image_size}"
-        warnings.append(PictureWarning("wrong_size", size))
+    if model_height == model_width and stretch > MAX_SIDE_RATIO:
+        warnings.append(PictureWarning("not_square", f"{ours} are not square"))
+    elif stretch > MAX_STRETCH:
+        warnings.append(PictureWarning("wrong_shape", f"{ours} (width x height) are of another shape than {models}"))
+    elif not 1 / MAX_SCALE <= max(height, width) / max(model_height, model_width) <= MAX_SCALE:
+        warnings.append(PictureWarning("wrong_size", f"{ours} are far from {models}"))
     sample = picture[:, :: max(height // _SAMPLES, 1), :: max(width // _SAMPLES, 1)].flatten(1).numpy()
     if sample.std(axis=1, dtype=np.float32).max() <= MIN_DEVIATION:
         warnings.append(PictureWarning("uniform", "it is nearly uniform"))
@@ -89,7 +80,9 @@ def warning_summary(count: int, total: int, name: str, message: str) -> str:
 
 def contract_id(preprocessing: Preprocessing, weights_digest: str) -> str:
     """Id of a model's embeddings: 16 hexadecimal digits over preprocessing and weights."""
-    text = f"RGB {preprocessing.image_size} {preprocessing.mean} {preprocessing.std} {weights_digest}"
+    size, interpolation = preprocessing.image_size, preprocessing.interpolation
+    resizing = "" if interpolation == BILINEAR else f" {interpolation}"  # so that earlier models keep their ids
+    text = f"RGB {size} {preprocessing.mean} {preprocessing.std}{resizing} {weights_digest}"
     return hashlib.sha256(text.encode()).hexdigest()[:CONTRACT_DIGITS]
 
 

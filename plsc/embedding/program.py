@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from plsc.embedding.preprocessing import Preprocessing, contract_id
+from plsc.embedding.preprocessing import contract_id
 from plsc.errors import DataError, first_line
+from plsc.models.preprocessing import Preprocessing
 
 CONTRACT_FILE = "plsc.json"
 FORMAT = "plsc-program-1"
@@ -91,11 +92,7 @@ def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preproces
                 program = move_to_device_pass(program, device)
             module = program.module()
         contract = json.loads(extra[CONTRACT_FILE] or "{}")
-        preprocessing = Preprocessing(
-            int(contract.get("image_size", 112)),
-            float(contract.get("mean", 127.5)),
-            float(contract.get("std", 127.5)),
-        )
+        preprocessing = Preprocessing.from_metadata(contract)
         embedding_dim = _embedding_dim(module, preprocessing, device)
     except Exception as error:  # torch's reader of foreign bytes raises anything
         raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
@@ -103,9 +100,8 @@ def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preproces
 
 
 def _embedding_dim(module: nn.Module, preprocessing: Preprocessing, device: torch.device) -> int:
-    size = preprocessing.image_size
     with torch.inference_mode():
-        return int(module(torch.zeros(2, 3, size, size, device=device)).flatten(1).shape[1])
+        return int(module(torch.zeros(2, *preprocessing.shape, device=device)).flatten(1).shape[1])
 
 
 def _contract_id(contract: dict[str, Any], fingerprint: str, preprocessing: Preprocessing) -> str:

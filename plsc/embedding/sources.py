@@ -14,6 +14,7 @@ from plsc.data.codec import IMAGE_SUFFIXES, read_bytes, resize_image, to_rgb_ten
 from plsc.data.dataset import EncodedDataset
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import UsageError
+from plsc.models.preprocessing import ImageSize
 
 if TYPE_CHECKING:
     from plsc.data.codec import ImageLike
@@ -27,7 +28,7 @@ class LooseImages(EncodedDataset):
     Files in a sub-folder are of the class of that name; those directly in ``root`` have label -1.
     """
 
-    def __init__(self, root: Path, names: list[str], image_size: int | None) -> None:
+    def __init__(self, root: Path, names: list[str], image_size: ImageSize | None) -> None:
         folders = [name.partition("/")[0] if "/" in name else "" for name in names]
         classes = sorted({folder for folder in folders if folder})
         label_of = {"": -1, **{folder: label for label, folder in enumerate(classes)}}
@@ -49,13 +50,13 @@ class ImageList(ImageDataset):
 
     Args:
         images: each as :func:`plsc.data.codec.to_rgb_tensor` takes it.
-        image_size: side that they are resized to; None leaves each in its own size.
+        image_size: size that they are resized to; None leaves each in its own size.
 
     Raises:
         UsageError: one is no image, or an array of another shape or type.
     """
 
-    def __init__(self, images: "Sequence[ImageLike]", image_size: int | None) -> None:
+    def __init__(self, images: "Sequence[ImageLike]", image_size: ImageSize | None) -> None:
         super().__init__("the images", np.full(len(images), -1, dtype=np.int64), [], image_size)
         self._images = images
         for index, image in enumerate(images):
@@ -63,9 +64,13 @@ class ImageList(ImageDataset):
                 to_rgb_tensor(image, self.key(index))
 
     def image(self, index: int) -> torch.Tensor:
-        """Image ``index`` as uint8 (3, S, S), or (3, H, W) in its own size."""
-        image = to_rgb_tensor(self._images[index], self.key(index))
-        return image if self.image_size is None else resize_image(image, self.image_size)
+        """Image ``index`` as uint8 (3, H, W), resized when ``image_size`` is set."""
+        picture = self.picture(index)
+        return picture if self.image_size is None else resize_image(picture, self.image_size, self.interpolation)
+
+    def picture(self, index: int) -> torch.Tensor:
+        """Image ``index`` in its own size."""
+        return to_rgb_tensor(self._images[index], self.key(index))
 
     def key(self, index: int) -> str:
         """The path of image ``index``, or ``image 7``."""
@@ -74,14 +79,15 @@ class ImageList(ImageDataset):
 
 
 def open_images(
-    source: "ImageSource", image_size: int, *, landmarks: str | Path | None = None, detector: str | None = None
+    source: "ImageSource", image_size: ImageSize, *, landmarks: str | Path | None = None, detector: str | None = None
 ) -> ImageDataset:
     """Open what :func:`plsc.data.open_dataset` opens, one image, a folder with images directly in it, or a sequence.
 
     Args:
         source: a path or ``avatars:IDSxIMAGES``; one image in memory (bytes, a Pillow image, an array (H, W, 3), a
             tensor (3, H, W)); or a sequence of images, as a list of paths or an array (N, H, W, 3).
-        image_size: S. Images are taken for aligned faces and resized, unless one of the next two aligns them.
+        image_size: of the model: the side of squares, or (height, width). Images are taken for aligned crops and
+            resized, unless one of the next two aligns them, which gives squares.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
         detector: ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
 
@@ -112,7 +118,7 @@ def locator(pictures: ImageDataset, landmarks: Path | None, detector: str | None
     return DetectedLandmarks(detector or "")
 
 
-def _open(source: "ImageSource", image_size: int | None) -> ImageDataset:
+def _open(source: "ImageSource", image_size: ImageSize | None) -> ImageDataset:
     if not isinstance(source, str | Path):
         return ImageList(_as_sequence(source), image_size)
     path = Path(source)

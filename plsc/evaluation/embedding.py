@@ -15,6 +15,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 from plsc.data.codec import resize_image
 from plsc.embedding.preprocessing import picture_warnings, warning_summary
 from plsc.errors import DataError
+from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 from plsc.parallel.collectives import all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
 from plsc.progress import Progress
@@ -47,7 +48,8 @@ def embed_images(
     images: ImageSource,
     name: str,
     *,
-    image_size: int,
+    image_size: ImageSize,
+    interpolation: str = BILINEAR,
     mesh: Mesh,
     batch_size: int,
     flip: bool = True,
@@ -60,10 +62,11 @@ def embed_images(
     number, unless ``quiet``.
 
     Args:
-        embed: maps images uint8 (B, 3, S, S) on the CPU to embeddings (B, D) on any device.
+        embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) on any device.
         images: the images to embed.
         name: the set's name, in messages.
-        image_size: S, in pixels.
+        image_size: the side of squares in pixels, or (height, width).
+        interpolation: by which pictures are resized to it.
         mesh: the ranks that share the work; all must call.
         batch_size: images per call of ``embed``.
         flip: add the embedding of each image's mirror image.
@@ -78,7 +81,7 @@ def embed_images(
     parts: list[torch.Tensor] = []
     unreadable: list[tuple[int, str]] = []
     warnings: list[tuple[int, str]] = []
-    for batch in _batches(images, batches, batch_size, image_size, unreadable, warnings):
+    for batch in _batches(images, batches, batch_size, (image_size, interpolation), unreadable, warnings):
         with torch.no_grad():
             rows_here = embed(batch).float()
             parts.append((rows_here + embed(batch.flip(-1)).float() if flip else rows_here).to(mesh.device))
@@ -106,24 +109,26 @@ def _batches(
     images: ImageSource,
     batches: range,
     batch_size: int,
-    image_size: int,
+    resizing: tuple[ImageSize, str],
     unreadable: list[tuple[int, str]],
     warnings: list[tuple[int, str]],
 ) -> Iterator[torch.Tensor]:
-    """Yield batches uint8 (b, 3, S, S), decoded by threads one batch ahead; an unreadable image becomes black.
+    """Yield batches uint8 (b, 3, H, W), decoded by threads one batch ahead; an unreadable image becomes black.
 
     Appends (index, problem) to ``unreadable`` and to ``warnings``.
     """
+
+    image_size, interpolation = resizing
 
     def load(index: int) -> torch.Tensor:
         try:
             picture = images.picture(index)
         except DataError as error:
             unreadable.append((index, str(error)))
-            return torch.zeros(3, image_size, image_size, dtype=torch.uint8)
+            return torch.zeros(3, *height_and_width(image_size), dtype=torch.uint8)
         if found := picture_warnings(picture, image_size):
             warnings.append((index, found[0].message))
-        return resize_image(picture, image_size)
+        return resize_image(picture, image_size, interpolation)
 
     threads = max(min(8, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))), 1)
     with ThreadPoolExecutor(threads) as pool:

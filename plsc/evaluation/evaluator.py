@@ -27,6 +27,7 @@ from plsc.evaluation.pairs import (
     verification,
 )
 from plsc.evaluation.roc import Roc, roc_from_scores, sampled_curve
+from plsc.models.preprocessing import BILINEAR, ImageSize
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 
@@ -36,7 +37,7 @@ T = TypeVar("T")
 class PairImages:
     """The encoded images (2N) of a .bin set, decoded when read and resized to ``image_size``."""
 
-    def __init__(self, source: str, encoded: Sequence[bytes], image_size: int) -> None:
+    def __init__(self, source: str, encoded: Sequence[bytes], image_size: ImageSize) -> None:
         self.source, self.encoded, self.image_size = source, encoded, image_size
 
     def __len__(self) -> int:
@@ -69,7 +70,8 @@ def evaluate(
     embed: Embed,
     sets: Sequence[str],
     *,
-    image_size: int,
+    image_size: ImageSize,
+    interpolation: str = BILINEAR,
     mesh: Mesh,
     batch_size: int = 64,
     seed: int = 0,
@@ -86,9 +88,10 @@ def evaluate(
     :func:`plsc.evaluation.identification`.
 
     Args:
-        embed: maps images uint8 (B, 3, image_size, image_size) on the CPU to embeddings (B, D) anywhere.
+        embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) anywhere.
         sets: .bin files of pairs; folders, lists, .rec files and ``avatars:…`` of identities not trained on.
-        image_size: side of the square images that ``embed`` takes, in pixels.
+        image_size: of the images that ``embed`` takes: the side of squares in pixels, or (height, width).
+        interpolation: by which pictures are resized to it.
         mesh: the ranks that share the work; all must call.
         batch_size: images per call of ``embed``.
         seed: samples the pairs for accuracy and the identities unknown to the open set.
@@ -116,6 +119,7 @@ def evaluate(
             data.images,
             name,
             image_size=image_size,
+            interpolation=interpolation,
             mesh=mesh,
             batch_size=batch_size,
             quiet=quiet,
@@ -172,7 +176,7 @@ def plot_data(roc: Roc, bins: int = 200) -> dict[str, Any]:
     return {"roc": sampled_curve(roc), "scores": histogram}
 
 
-def open_set(source: str, name: str, image_size: int) -> EvaluationSet:
+def open_set(source: str, name: str, image_size: ImageSize) -> EvaluationSet:
     """Open a .bin set of pairs, or anything that :func:`plsc.data.open_dataset` opens, as images of ``image_size``.
 
     Raises:

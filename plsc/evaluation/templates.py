@@ -18,6 +18,7 @@ from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
 from plsc.evaluation.evaluator import plot_data
 from plsc.evaluation.pairs import roc_summary, unit_rows
 from plsc.evaluation.roc import roc_from_scores
+from plsc.models.preprocessing import ImageSize, check_square
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
 
@@ -79,7 +80,7 @@ def ijb(
     embed: Embed,
     folder: Path,
     *,
-    image_size: int,
+    image_size: ImageSize,
     mesh: Mesh,
     batch_size: int = 64,
     curves: bool = False,
@@ -91,9 +92,9 @@ def ijb(
     medium are averaged, the media of a template summed, and the sum L2-normalised. Pairs score by their cosine.
 
     Args:
-        embed: maps images uint8 (B, 3, image_size, image_size) on the CPU to embeddings (B, D) on any device.
+        embed: maps images uint8 (B, 3, S, S) on the CPU to embeddings (B, D) on any device.
         folder: the folder IJBB or IJBC.
-        image_size: side of the aligned faces in pixels.
+        image_size: side of the aligned faces in pixels; :class:`UsageError` if it is a pair.
         mesh: the ranks that share the work; all must call.
         batch_size: images per call of ``embed``.
         curves: add ``roc`` and ``scores``, for plotting.
@@ -108,7 +109,7 @@ def ijb(
         DataError: a list is missing or malformed, or too many images cannot be read.
     """
     prefix = find_prefix(folder)
-    faces = read_faces(folder, prefix, image_size)
+    faces = read_faces(folder, prefix, check_square(image_size, "IJB's protocol aligns faces, which"))
     comparisons: list[TemplatePairs] = []  # read before the long work, so that errors show early; on the first rank
     on_main(lambda: comparisons.append(_checked_pairs(faces, prefix)), mesh)
     embedded = embed_images(embed, faces, prefix, image_size=image_size, mesh=mesh, batch_size=batch_size, quiet=quiet)

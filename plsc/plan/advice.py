@@ -91,6 +91,7 @@ def profile_of(setup: PlanConfig) -> BackboneProfile:
         recompute=config.recompute,
         recompute_every=config.recompute_every,
         recompute_budget=config.recompute_budget,
+        init_weights=config.init_weights if config.backbone.startswith("timm:") else "",
         data=DataConfig(image_size=config.data.image_size, batch_size=setup.batch),
     )
     return _profile(alike, frees_gradients(setup))
@@ -117,7 +118,11 @@ def _profile(config: Config, keep_gradients: bool) -> BackboneProfile:
     # synchronised batch normalisation keeps on a GPU what the ordinary one does: its input and two numbers per channel
     data = config.data
     return profile_backbone(
-        make_backbone(config), data.batch_size, data.image_size, config.precision, keep_gradients=keep_gradients
+        make_backbone(config),
+        data.batch_size,
+        data.preprocessing.image_size,
+        config.precision,
+        keep_gradients=keep_gradients,
     )
 
 

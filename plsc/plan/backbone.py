@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from plsc.models.preprocessing import ImageSize, height_and_width
 from plsc.models.recompute_budget import LiveBytes
 from plsc.train.components import AUTOCAST_DTYPES
 
@@ -100,7 +101,7 @@ class BackboneProfile:
 
 
 def profile_backbone(
-    backbone: nn.Module, images: int, image_size: int, precision: str, *, keep_gradients: bool
+    backbone: nn.Module, images: int, image_size: ImageSize, precision: str, *, keep_gradients: bool
 ) -> BackboneProfile:
     """Run ``backbone`` forward and backward on fake tensors: as long as its Python takes, no memory, any batch."""
     from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
@@ -117,7 +118,7 @@ def profile_backbone(
     ledger = Ledger(fake)
     watch = _UnitWatch(fake, ledger, AUTOCAST_DTYPES.get(precision, torch.float32).itemsize)
     with mode, ledger:
-        x = torch.empty(images, 3, image_size, image_size)
+        x = torch.empty(images, 3, *height_and_width(image_size))
         dtype = AUTOCAST_DTYPES.get(precision)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             embeddings = fake(x)

@@ -7,6 +7,7 @@ from typing import Any
 from plsc.config import Config
 from plsc.devices import GIB
 from plsc.errors import UsageError
+from plsc.models.preprocessing import size_text
 from plsc.plan.advice import (
     Advice,
     Estimate,
@@ -151,11 +152,11 @@ def _heading(plan: Plan) -> Iterable[str]:
     linked += f", {links.between / 1e9:,.0f} GB/s between nodes" if nodes > 1 else ""
     yield "A plan, not a measurement."
     yield ""
-    side = config.data.image_size
+    size = size_text(config.data.preprocessing.image_size)
     batches = f" and micro-batch, {setup.micro_batches} micro-batches to a step" if setup.micro_batches > 1 else ""
     again = {"none": "", "every_k": f"every {config.recompute_every}", "budget": f"budget {config.recompute_budget:g}"}
     recompute = f", recompute {again[config.recompute]}" if config.recompute != "none" else ""
-    yield f"{config.backbone}, {config.precision}{recompute}, {setup.batch} images of {side}x{side} per GPU{batches}"
+    yield f"{config.backbone}, {config.precision}{recompute}, {setup.batch} images of {size} per GPU{batches}"
     if setup.world > 1 or config.parallel.offload:
         hook = config.parallel.comm_hook
         yield f"backbone: {label(setup)}" + (f", comm_hook {hook}" if hook != "none" else "")

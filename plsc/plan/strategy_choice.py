@@ -21,7 +21,7 @@ from plsc.parallel.mesh import Mesh
 from plsc.plan.advice import CapacityError, Estimate, Hardware, estimate, gib, profile_of
 from plsc.plan.devices import Links, link_speed, present_device
 from plsc.plan.plan_config import PlanConfig, plan_config
-from plsc.train.components import open_training_data, strategy_options
+from plsc.train.components import open_training_data, strategy_options, with_preprocessing
 
 # Of a rank's memory that the choice leaves free: the plan's peak was within 5% of measured CPU steps.
 MARGIN = 0.05
@@ -90,10 +90,11 @@ def choose_on_ranks(config: Config, mesh: Mesh, between: str = "infiniband") -> 
     """
 
     def choose() -> StrategyChoice:
-        classes = open_training_data(config.data).num_classes
+        filled = with_preprocessing(config)
+        classes = open_training_data(filled.data).num_classes
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
         hardware = hardware_of(mesh.device, per_node, between)
-        return choose_strategy(plan_config(config, classes, mesh.world_size, per_node), hardware)
+        return choose_strategy(plan_config(filled, classes, mesh.world_size, per_node), hardware)
 
     return on_main(choose, mesh)
 

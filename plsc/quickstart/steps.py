@@ -19,6 +19,7 @@ from plsc.evaluation import evaluate, raw_pixels
 from plsc.files import make_folder, read_json, write_json
 from plsc.index import Index
 from plsc.models import create, load_model
+from plsc.models.preprocessing import ImageSize
 from plsc.parallel import Mesh
 from plsc.parallel.launch import launch
 
@@ -136,7 +137,7 @@ def _evaluate(paths: QuickstartPaths) -> dict[str, dict[str, Any]]:
     trained = open_embedder(paths.run)
     config = configuration.load(paths.run / "config.toml")
     torch.manual_seed(config.seed)
-    fresh = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+    fresh = create(config.backbone, embedding_dim=config.embedding_dim, image_size=trained.image_size)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     untrained = Embedder(backbone_engine(fresh, device), "untrained")
     embedders: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
@@ -150,7 +151,7 @@ def _evaluate(paths: QuickstartPaths) -> dict[str, dict[str, Any]]:
     return curves
 
 
-def _evaluate_one(embed: Embed, unseen: str, image_size: int) -> dict[str, Any]:
+def _evaluate_one(embed: Embed, unseen: str, image_size: ImageSize) -> dict[str, Any]:
     single = Mesh(0, 1, 0, torch.device("cpu"))
     results = evaluate(embed, [unseen], image_size=image_size, mesh=single, curves=True, quiet=True)
     return next(iter(results.values()))

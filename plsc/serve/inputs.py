@@ -13,7 +13,8 @@ from plsc.data.alignment import align_face
 from plsc.data.codec import decode_image, resize_image
 from plsc.embedding.detector import Detector
 from plsc.embedding.preprocessing import picture_warnings
-from plsc.errors import DataError
+from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import Preprocessing, check_square
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
@@ -22,7 +23,7 @@ IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 
 
 class DecodedImage(NamedTuple):
-    """An image as the model expects it: uint8 (3, size, size), and warnings about it, a line each."""
+    """An image as the model expects it: uint8 (3, H, W), and warnings about it, a line each."""
 
     pixels: torch.Tensor
     warnings: Sequence[str]
@@ -37,11 +38,12 @@ def image_bytes(item: Input, name: str) -> bytes:
 
 
 def decode(
-    data: bytes, name: str, size: int, max_pixels: int, landmarks: Any, detector: Detector | None
+    data: bytes, name: str, contract: Preprocessing, max_pixels: int, landmarks: Any, detector: Detector | None
 ) -> DecodedImage:
     """Decode a JPEG, PNG or WEBP file as the model expects it.
 
     Args:
+        contract: the model's, which says what size it takes.
         landmarks: (5, 2) points to align by; without them ``detector`` finds the main face, and without that the
             image is taken as an aligned crop and resized, with warnings where it does not look like one.
 
@@ -49,20 +51,21 @@ def decode(
         ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
     """
     check_format(data, name)
+    size = contract.image_size
     try:
         image = decode_image(data, name, max_pixels=max_pixels)
     except DataError as error:
         raise ApiError(413 if "allowed" in str(error) else 422, str(error)) from None
     try:
         if landmarks is not None:
-            return DecodedImage(align_face(image, landmarks, size, name), ())
+            return DecodedImage(align_face(image, landmarks, check_square(size, "aligning by landmarks"), name), ())
         if detector is not None:
-            return DecodedImage(detector.aligned(image, size, name), ())
-    except DataError as error:
+            return DecodedImage(detector.aligned(image, check_square(size, "aligning faces"), name), ())
+    except (DataError, UsageError) as error:
         raise ApiError(422, str(error)) from None
     found = picture_warnings(image, size)
     warnings = [f"{name}: {warning.message}; give an aligned crop" for warning in found]
-    return DecodedImage(resize_image(image, size), warnings)
+    return DecodedImage(resize_image(image, size, contract.interpolation), warnings)
 
 
 def check_format(data: bytes, name: str) -> None:

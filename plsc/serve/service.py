@@ -204,7 +204,7 @@ class Service:
         if begun > deadline:
             raise ApiError(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
         max_pixels = self.settings.limits.image_pixels
-        image = decode(data, name, self.embedder.image_size, max_pixels, landmarks, self.detector)
+        image = decode(data, name, self.embedder.preprocessing, max_pixels, landmarks, self.detector)
         self.metrics.stage("decode", time.monotonic() - begun)
         return image
 

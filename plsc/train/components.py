@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -13,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from plsc.config import Config, DataConfig, make_margin, stage_configs
+from plsc.config import Config, DataConfig, check_together, make_margin, stage_configs
 from plsc.data.dataset import ImageDataset, open_dataset
 from plsc.data.loader import TrainLoader
 from plsc.data.transforms import RotatedDataset
 from plsc.head.sharded_head import ShardedHead
 from plsc.models import Backbone, create, load_weights
+from plsc.models.preprocessing import Preprocessing
 from plsc.models.recompute_budget import recompute_activations
-from plsc.models.weights import unwrapped
+from plsc.models.weights import adopt_preprocessing, unwrapped, weights_options, weights_preprocessing
 from plsc.models.wrappers import RotationTTA
 from plsc.optim.absent_head import AbsentHead, AbsentHeadOptimizer
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
@@ -138,8 +140,31 @@ class TrainComponents:
 
 def open_training_data(data: DataConfig) -> ImageDataset:
     """Open the images that [data] names; raises as :func:`plsc.data.open_dataset` does."""
-    dataset = open_dataset(data.train, image_size=data.image_size, max_bad_records=data.max_bad_records)
+    contract = data.preprocessing
+    dataset = open_dataset(
+        data.train,
+        image_size=contract.image_size,
+        interpolation=contract.interpolation,
+        max_bad_records=data.max_bad_records,
+    )
     return RotatedDataset(dataset) if data.rotation_classes else dataset
+
+
+def with_preprocessing(config: Config) -> Config:
+    """Fill in what [data] leaves unset of the preprocessing contract: as init_weights bring it, else plsc's own values.
+
+    Raises as :func:`plsc.models.load_weights` does, and :class:`UsageError` where another key does not go with it.
+    """
+    data = config.data
+    names = [field.name for field in dataclasses.fields(Preprocessing)]
+    given = {name: value for name in names if (value := getattr(data, name)) is not None}
+    brought = None
+    if config.init_weights and len(given) < len(names):
+        brought = weights_preprocessing(config.backbone, config.init_weights)
+    contract = dataclasses.replace(brought or Preprocessing(), **given)
+    filled = dataclasses.replace(config, data=data.with_contract(contract))
+    check_together(filled)
+    return filled
 
 
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
@@ -296,7 +321,13 @@ def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> Tr
 
 def make_backbone(config: Config) -> Backbone:
     """The backbone that the configuration describes, on the CPU, with fresh weights; its blocks recompute as told."""
-    backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=config.data.image_size)
+    backbone = create(
+        config.backbone,
+        embedding_dim=config.embedding_dim,
+        image_size=config.data.preprocessing.image_size,
+        **weights_options(config.backbone, config.init_weights),
+    )
+    adopt_preprocessing(backbone, config.data.preprocessing)
     recompute_activations(
         backbone,
         config.recompute,
@@ -312,6 +343,7 @@ def _backbone(config: Config, mesh: Mesh) -> nn.Module:
     backbone: nn.Module = make_backbone(config)
     if config.init_weights:
         load_weights(backbone, config.init_weights)
+        adopt_preprocessing(unwrapped(backbone), config.data.preprocessing)  # perhaps not that of the weights
     backbone = backbone.to(mesh.device)
     return backbone.to(memory_format=torch.channels_last) if config.channels_last else backbone
 

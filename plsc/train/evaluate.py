@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from plsc.config import Config
-from plsc.data.transforms import normalize
 from plsc.evaluation.evaluator import evaluate, open_set, set_names
 from plsc.files import atomic_write
 from plsc.models.weights import serialize_model
@@ -24,7 +23,7 @@ def check_sets(config: Config) -> None:
     """Open every set once, at the start: a wrong name should not cost a run its end."""
     sets = config.eval.sets
     for source, name in zip(sets, set_names(sets), strict=True):
-        open_set(source, name, config.data.image_size)
+        open_set(source, name, config.data.preprocessing.image_size)
 
 
 def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
@@ -32,11 +31,11 @@ def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
     with components.frozen.kept_statistics():
         components.strategy.average_buffers()
     model, device = components.shipped_model(), components.mesh.device
-    was_training = model.training
+    was_training, contract = model.training, components.config.data.preprocessing
 
     @torch.no_grad()
     def embed(images: Tensor) -> Tensor:
-        x = normalize(images.to(device))
+        x = contract(images.to(device))
         if components.config.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         with components.strategy.wrapping.autocast():
@@ -48,7 +47,8 @@ def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
         return evaluate(
             embed,
             components.config.eval.sets,
-            image_size=components.config.data.image_size,
+            image_size=contract.image_size,
+            interpolation=contract.interpolation,
             mesh=components.mesh,
             batch_size=components.config.eval.batch_size,
             seed=components.config.seed,

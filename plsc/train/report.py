@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plsc.config import Config
+from plsc.config import Config, DataConfig
 from plsc.head.replica_averaging import average_bytes
 from plsc.losses.margins import Margin
+from plsc.models.preprocessing import Preprocessing, size_text
 from plsc.models.recompute import recomputed_blocks
+from plsc.models.wrappers import TIMM_PREFIX
 from plsc.progress import StatusLine, counted, duration
 from plsc.train.components import TrainComponents, peak_rates
 from plsc.train.evaluate import BEST, MODEL
@@ -143,8 +145,11 @@ def header(
     config, dataset = components.config, components.dataset
     data = config.data
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
+    size = data.preprocessing.image_size
+    pixels = f"{size} px" if isinstance(size, int) else f"{size_text(size)} px"
     lines = {
-        "data": f"{images} from {data.train}, {data.image_size} px, augment {data.augment}",
+        "data": f"{images} from {data.train}, {pixels}, augment {data.augment}",
+        **_pixels(data),
         "model": _model(components),
         "head": _head(components),
         "ranks": _ranks(components),
@@ -177,8 +182,20 @@ def closing_lines(out: Path, result: dict[str, Any]) -> list[str]:
 def begins_anew(config: Config) -> str:
     """The start of a run that is not resumed, in words."""
     if config.init_weights:
-        return f"backbone from init_weights = {config.init_weights}; class head, optimizers and schedule begin anew"
+        anew = "class head, optimizers and schedule begin anew"
+        if config.backbone.startswith(TIMM_PREFIX):
+            anew += "; where the weights are timm's own, the layers behind the trunk (fc, features) too"
+        return f"backbone from init_weights = {config.init_weights}; {anew}"
     return f"random weights of seed {config.seed}"
+
+
+def _pixels(data: DataConfig) -> dict[str, str]:
+    """A line on the preprocessing contract, where it is not plsc's own."""
+    contract = data.preprocessing
+    if contract == Preprocessing(contract.image_size):
+        return {}
+    resized = f"resized by {contract.interpolation} interpolation"
+    return {"pixels": f"{contract.normalisation()} of values 0 to 255; {resized}"}
 
 
 def _model(components: TrainComponents) -> str:

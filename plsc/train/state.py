@@ -1,5 +1,6 @@
 """The state of a run between two steps: captured for a checkpoint, and restored on any number of ranks."""
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,12 +17,15 @@ from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 from plsc.train.head_state import described_changes, load_tables
 
-# Keys that determine the stored tensors' shapes, or the order of the samples.
+# Keys that determine the stored tensors' shapes, the order of the samples, or their pixels.
 FIXED = (
     "backbone",
     "embedding_dim",
     "seed",
     "data.image_size",
+    "data.mean",
+    "data.std",
+    "data.interpolation",
     "head.margin",
     "head.centers",
     "optim.name",
@@ -95,7 +99,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
 
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
     """``"optim.lr = 0.2 (was 0.1)"`` for each key, and all tables of a kind, that the run had otherwise so far."""
-    return configuration.differences(stored_config(before), config)
+    return configuration.differences(stored_config(before), _with_contract(config))
 
 
 def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
@@ -143,7 +147,7 @@ def _schedule_step(components: TrainComponents, state: dict[str, Any]) -> int:
 def _check_config(before: dict[str, Any], config: Config) -> None:
     old = stored_config(before)
     for name in FIXED:
-        was, now = configuration.get(old, name), configuration.get(config, name)
+        was, now = configuration.get(old, name), configuration.get(_with_contract(config), name)
         if was != now:
             raise UsageError(
                 f"{name} was {configuration.shown(name, was)} when the run began and is "
@@ -155,9 +159,14 @@ def _check_config(before: dict[str, Any], config: Config) -> None:
 def stored_config(tree: dict[str, Any]) -> Config:
     """Return the configuration in a checkpoint's small state; DataError where it is not one of this version."""
     try:
-        return configuration.from_dict(tree)
+        return _with_contract(configuration.from_dict(tree))
     except UsageError as error:
         raise DataError(f"the checkpoint's configuration is not one of this version: {error}") from None
+
+
+def _with_contract(config: Config) -> Config:
+    """Set the keys of the preprocessing contract that are unset, as in earlier versions, to plsc's own values."""
+    return dataclasses.replace(config, data=config.data.with_contract(config.data.preprocessing))
 
 
 def _check_data(before: dict[str, Any], components: TrainComponents) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from plsc.data.loader import TrainLoader
-from plsc.data.transforms import normalize
 from plsc.losses.margins import State
 from plsc.optim.gradients import clip_by_norm_, sharded_norm, total_norm
 from plsc.optim.verdict import Verdict
@@ -233,14 +232,14 @@ class Stepper:
         components = self.components
         if len(images) == 1:
             images = torch.cat([images, images.flip(-1)])
-        x = normalize(images.to(components.mesh.device, non_blocking=True))
+        x = components.config.data.preprocessing(images.to(components.mesh.device, non_blocking=True))
         return x.contiguous(memory_format=torch.channels_last) if components.config.channels_last else x
 
     def _warm_up(self) -> None:
         """Let the strategy see a batch whose result nothing remembers."""
         components, data = self.components, self.components.config.data
         self.statistics.remember()
-        blank = torch.zeros((data.batch_size, 3, data.image_size, data.image_size), dtype=torch.uint8)
+        blank = torch.zeros((data.batch_size, *data.preprocessing.shape), dtype=torch.uint8)
         components.strategy.warm_up(lambda: self._prepared(blank))
         self.statistics.restore_where(torch.ones((), device=components.mesh.device))
 

@@ -22,7 +22,7 @@ from plsc.progress import counted
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
-from plsc.train.components import build, open_training_data, peak_rates
+from plsc.train.components import build, open_training_data, peak_rates, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import (
     BEST,
@@ -115,8 +115,9 @@ class Trainer:
         notes: Sequence[str] = (),
         loggers: Sequence[Logger] = (),
     ) -> None:
-        self.config, self.mesh, self.out = config, mesh, out
         _check_groups(config, mesh)
+        config = raise_on_all_ranks(mesh, lambda: with_preprocessing(config))
+        self.config, self.mesh, self.out = config, mesh, out
         self._launch = on_main(current_launch, mesh)
         restarted, resume = on_main(lambda: _after_restart(out, resume, self._launch), mesh)
         raise_on_all_ranks(mesh, lambda: _check_folder(out, resume))

@@ -11,8 +11,8 @@ import torch
 from plsc.data import normalize
 from plsc.embedding.embedder import Embedder, TorchEngine, backbone_engine, open_embedder
 from plsc.embedding.export import export_onnx
-from plsc.embedding.preprocessing import Preprocessing
 from plsc.models import create
+from plsc.models.preprocessing import Preprocessing
 
 # Every pixel value, as images (2, 3, 32, 32).
 LEVELS = torch.arange(2 * 3 * 32 * 32).remainder(256).to(torch.uint8).view(2, 3, 32, 32)

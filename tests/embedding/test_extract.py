@@ -19,6 +19,7 @@ from plsc.embedding.extract import default_shard_rows, extract
 from plsc.embedding.set_writer import sole_writer
 from plsc.embedding.sources import open_images
 from plsc.errors import DataError, UsageError
+from plsc.models.preprocessing import Preprocessing
 from plsc.parallel import Mesh
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
@@ -51,7 +52,10 @@ def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
     def embed(images: torch.Tensor) -> torch.Tensor:
         return images.flatten(1).float() @ weight / 255
 
-    embedder = SimpleNamespace(embedding_dim=8, image_size=SIZE, contract_id=f"linear-{seed}", source="stand-in")
+    contract = Preprocessing(SIZE)
+    embedder = SimpleNamespace(
+        embedding_dim=8, image_size=SIZE, preprocessing=contract, contract_id=f"linear-{seed}", source="stand-in"
+    )
     return type("Embedder", (), {"__call__": lambda _, images: embed(images), **vars(embedder)})()
 
 

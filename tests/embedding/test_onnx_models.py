@@ -10,7 +10,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from plsc.embedding.embedder import open_embedder
-from plsc.errors import DataError
+from plsc.errors import DataError, UsageError
 
 CPU = torch.device("cpu")
 NUMBERS = {
@@ -162,7 +162,6 @@ def mean_node(output: str = "y", given: str = "x") -> Any:
         ({"outputs": ("y", "z")}, r"has 2 outputs \(y, z\); an embedding model has one input and one output"),
         ({"inputs": ("x", "mask")}, r"has 2 inputs \(x, mask\)"),
         ({"shape": ["N", 1, 32, 32]}, "1 channels, where RGB has 3"),
-        ({"shape": ["N", 3, 64, 32]}, "images of 32x64; only square ones"),
         ({"shape": ["N", 3, 32]}, "not a batch of images"),
         ({"dtype": "int64"}, "takes tensor.int64."),
     ],
@@ -199,6 +198,17 @@ def test_truncated_and_foreign_files_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "text.onnx").write_text("hello")
     with pytest.raises(DataError, match=r"text\.onnx"):
         open_embedder(tmp_path / "text.onnx", device=CPU)
+
+
+@pytest.mark.parametrize("shape", [["N", 3, 64, 32], [2, 3, 64, 32], ["N", 64, 32, 3]])
+def test_a_model_of_oblong_images_takes_them_as_height_and_width(shape: list[Any], tmp_path: Path) -> None:
+    axes = (1, 2) if shape[-1] == 3 else (2, 3)
+    embedder = open_embedder(pooling(tmp_path / "m.onnx", shape=shape, axes=axes), device=CPU)
+    assert embedder.image_size == (64, 32)
+    images = torch.randint(0, 256, (3, 3, 64, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(embedder(images), normalised_mean(images), rtol=0, atol=1e-5)
+    with pytest.raises(UsageError, match=r"takes uint8 images \(B, 3, 64, 32\)"):
+        embedder(images.transpose(2, 3))
 
 
 def test_metadata_state_the_normalisation_and_lies_are_refused(tmp_path: Path) -> None:

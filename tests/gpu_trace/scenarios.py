@@ -201,7 +201,6 @@ class UpcomingBatch(NamedTuple):
 
 def _micro_batch(config: Config, sizes: list[int], rank: int) -> MicroBatch:
     """One data rank's part of a global batch, as its loader brings it."""
-    side = config.data.image_size
-    images = torch.zeros(sizes[rank], 3, side, side, dtype=torch.uint8, pin_memory=True)
+    images = torch.zeros(sizes[rank], *config.data.preprocessing.shape, dtype=torch.uint8, pin_memory=True)
     labels = torch.zeros(sizes[rank], dtype=torch.int64, pin_memory=True)
     return MicroBatch(images, labels, sizes)

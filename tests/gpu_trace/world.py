@@ -156,7 +156,7 @@ _RENEW_NORMS = class_table.renew_norms
 def build(config: Config, classes: int, mesh: Mesh) -> TrainComponents:
     """The components of a run of ``config`` over ``classes`` classes."""
     images = max(2 * config.data.batch_size * mesh.world_size * config.optim.accumulate, 2)
-    return components.build(config, BlankImages(classes, images, config.data.image_size), mesh)
+    return components.build(config, BlankImages(classes, images, config.data.preprocessing.image_size), mesh)
 
 
 def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -19,8 +19,8 @@ import torch
 from PIL import Image
 
 from plsc.embedding.embedder import Embedder
-from plsc.embedding.preprocessing import Preprocessing
 from plsc.gallery.store import open_store
+from plsc.models.preprocessing import Preprocessing
 from plsc.serve.observability import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service
@@ -48,7 +48,7 @@ class Linear:
 
 
 def linear_embedder(source: str = "models/linear.safetensors") -> Embedder:
-    """The model that all live services have."""
+    """The model that live services have by default."""
     return Embedder(Linear(), source)
 
 
@@ -80,16 +80,24 @@ class Live:
 
 @contextmanager
 def live_service(
-    folder: Path, detector: Any = None, source: str = "models/linear.safetensors", **changes: Any
+    folder: Path,
+    detector: Any = None,
+    source: str = "models/linear.safetensors",
+    embedder: Embedder | None = None,
+    **changes: Any,
 ) -> Iterator[Live]:
-    """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings."""
+    """Serve a store in ``folder`` on a free port until the block ends; ``changes`` are of the settings.
+
+    The model is ``embedder``, or the linear one.
+    """
     given = {"port": 0, "snapshots": folder / "snapshots", "audit": folder / "audit.jsonl", **changes}
     settings = Settings(**given)
     server = Server(settings)
     services: Queue[Service | None] = Queue()
 
     def load(metrics: Metrics) -> Service:
-        return Service(linear_embedder(source), open_store(folder / "store"), settings, metrics, detector)
+        model = embedder or linear_embedder(source)
+        return Service(model, open_store(folder / "store"), settings, metrics, detector)
 
     def serve() -> None:
         try:

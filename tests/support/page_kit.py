@@ -13,8 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.embedding.embedder import Embedder
-from plsc.embedding.preprocessing import Preprocessing
 from plsc.gallery.store import NewPerson, open_store
+from plsc.models.preprocessing import Preprocessing
 from plsc.serve.observability import Metrics
 from plsc.serve.server import Server
 from plsc.serve.service import Service

@@ -49,7 +49,7 @@ function show() {
   fill("service-figures", {
     "Rows": `${pluralize(total("faces"), "face")} of ${pluralize(total("persons"), "person")}`,
     "Model": info.model.source,
-    "Embedding": `${info.model.embedding_dim} numbers from ${info.model.image_size} × ${info.model.image_size} pixels`,
+    "Embedding": `${info.model.embedding_dim} numbers from ${sizeOf(info.model)} pixels`,
     "Contract": info.model.contract_id,
     "Threshold": threshold(info),
     "Thumbnails": info.thumbnails ? "kept with each face enrolled by a picture" : "none are kept",
@@ -84,7 +84,13 @@ function collectionRow(one) {
 
 function showCrops(hint, info) {
   hint.hidden = info.detector;
-  hint.textContent = `The model expects aligned crops of ${info.model.image_size} × ${info.model.image_size} pixels; this service does not cut faces out of larger pictures.`;
+  hint.textContent = `The model expects aligned crops of ${sizeOf(info.model)} pixels; this service does not cut faces out of larger pictures.`;
+}
+
+// image_size is the side of a square, or [height, width]; people read width × height.
+function sizeOf(model) {
+  const [height, width] = Array.isArray(model.image_size) ? model.image_size : [model.image_size, model.image_size];
+  return `${width} × ${height}`;
 }
 
 function fill(id, figures) {

@@ -5,6 +5,7 @@ Tensors are in the JSON, or raw bytes behind it (binary tensor data).
 
 import functools
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -185,12 +186,12 @@ async def server_ready(request: Request) -> JSONResponse:
 async def model_metadata(model: str, service: Served) -> ModelMetadata:
     """The model's input and output."""
     _check_model(service, model)
-    size, dim = service.embedder.image_size, service.embedder.embedding_dim
+    shape, dim = service.embedder.preprocessing.shape, service.embedder.embedding_dim
     return ModelMetadata(
         name=model,
         versions=[VERSION],
         platform="plsc",
-        inputs=[TensorMetadata(name=INPUT, datatype="UINT8", shape=[-1, 3, size, size])],
+        inputs=[TensorMetadata(name=INPUT, datatype="UINT8", shape=[-1, *shape])],
         outputs=[TensorMetadata(name=OUTPUT, datatype="FP32", shape=[-1, dim])],
     )
 
@@ -232,10 +233,10 @@ async def infer(
     request: Request,
     inference_header_content_length: JsonLength = None,
 ) -> Response:
-    """Embed images that are sized and aligned already: UINT8 [n, 3, S, S] to FP32 [n, D]."""
+    """Embed images that are sized and aligned already: UINT8 [n, 3, H, W] to FP32 [n, D]."""
     _check_model(service, model)
-    body, size, max_images = await request.body(), service.embedder.image_size, service.settings.limits.inputs
-    inference = read_inference(body, inference_header_content_length, size, max_images)
+    body, shape, max_images = await request.body(), service.embedder.preprocessing.shape, service.settings.limits.inputs
+    inference = read_inference(body, inference_header_content_length, shape, max_images)
     vectors = await service.embed_pixels(inference.images, service.deadline(None))
     content, headers = write_inference(vectors, model, inference)
     return Response(content, headers=headers)
@@ -272,10 +273,10 @@ class Inference:
     binary: bool
 
 
-def read_inference(body: bytes, header: str | None, size: int, max_images: int) -> Inference:
+def read_inference(body: bytes, header: str | None, image_shape: tuple[int, int, int], max_images: int) -> Inference:
     """The request in ``body``, whose JSON is ``header`` bytes long, or all of it where that is None.
 
-    Raises :class:`ApiError` 400 naming what does not fit UINT8 [1 to ``max_images``, 3, size, size].
+    Raises :class:`ApiError` 400 naming what does not fit UINT8 [1 to ``max_images``, *image_shape].
     """
     length = _length(header, len(body))
     try:
@@ -287,7 +288,7 @@ def read_inference(body: bytes, header: str | None, size: int, max_images: int) 
     requested = request.outputs or []
     if any(output.name != OUTPUT for output in requested) or len(requested) > 1:
         raise ApiError(400, f"the model has one output, {OUTPUT}; ask for that alone")
-    images = _images(request.inputs[0], body[length:], size, max_images)
+    images = _images(request.inputs[0], body[length:], image_shape, max_images)
     return Inference(images, request.id, _is_binary(request, requested))
 
 
@@ -322,14 +323,15 @@ def _is_binary(request: InferRequest, requested: list[RequestedOutput]) -> bool:
     return bool(request.parameters.binary_data_output)
 
 
-def _images(tensor: InputTensor, raw: bytes, size: int, max_images: int) -> torch.Tensor:
+def _images(tensor: InputTensor, raw: bytes, image_shape: tuple[int, int, int], max_images: int) -> torch.Tensor:
     if tensor.datatype != "UINT8":
         raise ApiError(400, f"{INPUT} is {tensor.datatype[:32]}; the model takes UINT8")
     shape = tensor.shape
-    if len(shape) != 4 or shape[1:] != [3, size, size] or not 1 <= shape[0] <= max_images:
-        raise ApiError(400, f"{INPUT} has the shape {shape}; the model takes [1 to {max_images}, 3, {size}, {size}]")
+    if len(shape) != 4 or shape[1:] != list(image_shape) or not 1 <= shape[0] <= max_images:
+        taken = ", ".join(map(str, image_shape))
+        raise ApiError(400, f"{INPUT} has the shape {shape}; the model takes [1 to {max_images}, {taken}]")
     read = _from_numbers if tensor.parameters.binary_data_size is None else _from_bytes
-    pixels = read(tensor, raw, shape[0] * 3 * size * size)
+    pixels = read(tensor, raw, math.prod(shape))
     return torch.frombuffer(bytearray(pixels), dtype=torch.uint8).reshape(shape)
 
 

@@ -19,12 +19,15 @@ router = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["model"])
 
 
 class ModelInfo(BaseModel):
-    """The model that embeds; embeddings of one ``contract_id`` may be compared."""
+    """The model that embeds; embeddings of one ``contract_id`` may be compared.
+
+    ``image_size`` is the side of square images in pixels, or [height, width].
+    """
 
     source: str
     contract_id: str
     embedding_dim: int
-    image_size: int
+    image_size: int | tuple[int, int]
 
 
 class LimitsInfo(BaseModel):

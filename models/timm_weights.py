@@ -1,0 +1,194 @@
+"""Weights that timm's models come with: a state_dict, a folder of the Hugging Face hub's layout, or a hub id.
+
+Such a folder, which ``timm.models.save_for_hf`` writes and the hub's snapshots are, holds ``config.json``: the
+architecture, the arguments that it was built with, and ``pretrained_cfg``, what its weights expect of an image. A
+state_dict alone has none of it; then timm's own registry says what the weights of that name expect.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from plsc.errors import DataError, UsageError, first_line
+from plsc.models.preprocessing import Preprocessing
+from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
+
+HUB_PREFIX = "hf-hub:"
+CONFIG = "config.json"
+FILES = ("model.safetensors", "pytorch_model.bin")  # the first of them that a folder holds
+_TIMMS_OWN_ID = re.compile(r"timm/[\w.-]+")
+# timm's options that fetch or open other files: a file must not set them.
+FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+# What plsc gives to timm itself.
+_GIVEN = ("num_classes", "in_chans", "img_size")
+
+
+@dataclass(frozen=True)
+class SnapshotConfig:
+    """Content of a ``config.json``: timm's name of the model, what its weights expect, and its arguments."""
+
+    architecture: str
+    pretrained_cfg: Mapping[str, Any]
+    model_args: Mapping[str, Any]
+
+
+def weights_file(source: str | Path) -> Path:
+    """Return the file of weights that ``source`` names.
+
+    Args:
+        source: a file; a folder with one of :data:`FILES`; ``hf-hub:ORG/NAME``, perhaps with ``@REVISION``, or
+            ``timm/NAME``, which are downloaded to huggingface_hub's cache, or found in it.
+
+    Raises:
+        UsageError: there is no such thing, or the hub does not give it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        found = next((path / name for name in FILES if (path / name).is_file()), None)
+        if found is None:
+            raise UsageError(f"{path} holds neither {' nor '.join(FILES)}; name the file of weights")
+        return found
+    text = str(source)
+    if not path.exists() and (text.startswith(HUB_PREFIX) or _TIMMS_OWN_ID.fullmatch(text)):
+        return _downloaded(text)
+    return path
+
+
+def _downloaded(hub_id: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    repository, _, revision = hub_id.removeprefix(HUB_PREFIX).partition("@")
+    try:
+        hf_hub_download(repository, CONFIG, revision=revision or None)
+        try:
+            return Path(hf_hub_download(repository, FILES[0], revision=revision or None))
+        except EntryNotFoundError as error:
+            if isinstance(error, LocalEntryNotFoundError):  # not known to be missing: the hub was not reached
+                raise
+            return Path(hf_hub_download(repository, FILES[1], revision=revision or None))
+    except Exception as error:  # errors of the hub, its HTTP client and its checks of names share no base class
+        raise UsageError(
+            f"{hub_id} cannot be had from the Hugging Face hub ({first_line(error)}); check its name and the network, "
+            f"or name a folder with its {CONFIG} and {FILES[0]}"
+        ) from None
+
+
+def snapshot_config(file: Path) -> SnapshotConfig | None:
+    """Read the ``config.json`` beside a file of weights; None where there is none, or it is not timm's.
+
+    Raises:
+        DataError: it is broken.
+    """
+    path = file.with_name(CONFIG)
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no JSON: {first_line(error)}; use another copy") from None
+    if not isinstance(content, dict) or "architecture" not in content:
+        return None
+    pretrained_cfg = content.get("pretrained_cfg", content)  # timm's older files have all in one
+    model_args = content.get("model_args") or {}
+    if not isinstance(pretrained_cfg, dict) or not isinstance(model_args, dict):
+        raise DataError(f"{path} is no config of timm: pretrained_cfg and model_args are tables; use another copy")
+    return SnapshotConfig(str(content["architecture"]), pretrained_cfg, model_args)
+
+
+def model_options(file: Path) -> dict[str, Any]:
+    """Return the arguments of timm's model that the weights in ``file`` were made for, beside those that plsc gives."""
+    config = snapshot_config(file)
+    given = {} if config is None else config.model_args
+    return {name: value for name, value in given.items() if name not in (*FETCHING, *_GIVEN)}
+
+
+def timm_preprocessing(name: str, file: Path) -> Preprocessing:
+    """Return what timm says that the weights in ``file`` expect of an image.
+
+    timm's crop_pct is left out: images here are crops already, and are resized to the input size as a whole.
+
+    Args:
+        name: of the backbone, ``timm:NAME`` or ``timm:NAME.TAG``.
+        file: its weights; the ``config.json`` beside them counts, or else timm's registry.
+
+    Raises:
+        DataError: the config is of another architecture, or its numbers are none.
+    """
+    import timm
+    from timm.data import resolve_data_config
+
+    config = snapshot_config(file)
+    if config is not None:
+        _check_architecture(name, config, file)
+        pretrained_cfg = dict(config.pretrained_cfg)
+    else:
+        registered = timm.get_pretrained_cfg(name.removeprefix(TIMM_PREFIX))
+        pretrained_cfg = {} if registered is None else registered.to_dict()
+    try:
+        expected = resolve_data_config({}, pretrained_cfg=pretrained_cfg)
+        channels, *size = expected["input_size"]
+        if channels != 3:
+            raise DataError(f"{file} takes images of {channels} channels; plsc gives three, RGB")
+        mean, std = ([round(255 * value, 9) for value in expected[key]] for key in ("mean", "std"))
+        return Preprocessing(size, mean, std, expected["interpolation"])  # type: ignore[arg-type]
+    except (UsageError, TypeError, ValueError, AssertionError) as error:
+        raise DataError(f"what timm says of the images for {file} cannot be used: {first_line(error)}") from None
+
+
+def is_timms_own(state: Mapping[str, Tensor]) -> bool:
+    """Return whether a state_dict is of a model of timm alone, and not of a :class:`TimmBackbone` around one."""
+    return not any(key.startswith("trunk.") for key in state)
+
+
+def trunk_state(backbone: TimmBackbone, state: Mapping[str, Tensor], file: Path) -> dict[str, Tensor]:
+    """Return timm's state_dict as ``backbone.trunk`` takes it, perhaps with keys that do not fit.
+
+    The classifier is left out. Where keys or shapes differ, the conversion that timm has for this family renames keys
+    of the original authors and resamples position embeddings to the trunk's image size.
+
+    Raises:
+        DataError: the weights are of another architecture, or timm's conversion fails.
+    """
+    config = snapshot_config(file)
+    if config is not None:
+        _check_architecture(backbone.name, config, file)
+    trunk = backbone.trunk
+    own = {key: tensor.shape for key, tensor in trunk.state_dict().items()}
+    found = _without_classifier(state, trunk, own)
+    if {key: tensor.shape for key, tensor in found.items()} == own:
+        return found
+    convert = _conversion(trunk)
+    if convert is None:
+        return found
+    try:
+        return _without_classifier(convert(dict(state), trunk), trunk, own)
+    except Exception as error:  # conversions index keys and reshape tensors of files that may be of anything
+        raise DataError(
+            f"{file} does not fit the model: timm's conversion of its keys fails ({first_line(error)}); its first keys "
+            f"are {', '.join(list(state)[:3])}, and the model's {', '.join(list(own)[:3])}"
+        ) from None
+
+
+def _check_architecture(name: str, config: SnapshotConfig, file: Path) -> None:
+    wanted, found = (text.removeprefix(TIMM_PREFIX).partition(".")[0] for text in (name, config.architecture))
+    if wanted != found:
+        raise DataError(f'{file} holds {found}, and the backbone is {name}; give backbone = "{TIMM_PREFIX}{found}"')
+
+
+def _without_classifier(state: Mapping[str, Tensor], trunk: Any, own: Mapping[str, Any]) -> dict[str, Tensor]:
+    classifier = trunk.pretrained_cfg.get("classifier") or ()
+    names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
+    prefixes = tuple(f"{name}." for name in names)
+    return {key: tensor for key, tensor in state.items() if key in own or not key.startswith(prefixes)}
+
+
+def _conversion(trunk: Any) -> Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None:
+    """Return the ``checkpoint_filter_fn`` of the trunk's module, timm's name for it in every family; None without."""
+    return getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)
