@@ -13,7 +13,7 @@ from plsc.errors import UsageError
 from plsc.models import load_model
 from plsc.models.preprocessing import Preprocessing
 from plsc.train import train
-from plsc.train.checkpoint import open_checkpoint
+from plsc.train.checkpoint_reader import open_checkpoint
 from plsc.train.components import with_preprocessing
 
 Ranks = Any
