@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plsc.devices import known_device, peak_flops
 from plsc.head.class_table import class_range
+from plsc.models.preprocessing import ImageSize, height_and_width
 from plsc.models.recompute import compute_once
 from plsc.parallel.collectives import all_gather_numbers
 from plsc.parallel.mesh import Mesh
@@ -42,18 +43,18 @@ class BackboneFlops:
     backward: int
 
 
-def backbone_flops(template: nn.Module, image_size: int) -> BackboneFlops:
+def backbone_flops(template: nn.Module, image_size: ImageSize) -> BackboneFlops:
     """Count the products of a training pass.
 
     Args:
         template: on the meta device; weights that require no gradient have none.
-        image_size: side of the square images.
+        image_size: side of the square images, or (height, width).
     """
     from torch.utils.flop_counter import FlopCounterMode  # late: it takes long to import
 
     images = 2  # the least that batch normalisation takes
     model = compute_once(copy.deepcopy(template)).train()
-    x = torch.empty(images, 3, image_size, image_size, device="meta")
+    x = torch.empty(images, 3, *height_and_width(image_size), device="meta")
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         embeddings = model(x)
         forward = counter.get_total_flops()
@@ -104,7 +105,7 @@ class EfficiencyMeter:
         self._backbone: BackboneFlops | None = None
         self._peak = 0.0
         if self._mesh.is_main:
-            self._backbone = backbone_flops(components.template, components.config.data.image_size)
+            self._backbone = backbone_flops(components.template, components.config.data.preprocessing.image_size)
             self._peak = peak_flops(self._mesh.device, self._precision) * self._mesh.world_size
         self._power_is_known = self._mesh.device.type == "cuda"
         self._waiting_share = 0.0
