@@ -258,6 +258,11 @@ def _check_pipeline(config: Config) -> None:
             f"{cause} exchanges gradients stage by stage, which averaging, powersgd and dgc do not know; give "
             'averaging = "none" and comm_hook = "none", "bf16" or "fp16"'
         )
+    if config.compile:
+        raise UsageError(
+            f"{cause} does not go with compile yet: compiled blocks failed in a stage's forward pass when they were "
+            "tried; leave compile out"
+        )
     if config.head_ranks:
         raise UsageError(f"{cause} shards the class table over the ranks of the last stage; leave head_ranks out")
 

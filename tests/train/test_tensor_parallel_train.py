@@ -100,8 +100,9 @@ def test_a_run_goes_on_with_and_without_it(variant: str, alone: dict[str, Path],
 
 
 @pytest.mark.slow
-def test_bfloat16_learns_as_one_process_does(ranks: Ranks, tmp_path: Path) -> None:
-    changes = {"backbone": "tiny_vit", "precision": "bf16", "epochs": 2}
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_learn_as_one_process_does(precision: str, ranks: Ranks, tmp_path: Path) -> None:
+    changes = {"backbone": "tiny_vit", "precision": precision, "epochs": 2}
     ranks(1, on_rank, tmp_path / "alone", changes)
     ranks(2, on_rank, tmp_path / "shared", {**changes, "parallel.tp": 2})
     expected, found = losses(tmp_path / "alone"), losses(tmp_path / "shared")

@@ -21,6 +21,11 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
     Raises:
         UsageError: the strategy is unknown, or so many ranks cannot be arranged like that.
     """
+    if options.name == "auto":
+        raise UsageError(
+            'parallel.strategy = "auto" is chosen by plsc train; from Python, train with the configuration that '
+            "plsc.plan.strategy_choice.choose_on_ranks(config, mesh).config gives"
+        )
     if options.name not in STRATEGIES:
         raise UsageError(f"there is no strategy {options.name!r}; it is one of {', '.join(STRATEGIES)}")
     options.check_world(mesh.world_size)

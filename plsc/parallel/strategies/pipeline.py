@@ -14,7 +14,6 @@ taken off before the last layers and their batch normalisation.
 """
 
 import copy
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +112,7 @@ class Pipeline(Strategy):
 
     def wrap(self, backbone: nn.Module, template: nn.Module, wrapping: Wrapping) -> nn.Module:
         """Keep this rank's stages of ``backbone``, and place them over the ranks that hold the same."""
-        self._within.wrapping = dataclasses.replace(wrapping, compile=None)  # blocks are compiled one by one
+        self._within.wrapping = wrapping
         net = super().wrap(backbone, template, wrapping)
         self._within.weights, self.steps_on_device = self.weights, self._within.steps_on_device
         return net
@@ -132,9 +131,6 @@ class Pipeline(Strategy):
         numbers = range(self._rank, self._count, self._ranks)
         self.stages = [Stage(model, self._spans, n, self.wrapping.autocast, tokens_over) for n in numbers]
         self._free_other_stages(model)
-        if self.wrapping.compile is not None:
-            for block in (block for stage in self.stages for block in stage.blocks):
-                block.compile()
         self._nets = [self._within.place_backbone(stage) for stage in self.stages]
         for stage in self.stages:  # fully_shard has put other parameters into the place of those of the stage
             for name, weight in stage.model.named_parameters(recurse=False):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from plsc import config
 from plsc.errors import UsageError
+from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies import StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.strategies.pipeline import balanced, micro_batch_sizes
 
@@ -127,9 +128,46 @@ def test_blocks_and_samples_are_balanced() -> None:
         ({"parallel.averaging": "local_sgd"}, "stage by stage"),
         ({"parallel.comm_hook": "powersgd"}, "stage by stage"),
         ({"head_ranks": 2}, "leave head_ranks out"),
+        ({"compile": True}, "leave compile out"),
         ({"parallel.pp": 1, "parallel.pp_micro_batches": 4}, "leave it out"),
     ],
 )
 def test_what_is_meaningless_together_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         config.load(None, {"backbone": "vit_tiny", "data.train": "avatars:10x6", "parallel.pp": 2, **changes})
+
+
+def test_a_strategy_that_is_to_be_chosen_is_refused_with_what_chooses() -> None:
+    mesh = Mesh(0, 1, 0, torch.device("cpu"))
+    with pytest.raises(UsageError, match="choose_on_ranks"):
+        make_strategy(StrategyOptions("auto"), mesh)
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "dims"),
+    [
+        (StrategyOptions(), 8, {}),
+        (StrategyOptions("fsdp"), 8, {"shard": 8}),
+        (StrategyOptions("hsdp", shard_ranks=1), 4, {"replicate": 4, "shard": 1}),
+        (StrategyOptions("hsdp", shard_ranks=2, tp=2), 8, {"replicate": 2, "shard": 2, "tp": 2}),
+        (StrategyOptions(pp=2), 4, {"pp": 2, "replicate": 2}),
+        (StrategyOptions(pp=2, tp=2), 4, {"pp": 2, "tp": 2}),
+        (StrategyOptions("fsdp", pp=2, tp=2), 8, {"pp": 2, "shard": 2, "tp": 2}),
+        (StrategyOptions("hsdp", 2, 2, 2), 16, {"pp": 2, "replicate": 2, "shard": 2, "tp": 2}),
+    ],
+)
+def test_ranks_lie_on_one_mesh(options: StrategyOptions, world: int, dims: dict[str, int]) -> None:
+    options.check_world(world)
+    assert list(options.dimensions(world).items()) == list(dims.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "world", "message"),
+    [
+        (StrategyOptions(pp=2, tp=4), 12, "parallel.tp = 4 does not divide the number of ranks of a stage"),
+        (StrategyOptions("hsdp", 4, 2, 2), 24, "shard_ranks = 4 does not divide the number of groups"),
+    ],
+)
+def test_ranks_that_cannot_be_arranged_are_refused(options: StrategyOptions, world: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        options.check_world(world)
