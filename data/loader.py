@@ -55,6 +55,9 @@ class TrainLoader:
             and the next readable image of the data set takes its place: every rank knows the size of any rank's batch.
         pin_memory: put batches into pinned memory, from which they are copied to a GPU while the host goes on.
 
+    Attributes:
+        indices: those in the data set of the images that were yielded last.
+
     Raises:
         UsageError: an argument is out of range, or the data set is too small for the ranks.
         DataError: while iterating: more than ``max_bad_records`` images are unreadable.
@@ -81,6 +84,7 @@ class TrainLoader:
         self._pin_memory = pin_memory
         self._epoch = self._consumed = self._yielded = 0
         self._ranges: list[StepRange] = []
+        self.indices: list[int] = []
         self._bad_keys: set[str] = set()
         self._has_read = False
         cached = cache_fits(dataset) if cache_images == "auto" else cache_images
@@ -155,7 +159,7 @@ class TrainLoader:
             self._check_readable(batch)
             self._report(batch.failures)
             # The position advances by what was yielded, not by what the processes have read ahead.
-            self._consumed, self._yielded = step.stop, count
+            self._consumed, self._yielded, self.indices = step.stop, count, batch.indices.tolist()
             yield batch.images, self._labels_of(batch.indices)
         self._epoch, self._consumed = self._epoch + 1, 0
 

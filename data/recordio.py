@@ -13,7 +13,9 @@ of float32, then the encoded image. insightface puts ``X.idx`` (lines ``key<TAB>
 
 import json
 import mmap
+import os
 import struct
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +50,7 @@ class ImageRecord:
 
 
 class RecordFile:
-    """A memory-mapped ``.rec`` file, which pickles as its path.
+    """A ``.rec`` file, which pickles as its path. Its words are mapped, to be searched; records are read.
 
     Raises:
         UsageError: there is no such file.
@@ -61,8 +63,9 @@ class RecordFile:
 
     def _open(self) -> None:
         try:
-            with self.path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self._descriptor = os.open(self.path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise UsageError(f"there is no {self.path}") from None
         except ValueError:
@@ -88,7 +91,7 @@ class RecordFile:
             flag, start, stop = self._part(offset)
             if flag not in expected:
                 raise ValueError("its parts are out of order")
-            pieces.append(self._map[start:stop])
+            pieces.append(self._bytes(start, stop - start))
             if flag in (WHOLE, LAST):
                 return _MAGIC_BYTES.join(pieces)
             expected, offset = (MIDDLE, LAST), stop + -(stop - start) % 4
@@ -143,7 +146,7 @@ class RecordFile:
         """Return (flag, start, stop) of the part at ``offset``."""
         if not 0 <= offset <= len(self._map) - 8:
             raise ValueError(f"its offset {offset:,} is past the end of the file")
-        magic, word = struct.unpack_from("<II", self._map, offset)
+        magic, word = struct.unpack("<II", self._bytes(offset, 8))
         if magic != MAGIC:
             raise ValueError(f"no record begins at its offset {offset:,}")
         start = offset + 8
@@ -151,6 +154,16 @@ class RecordFile:
         if stop > len(self._map):
             raise ValueError("the file ends inside it")
         return word >> 29, start, stop
+
+    def _bytes(self, offset: int, size: int) -> bytes:
+        """Read from the file: what storage does not give through the map ends the process by SIGBUS."""
+        try:
+            content = os.pread(self._descriptor, size, offset)
+        except OSError as error:
+            raise ValueError(f"it cannot be read: {error.strerror}") from None
+        if len(content) < size:
+            raise ValueError("the file has become shorter, and ends inside it")
+        return content
 
 
 def unpack_image(content: bytes) -> ImageRecord:

@@ -2,11 +2,13 @@
 
 import contextlib
 import ctypes
+import errno
 import glob
 import hashlib
 import json
 import os
 import shutil
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from plsc.errors import DataError, IntegrityError, StorageError, UsageError
 
 MANIFEST = "manifest.json"
 Manifest = dict[str, Any]
+_WAITING_LINES = 100_000  # that a LineFile keeps in memory: at 200 bytes each, 20 MB
 
 
 def make_folder(path: Path) -> Path:
@@ -284,3 +287,39 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class LineFile:
+    """A file to which whole lines are appended. A full disk ends nothing: lines wait until there is space again.
+
+    Args:
+        path: appended to; made where it does not exist.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._waiting: deque[bytes] = deque(maxlen=_WAITING_LINES)
+
+    @property
+    def is_behind(self) -> bool:
+        """True where lines wait for space."""
+        return bool(self._waiting)
+
+    def write(self, line: str) -> None:
+        """Append ``line``, which has no end of line, after those that wait."""
+        self._waiting.append(line.encode() + b"\n")
+        with contextlib.suppress(OSError):  # it will be tried again with the next line
+            while self._waiting:
+                self._append(self._waiting[0])
+                self._waiting.popleft()
+
+    def close(self) -> None:
+        """Close the file; what waits is lost."""
+        os.close(self._file)
+
+    def _append(self, line: bytes) -> None:
+        size = os.fstat(self._file).st_size
+        written = os.write(self._file, line)
+        if written < len(line):
+            os.ftruncate(self._file, size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

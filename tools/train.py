@@ -46,6 +46,7 @@ HELP = "train a backbone and a class head from a TOML configuration"
 
 accepts_overrides = True
 _PROFILED_STEPS = 5
+_MONITOR_SECONDS = 30.0  # in which the monitor of the ranks finds those that hang, and reports them
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -165,21 +166,26 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel import shutdown
     from plsc.train import train
-    from plsc.train.failures import RankWatch, as_lost_rank, end_after_reporter, is_reporting_rank
+    from plsc.train.failures import RankWatch, as_lost_rank, end_after_reporter, is_reporting_rank, stop_with_agent
     from plsc.train.report import closing_lines
 
+    stop_with_agent()
     keep_freed_memory()
-    mesh = plsc.init(head_ranks=config.head_ranks)
+    mesh = plsc.init(head_ranks=config.head_ranks, timeout=_collective_seconds(config))
     out = args.out if args.out is not None else Path("runs") / args.config.stem
+
+    def report(error: PlscError) -> None:
+        print_error("plsc train", str(error))
+
     try:
-        with RankWatch(mesh, lambda lost: print_error("plsc train", str(lost))):
+        with RankWatch(mesh, report):
             why: tuple[str, ...] = ()
             if config.parallel.strategy == "auto":
                 from plsc.plan.strategy_choice import choose_on_ranks
 
                 chosen = choose_on_ranks(config, mesh, args.between)
                 config, why = chosen.config, chosen.why
-            result = train(config, mesh, out=out, resume=args.resume, notes=why)
+            result = train(config, mesh, out=out, resume=args.resume, notes=why, on_hang=report)
         shutdown()
     except PlscError as error:
         if is_reporting_rank(mesh):
@@ -196,6 +202,13 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
         return None
     print("\n".join(closing_lines(out, result)))
     return result
+
+
+def _collective_seconds(config: Config) -> float | None:
+    """The time-out of GPUs' collectives: later than the monitor's, which names the ranks; hosts' have none."""
+    import torch
+
+    return config.parallel.timeout_seconds + _MONITOR_SECONDS if torch.cuda.is_available() else None
 
 
 if __name__ == "__main__":

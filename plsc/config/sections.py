@@ -450,6 +450,13 @@ class ParallelConfig:
         least=1,
     )
     outer_momentum: float = key(0.9, "diloco: momentum of the outer optimizer.", least=0, below=1)
+    timeout_seconds: float = key(
+        600.0,
+        "Seconds in which no rank makes progress, after which the run ends and names the ranks that the others wait "
+        "for, with what they are at; after 30 s, or half of it, train.log names them already. Evaluations and "
+        "checkpoints have no limit.",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -585,6 +592,15 @@ class Config:
         "Patterns of names of the backbone's weights that are not trained, as layer1.* or *: they keep their values "
         "bit for bit, and batch normalisation all of whose weights are frozen keeps its statistics, and applies them.",
         in_stages=True,
+    )
+    non_finite: str = key(
+        "skip",
+        "What a step with a non-finite loss or gradient does: skip leaves everything as it was and goes on, stop ends "
+        "the run. fp16's search for a loss scale, which begins with gradients out of range, counts as neither.",
+        choices=("skip", "stop"),
+    )
+    non_finite_kept: int = key(
+        3, "Steps with a non-finite loss or gradient whose batches are kept in RUN/non_finite, the first ones.", least=0
     )
     max_skipped_steps: int = key(
         20, "Consecutive steps with a non-finite loss or gradient after which the run stops with an error.", least=1

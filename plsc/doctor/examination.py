@@ -11,7 +11,7 @@ from plsc.doctor import kernels, machine, prediction, rates, training
 from plsc.doctor.report import Line, Report, failed, merge
 from plsc.errors import UsageError, first_line
 from plsc.parallel.mesh import Mesh, init, shutdown
-from plsc.parallel.rank_monitor import RankMonitor
+from plsc.parallel.rank_monitor import Hang, RankMonitor
 
 SECTIONS = ("versions", "machine", "choices", "kernels", "rates", "collectives", "training", "plan")
 LIMIT_SECONDS = 45.0
@@ -88,12 +88,12 @@ class Examination:
         by_rank = self._monitor.gather(f"lines of {section}", [asdict(line) for line in lines])
         self.report.add(section, merge([[Line(**line) for line in of_rank] for of_rank in by_rank]))
 
-    def _hung(self, line: str) -> None:
+    def _hung(self, hang: Hang) -> None:
         """Report ranks that hang, save the report, and end this process: nothing that hangs can be waited for."""
         if self.report.out is None:  # the first rank hangs itself
             self.report.out = sys.stdout
         advice = "look at that rank's machine (dmesg, nvidia-smi, py-spy dump --pid); then start again"
-        self.report.add(self._section, [failed("ranks", line, advice)])
+        self.report.add(self._section, [failed("ranks", hang.line, advice)])
         self.report.close()
         try:
             self._save(self.report.as_dict())

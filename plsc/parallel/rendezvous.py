@@ -7,10 +7,8 @@ machine's agent counts its own failures. So the ranks agree on a name for their 
 """
 
 import os
-import socket
 import time
 import uuid
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -19,27 +17,6 @@ from plsc.errors import PlscError
 
 TIMEOUT = timedelta(minutes=30)  # as torch waits by default until all ranks have come
 _POLL_SECONDS = 0.01
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One call of torchrun, however often it restarts its ranks.
-
-    Attributes:
-        name: the same in every attempt of the launch, and in no other launch.
-        process: the rank that asked, as HOST:PID; differs between attempts.
-    """
-
-    name: str
-    process: str
-
-
-def current_launch() -> Launch | None:
-    """Return torchrun's launch that this rank belongs to; None without torchrun, or where its agent keeps no store."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or not agent_keeps_store():
-        return None
-    name = connect().compare_set("plsc/launch", "", uuid.uuid4().hex)  # the first to come names it
-    return Launch(name.decode(), f"{socket.gethostname()}:{os.getpid()}")
 
 
 def agent_keeps_store() -> bool:

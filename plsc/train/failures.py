@@ -13,12 +13,14 @@ from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from plsc.errors import PlscError
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, await_farewell, farewell
 from plsc.parallel.launch import STOP_SIGNALS
+from plsc.parallel.rank_monitor import Hang, RankMonitor
+from plsc.parallel.rendezvous import agent_keeps_store
 
 T = TypeVar("T")
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
@@ -26,11 +28,17 @@ T = TypeVar("T")
 _REPORT_SECONDS = 10.0
 # A terminal and Slurm send a signal to every process of a run, and the launcher passes it on to its ranks once more.
 _SAME_SIGNAL_SECONDS = 1.0
+_AGENT_SECONDS = 1.0  # between two looks at the launcher
 _ALWAYS = timedelta(days=365)
+LATE_SECONDS = 30.0  # without progress, after which the log names the ranks that the others wait for
 
 
 class LostRankError(PlscError):
     """Another rank of the run has ended."""
+
+
+class HangingRankError(PlscError):
+    """Ranks of the run do not come to where the others wait."""
 
 
 class Interrupted(PlscError):
@@ -175,6 +183,61 @@ class RankWatch:
         elif self._left.wait(2 * _REPORT_SECONDS):
             return
         os._exit(lost.exit_code)
+
+
+def stop_with_agent() -> None:
+    """Ask this process to stop, as by SIGTERM, when the launcher that has started it has ended without ending it.
+
+    A rank that went on alone would write into a run that somebody resumes elsewhere.
+    """
+    if not agent_keeps_store():  # the parent may be a shell that is free to end
+        return
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(_AGENT_SECONDS)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="plsc-agent-watch", daemon=True).start()
+
+
+def monitor_ranks(
+    mesh: Mesh, limit: float, log: Callable[[str], None], report: Callable[[HangingRankError], None]
+) -> RankMonitor | None:
+    """Watch, until the monitor's end(), that some rank makes progress; None where there is one rank.
+
+    Where none does for ``limit`` seconds, one rank names those that the others wait for and ends its process, wherever
+    its main thread waits; the others follow. The log names them sooner.
+
+    Args:
+        mesh: the ranks.
+        limit: seconds.
+        log: takes a line for the run's log, on whichever rank tells first.
+        report: prints the error's line.
+    """
+    if mesh.world_size == 1:
+        return None
+
+    def end(hang: Hang) -> None:
+        error = HangingRankError(f"{hang.line}; --resume auto goes on from the last checkpoint")
+        for line in (f"ended: {error}", *hang.stacks):
+            log(line)
+        if is_reporting_rank(mesh):
+            report(error)
+        os._exit(error.exit_code)
+
+    def leave() -> None:
+        time.sleep(2 * _REPORT_SECONDS)
+        os._exit(HangingRankError.exit_code)
+
+    def tell(hang: Hang) -> None:
+        for line in (f"waiting: {hang.line}", *hang.stacks):
+            log(line)
+
+    store = PrefixStore("plsc/monitor", dist.distributed_c10d._get_default_store())
+    late = min(LATE_SECONDS, limit / 2)
+    return RankMonitor(limit, end, store=store, leave=leave, on_late=tell, late=late)
 
 
 class StopRequest:

@@ -1,14 +1,15 @@
 """Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard and other loggers."""
 
+import contextlib
 import json
 import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from plsc.errors import UsageError
-from plsc.files import atomic_write
+from plsc.files import LineFile, atomic_write
 from plsc.train.step import StepResult
 
 METRICS = "metrics.jsonl"
@@ -50,29 +51,31 @@ class MetricsLog:
         loggers: Sequence[Logger] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._file = None
-        self._board = None
+        self._file: LineFile | None = None
+        self._out, self._board = out, cast(Any, None)
+        self._has_lost_board = False
         functions = [_log_function(logger) for logger in loggers]  # on every rank: a wrong one ends all of them
         self._functions = functions if enabled else []
         self._warn, self._failed = warn, set[int]()
         if not enabled:
             return
         _cut(out / METRICS, step)
-        self._file = (out / METRICS).open("a", encoding="utf-8")
+        self._file = LineFile(out / METRICS)
         if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+            self._board = _new_board(out, step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Report ``values`` (numbers, None, nested mappings of them) of ``step``."""
         if self._file is not None:
             line = {"step": step, **_without_nan(values)}
-            self._file.write(json.dumps(line, allow_nan=False) + "\n")
-            self._file.flush()
+            self._file.write(json.dumps(line, allow_nan=False))
+        if self._has_lost_board and self._file is not None and not self._file.is_behind:
+            self._board, self._has_lost_board = _new_board(self._out, step), False
         if self._board is not None:
-            for name, value in _leaves(values):
-                self._board.add_scalar(name, value, step)
+            try:
+                self._add_to_board(step, values)
+            except OSError:  # a full disk: the board's thread has ended, and points are lost; metrics.jsonl has them
+                self._board, self._has_lost_board = None, True
         for index, function in enumerate(self._functions):
             try:
                 function(dict(_leaves(values)), step=step)
@@ -86,7 +89,19 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
         if self._board is not None:
-            self._board.close()
+            with contextlib.suppress(OSError):
+                self._board.close()
+
+    def _add_to_board(self, step: int, values: dict[str, Any]) -> None:
+        for name, value in _leaves(values):
+            self._board.add_scalar(name, value, step)
+
+
+def _new_board(out: Path, step: int) -> Any:
+    """A writer of RUN/tensorboard, in which points from ``step`` on that were written before count no more."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(out / "tensorboard"), purge_step=step)
 
 
 class StepMeter:

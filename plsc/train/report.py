@@ -1,5 +1,6 @@
 """Report of a run for its user: header, progress line, closing lines; on standard error and in RUN/train.log."""
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.config import Config, DataConfig
+from plsc.files import LineFile
 from plsc.head.replica_averaging import average_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
@@ -38,27 +40,28 @@ class RunReport:
     """
 
     def __init__(self, out: Path, *, enabled: bool, quiet: bool = False) -> None:
-        self._log = (out / LOG).open("a", encoding="utf-8") if enabled else None
+        self._log = LineFile(out / LOG) if enabled else None
         self._status = StatusLine() if enabled and not quiet else None
 
     def line(self, text: str) -> None:
         """Write a line that stays."""
         self.log(text)
         if self._status is not None:
-            self._status.print(f"train: {text}")
+            with contextlib.suppress(OSError):  # a file on a full disk, or a reader that has gone
+                self._status.print(f"train: {text}")
 
     def log(self, text: str) -> None:
         """Write to train.log alone."""
         if self._log is not None:
-            self._log.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
-            self._log.flush()
+            self._log.write(_dated(text))
 
     def status(self, text: str, *, log: bool) -> None:
         """Show the state of the progress line; ``log`` when it is also one for the log, and for a pipe."""
         if log:
             self.log(text)
         if self._status is not None and (log or self._status.rewrites):
-            self._status.update(f"train: {text}")
+            with contextlib.suppress(OSError):
+                self._status.update(f"train: {text}")
 
     def close(self) -> None:
         """End the progress line, and close the log."""
@@ -66,6 +69,18 @@ class RunReport:
             self._status.close()
         if self._log is not None:
             self._log.close()
+
+
+def append_to_log(out: Path, text: str) -> None:
+    """Write a line into the log of the run ``out`` from any rank, beside the first one's."""
+    with contextlib.suppress(OSError):
+        file = LineFile(out / LOG)
+        file.write(_dated(text))
+        file.close()
+
+
+def _dated(text: str) -> str:
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"
 
 
 class StepProgress:

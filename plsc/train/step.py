@@ -21,12 +21,13 @@ from plsc.train.components import TrainComponents
 class MicroBatch:
     """This rank's ``images`` uint8 (b, 3, S, S) and ``labels`` (b,) of a global batch, of which ranks have ``sizes``.
 
-    Both lie on the CPU, in pinned memory where a GPU computes.
+    Both lie on the CPU, in pinned memory where a GPU computes. ``indices`` (b,) are the images' in the data set.
     """
 
     images: Tensor
     labels: Tensor
     sizes: Sequence[int]
+    indices: Sequence[int] = ()
 
     @property
     def size(self) -> int:
@@ -57,7 +58,7 @@ def micro_batches(loader: TrainLoader, accumulate: int) -> Iterator[list[MicroBa
     """
     group: list[MicroBatch] = []
     for images, labels in loader:
-        group.append(MicroBatch(images, labels, loader.sizes))
+        group.append(MicroBatch(images, labels, loader.sizes, loader.indices))
         if len(group) == accumulate:
             yield group
             group = []

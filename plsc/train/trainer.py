@@ -1,22 +1,24 @@
 """The training run, top to bottom: from a configuration to a run directory, in one go or in as many as it takes."""
 
 import contextlib
-import dataclasses
+import math
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError, UsageError
-from plsc.files import atomic_write, make_folder, read_json, write_json
+from plsc.files import atomic_write, make_folder
 from plsc.optim.schedules import advance, scheduler
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import on_main
-from plsc.parallel.rendezvous import Launch, current_launch
+from plsc.parallel.rank_monitor import RankMonitor
 from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeline, step_part
 from plsc.progress import counted
 from plsc.train.async_checkpoint import AsyncCheckpointer
@@ -34,18 +36,22 @@ from plsc.train.evaluate import (
     summary,
     weights_writer,
 )
-from plsc.train.failures import Interrupted, StopRequest, raise_on_all_ranks
+from plsc.train.failures import Interrupted, StopRequest, monitor_ranks, raise_on_all_ranks
+from plsc.train.kept_batches import KeptBatches
 from plsc.train.metrics import METRICS, Logger, MetricsLog, StepMeter
 from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
-from plsc.train.report import RunReport, StepProgress, begins_anew, closing_lines, header
+from plsc.train.report import RunReport, StepProgress, append_to_log, begins_anew, closing_lines, header
+from plsc.train.restart import after_restart, current_launch, mark_launch
 from plsc.train.stages import enter_stage, plan_stages
 from plsc.train.state import Position, capture, changed_keys, changed_tables, restore, steps_per_epoch
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
 
 POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
 CONFIG, CLASSES = "config.toml", "classes.json"
-LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
+# What a rank is at, in the order of a step; ranks may work alone for long where it is not of the step itself.
+_OF_STEP = ("data of step", "step")
+_PLACES = (*_OF_STEP, "evaluation after step", "checkpoint of step")
 
 
 def train(
@@ -57,6 +63,7 @@ def train(
     quiet: bool = False,
     notes: Sequence[str] = (),
     loggers: Sequence[Logger] = (),
+    on_hang: Callable[[PlscError], None] | None = None,
 ) -> dict[str, Any]:
     """Train as ``config`` says and write the run directory ``out``; every rank calls.
 
@@ -74,6 +81,8 @@ def train(
         loggers: are given what TensorBoard is, on the first rank: functions that are called as
             ``logger({"loss": 2.5, "time/head": 0.01, …}, step=100)``, or objects with such a method ``log``. One that
             raises does not end the run; the first error of each is a line of train.log.
+        on_hang: called from another thread, on one rank, with the ranks that the others have waited for longer than
+            ``parallel.timeout_seconds``; every rank's process ends after that. None: nothing is watched.
 
     Returns:
         {"out", "steps", "epochs", "loss", "skipped_steps", "images", "seconds", "images_per_second",
@@ -90,7 +99,7 @@ def train(
     with StopRequest() as stop:
         trainer = Trainer(config, mesh, Path(out), resume, quiet, notes, loggers)
         try:
-            with report_killed_workers(), trainer.timeline.active():
+            with report_killed_workers(), trainer.timeline.active(), trainer.monitored(on_hang):
                 return trainer.run(stop)
         except PlscError as error:
             trainer.report.log(f"ended: {error}")
@@ -100,6 +109,16 @@ def train(
             trainer.checkpointer.close()
             trainer.metrics.close()
             trainer.report.close()
+
+
+@dataclass(frozen=True)
+class _UnreadStep:
+    """A step whose result is not read yet: what it learned from, and its learning rates."""
+
+    number: int
+    enqueued: EnqueuedStep
+    group: Sequence[MicroBatch]
+    rates: Sequence[float]
 
 
 class Trainer:
@@ -118,8 +137,8 @@ class Trainer:
         _check_groups(config, mesh)
         config = raise_on_all_ranks(mesh, lambda: with_preprocessing(config))
         self.config, self.mesh, self.out = config, mesh, out
-        self._launch = on_main(current_launch, mesh)
-        restarted, resume = on_main(lambda: _after_restart(out, resume, self._launch), mesh)
+        self._launch = current_launch(mesh)
+        restarted, resume = on_main(lambda: after_restart(out, resume, self._launch), mesh)
         raise_on_all_ranks(mesh, lambda: _check_folder(out, resume))
         dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config.data))
         raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
@@ -170,12 +189,27 @@ class Trainer:
             device=mesh.device,
             report=self.report.line,
         )
+        self._monitor: RankMonitor | None = None
         self.last_loss: float | None = None
-        self._unread: deque[tuple[int, EnqueuedStep]] = deque()
+        self._unread: deque[_UnreadStep] = deque()
+        self._kept = KeptBatches(out, self.components.loader.dataset, mesh, config.non_finite_kept)
         self._meter = StepMeter()
         self._skipped_in_a_row = 0
         self._results: dict[str, dict[str, Any]] = {}
         self._evaluated_at = -1
+
+    @contextlib.contextmanager
+    def monitored(self, on_hang: Callable[[PlscError], None] | None) -> Iterator[None]:
+        """Watch within that some rank makes progress, unless ``on_hang``, which hears where none does, is None."""
+        if on_hang is not None:
+            seconds = self.config.parallel.timeout_seconds
+            log = partial(append_to_log, self.out)
+            self._monitor = monitor_ranks(self.mesh, seconds, log, on_hang)
+        try:
+            yield
+        finally:
+            if self._monitor is not None:
+                self._monitor.end()
 
     def run(self, stop: StopRequest) -> dict[str, Any]:
         """Take the steps that are left; evaluate, log and save on the way.
@@ -189,9 +223,10 @@ class Trainer:
         self._meter = StepMeter()
         self.timeline.begin()
         for group in _awaited(self._groups()):
+            self._at("step")
             enqueued = self.stepper.step(group, self.position.step, stop.signal)
             images += enqueued.images
-            self._count(enqueued)
+            self._count(enqueued, group)
             self.profiler.end_step(self.position.step)
             result = self._read_results(keep=0 if self._is_looked_at(last_step) else 1)
             self._log(result)
@@ -217,6 +252,13 @@ class Trainer:
         for line in closing_lines(self.out, summary):
             self.report.log(line)
         return summary
+
+    def _at(self, place: str) -> None:
+        """Tell the monitor what is done now: one of _PLACES."""
+        if self._monitor is not None:
+            is_of_step = place in _OF_STEP
+            number = self.position.step + is_of_step  # the position counts a step when it is enqueued
+            self._monitor.at(f"{place} {number:,}", len(_PLACES) * number + _PLACES.index(place), limited=is_of_step)
 
     @property
     def epochs_done(self) -> float:
@@ -272,7 +314,7 @@ class Trainer:
                 tmp_path.write_text(configuration.to_toml(self.config), encoding="utf-8")
             self.components.dataset.save_label_map(self.out / CLASSES)
             if self._launch is not None:  # last: from here on a restart goes on with what this folder holds
-                write_json(self.out / LAUNCH, dataclasses.asdict(self._launch))
+                mark_launch(self.out, self._launch)
 
     def _set_schedule(self) -> None:
         ranks, step = self.components.strategy.data_ranks, self.position.schedule_step
@@ -297,8 +339,10 @@ class Trainer:
     def _groups(self) -> Iterator[list[MicroBatch]]:
         """The micro-batches of each step that is left, through all epochs and stages."""
         while not self._is_finished():
+            self._at("data of step")
             for group in micro_batches(self.components.loader, self.config.optim.accumulate):
                 yield group
+                self._at("data of step")
                 if self.config.steps is not None and self._is_finished():
                     return
                 if self._enter_due_stage():
@@ -320,14 +364,14 @@ class Trainer:
         assert self.config.epochs is not None
         return self.components.loader.epoch >= self.config.epochs
 
-    def _count(self, enqueued: EnqueuedStep) -> None:
+    def _count(self, enqueued: EnqueuedStep, group: Sequence[MicroBatch]) -> None:
         """Count a step, and move the learning rate on."""
         self.rates = [peak * factor(self.position.schedule_step) for peak, factor in self._peaks]
         self.position.step += 1
         self.position.schedule_step += 1
         self.position.accuracy = None
         advance(self.schedulers)
-        self._unread.append((self.position.step, enqueued))
+        self._unread.append(_UnreadStep(self.position.step, enqueued, group, self.rates))
 
     def _is_looked_at(self, last_step: int) -> bool:
         """Return whether something is written or evaluated after the present step."""
@@ -340,28 +384,44 @@ class Trainer:
         """Read the results of all steps but the ``keep`` newest; the last one that was read."""
         result = None
         while len(self._unread) > keep:
-            number, enqueued = self._unread.popleft()
-            result = enqueued.result()
-            self._take_in(number, result)
+            step = self._unread.popleft()
+            result = step.enqueued.result()
+            self._take_in(step, result)
             self._meter.update(result)
         return result
 
-    def _take_in(self, number: int, result: StepResult) -> None:
-        """Count a step that was skipped, and give up where too many in a row were not finite."""
+    def _take_in(self, step: _UnreadStep, result: StepResult) -> None:
+        """Count a step as learned from, or as skipped; keep the batch then, and give up where that is asked for."""
         if not result.skipped:
             self.last_loss, self._skipped_in_a_row = result.loss, 0
             return
         self.position.skipped += 1
         self._skipped_in_a_row += 1
+        is_overflow = self.config.precision == "fp16" and math.isfinite(result.loss)
+        if not is_overflow:
+            self._keep(step, result)
         if self._skipped_in_a_row >= self.config.max_skipped_steps:
-            with contextlib.suppress(PlscError):
-                self.checkpointer.wait()
-            raise PlscError(
+            self._give_up(
                 f"loss or gradients were not finite for {self._skipped_in_a_row} steps in a row, up to step "
-                f"{number:,} (learning rate {self.rates[0]:.3g}); lower optim.lr, lengthen the "
-                'warm-up, set optim.clip_norm = 5, or compute with precision = "bf16" or "fp32"; --resume auto '
-                "goes on from the last checkpoint"
+                f"{step.number:,} (learning rate {step.rates[0]:.3g}); lower optim.lr, lengthen the "
+                'warm-up, set optim.clip_norm = 5, or compute with precision = "bf16" or "fp32"'
             )
+
+    def _keep(self, step: _UnreadStep, result: StepResult) -> None:
+        """Keep the batch of a step that was not finite; give up if non_finite says so."""
+        kept = self._kept.keep(step.number, step.group, result, step.rates)
+        if kept is not None:
+            self.report.line(f"step {step.number:,} was not finite (loss {result.loss:g}); its batch is kept in {kept}")
+        if self.config.non_finite == "stop":
+            self._give_up(
+                f"loss or gradients of step {step.number:,} were not finite (loss {result.loss:g}); its batch is in "
+                f'{self._kept.folder}; non_finite = "skip" leaves such steps out'
+            )
+
+    def _give_up(self, why: str) -> NoReturn:
+        with contextlib.suppress(PlscError):
+            self.checkpointer.wait()
+        raise PlscError(f"{why}; --resume auto goes on from the last checkpoint")
 
     # Evaluating and saving.
 
@@ -369,6 +429,7 @@ class Trainer:
         if not self.config.eval.sets or self._evaluated_at == self.position.step:
             return
         self._evaluated_at = self.position.step
+        self._at("evaluation after step")
         with step_part(EVALUATION), self.components.averaged():
             self._evaluate_averaged()
 
@@ -398,6 +459,7 @@ class Trainer:
         """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""
         step = self.position.step
         self._read_results()  # the position counts the steps that were skipped
+        self._at("checkpoint of step")
         with step_part(CHECKPOINT):
             if step not in (self._saved_at, 0):
                 with self.components.averaged():
@@ -469,21 +531,6 @@ def _check_groups(config: Config, mesh: Mesh) -> None:
             f"head_ranks = {config.head_ranks}, but the mesh shards a class table over {mesh.head.world_size} of its "
             f"{mesh.world_size} ranks; give plsc.init(head_ranks={config.head_ranks})"
         )
-
-
-def _after_restart(out: Path, resume: str | None, launch: Launch | None) -> tuple[bool, str | None]:
-    """Return (True, "auto") in the place of (False, ``resume``) where torchrun's restart finds its own run in ``out``.
-
-    An attempt before this one had begun or resumed the run then. A folder that was there before the launch does not
-    bear its name, and stays refused in every attempt. The restart count says neither that nor the truth on all
-    machines, whose agents count their own failures only.
-    """
-    if launch is None or not (out / LAUNCH).exists():
-        return False, resume
-    mark = read_json(out / LAUNCH)
-    if mark["name"] != launch.name or mark["process"] == launch.process:
-        return False, resume
-    return True, "auto" if resume is None or any((out / CHECKPOINTS).glob("step-*")) else resume
 
 
 def _check_folder(out: Path, resume: str | None) -> None:

@@ -1,8 +1,10 @@
 """RecordIO files written here from the format's description alone are read; damaged ones are reported by key."""
 
 import contextlib
+import errno
 import io
 import logging
+import os
 import pickle
 import struct
 from pathlib import Path
@@ -347,3 +349,28 @@ def test_numbers_past_float32_use_the_other_convention(tmp_path: Path) -> None:
     data = open_dataset(path)
     assert [data.key(i) for i in range(2)] == ["0", "1"]
     assert data.labels.tolist() == [0, 1]
+
+
+def test_a_file_that_becomes_shorter_while_it_is_read(tmp_path: Path) -> None:
+    """What is no longer there would end the process by SIGBUS if it were read through the map."""
+    path = write_foreign(tmp_path, {1: b"x" * 8000, 2: b"y" * 8000})
+    file = RecordFile(path)
+    offsets = file.record_offsets()
+    assert file.read(int(offsets[-1])) == b"y" * 8000
+    with path.open("r+b") as shortened:
+        shortened.truncate(int(offsets[-1]) + 100)
+    assert file.read(int(offsets[0])) == b"x" * 8000
+    with pytest.raises(ValueError, match="the file has become shorter"):
+        file.read(int(offsets[-1]))
+
+
+def test_storage_that_fails_is_a_damaged_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RecordFile(write_foreign(tmp_path, {1: b"x" * 64}))
+    (offset,) = file.record_offsets()
+
+    def failing(*_: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(ValueError, match="it cannot be read: Input/output error"):
+        file.read(int(offset))

@@ -262,7 +262,7 @@ def test_a_rank_that_hangs_is_named(tmp_path, ranks):
     (line,) = (line for line in printed.splitlines() if line.startswith("  FAIL"))
     assert "rank 1 (" in line
     assert "the others wait for 3 s" in line
-    assert ("in <lambda> (<string>:6)) hangs at 'training" if len(ranks) == 2 else "unknown host, in no answer") in line
+    assert ("in <lambda> (<string>:6)) hangs at 'training" if len(ranks) == 2 else "unknown host, no answer") in line
     saved = json.loads((tmp_path / "doctor.json").read_text())
     assert saved["failures"] == ["training: ranks" if len(ranks) == 2 else "versions: ranks"]
 

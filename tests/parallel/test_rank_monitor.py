@@ -16,7 +16,7 @@ def hangs(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     lines = []
-    monitor = RankMonitor(0.4, lines.append)
+    monitor = RankMonitor(0.4, lambda hang: lines.append(hang.line))
     yield monitor, lines
     monitor.end()
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from plsc.errors import PlscError
-from plsc.parallel.rendezvous import current_launch, store_of_attempt
+from plsc.parallel.rendezvous import store_of_attempt
 
 
 def attempt(store: dist.Store, delays: list[float]) -> list[dist.Store]:
@@ -47,19 +47,3 @@ def test_a_rank_that_does_not_come_is_named():
         store_of_attempt(dist.HashStore(), 0, 2, timedelta(seconds=0.05))
     with pytest.raises(PlscError, match="rank 0 did not come to the rendezvous"):
         store_of_attempt(dist.HashStore(), 1, 2, timedelta(seconds=0.05))
-
-
-def test_a_launch_keeps_its_name_and_another_has_its_own(monkeypatch):
-    assert current_launch() is None
-    names = []
-    for _ in range(2):
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none"}
-        for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
-            monkeypatch.setenv(name, value)
-        launches = [current_launch() for _ in range(2)]
-        assert launches[0] == launches[1] is not None
-        names.append(launches[0].name)
-    assert names[0] != names[1]
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # rank 0 keeps the store, and it ends with it
-    assert current_launch() is None

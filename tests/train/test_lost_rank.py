@@ -1,4 +1,4 @@
-"""A rank that is killed in mid-run: the others say which one, in one line, and end, wherever they wait."""
+"""A rank that is killed, stopped or hangs in mid-run: one line says which one, and all end, wherever they wait."""
 
 import contextlib
 import os
@@ -19,20 +19,26 @@ from plsc.errors import PlscError
 from plsc.optim.verdict import Verdict
 
 # A rank's program: plsc train with short waits. With "stuck" its main thread stands still in a step, as one does that
-# waits for a GPU, and hears of no error.
+# waits for a GPU, and hears of no error; with "reading" rank 1 reads an image for ever.
 PROGRAM = textwrap.dedent("""
-    import sys, time
+    import os, sys, time
+    from plsc.data.loader import BatchReader
     from plsc.tools import entry
     from plsc.train import failures, step
 
     entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.5
     stuck, said, take = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step
 
+    def read_for_ever(self, request):
+        time.sleep(120)
+
     def stepping(self, group, number, stop=0):
         if number == 2:
             open(said + str(self.components.mesh.rank), "w").close()
             if stuck:
                 time.sleep(120)
+            if sys.argv[1] == "reading" and os.environ["RANK"] == "1":
+                BatchReader.__getitem__ = read_for_ever
         if number >= 2:
             time.sleep(0.05)
         return take(self, group, number, stop)
@@ -56,7 +62,7 @@ every_steps = 1
 
 
 @contextlib.contextmanager
-def started(world: int, folder: Path, mode: str) -> Iterator[list["subprocess.Popen[str]"]]:
+def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list["subprocess.Popen[str]"]]:
     """The ranks of a run, at its third step; what is left of them is killed."""
     (folder / "program.py").write_text(PROGRAM)
     (folder / "recipe.toml").write_text(RECIPE)
@@ -68,9 +74,9 @@ def started(world: int, folder: Path, mode: str) -> Iterator[list["subprocess.Po
             **{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "OMP_NUM_THREADS": "1"},
             **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"},
         }
-        words = ["program.py", mode, str(folder / "said"), "recipe.toml", "--out", "run"]
-        options = {"cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen([sys.executable, *words], **options))  # type: ignore[call-overload]
+        words = ["program.py", mode, str(folder / "said"), "recipe.toml", "--out", "run", *options]
+        settings = {"cwd": folder, "env": environment, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen([sys.executable, *words], **settings))  # type: ignore[call-overload]
     try:
         while not all((folder / f"said{rank}").exists() for rank in range(world)):
             assert all(rank.poll() is None for rank in ranks), [rank.communicate()[1] for rank in ranks if rank.poll()]
@@ -94,6 +100,33 @@ def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> No
     line = r"plsc train: error: rank [02] lost touch with rank 1; --resume auto goes on from the last checkpoint"
     assert re.fullmatch(line, errors[0])
     assert "Traceback" not in "".join(texts)
+
+
+def errors_of(ranks: list["subprocess.Popen[str]"], waiting: list[int]) -> list[str]:
+    """The lines of errors of the ranks that wait for the others, once these have ended."""
+    texts = [ranks[number].communicate(timeout=60)[1] for number in waiting]
+    assert "Traceback" not in "".join(texts)
+    return [line for text in texts for line in text.splitlines() if "error" in line]
+
+
+@pytest.mark.slow
+def test_a_rank_that_reads_for_ever_is_named_with_its_stack(tmp_path: Path) -> None:
+    with started(3, tmp_path, "reading", "--parallel.timeout_seconds", "6") as ranks:
+        (line,) = errors_of(ranks, [0, 1, 2])
+    told = r"rank 1 \([^()]+, in read_for_ever \(program\.py:\d+\)\) hangs at 'data of step 4': the others wait for "
+    assert re.fullmatch(rf"plsc train: error: {told}6 s; --resume auto goes on from the last checkpoint", line)
+    log = (tmp_path / "run/train.log").read_text()
+    assert re.search(f" waiting: {told}3 s\n", log)
+    assert re.search(r" rank 1: read_for_ever \(program\.py:\d+\) < .* < _groups \(trainer\.py:\d+\)", log)
+    assert re.search(f" ended: {told}6 s", log)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
+    with started(3, tmp_path, "working", "--parallel.timeout_seconds", "6") as ranks:
+        ranks[1].send_signal(signal.SIGSTOP)
+        (line,) = errors_of(ranks, [0, 2])
+    assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.* step \d+': the others wait", line)
 
 
 class Stalled:

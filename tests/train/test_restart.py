@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from support.ranks import HANG_SECONDS
 from support.tiny_runs import losses, run
+
+from plsc.parallel import Mesh
+from plsc.train.restart import Launch, after_restart, current_launch, mark_launch
 
 Ranks = Any
 
@@ -73,3 +77,34 @@ def test_a_restart_goes_on_with_its_own_run_and_with_no_other(tmp_path: Path, ra
     assert done.stdout.count(f"refused: {foreign} holds a run already; go on with it by --resume auto") == 4
     assert (own / "launch.json").exists()
     assert not (foreign / "launch.json").exists()
+
+
+def test_a_launch_keeps_its_name_and_another_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh(0, 1, 0, torch.device("cpu"))
+    assert current_launch(mesh) is None
+    names = []
+    for _ in range(2):
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_RUN_ID": "none"}
+        for name, value in {**environment, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+            monkeypatch.setenv(name, value)
+        launches = [current_launch(mesh) for _ in range(2)]
+        assert launches[0] is not None
+        assert launches[0] == launches[1]
+        names.append(launches[0].name)
+    assert names[0] != names[1]
+
+
+def test_any_agent_of_the_attempt_before_finds_its_run_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+    mark_launch(tmp_path, Launch("first store", "a:10", ("a:1:5", "b:1:5")))
+    for launch, is_own in [
+        (Launch("first store", "a:11", ("c:1:5",)), True),
+        (Launch("another store", "b:11", ("b:1:5",)), True),
+        (Launch("another store", "b:11", ("b:1:6",)), False),  # another process of the same number
+        (Launch("another store", "c:11", ("c:1:5",)), False),
+        (Launch("first store", "a:10", ("a:1:5", "b:1:5")), False),  # the attempt that has begun it
+    ]:
+        assert after_restart(tmp_path, None, launch) == ((True, "auto") if is_own else (False, None))
+    assert after_restart(tmp_path, None, None) == (False, None)
+    assert after_restart(tmp_path / "none", None, Launch("", "", ("a:1:5",))) == (False, None)
