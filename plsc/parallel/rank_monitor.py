@@ -124,8 +124,10 @@ class RankMonitor:
         return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self.world_size)]
 
     def end(self) -> None:
-        """Stop watching."""
+        """Stop watching. A process must not end before: a thread in the store's code would make it abort."""
         self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_YIELD_SECONDS)
 
     def _watch(self) -> None:
         progress, since, last, is_told = 0, time.monotonic(), time.monotonic(), False
@@ -229,7 +231,7 @@ class RankMonitor:
     def _beat_for(self, seconds: float) -> None:
         """Let time pass, in which other ranks see that this one runs."""
         end = time.monotonic() + seconds
-        while (now := time.monotonic()) < end:
+        while (now := time.monotonic()) < end and not self._ended.is_set():
             self._beat(now)
             time.sleep(self._period)
 

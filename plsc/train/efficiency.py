@@ -14,6 +14,7 @@ activations nor the class head's second pass over its logits count. With images/
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +28,13 @@ from plsc.models.preprocessing import ImageSize, height_and_width
 from plsc.models.recompute import compute_once
 from plsc.parallel.collectives import all_gather_numbers
 from plsc.parallel.mesh import Mesh
-from plsc.parallel.step_timeline import DATA, StepTimeline
+from plsc.parallel.step_timeline import BACKBONE, DATA, HEAD, OPTIMIZER, OTHER, StepTimeline
 from plsc.sizes import peak_resident_bytes
 from plsc.train.components import TrainComponents
 
 _SHOWN_WAIT = 0.05  # share of a step from which the wait for data is part of the progress line
 _UNKNOWN = -1  # among integers that ranks exchange
+_OWN_PARTS = (DATA, BACKBONE, HEAD, OPTIMIZER, OTHER)  # in which a rank does not wait for others
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,9 @@ class EfficiencyMeter:
     Args:
         components: of the run.
         timeline: of its steps.
+
+    Attributes:
+        own_seconds: of each rank, by the parts of the steps before the last line in which no rank waits for others.
     """
 
     def __init__(self, components: TrainComponents, timeline: StepTimeline) -> None:
@@ -109,6 +114,7 @@ class EfficiencyMeter:
             self._peak = peak_flops(self._mesh.device, self._precision) * self._mesh.world_size
         self._power_is_known = self._mesh.device.type == "cuda"
         self._waiting_share = 0.0
+        self.own_seconds: list[dict[str, float]] = []
 
     @property
     def _precision(self) -> str:
@@ -138,9 +144,10 @@ class EfficiencyMeter:
         ``time`` is the first rank's mean step since the line before, ``peak_memory_bytes`` that of the rank with most
         since it began, ``power_watts`` that of all GPUs.
         """
-        split = self._timeline.take().per_step()
+        taken = self._timeline.take()
+        split = taken.per_step()
         self._waiting_share = split[DATA] / max(split["step"], 1e-9) if split else 0.0
-        memory, power = self._of_all_ranks()
+        memory, power = self._of_all_ranks(taken.seconds)
         return {
             "images_per_second": images_per_second,
             "flops_per_image": self.flops_per_image(),
@@ -167,11 +174,16 @@ class EfficiencyMeter:
             f"{per_rank / 1e12:,.3g} TFLOP/s a rank ({self._precision}, {_source(self._mesh)})"
         )
 
-    def _of_all_ranks(self) -> tuple[int | None, float | None]:
+    def _of_all_ranks(self, seconds: Mapping[str, float]) -> tuple[int | None, float | None]:
         device = self._mesh.device
         memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
         own = [_UNKNOWN if memory is None else memory, self._milliwatts()]
-        memories, powers = zip(*all_gather_numbers(own, self._mesh), strict=True)
+        own += [round(1e6 * seconds[part]) for part in _OWN_PARTS]
+        memories, powers, *parts = zip(*all_gather_numbers(own, self._mesh), strict=True)
+        self.own_seconds = [
+            {part: microseconds / 1e6 for part, microseconds in zip(_OWN_PARTS, of_rank, strict=True)}
+            for of_rank in zip(*parts, strict=True)
+        ]
         watts = None if _UNKNOWN in powers else sum(powers) / 1000
         return None if _UNKNOWN in memories else max(memories), watts
 

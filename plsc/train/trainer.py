@@ -43,6 +43,7 @@ from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
 from plsc.train.report import RunReport, StepProgress, append_to_log, begins_anew, closing_lines, header
 from plsc.train.restart import after_restart, current_launch, mark_launch
+from plsc.train.slow_ranks import SlowRanks
 from plsc.train.stages import enter_stage, plan_stages
 from plsc.train.state import Position, capture, changed_keys, changed_tables, restore, steps_per_epoch
 from plsc.train.step import EnqueuedStep, MicroBatch, Stepper, StepResult, micro_batches
@@ -190,6 +191,7 @@ class Trainer:
             report=self.report.line,
         )
         self._monitor: RankMonitor | None = None
+        self._slow_ranks = SlowRanks(self.report.line)
         self.last_loss: float | None = None
         self._unread: deque[_UnreadStep] = deque()
         self._kept = KeptBatches(out, self.components.loader.dataset, mesh, config.non_finite_kept)
@@ -489,6 +491,7 @@ class Trainer:
             **self.efficiency.line(images_per_second),
         }
         self.metrics.write(self.position.step, values)
+        self._slow_ranks.add(self.efficiency.own_seconds)
 
     def _result(self, seconds: float, images: int) -> dict[str, Any]:
         return {

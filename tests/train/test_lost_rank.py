@@ -126,7 +126,7 @@ def test_a_rank_that_is_stopped_is_named(tmp_path: Path) -> None:
     with started(3, tmp_path, "working", "--parallel.timeout_seconds", "6") as ranks:
         ranks[1].send_signal(signal.SIGSTOP)
         (line,) = errors_of(ranks, [0, 2])
-    assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.* step \d+': the others wait", line)
+    assert re.match(r"plsc train: error: rank 1 \([^()]+, no answer\) hangs at '.*step \d+': the others wait", line)
 
 
 class Stalled:
