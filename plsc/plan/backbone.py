@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Unit:
     ``entered`` bytes are alive when its forward pass begins, ``kept`` more when it ends, of which ``split`` are made
     within attention and MLP, but for their inputs and outputs. ``output`` (of ``tokens`` per image) has so many
     bytes, ``input`` as the block's linear layers read it. ``forward`` are its operations in the profile's list.
+    ``backward`` bytes at most come to those alive when its backward pass begins, all its weights' gradients among them.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Unit:
     output: int
     tokens: int
     forward: range
+    backward: int = 0
 
     @property
     def is_block(self) -> bool:
@@ -126,6 +128,7 @@ def profile_backbone(
         embeddings = embeddings.float()
         activations, forward_operations = ledger.live, len(ledger.operations)
         embeddings.backward(torch.empty_like(embeddings))
+        watch.end_backward()
     trainable = [size for size, learns in weights if learns]
     return BackboneProfile(
         images,
@@ -152,6 +155,8 @@ class _UnitWatch:
         self._ledger, self._width = ledger, width
         self._split, self._entered, self._start = 0, 0, 0
         self._before: list[int] = []
+        self._in_backward = ""  # the unit, and the bytes alive when its backward pass began
+        self._alive = 0
         names = {module: name for name, module in backbone.named_modules()}
         found = list(sharded_units(backbone))
         of_unit = {weight: names[unit] for unit in found for weight in unit.parameters()}
@@ -159,6 +164,9 @@ class _UnitWatch:
             Parameter(name, tuple(weight.shape), weight.element_size(), weight.requires_grad, of_unit.get(weight))
             for name, weight in backbone.named_parameters()
         ]
+        for weight, name in of_unit.items():
+            if weight.requires_grad:
+                weight.register_post_accumulate_grad_hook(self._gradient_watcher(name))
         for unit in found:
             unit.register_forward_pre_hook(self._enter)
             for name, inner in unit.named_children():
@@ -175,6 +183,8 @@ class _UnitWatch:
             if any(unit.name == name for unit in self.units):  # computed again for the backward pass
                 return
             kept = self._ledger.live - self._entered
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._begin_backward(name))
             numbers = output.numel()
             tokens = output.shape[1] if output.dim() == 3 else 1
             done = range(self._start, len(self._ledger.operations))
@@ -183,6 +193,25 @@ class _UnitWatch:
             )
 
         return leave
+
+    def _begin_backward(self, name: str) -> None:
+        self.end_backward()
+        self._in_backward, self._alive = name, self._ledger.live
+        self._ledger.begin_watch()
+
+    def end_backward(self) -> None:
+        """Note what the backward pass of the unit took that was last."""
+        most = self._ledger.watched - self._alive
+        self.units = [replace(unit, backward=most) if unit.name == self._in_backward else unit for unit in self.units]
+
+    def _gradient_watcher(self, name: str) -> Callable[[Tensor], None]:
+        """Make a hook that counts a gradient of the unit to the end of its backward pass, also if it is forgotten."""
+
+        def note(parameter: Tensor) -> None:
+            if parameter.grad is None and name == self._in_backward:
+                self._ledger.held += parameter.nbytes
+
+        return note
 
     def _enter_inner(self, module: nn.Module, args: Any) -> None:
         self._before.append(self._ledger.live)
@@ -202,6 +231,15 @@ class Ledger(LiveBytes):
     def __init__(self, known: nn.Module) -> None:
         super().__init__(known)
         self.operations: list[Operation] = []
+        self.held = self.watched = 0
+
+    def begin_watch(self) -> None:
+        """Let ``watched`` be the most bytes alive from now on, together with those ``held`` that are alive no more."""
+        self.held, self.watched = 0, self.live
+
+    def _enter(self, storage: torch.UntypedStorage) -> None:
+        super()._enter(storage)
+        self.watched = max(self.watched, self.live + self.held)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

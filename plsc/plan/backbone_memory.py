@@ -15,8 +15,9 @@ With W, G and S bytes of weights, gradients and optimizer state, n ranks to shar
 import functools
 import heapq
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -53,12 +54,32 @@ class BackboneMemory:
 
 
 @dataclass(frozen=True)
+class GatheredUnit:
+    """What fsdp gathers together, in bytes: its ``weights``, ``trained`` ones among them.
+
+    ``alive`` activations are there when its backward pass begins, which adds ``backward``, gradients included, and
+    leaves ``entered``.
+    """
+
+    weights: int
+    trained: int
+    alive: int
+    backward: int
+    entered: int
+
+
+@dataclass(frozen=True)
 class Stage:
-    """What a rank computes: weights as tensor parallelism leaves them, of one stage of a pipeline."""
+    """What a rank computes: weights as tensor parallelism leaves them, of one stage of a pipeline.
+
+    ``received`` are a pipeline's buffers of what the ranks before and behind send, for all micro-batches.
+    """
 
     parameters: tuple[Parameter, ...]
     activations: int
     transient: int
+    units: tuple[GatheredUnit, ...] = ()
+    received: int = 0
 
     @property
     def trained(self) -> tuple[Parameter, ...]:
@@ -77,7 +98,17 @@ def backbone_memory(setup: PlanConfig, profile: BackboneProfile, device: Device,
 def stage_of(setup: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
     """The share of a rank in the pipeline's stage of this number."""
     one = _micro_batch_of(profile, setup.tp, setup.pp, number)
-    return Stage(one.parameters, one.activations * _in_flight(setup, number), one.transient)
+    activations = one.activations * _in_flight(setup, number)
+    return replace(one, activations=activations, received=_received(setup, profile, number))
+
+
+def _received(setup: PlanConfig, profile: BackboneProfile, stage: int) -> int:
+    """Bytes of the tokens and gradients that a stage receives, for each micro-batch a buffer of its own."""
+    if setup.pp == 1 or not profile.blocks:
+        return 0
+    parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
+    ends = int(stage == 0) + int(stage == setup.pp - 1)
+    return (2 * parts - ends) * setup.pipeline_micro_batches * profile.blocks[0].output // setup.tp
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,14 +116,37 @@ def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, number: int) -> 
     """What a stage holds with one micro-batch under way."""
     blocks, transient = profile.blocks, profile.peak - profile.activations
     if not blocks or tp * pp == 1:
-        return Stage(profile.parameters, profile.activations, transient)
+        return Stage(profile.parameters, profile.activations, transient, _units(profile, profile.parameters, 1))
     stages = dict(zip((block.name for block in blocks), stages_of(len(blocks), pp), strict=True))
     kept = sum(_kept(block, tp) for block in blocks if stages[block.name] == number)
-    kept += blocks[0].entered if number == 0 else 0
+    kept += blocks[0].entered - _split_input(blocks[0], tp) if number == 0 else 0
     if number == pp - 1:
-        kept += profile.activations - blocks[-1].entered - blocks[-1].kept
+        behind = profile.activations - blocks[-1].entered - blocks[-1].kept
+        kept += behind if blocks[0].tokens % tp else behind // tp
     held = (each for each in profile.parameters if _stage_of_parameter(each, stages, pp) == number)
-    return Stage(tuple(_split(each, tp) for each in held), kept, transient // tp)
+    parameters = tuple(_split(each, tp) for each in held)
+    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp) if pp == 1 else ())
+
+
+def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int) -> tuple[GatheredUnit, ...]:
+    """The units in the order of the forward pass, with ``parameters`` as tensor parallelism leaves them."""
+    weights, trained = Counter[str | None](), Counter[str | None]()
+    for parameter in parameters:
+        weights[parameter.unit] += parameter.nbytes
+        trained[parameter.unit] += parameter.nbytes * parameter.is_trained
+    whole = Counter[str | None]()
+    for parameter in profile.parameters:
+        whole[parameter.unit] += parameter.nbytes
+    less = _split_input(profile.blocks[0], tp) if profile.blocks else 0  # activations, than without tensor parallelism
+    units = []
+    for unit in profile.units:
+        name, is_block = unit.name, unit.is_block and tp > 1
+        kept, output = (_kept(unit, tp), unit.output // tp) if is_block else (unit.kept, unit.output)
+        entered = unit.entered - less
+        backward = unit.backward * weights[name] // max(whole[name], 1)
+        units.append(GatheredUnit(weights[name], trained[name], entered + kept + output, backward, entered))
+        less += unit.kept - kept
+    return tuple(units)
 
 
 def _in_flight(setup: PlanConfig, stage: int) -> int:
@@ -116,6 +170,11 @@ def _stage_of_parameter(parameter: Parameter, stages: Mapping[str, int], pp: int
     """The stem's weights are the first stage's; those behind the blocks the last's."""
     end = 0 if any(word in parameter.name for word in ("embed", "token")) else pp - 1
     return stages.get(parameter.unit or "", end)
+
+
+def _split_input(block: Unit, tp: int) -> int:
+    """Bytes of a block's input that are other ranks' where tokens are split."""
+    return 0 if block.tokens % tp else block.output - block.output // tp
 
 
 def _kept(block: Unit, tp: int) -> int:
@@ -167,12 +226,14 @@ def _whole(setup: PlanConfig, profile: BackboneProfile, stage: Stage, device: De
     if setup.config.ema_decay:
         kept["moving average"] = weights + profile.buffers
     gradients = (0 if is_kept else trained) + _hook_transient(setup, trained)
+    # without an exchange, DDP lets gradients add up beside its buckets
+    beside = (trained if setup.micro_batches > 1 and setup.data_ranks > 1 else 0) + stage.received
     # torch's optimizers work on all weights at a time on GPUs, and copy them once
     largest = max((parameter.nbytes for parameter in stage.trained), default=0)
     copied = stepped if device.kind == "cuda" else largest
     stored = (2 if setup.config.ema_decay else 1) * (weights + profile.buffers) + states
-    peak = stage.activations + stage.transient + _hook_transient(setup, trained)
-    return BackboneMemory(kept, stage.activations, peak, gradients, copied, 0, stored)
+    peak = stage.activations + stage.transient + _hook_transient(setup, trained) + beside
+    return BackboneMemory(kept, stage.activations + beside, peak, gradients, copied, 0, stored)
 
 
 def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> BackboneMemory:
@@ -185,20 +246,42 @@ def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> Backb
     on_device = {} if offload else {name: size for name, size in sharded.items() if size}
     averaged = profile.buffers if average else 0
     kept = {**on_device, "backbone buffers, twice": 2 * profile.buffers + averaged}
-    units = [nbytes(group) for group in gathered_together(stage)]
     whole = nbytes(stage.trained) if setup.micro_batches > 1 else 0  # gradients of micro-batches add up before a sum
-    pair = 2 * max(units, default=0)
     root = nbytes(p for p in stage.parameters if p.unit is None)  # gathered from the forward pass to the backward's end
     summed = 0 if offload else trained
     return BackboneMemory(
         kept,
         forward=stage.activations + root + whole,
-        backward=stage.activations + root + summed + (whole or max(units, default=0)) + max(pair, stage.transient),
+        backward=root + _gathered_peak(stage, whole, 0 if offload else ranks),
         gradients=summed,
         update=0 if offload else trained,
         host=(sum(sharded.values()) + trained) if offload else 0,
         stored=weights + states + average + (1 + bool(average)) * profile.buffers,
     )
+
+
+def _gathered_peak(stage: Stage, whole: int, ranks: int) -> int:
+    """Return the bytes of activations, gathered weights and gradients that fsdp's backward pass holds at most.
+
+    Beside a unit that computes, the next one is gathered, and the gradients of the one before are being summed. At its
+    begin it lies in the collective's buffer and in its own; at its end, its gradients do.
+
+    Args:
+        stage: what the rank computes.
+        whole: bytes of gradients that earlier micro-batches have left, in which case each unit's go with its sum.
+        ranks: over which sums of gradients are sharded; 0 where they leave the device.
+    """
+    peak = stage.activations + stage.transient + whole
+    summed = done = 0
+    for unit, following in zip(reversed(stage.units), [*reversed(stage.units[:-1]), None], strict=True):
+        ahead = following.weights if following is not None else 0
+        begin = unit.alive + 2 * unit.weights + summed
+        middle = unit.alive + unit.backward + unit.weights + ahead + summed
+        end = unit.entered + 2 * unit.trained + ahead
+        shards = done // ranks if ranks else 0
+        peak = max(peak, max(begin, middle, end) + shards + max(whole - done, 0))
+        summed, done = unit.trained, done + unit.trained
+    return peak
 
 
 def gathered_together(stage: Stage) -> list[list[Parameter]]:
@@ -212,7 +295,7 @@ def gathered_together(stage: Stage) -> list[list[Parameter]]:
 
 def frees_gradients(setup: PlanConfig) -> bool:
     """True if the backbone's gradients are freed each step; else they stay in data parallel's buckets."""
-    return setup.world == 1 and setup.micro_batches == 1
+    return setup.data_ranks == 1 and setup.micro_batches == 1
 
 
 def largest_partition(trained: Iterable[Parameter], ranks: int) -> int:

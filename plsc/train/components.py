@@ -173,9 +173,10 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     strategy = raise_on_all_ranks(
         mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
     )
-    backbone = raise_on_all_ranks(mesh, lambda: _backbone(config, mesh))
+    backbone = raise_on_all_ranks(mesh, lambda: _backbone(config))
     frozen = raise_on_all_ranks(mesh, lambda: _frozen_by_stage(config, backbone))
-    template = copy.deepcopy(backbone).to("meta")
+    template = copy.deepcopy(backbone).to("meta")  # of the one in host memory: no device holds two
+    backbone = backbone.to(mesh.device)
     loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, strategy))
     if config.sync_batchnorm:
         backbone = convert_sync_batchnorm(backbone, strategy.peers)
@@ -339,12 +340,11 @@ def make_backbone(config: Config) -> Backbone:
     return backbone
 
 
-def _backbone(config: Config, mesh: Mesh) -> nn.Module:
+def _backbone(config: Config) -> nn.Module:
     backbone: nn.Module = make_backbone(config)
     if config.init_weights:
         load_weights(backbone, config.init_weights)
         adopt_preprocessing(unwrapped(backbone), config.data.preprocessing)  # perhaps not that of the weights
-    backbone = backbone.to(mesh.device)
     return backbone.to(memory_format=torch.channels_last) if config.channels_last else backbone
 
 

@@ -102,27 +102,27 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "zero1, 8 ranks": Scenario(8, 1_000_000, {**ADAMW, "parallel.strategy": "zero1"}, (0, 3, 7)),
     "zero1, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "zero1"}, (0, 1023)),
-    "fsdp, 8 ranks": Scenario(8, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 3, 7), planned=False),
-    "fsdp, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 1023), planned=False),
+    "fsdp, 8 ranks": Scenario(8, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 3, 7)),
+    "fsdp, 1,024 ranks": Scenario(1024, 1_000_000, {"parallel.strategy": "fsdp"}, (0, 1023)),
     "hsdp, adamw, clipped, 64 ranks": Scenario(
         64,
         1_000_000,
         {**ADAMW, "parallel.strategy": "hsdp", "parallel.shard_ranks": 8, "optim.clip_norm": 5.0},
         (0, 1, 11, 63),
-        planned=False,
     ),
-    "tp of 2, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.tp": 2}, (0, 1, 7), planned=False),
+    "tp of 2, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.tp": 2}, (0, 1, 7)),
     "tp of 4, hsdp, clipped, 64 ranks": Scenario(
         64,
         1_000_000,
         {**VIT, "parallel.tp": 4, "parallel.strategy": "hsdp", "parallel.shard_ranks": 4, "optim.clip_norm": 5.0},
         (0, 1, 4, 63),
-        planned=False,
     ),
+    # gathered weights are alive in the head's pass here, which the plan leaves out: 7% of the peak
     "tp of 8, fsdp, adamw, 1,024 ranks": Scenario(
         1024, 1_000_000, {**VIT, **ADAMW, "parallel.tp": 8, "parallel.strategy": "fsdp"}, (0, 1023), planned=False
     ),
-    "pp of 4, 1f1b, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.pp": 4}, (0, 2, 4, 6, 7), planned=False),
+    "pp of 4, 1f1b, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.pp": 4}, (0, 2, 4, 6, 7)),
+    # the plan takes more micro-batches for alive than are: 4% of the peak
     "pp of 2, interleaved, adamw, clipped, 64 ranks": Scenario(
         64,
         1_000_000,

@@ -13,6 +13,7 @@ import torch.nn.parallel.distributed as ddp
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -122,6 +123,9 @@ def fake_components() -> Iterator[None]:
         for name in ("__init__", "__getitem__"):
             patches.enter_context(patch.object(DeviceMesh, name, _really(getattr(DeviceMesh, name))))
         patches.enter_context(patch("plsc.parallel.strategies.layout.device_mesh", _really(device_mesh)))
+        # DTensor finds out an operation's shapes on whole tensors without data, which no device ever holds
+        shapes_of = ShardingPropagator._propagate_tensor_meta_non_cached
+        patches.enter_context(patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _really(shapes_of)))
         patches.enter_context(patch.object(FakeTensor, "__deepcopy__", _deepcopy, create=True))
         for name in ("table", "numbers"):
             patches.enter_context(patch.object(HostMemory, name, _really(getattr(HostMemory, name))))

@@ -107,8 +107,9 @@ def split_blocks(backbone: nn.Module, mesh: DeviceMesh) -> None:
     for layer, styles in _ending_plan(backbone, by_tokens).items():
         for style in styles:
             parallelize_module(backbone.get_submodule(layer), mesh, style, src_data_rank=None)
-        # a layer that FSDP2 gathers on its own must not return a view, such as to_local() does: FSDP2 hooks it
-        backbone.get_submodule(layer).register_forward_hook(_copied)
+        if isinstance(backbone.get_submodule(layer), nn.Linear):
+            # FSDP2, which gathers a large layer on its own, hooks what it returns: no view, as to_local() makes
+            backbone.get_submodule(layer).register_forward_hook(_copied)
 
 
 def _copied(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
