@@ -2,6 +2,7 @@
 
 plsc bench head                                     class heads on this machine, in about two minutes
 plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
+plsc bench train                                    backbone and head, beside arcface_torch's loop, two minutes
 plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
 plsc bench serve                                    the service with and without batching, four minutes
 """
@@ -16,10 +17,14 @@ from typing import Any
 from plsc.errors import UsageError
 from plsc.tools.entry import add_result_options
 
-HELP = "measure the class head, the search or the service beside its baselines"
+HELP = "measure the class head, training, the search or the service beside its baselines"
 _SIZES: dict[str, dict[str, list[int]]] = {
     "cpu": {"classes": [10_000, 100_000], "batch": [64]},
     "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
+}
+_TRAINED: dict[str, dict[str, Any]] = {
+    "cpu": {"backbone": "iresnet18", "classes": 10_000, "batch": 8, "precision": "fp32"},
+    "cuda": {"backbone": "iresnet50", "classes": 1_000_000, "batch": 128, "precision": "fp16"},
 }
 _HEAD = """Compare class heads: a step is forward, backward and update, of the head alone.
 
@@ -33,6 +38,18 @@ DistributedDataParallel; partial-fc and partial-fc-sampled (insightface's Partia
 --partial-fc names); floor (the roofline).
 
 A head that fails or does not fit into memory gets a row with the reason.
+"""
+_TRAIN = """Compare training loops: a step is forward, backward and update of backbone and class head; no data is read.
+
+Each loop runs in freshly started ranks of its own, so that its memory is its own; all take turns, --rounds times.
+Shown are medians: images per second of all ranks, and seconds per step and rank. All train the same backbone by SGD
+with ArcFace, and clip its gradient at 5. Ours normalises uint8 images on the device; the others get them ready.
+
+contestants: plsc (the step of `plsc train`; table in bf16 with int8 momentum), plsc-fp32 (table in float32),
+arcface-torch (insightface's own backbone and PartialFC_V2, read from the folder that --arcface-torch names, under the
+loop of its train_v2.py written again), plain (our backbone under DistributedDataParallel, all logits, autograd).
+
+A loop that fails or does not fit into memory gets a row with the reason.
 """
 _SEARCH = """Compare exact searches for the ten nearest of many unit vectors, clustered by identity as faces are.
 
@@ -54,6 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the sub-commands."""
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     _configure_head(commands)
+    _configure_train(commands)
     _configure_search(commands)
     _configure_serve(commands)
 
@@ -71,6 +89,25 @@ def _configure_head(commands: Any) -> None:
     add("--sample-rate", type=float, default=0.1, metavar="R", help="share of classes of the sampled heads (0.1)")
     add("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
     add("--partial-fc", type=Path, metavar="FOLDER", help="recognition/arcface_torch of an insightface checkout")
+    add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
+    add("--limit", type=float, default=300, metavar="S", help="seconds that a turn may take (300)")
+
+
+def _configure_train(commands: Any) -> None:
+    train = _command(commands, "train", "training loops: images per second and memory of backbone and head", _TRAIN)
+    add = train.add_argument
+    add("--backbone", metavar="NAME", help="(iresnet18; on a GPU iresnet50)")
+    add("--classes", type=int, metavar="C", help="(10000; on a GPU 1000000)")
+    add("--batch", type=int, metavar="B", help="images per rank (8; on a GPU 128)")
+    add("--image-size", type=int, default=112, metavar="S", help="side of the images (112, arcface_torch's only one)")
+    add("--dim", type=int, default=512, metavar="D", help="width of the embeddings (512)")
+    add("--nproc", type=int, metavar="N", help="ranks (2; on GPUs as many as there are)")
+    add("--threads", type=int, default=1, metavar="T", help="CPU threads of a rank (1)")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="of the backbone (fp32; on a GPU fp16)")
+    add("--rounds", type=int, default=2, metavar="N", help="turns of every loop (2)")
+    add("--steps", type=int, default=3, metavar="N", help="measured steps of a turn, after two that are not (3)")
+    add("--contestants", nargs="+", metavar="NAME", help="only these, in this order")
+    add("--arcface-torch", type=Path, metavar="FOLDER", help="recognition/arcface_torch of an insightface checkout")
     add("--device", choices=("cpu", "cuda"), help="(cuda where there is a GPU)")
     add("--limit", type=float, default=300, metavar="S", help="seconds that a turn may take (300)")
 
@@ -116,27 +153,23 @@ def _command(commands: Any, name: str, summary: str, description: str) -> argpar
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the sub-command; its result is what --json writes."""
-    return {"head": _head, "search": _search, "serve": _serve}[args.command](args)
+    return {"head": _head, "train": _train, "search": _search, "serve": _serve}[args.command](args)
 
 
 def _head(args: argparse.Namespace) -> dict[str, Any]:
-    import torch
 
     from plsc.bench.head import HeadComparison, compare_heads
     from plsc.bench.head_baselines import IMPLEMENTATIONS, NEED_PARTIAL_FC, ROOFLINE
     from plsc.bench.report import draw_heads, head_table
 
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on the CPU")
+    device, ranks = _device(args)
     default_names = [ROOFLINE, *(name for name in IMPLEMENTATIONS if args.partial_fc or name not in NEED_PARTIAL_FC)]
-    nproc = torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)
     comparison = HeadComparison(
         args.contestants if args.contestants is not None else default_names,
         args.classes if args.classes is not None else _SIZES[device]["classes"],
         args.batch if args.batch is not None else _SIZES[device]["batch"],
         args.dim,
-        args.nproc if args.nproc is not None else nproc,
+        args.nproc if args.nproc is not None else ranks,
         args.threads,
         args.rounds,
         args.steps,
@@ -148,6 +181,47 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
     if args.partial_fc is None:
         print("PartialFC_V2 is left out: --partial-fc FOLDER names a checkout that has it", file=sys.stderr)
     return _report(args, lambda: compare_heads(comparison), head_table, draw_heads)
+
+
+def _device(args: argparse.Namespace) -> tuple[str, int]:
+    """The device asked for, or the GPU where there is one; and how many ranks it has by default."""
+    import torch
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here; leave it out to measure on the CPU")
+    return device, torch.cuda.device_count() if device == "cuda" else min(2, os.cpu_count() or 1)
+
+
+def _train(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.bench.report import draw_training, train_table
+    from plsc.bench.train import TrainComparison, compare_training
+    from plsc.bench.train_baselines import LOOPS, NEEDS_PEER
+
+    device, ranks = _device(args)
+    defaults = _TRAINED[device] | {"nproc": ranks}
+    defaults["contestants"] = [name for name in LOOPS if args.arcface_torch or name != NEEDS_PEER]
+    given = {name: getattr(args, name) for name in defaults if getattr(args, name) is not None}
+    values = {**defaults, **given}
+    comparison = TrainComparison(
+        values["contestants"],
+        values["backbone"],
+        values["classes"],
+        values["batch"],
+        args.image_size,
+        args.dim,
+        values["nproc"],
+        args.threads,
+        args.rounds,
+        args.steps,
+        device,
+        values["precision"],
+        args.arcface_torch,
+        args.limit,
+    )
+    if args.arcface_torch is None:
+        print("arcface_torch is left out: --arcface-torch FOLDER names a checkout that has it", file=sys.stderr)
+    return _report(args, lambda: compare_training(comparison), train_table, draw_training)
 
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,17 +1,11 @@
 """Comparison of class heads: every head in fresh ranks of its own, in turn, at every size; medians and ratios."""
 
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-from plsc.bench.harness import environment, last_line, median, processor_name, thread_limits
+from plsc.bench.harness import environment, median, processor_name
 from plsc.bench.head_baselines import (
     IMPLEMENTATIONS,
     NEED_PARTIAL_FC,
@@ -22,18 +16,15 @@ from plsc.bench.head_baselines import (
     partial_fc_version,
     unavailable,
 )
+from plsc.bench.ranks import Result, measure_on_ranks
 from plsc.errors import UsageError
-from plsc.files import read_json, write_json
-from plsc.parallel.launch import rank_environment
 from plsc.progress import Progress
 from plsc.sizes import available_bytes
 
 RATIO_FIGURES = ("cpu_s", "wall_s", "memory_mib")
 _FIGURES = (*RATIO_FIGURES, "peak_mib", "loss", "product_gflops", "copy_gb_s")
-_MAX_OVER_RANKS = ("wall_s", "memory_mib", "peak_mib")
+_WORKER = "plsc.bench.head_worker"
 _MEMORY_SHARE = 0.85  # of what is available now, for all ranks together
-
-Result = Mapping[str, Any]  # figures of one turn, or {"reason": why there are none}
 
 
 @dataclass(frozen=True)
@@ -133,83 +124,8 @@ def _turn(
         return {"reason": reason}
     if (name, batch) in too_large:
         return {"reason": "failed with fewer classes already"}
-    return measure_on_ranks(comparison.config(name, classes, batch), comparison.limit)
-
-
-# One turn in fresh ranks --------------------------------------------------------------------------------------------
-
-
-def measure_on_ranks(config: BenchConfig, limit: float) -> Result:
-    """Measure a head in ``config.nproc`` new processes, which are killed after ``limit`` seconds.
-
-    Returns:
-        Over the ranks the mean of CPU seconds and rates, the largest wall time and memory; or only ``reason``.
-    """
-    with tempfile.TemporaryDirectory(prefix="plsc-bench-") as name:
-        folder = Path(name)
-        write_json(folder / "task.json", config.as_dict())
-        # The launcher holds the rendezvous store: port 0 takes a free port, and no rank has to outlive the others.
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [_start_rank(config, rank, store.port, folder) for rank in range(config.nproc)]
-        try:
-            problem = _wait(ranks, limit)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        paths = [folder / f"rank-{rank}.json" for rank in range(config.nproc)]
-        results = [read_json(path) for path in paths if path.exists()]
-        if (failed := next((result for result in results if "reason" in result), None)) is not None:
-            return {"reason": failed["reason"]}
-        if problem is not None or len(results) < len(ranks):
-            return {"reason": problem or _last_output(folder)}
-    return _merge_ranks(results)
-
-
-def _start_rank(config: BenchConfig, rank: int, port: int, folder: Path) -> subprocess.Popen[bytes]:
-    with (folder / f"rank-{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "plsc.bench.head_worker", str(folder / "task.json"), str(folder)],
-            env=rank_environment(rank, config.nproc, port) | thread_limits(config.threads),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-
-
-def _wait(ranks: list[subprocess.Popen[bytes]], limit: float) -> str | None:
-    """Return None once every rank ended well, else a reason; "" where the failed rank's output gives it."""
-    end = time.monotonic() + limit
-    while time.monotonic() < end:
-        codes = [process.poll() for process in ranks]
-        if any(codes):
-            killed = [-code for code in codes if code is not None and code < 0]
-            return f"a rank was killed by signal {killed[0]}" if killed else ""
-        if all(code == 0 for code in codes):
-            return None
-        time.sleep(0.02)
-    return f"took longer than {limit:g} s"
-
-
-def _last_output(folder: Path) -> str:
-    """Return the last line that some rank printed before it ended without a result."""
-    for path in sorted(folder.glob("rank-*.log")):
-        if line := last_line(path.read_text(encoding="utf-8", errors="replace")):
-            return line
-    return "a rank ended without a result"
-
-
-def _merge_ranks(results: Sequence[Result]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for key in results[0]:
-        values = [result[key] for result in results]
-        if key in _MAX_OVER_RANKS:
-            merged[key] = max(values)
-        elif values[0] is None or isinstance(values[0], str):
-            merged[key] = values[0]
-        else:
-            merged[key] = sum(values) / len(values)
-    return merged
+    config = comparison.config(name, classes, batch)
+    return measure_on_ranks(_WORKER, config.as_dict(), config.nproc, config.threads, comparison.limit)
 
 
 # Rows and ratios ----------------------------------------------------------------------------------------------------

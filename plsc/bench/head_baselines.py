@@ -163,37 +163,41 @@ def _partial_fc(*, sampled: bool) -> Callable[[BenchConfig, Mesh], Step]:
     """Return a builder of PartialFC_V2 as arcface_torch's train_v2.py sets it up for SGD in float32."""
 
     def build(config: BenchConfig, mesh: Mesh) -> Step:
-        folder = check_partial_fc(config.partial_fc)
-        if not dist.is_initialized():  # PartialFC_V2 needs a process group even on a single rank
-            backend = "nccl" if mesh.device.type == "cuda" else "gloo"
-            store: Any = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
-        if mesh.device.type == "cpu":
-            # Its code calls .cuda() on every tensor that it makes.
-            torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
-        margin = _load(folder / _MARGINS).CombinedMarginLoss(SCALE, 1.0, MARGIN, 0.0)
         rate = config.sample_rate if sampled else 1.0
-        head = _load(folder / _PARTIAL_FC).PartialFC_V2(margin, config.dim, config.classes, rate, False)
-        head.train().to(mesh.device)
+        head = partial_fc_head(check_partial_fc(config.partial_fc), config.dim, config.classes, rate, mesh)
         groups = [{"params": head.parameters()}]
         return training_step(head, torch.optim.SGD(groups, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY))
 
     return build
 
 
-def check_partial_fc(folder: str | Path | None) -> Path:
-    """Return the absolute path of a folder that holds arcface_torch's files.
+def partial_fc_head(folder: Path, dim: int, classes: int, sample_rate: float, mesh: Mesh) -> nn.Module:
+    """Make the PartialFC_V2 of a folder that :func:`check_partial_fc` has seen, with ArcFace's margin."""
+    if not dist.is_initialized():  # it needs a process group even on a single rank
+        backend = "nccl" if mesh.device.type == "cuda" else "gloo"
+        store: Any = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    if mesh.device.type == "cpu":
+        # Its code calls .cuda() on every tensor that it makes.
+        torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    margin = load_file(folder / _MARGINS).CombinedMarginLoss(SCALE, 1.0, MARGIN, 0.0)
+    head: nn.Module = load_file(folder / _PARTIAL_FC).PartialFC_V2(margin, dim, classes, sample_rate, False)
+    return head.train().to(mesh.device)
+
+
+def check_partial_fc(folder: str | Path | None, option: str = "--partial-fc", *more: str) -> Path:
+    """Return the absolute path of a folder that holds arcface_torch's files, and ``more`` of them.
 
     Raises:
-        UsageError: no folder is given, or a file is missing in it.
+        UsageError: no folder is given by ``option``, or a file is missing in it.
     """
     fix = "name the folder recognition/arcface_torch of an insightface checkout"
     if folder is None:
-        raise UsageError(f"PartialFC_V2 needs --partial-fc FOLDER: {fix}")
+        raise UsageError(f"PartialFC_V2 needs {option} FOLDER: {fix}")
     path = Path(folder).absolute()
-    for name in (_PARTIAL_FC, _MARGINS):
+    for name in (_PARTIAL_FC, _MARGINS, *more):
         if not (path / name).is_file():
-            raise UsageError(f"--partial-fc {folder}: there is no {name} in it; {fix}")
+            raise UsageError(f"{option} {folder}: there is no {name} in it; {fix}")
     return path
 
 
@@ -202,7 +206,7 @@ def partial_fc_version(folder: Path) -> str:
     return f"{_PARTIAL_FC} {sha256((folder / _PARTIAL_FC).read_bytes()).hexdigest()[:12]}"
 
 
-def _load(file: Path) -> ModuleType:
+def load_file(file: Path) -> ModuleType:
     """Import a file once under a name of its own: arcface_torch is no package."""
     name = f"_peer_{file.stem}"
     if name not in sys.modules:

@@ -5,29 +5,22 @@ in FOLDER: figures, or the reason why there are none.
 """
 
 import gc
-import itertools
-import os
-import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plsc.bench.harness import PeakMemory, limit_allocations
-from plsc.bench.head_baselines import IMPLEMENTATIONS, ROOFLINE, BenchConfig, Step
-from plsc.errors import PlscError
-from plsc.files import read_json, write_json
+from plsc.bench.head_baselines import IMPLEMENTATIONS, ROOFLINE, BenchConfig
+from plsc.bench.ranks import be_rank, time_steps
 from plsc.head.class_table import class_range
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.mesh import Mesh, init, shutdown
+from plsc.parallel.mesh import Mesh, init
 
 _REHEARSAL_CLASSES = 2048
 _BATCH_SEED = 0x5EED_0F_BA7C4  # unlike the heads' seeds: with the same one the embeddings would be class rows
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc")
 
 # Of the roofline, by device type.
 _TABLE_ROWS = {"cpu": 65_536, "cuda": 524_288}  # in one product
@@ -57,7 +50,7 @@ def measure_head(config: BenchConfig, mesh: Mesh) -> dict[str, Any]:
     memory = PeakMemory(mesh.device)
     step = build(config, mesh)
     loss = float(step(*batches[0]))
-    times = _time_on_gpu(step, batches[1:]) if mesh.device.type == "cuda" else _time_on_cpu(step, batches[1:])
+    times: dict[str, Any] = time_steps(lambda batch: step(*batch), batches[1:], mesh.device)
     return times | {"memory_mib": memory.above(), "peak_mib": memory.peak(), "loss": loss}
 
 
@@ -66,31 +59,6 @@ def _batch(config: BenchConfig, mesh: Mesh, number: int) -> tuple[Tensor, Tensor
     embeddings = torch.randn(config.batch, config.dim, generator=generator)
     labels = torch.randint(config.classes, (config.batch,), generator=generator)
     return embeddings.to(mesh.device).requires_grad_(), labels.to(mesh.device)
-
-
-def _time_on_cpu(step: Step, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    cpu, wall = [], []
-    for batch in batches:
-        cpu_start, start = time.process_time(), time.perf_counter()
-        step(*batch)
-        cpu.append(time.process_time() - cpu_start)
-        wall.append(time.perf_counter() - start)
-    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
-
-
-def _time_on_gpu(step: Step, batches: list[tuple[Tensor, Tensor]]) -> dict[str, float]:
-    # Events are recorded between steps and read at the end: a synchronisation per step would stop the queue.
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
-    torch.cuda.synchronize()
-    cpu_start = time.process_time()
-    marks[0].record()
-    for batch, mark in zip(batches, marks[1:], strict=True):
-        step(*batch)
-        mark.record()
-    torch.cuda.synchronize()
-    cpu = (time.process_time() - cpu_start) / len(batches)
-    wall = [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
-    return {"cpu_s": cpu, "wall_s": statistics.median(wall)}
 
 
 # Roofline -----------------------------------------------------------------------------------------------------------
@@ -159,34 +127,12 @@ def _now(config: BenchConfig, device: torch.device) -> float:
 # The process --------------------------------------------------------------------------------------------------------
 
 
-def _reason(error: Exception) -> str:
-    """Return a failure as one line for the table."""
-    text = " ".join(str(error).split())
-    if isinstance(error, PlscError):
-        return text
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(s in text.lower() for s in _OUT_OF_MEMORY):
-        return "does not fit into memory"
-    return f"{type(error).__name__}: {text}"[:200]
-
-
-def main() -> int:
-    """Measure the task on the rank that the environment names."""
-    task, folder = map(Path, sys.argv[1:])
-    config = BenchConfig(**read_json(task))
+def _measure(task: dict[str, Any]) -> dict[str, Any]:
+    config = BenchConfig(**task)
     torch.set_num_threads(config.threads)
-    result: dict[str, Any]
-    try:
-        mesh = init(None if config.device == "cuda" else "cpu")
-        measure = measure_roofline if config.implementation == ROOFLINE else measure_head
-        result = measure(config, mesh)
-    except Exception as error:  # whatever an implementation does wrong is its result
-        result = {"reason": _reason(error)}
-    write_json(folder / f"rank-{os.environ['RANK']}.json", result)
-    if "reason" in result:
-        os._exit(1)  # without clean-up: the other ranks wait for this one, and it would wait for them
-    shutdown()
-    return 0
+    mesh = init(None if config.device == "cuda" else "cpu")
+    return measure_roofline(config, mesh) if config.implementation == ROOFLINE else measure_head(config, mesh)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    be_rank(_measure)

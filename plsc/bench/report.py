@@ -32,6 +32,7 @@ _SEARCH_COLOURS = {
     "faiss-tuned": _PINK,
     "usearch": _GREEN,
 }
+_TRAIN_COLOURS = {"plsc": _BLUE, "plsc-fp32": _SKY, "arcface-torch": _ORANGE, "plain": _GREY}
 _SERVE_COLOURS = {BATCHED: _BLUE, UNBATCHED: _ORANGE, BARE: _GREY, BARE_AT_BATCH: _GREEN}
 _SERVED = (BATCHED, UNBATCHED)
 
@@ -156,6 +157,71 @@ def _short(value: float, _: int) -> str:
         if value >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+# Training loops -----------------------------------------------------------------------------------------------------
+
+
+def train_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
+    """Return the rows, aligned, and what the baselines took over what our first loop took."""
+    first = rows[0]
+    width = max(len(row["label"]) for row in rows)
+    lines = [
+        f"{first['backbone']} in {first['precision']}, {first['classes']:,} classes x {first['dim']}, "
+        f"{counted(first['batch'], 'image')} of {first['image_size']} px on each of {counted(first['nproc'], 'rank')}, "
+        f"{counted(first['threads'], 'thread')} each; medians of {counted(first['rounds'], 'round')}:",
+        f"  {'':<{width}}  {'images/s':>9} {'wall ms':>9} {'CPU s':>9} {'MiB':>9}",
+        *(_train_line(row, width) for row in rows),
+    ]
+    labels = {row["contestant"]: row["label"] for row in rows}
+    if ratios:
+        lines += ["", "baseline / ours, medians of the rounds:"]
+    for ratio in ratios:
+        times = [("wall_s", "wall"), ("cpu_s", "CPU"), ("memory_mib", "memory")]
+        text = ", ".join(f"{name} {ratio[key]:.2f}x" for key, name in times if ratio[key] is not None)
+        lines.append(f"  {labels[ratio['peer']]}  over  {labels[ratio['ours']]}: {text}")
+    return "\n".join(lines)
+
+
+def _train_line(row: Row, width: int) -> str:
+    start = f"  {row['label']:<{width}}"
+    if row["failed"]:
+        return f"{start}  {row['note']}"
+    rate, wall = f"{row['images_per_second']:>9,.1f}", f"{row['wall_s'] * 1000:>9,.1f}"
+    return f"{start}  {rate} {wall} {row['cpu_s']:>9.3f} {row['memory_mib']:>9,.0f}"
+
+
+def draw_training(rows: Sequence[Row], path: Path) -> None:
+    """Draw a bar per loop of images per second, with error bars to the extreme rounds, and of memory."""
+    measured = [row for row in rows if not row["failed"]][::-1]
+    figure = _figure(9.6, 1.6 + 0.5 * max(len(measured), 1))
+    rates, memories = figure.subplots(1, 2, sharey=True)
+    labels = [row["label"] for row in measured]
+    colours = [_TRAIN_COLOURS[row["contestant"]] for row in measured]
+    values = [row["images_per_second"] for row in measured]
+    errors = [
+        [row["images_per_second"] - row["images_per_second_low"] for row in measured],
+        [row["images_per_second_high"] - row["images_per_second"] for row in measured],
+    ]
+    rates.barh(labels, values, xerr=errors, color=colours, capsize=3)
+    memories.barh(labels, [row["memory_mib"] for row in measured], color=colours)
+    _title(rates, "Images per second, all ranks")
+    _title(memories, "MiB per rank at the peak, above the libraries'")
+    for axes in (rates, memories):
+        _frame(axes)
+        axes.set_axisbelow(True)
+        axes.grid(visible=False, axis="y")
+    first = rows[0]
+    ranks = counted(first["nproc"], "rank")
+    figure.suptitle(
+        f"{first['backbone']}, {first['classes']:,} classes, {first['batch']} images on each of {ranks}, "
+        f"{first['precision']}",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+        color=_INK,
+    )
+    _save(figure, path)
 
 
 # Searches -----------------------------------------------------------------------------------------------------------

@@ -211,9 +211,9 @@ def test_medians_and_ratios_are_over_the_rounds():
 def test_heads_alternate_and_failures_are_not_tried_again(monkeypatch):
     turns = []
 
-    def measured(config, limit):
-        turns.append((config.implementation, config.classes))
-        return {"reason": "no"} if (config.implementation, config.classes) == ("dense", 200) else taken(1.0)
+    def measured(module, task, nproc, threads, limit):
+        turns.append((task["implementation"], task["classes"]))
+        return {"reason": "no"} if turns[-1] == ("dense", 200) else taken(1.0)
 
     monkeypatch.setattr(head_bench, "measure_on_ranks", measured)
     result = compare_heads(HeadComparison(("plsc", "dense"), [300, 100, 200], [4], rounds=2), quiet=True)

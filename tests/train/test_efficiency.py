@@ -142,7 +142,7 @@ def with_slow_parts(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
     with (
         patch.object(timeline, "time", clock),
         patch.object(trainer, "micro_batches", slow_groups),
-        patch.object(step, "normalize", slow(step.normalize, 2)),
+        patch.object(step.Stepper, "_prepared", slow(step.Stepper._prepared, 2)),
         patch.object(ShardedHead, "forward", slow(ShardedHead.forward, 4)),
         patch.object(HeadOptimizer, "step_unless", slow(HeadOptimizer.step_unless, 8)),
         patch.object(step.RunningStatistics, "restore_where", slow(step.RunningStatistics.restore_where, 16)),
