@@ -103,7 +103,7 @@ def strategy_of(entry: Key) -> dict[str, str]:
     if entry.name in ("parallel.pp", "parallel.pp_micro_batches"):
         pipeline = {"backbone": "vit_base", "data.batch_size": 256}
         return pipeline if entry.name == "parallel.pp" else {**pipeline, "parallel.pp": 2}
-    if entry.name == "parallel.tp":
+    if entry.name in ("parallel.tp", "fp8"):
         return {"backbone": "vit_tiny"}
     strategies = {"parallel.shard_ranks": "hsdp", "parallel.offload": "fsdp"}
     return {"parallel.strategy": strategies[entry.name]} if entry.name in strategies else {}

@@ -56,6 +56,24 @@ def _check(config: Config) -> None:
     _check_head(config)
     _check_backbone(config.backbone)
     _check_tensor_parallel(config)
+    _check_fp8(config)
+
+
+def _check_fp8(config: Config) -> None:
+    """Refuse products in float8 where there are none, or nobody has tried."""
+    from plsc.models.vit import SHAPES
+
+    if not config.fp8:
+        return
+    if config.backbone not in SHAPES:
+        raise UsageError(f'fp8 is for {", ".join(SHAPES)}, and backbone is "{config.backbone}"; leave fp8 out')
+    if config.precision != "bf16":
+        raise UsageError(f'fp8 goes with precision = "bf16", and precision is "{config.precision}"; give "bf16"')
+    for name in ("tp", "pp"):
+        if getattr(config.parallel, name) > 1:
+            raise UsageError(
+                f"fp8 is not made for parallel.{name} = {getattr(config.parallel, name)}; leave one of them out"
+            )
 
 
 def _check_images(config: Config) -> None:

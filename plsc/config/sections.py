@@ -560,6 +560,11 @@ class Config:
     )
     channels_last: bool = key(False, "Memory format NHWC, which speeds up convolutions on GPUs.")
     compile: bool = key(False, "Compile the backbone with torch.compile.")
+    fp8: bool = key(
+        False,
+        "Products of a ViT's linear layers in 8-bit floating point, by torchao, on GPUs from Ada and Hopper on; with "
+        "precision bf16. CPUs emulate them; weights, checkpoints and exports stay as without.",
+    )
     recompute: str = key(
         "none",
         "Activations that the backward pass computes again, in place of keeping them: every_k, those of every "

@@ -37,6 +37,7 @@ from plsc.parallel.model_averaging import AveragingOptions, model_averaging
 from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
 from plsc.train.failures import raise_on_all_ranks
+from plsc.train.float8 import convert_to_float8
 from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
 
 # Log lines of torch.compile that no user can act on: about DDP's own code, and about a machine without a GPU.
@@ -176,6 +177,8 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     backbone = raise_on_all_ranks(mesh, lambda: _backbone(config))
     frozen = raise_on_all_ranks(mesh, lambda: _frozen_by_stage(config, backbone))
     template = copy.deepcopy(backbone).to("meta")  # of the one in host memory: no device holds two
+    if config.fp8:  # the template, and so what is evaluated and exported, multiplies as ever
+        raise_on_all_ranks(mesh, lambda: convert_to_float8(backbone, mesh.device, config.data.batch_size))
     backbone = backbone.to(mesh.device)
     loader = raise_on_all_ranks(mesh, lambda: make_loader(config, dataset, strategy))
     if config.sync_batchnorm:

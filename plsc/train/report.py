@@ -217,6 +217,9 @@ def _model(components: TrainComponents) -> str:
     config = components.config
     extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
     extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
+    extras += (
+        ["fp8 in the blocks" + (" (emulated)" if components.mesh.device.type == "cpu" else "")] if config.fp8 else []
+    )
     device = components.mesh.device.type
     model = (
         f"{config.backbone}, {components.strategy.size / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"

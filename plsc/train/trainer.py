@@ -95,7 +95,7 @@ def train(
         IntegrityError: the checkpoint to resume from is corrupt.
         DataError: too many unreadable images; a decoding process was killed; a full disk.
         PlscError: the loss was not finite for too long.
-        Interrupted: SIGINT or SIGTERM came; a checkpoint was written first.
+        Interrupted: SIGINT, SIGTERM or SIGUSR1 came; a checkpoint was written first.
     """
     with StopRequest() as stop:
         trainer = Trainer(config, mesh, Path(out), resume, quiet, notes, loggers)
