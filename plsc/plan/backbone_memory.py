@@ -10,6 +10,7 @@ With W, G and S bytes of weights, gradients and optimizer state, n ranks to shar
   and their gradients are whole (Korthikanti et al., 2022, section 4.2, without its second gather).
 - pp = K: the blocks /K. gpipe keeps the activations of all m micro-batches (Huang et al., 2019), 1f1b of at most the
   stages that follow (PipeDream-flush: Narayanan et al., 2021); interleaved of (K − 1)/(K·v) more, v parts to a rank.
+  Under fsdp and hsdp, a stage's weights and gradients are whole during a step.
 """
 
 import functools
@@ -205,7 +206,7 @@ def nbytes(parameters: Iterable[Parameter], ranks: int = 1) -> int:
 
 def is_sharded(setup: PlanConfig) -> bool:
     """True where fully_shard gathers weights and sums gradients onto shards, perhaps of one rank."""
-    return setup.pp == 1 and (setup.strategy in ("fsdp", "hsdp") or (setup.tp > 1 and setup.data_ranks > 1))
+    return setup.strategy in ("fsdp", "hsdp") or (setup.tp > 1 and setup.data_ranks > 1)
 
 
 def _whole(setup: PlanConfig, profile: BackboneProfile, stage: Stage, device: Device) -> BackboneMemory:
@@ -246,13 +247,20 @@ def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> Backb
     on_device = {} if offload else {name: size for name, size in sharded.items() if size}
     averaged = profile.buffers if average else 0
     kept = {**on_device, "backbone buffers, twice": 2 * profile.buffers + averaged}
-    whole = nbytes(stage.trained) if setup.micro_batches > 1 else 0  # gradients of micro-batches add up before a sum
-    root = nbytes(p for p in stage.parameters if p.unit is None)  # gathered from the forward pass to the backward's end
+    # gradients of micro-batches add up before a sum
+    whole = nbytes(stage.trained) if setup.micro_batches > 1 or setup.pp > 1 else 0
+    # gathered from the forward pass to the backward's end: of a pipeline's stage everything
+    root = nbytes(p for p in stage.parameters if p.unit is None or setup.pp > 1)
+    root += stage.received
+    if setup.pp > 1:
+        backward = stage.activations + stage.transient + whole
+    else:
+        backward = _gathered_peak(stage, whole, 0 if offload else ranks)
     summed = 0 if offload else trained
     return BackboneMemory(
         kept,
         forward=stage.activations + root + whole,
-        backward=root + _gathered_peak(stage, whole, 0 if offload else ranks),
+        backward=root + backward,
         gradients=summed,
         update=0 if offload else trained,
         host=(sum(sharded.values()) + trained) if offload else 0,

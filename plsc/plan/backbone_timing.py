@@ -126,14 +126,15 @@ def _exchange(setup: PlanConfig) -> str:
 
 
 def _gathered(setup: PlanConfig, stage: Stage, links: Links) -> float:
-    """Seconds of a step's all-gathers: every unit's in both passes, the root's in one; from the host, of shards too."""
+    """Seconds of a step's all-gathers: every unit's in both passes, the root's in one; from the host, shards' too."""
     if not is_sharded(setup):
         return 0.0
     ranks, per_node, tp = setup.shard_ranks, setup.per_node, setup.tp
     units = [nbytes(unit) for unit in gathered_together(stage)]
     root = nbytes(stage.parameters) - sum(units)
-    moved = setup.micro_batches * (2 * sum(units) + root)
-    calls = setup.micro_batches * (2 * len(units) + 1)
+    passes = 1 if setup.pp > 1 else 2  # a pipeline's stage keeps what it gathered for the backward passes
+    moved = setup.micro_batches * (passes * sum(units) + root)
+    calls = setup.micro_batches * (passes * len(units) + 1)
     seconds = links.seconds(moved * (ranks - 1) / ranks, ranks, per_node, stride=tp, calls=calls)
     return seconds + (moved / ranks / links.bus if setup.config.parallel.offload else 0.0)
 
