@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_trace.faults import FAULTS
-from gpu_trace.scenarios import SCENARIOS, trace
+from gpu_trace.scenarios import SCENARIOS, short_vit, trace
 
 
 def main(out: Path, names: list[str]) -> None:
@@ -26,7 +26,7 @@ def main(out: Path, names: list[str]) -> None:
 def _trace(name: str, mode: FakeTensorMode) -> dict[int, dict[str, Any]]:
     """The counts of a scenario, or of a planted fault, by rank."""
     planted, scenario = FAULTS.get(name, (nullcontext, name))
-    with planted():
+    with planted(), short_vit():
         return {rank: trace(SCENARIOS[scenario], rank, mode).as_dict() for rank in SCENARIOS[scenario].traced_ranks}
 
 

@@ -1,8 +1,10 @@
 """The steps that are traced, by name, and the tracing of one."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -14,24 +16,30 @@ from gpu_trace.world import LateExecutor, build, fake_components, fake_rank
 from plsc import config as configuration
 from plsc.config import Config, margin_keys
 from plsc.data.loader import TrainLoader
-from plsc.models import vit
-from plsc.models.backbone import Backbone, register
+from plsc.models import backbone, vit
+from plsc.models.backbone import Backbone
 from plsc.parallel.step_timeline import StepTimeline
 from plsc.train.step import MicroBatch, Stepper
 
 SMALL = {"backbone": "resnet8", "data.image_size": 32, "data.batch_size": 16, "head.weight_dtype": "bfloat16"}
 FULL = {"backbone": "iresnet50", "data.image_size": 112, "data.batch_size": 128}
-VIT = {"backbone": "vit_of_4_blocks", "data.image_size": 64, "data.batch_size": 64}
+VIT: dict[str, Any] = {"backbone": "vit_of_4_blocks", "data.image_size": 64, "data.batch_size": 64}
 ADAMW = {"optim.name": "adamw"}
 
 
-vit.SHAPES["vit_of_4_blocks"] = vit.Shape(512, 4)
+@contextlib.contextmanager
+def short_vit() -> Iterator[None]:
+    """Let VIT's backbone be known within: deep enough for a pipeline of two ranks with two stages each."""
+    name = VIT["backbone"]
 
+    def build_short_vit(embedding_dim: int, image_size: int) -> Backbone:
+        return vit.VisionTransformer(name, embedding_dim, image_size, 0.05, 0.0, None)
 
-@register
-def vit_of_4_blocks(embedding_dim: int, image_size: int) -> Backbone:
-    """A vision transformer that is deep enough for a pipeline of two ranks with two stages each."""
-    return vit.VisionTransformer("vit_of_4_blocks", embedding_dim, image_size, 0.05, 0.0, None)
+    with (
+        patch.dict(vit.SHAPES, {name: vit.Shape(512, 4)}),
+        patch.dict(backbone._builders, {name: build_short_vit}),
+    ):
+        yield
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ class Scenario:
     def config(self) -> Config:
         """The run's configuration."""
         values = {**SMALL, "head.momentum_dtype": "int8", **self.settings}
-        return configuration.load(None, {name: str(value).lower() for name, value in values.items()})
+        with short_vit():
+            return configuration.load(None, {name: str(value).lower() for name, value in values.items()})
 
     @property
     def rows(self) -> int:
