@@ -18,7 +18,7 @@ from plsc.errors import DataError, IntegrityError, StorageError, UsageError
 
 MANIFEST = "manifest.json"
 Manifest = dict[str, Any]
-_WAITING_LINES = 100_000  # that a LineFile keeps in memory: at 200 bytes each, 20 MB
+_WAITING_RECORDS = 100_000  # that an AppendFile keeps in memory: at 200 bytes each, 20 MB
 
 
 def make_folder(path: Path) -> Path:
@@ -289,8 +289,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class LineFile:
-    """A file to which whole lines are appended. A full disk ends nothing: lines wait until there is space again.
+class AppendFile:
+    """A file to which whole records are appended. A full disk ends nothing: records wait until there is space again.
 
     Args:
         path: appended to; made where it does not exist.
@@ -298,17 +298,16 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        self._waiting: deque[bytes] = deque(maxlen=_WAITING_LINES)
+        self._waiting: deque[bytes] = deque(maxlen=_WAITING_RECORDS)
 
-    @property
-    def is_behind(self) -> bool:
-        """True where lines wait for space."""
-        return bool(self._waiting)
+    def write_line(self, line: str) -> None:
+        """Append ``line``, which has no end of line, after the records that wait."""
+        self.write(line.encode() + b"\n")
 
-    def write(self, line: str) -> None:
-        """Append ``line``, which has no end of line, after those that wait."""
-        self._waiting.append(line.encode() + b"\n")
-        with contextlib.suppress(OSError):  # it will be tried again with the next line
+    def write(self, record: bytes) -> None:
+        """Append ``record`` after those that wait."""
+        self._waiting.append(record)
+        with contextlib.suppress(OSError):  # it will be tried again with the next record
             while self._waiting:
                 self._append(self._waiting[0])
                 self._waiting.popleft()
@@ -317,9 +316,9 @@ class LineFile:
         """Close the file; what waits is lost."""
         os.close(self._file)
 
-    def _append(self, line: bytes) -> None:
+    def _append(self, record: bytes) -> None:
         size = os.fstat(self._file).st_size
-        written = os.write(self._file, line)
-        if written < len(line):
+        written = os.write(self._file, record)
+        if written < len(record):
             os.ftruncate(self._file, size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,15 +1,16 @@
 """Metrics of a run: metrics.jsonl, one JSON object per line, and the same numbers for TensorBoard and other loggers."""
 
-import contextlib
 import json
 import math
+import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from plsc.errors import UsageError
-from plsc.files import LineFile, atomic_write
+from plsc.files import AppendFile, atomic_write
 from plsc.train.step import StepResult
 
 METRICS = "metrics.jsonl"
@@ -51,31 +52,25 @@ class MetricsLog:
         loggers: Sequence[Logger] = (),
         warn: Callable[[str], None] = print,
     ) -> None:
-        self._file: LineFile | None = None
-        self._out, self._board = out, cast(Any, None)
-        self._has_lost_board = False
+        self._file: AppendFile | None = None
+        self._board: _EventFile | None = None
         functions = [_log_function(logger) for logger in loggers]  # on every rank: a wrong one ends all of them
         self._functions = functions if enabled else []
         self._warn, self._failed = warn, set[int]()
         if not enabled:
             return
         _cut(out / METRICS, step)
-        self._file = LineFile(out / METRICS)
+        self._file = AppendFile(out / METRICS)
         if tensorboard:
-            self._board = _new_board(out, step + 1)
+            self._board = _EventFile(out / "tensorboard", step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Report ``values`` (numbers, None, nested mappings of them) of ``step``."""
         if self._file is not None:
             line = {"step": step, **_without_nan(values)}
-            self._file.write(json.dumps(line, allow_nan=False))
-        if self._has_lost_board and self._file is not None and not self._file.is_behind:
-            self._board, self._has_lost_board = _new_board(self._out, step), False
+            self._file.write_line(json.dumps(line, allow_nan=False))
         if self._board is not None:
-            try:
-                self._add_to_board(step, values)
-            except OSError:  # a full disk: the board's thread has ended, and points are lost; metrics.jsonl has them
-                self._board, self._has_lost_board = None, True
+            self._board.write(step, _leaves(values))
         for index, function in enumerate(self._functions):
             try:
                 function(dict(_leaves(values)), step=step)
@@ -89,19 +84,37 @@ class MetricsLog:
         if self._file is not None:
             self._file.close()
         if self._board is not None:
-            with contextlib.suppress(OSError):
-                self._board.close()
-
-    def _add_to_board(self, step: int, values: dict[str, Any]) -> None:
-        for name, value in _leaves(values):
-            self._board.add_scalar(name, value, step)
+            self._board.close()
 
 
-def _new_board(out: Path, step: int) -> Any:
-    """A writer of RUN/tensorboard, in which points from ``step`` on that were written before count no more."""
-    from torch.utils.tensorboard import SummaryWriter
+class _EventFile:
+    """TensorBoard's event file of a run, in which points from ``step`` on that were written before count no more.
 
-    return SummaryWriter(str(out / "tensorboard"), purge_step=step)
+    TensorBoard's own writer appends from a thread of its own, which ends for good where the disk is full.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(exist_ok=True)
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._records = RecordWriter(AppendFile(folder / name))
+        self._add(step=step, file_version="brain.Event:2")
+        self._add(step=step, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
+
+    def write(self, step: int, values: Sequence[tuple[str, float]]) -> None:
+        """Append the points of ``step``."""
+        points = [self._summary.Value(tag=name, simple_value=value) for name, value in values]
+        self._add(step=step, summary=self._summary(value=points))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
+
+    def _add(self, **fields: Any) -> None:
+        self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
 
 
 class StepMeter:

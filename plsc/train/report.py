@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from plsc.config import Config, DataConfig
-from plsc.files import LineFile
+from plsc.files import AppendFile
 from plsc.head.replica_averaging import average_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
@@ -40,7 +40,7 @@ class RunReport:
     """
 
     def __init__(self, out: Path, *, enabled: bool, quiet: bool = False) -> None:
-        self._log = LineFile(out / LOG) if enabled else None
+        self._log = AppendFile(out / LOG) if enabled else None
         self._status = StatusLine() if enabled and not quiet else None
 
     def line(self, text: str) -> None:
@@ -53,7 +53,7 @@ class RunReport:
     def log(self, text: str) -> None:
         """Write to train.log alone."""
         if self._log is not None:
-            self._log.write(_dated(text))
+            self._log.write_line(_dated(text))
 
     def status(self, text: str, *, log: bool) -> None:
         """Show the state of the progress line; ``log`` when it is also one for the log, and for a pipe."""
@@ -74,8 +74,8 @@ class RunReport:
 def append_to_log(out: Path, text: str) -> None:
     """Write a line into the log of the run ``out`` from any rank, beside the first one's."""
     with contextlib.suppress(OSError):
-        file = LineFile(out / LOG)
-        file.write(_dated(text))
+        file = AppendFile(out / LOG)
+        file.write_line(_dated(text))
         file.close()
 
 

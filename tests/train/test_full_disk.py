@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plsc.files import LineFile
+from plsc.files import AppendFile
 from plsc.train.metrics import MetricsLog, read_metrics
 from plsc.train.report import LOG, RunReport
 
@@ -28,23 +28,31 @@ def full_at(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+def points_of(out: Path, name: str) -> list[tuple[int, float]]:
+    """(step, value) of each point that TensorBoard shows of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(out / "tensorboard")).Reload()
+    return [(point.step, point.value) for point in events.Scalars(name)] if name in events.Tags()["scalars"] else []
+
+
 def test_lines_wait_for_space_and_come_whole_and_in_order(tmp_path: Path) -> None:
     path = tmp_path / "lines"
-    file = LineFile(path)
-    file.write("first")
+    file = AppendFile(path)
+    file.write_line("first")
     with full_at(10):
         for number in range(3):
-            file.write(f"line {number}")
+            file.write_line(f"line {number}")
         assert path.read_text() == "first\n"
-    file.write("last")
+    file.write_line("last")
     file.close()
     assert path.read_text().splitlines() == ["first", "line 0", "line 1", "line 2", "last"]
 
 
 def test_two_files_append_to_one_log(tmp_path: Path) -> None:
-    files = [LineFile(tmp_path / "log") for _ in range(2)]
+    files = [AppendFile(tmp_path / "log") for _ in range(2)]
     for number in range(6):
-        files[number % 2].write(str(number))
+        files[number % 2].write_line(str(number))
     for file in files:
         file.close()
     assert (tmp_path / "log").read_text().split() == [str(number) for number in range(6)]
@@ -52,13 +60,12 @@ def test_two_files_append_to_one_log(tmp_path: Path) -> None:
 
 def test_a_device_without_space_is_no_error() -> None:
     if os.path.exists("/dev/full"):  # noqa: PTH110
-        file = LineFile(Path("/dev/full"))
-        file.write("lost")
+        file = AppendFile(Path("/dev/full"))
+        file.write_line("lost")
         file.close()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread ends
-@pytest.mark.parametrize("tensorboard", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tensorboard", [False, True])
 def test_metrics_of_steps_on_a_full_disk_are_written_later(tensorboard: bool, tmp_path: Path) -> None:
     metrics = MetricsLog(tmp_path, step=0, tensorboard=tensorboard, enabled=True)
     report = RunReport(tmp_path, enabled=True, quiet=True)
@@ -75,4 +82,16 @@ def test_metrics_of_steps_on_a_full_disk_are_written_later(tensorboard: bool, tm
     metrics.close()
     report.close()
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 41))
+    if tensorboard:
+        assert points_of(tmp_path, "loss") == [(step, float(step)) for step in range(1, 41)]
     assert [len(line) > 100 for line in (tmp_path / LOG).read_text().splitlines()] == [True, False]
+
+
+def test_tensorboard_shows_no_point_twice_after_a_restart(tmp_path: Path) -> None:
+    for first, last in [(1, 6), (4, 8)]:  # a run that was killed after step 5, and resumed from step 3
+        metrics = MetricsLog(tmp_path, step=first - 1, tensorboard=True, enabled=True)
+        for step in range(first, last):
+            metrics.write(step, {"loss": float(step), "eval": {"lfw": {"accuracy": 0.5}}})
+        metrics.close()
+    assert points_of(tmp_path, "loss") == [(step, float(step)) for step in range(1, 8)]
+    assert [step for step, _ in points_of(tmp_path, "eval/lfw/accuracy")] == list(range(1, 8))
