@@ -2,8 +2,8 @@
 
     python docs/write_configuration.py
 
-All text of the tables comes from plsc/config/sections.py, plsc/losses and configs/, so a test can compare the committed
-page with the code.
+All text of the tables comes from the sections in plsc/config/, plsc/losses and configs/, so a test can compare the
+committed page with the code.
 """
 
 import dataclasses

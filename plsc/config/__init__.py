@@ -2,11 +2,15 @@
 
 :func:`load` reads a TOML file strictly and lays ``--KEY VALUE`` overrides over it: an unknown key, a value of
 the wrong type or out of range is a :class:`UsageError` that names the key and the nearest right one.
-:func:`to_toml` writes a configuration whole; :func:`load` reads it back equal.
+:func:`to_toml` writes a configuration whole; :func:`load` reads it back equal. The package imports torch within
+functions only: ``--help`` and mistyped keys are answered without it.
 """
 
 from plsc.config.checks import check_together as check_together
 from plsc.config.checks import make_margin as make_margin
+from plsc.config.data import DataConfig as DataConfig
+from plsc.config.head import HeadConfig as HeadConfig
+from plsc.config.head import margin_keys as margin_keys
 from plsc.config.loading import KEYS as KEYS
 from plsc.config.loading import SHIPPED as SHIPPED
 from plsc.config.loading import TABLES as TABLES
@@ -20,17 +24,14 @@ from plsc.config.loading import shipped as shipped
 from plsc.config.loading import shown as shown
 from plsc.config.loading import to_dict as to_dict
 from plsc.config.loading import to_toml as to_toml
+from plsc.config.optim import OptimConfig as OptimConfig
+from plsc.config.parallel import ParallelConfig as ParallelConfig
 from plsc.config.sections import CheckpointConfig as CheckpointConfig
 from plsc.config.sections import Config as Config
-from plsc.config.sections import DataConfig as DataConfig
 from plsc.config.sections import EvalConfig as EvalConfig
-from plsc.config.sections import HeadConfig as HeadConfig
 from plsc.config.sections import KeepConfig as KeepConfig
 from plsc.config.sections import LogConfig as LogConfig
-from plsc.config.sections import OptimConfig as OptimConfig
-from plsc.config.sections import ParallelConfig as ParallelConfig
 from plsc.config.sections import get as get
-from plsc.config.sections import margin_keys as margin_keys
 from plsc.config.stages import begins_course as begins_course
 from plsc.config.stages import changes_of as changes_of
 from plsc.config.stages import stage_configs as stage_configs

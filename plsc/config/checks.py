@@ -4,7 +4,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from plsc import arcface_torch, strict_toml
-from plsc.config.sections import Config, HeadConfig, OptimConfig, get, margin_keys
+from plsc.config.head import HeadConfig, margin_keys
+from plsc.config.optim import OptimConfig
+from plsc.config.sections import Config, get
 from plsc.config.stages import check_stages, stage_configs
 from plsc.errors import UsageError
 from plsc.strict_toml import toml_value

@@ -1,0 +1,82 @@
+"""The keys of [data]: the images of a run, and the preprocessing contract that they make."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from plsc.strict_toml import key
+
+if TYPE_CHECKING:
+    from plsc.models.preprocessing import Preprocessing
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """[data]: the images to train on."""
+
+    train: str = key(
+        "avatars:2000x30",
+        "Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or "
+        "avatars:IDENTITIESxIMAGES, which plsc draws.",
+    )
+    image_size: int | tuple[int, ...] | None = key(
+        None,
+        "Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of "
+        "init_weights, or 112.",
+        least=16,
+    )
+    interpolation: str | None = key(
+        None,
+        "Interpolation by which images are resized; unset: that of init_weights, or bilinear.",
+        choices=("bilinear", "bicubic"),
+    )
+    mean: float | tuple[float, ...] | None = key(
+        None,
+        "Mean of the pixel values, from 0 to 255, that is subtracted: one number, or [red, green, blue]; unset: that "
+        "of init_weights, or 127.5.",
+        least=0,
+        most=255,
+    )
+    std: float | tuple[float, ...] | None = key(
+        None,
+        "Standard deviation of the pixel values, by which they are divided then: one number, or [red, green, blue]; "
+        "unset: that of init_weights, or 127.5.",
+        above=0,
+    )
+    batch_size: int = key(
+        128, "Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.", least=1
+    )
+    augment: str = key(
+        "flip",
+        "Augmentation: flip mirrors half of the images; affine rotates, scales, shears and shifts slightly without "
+        "mirroring; standard adds crop, colour, greyscale, blur, low resolution, JPEG and erasing to flip and affine.",
+        choices=("none", "flip", "affine", "standard"),
+        in_stages=True,
+    )
+    rotation_classes: bool = key(
+        False,
+        "Add every class rotated by 90, 180 and 270 degrees as a class of its own; epochs take four times as long.",
+        renamed_from="turned_classes",
+    )
+    workers: int = key(2, "Decoding processes per rank; 0 decodes in the training process.", least=0)
+    max_bad_records: int = key(
+        1000, "Unreadable images, in whose places the next ones are taken, before the run stops with an error.", least=0
+    )
+    cache: str = key(
+        "auto",
+        "Keep decoded images in memory between epochs; auto does so where they take a small part of it.",
+        choices=("auto", "always", "never"),
+    )
+
+    @property
+    def preprocessing(self) -> "Preprocessing":
+        """The preprocessing contract of the run; where a key is unset, with plsc's own values."""
+        from plsc.models.preprocessing import Preprocessing
+
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(Preprocessing)}
+        return Preprocessing(**{name: value for name, value in values.items() if value is not None})
+
+    def with_contract(self, contract: "Preprocessing") -> "DataConfig":
+        """Return these keys with those of the preprocessing contract set."""
+        values = {field.name: getattr(contract, field.name) for field in dataclasses.fields(contract)}
+        return dataclasses.replace(self, **values)

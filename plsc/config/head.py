@@ -1,0 +1,111 @@
+"""The keys of [head]: margin, sampling, and storage of the class table."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from plsc.strict_toml import key
+
+
+@functools.cache
+def margin_keys() -> dict[str, tuple[str, ...]]:
+    """The keys of [head] that each margin takes; one that is unset keeps the margin's own default."""
+    from plsc.losses import MARGINS
+
+    return {name: tuple(field.name for field in dataclasses.fields(kind)) for name, kind in MARGINS.items()}
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """[head]: the class head; the number of classes comes from the data."""
+
+    margin: str = key("arcface", "Margin of the softmax.", choices=lambda: tuple(margin_keys()))
+    s: float | None = key(None, "Scale of the cosines; unset: 64.", above=0, in_stages=True)
+    m: float | None = key(
+        None,
+        "Margin; unset: 0.5 (arcface, curricularface, elasticface), 0.4 (cosface, adaface), 1.7 (sphereface).",
+        least=0,
+        in_stages=True,
+    )
+    m1: float | None = key(None, "combined: m1 of cos(m1·θ + m2) − m3; unset: 1.", above=0, in_stages=True)
+    m2: float | None = key(
+        None, "combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.", least=0, in_stages=True
+    )
+    m3: float | None = key(None, "combined: m3 of cos(m1·θ + m2) − m3; unset: 0.", least=0, in_stages=True)
+    h: float | None = key(
+        None,
+        "adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.",
+        above=0,
+        in_stages=True,
+    )
+    rate: float | None = key(
+        None,
+        "adaface, curricularface: weight of the newest batch in the running statistics; unset: 0.01.",
+        above=0,
+        most=1,
+        in_stages=True,
+    )
+    m_low: float | None = key(None, "magface: margin at norm_low, in radians; unset: 0.45.", least=0, in_stages=True)
+    m_high: float | None = key(None, "magface: margin at norm_high, in radians; unset: 0.8.", least=0, in_stages=True)
+    norm_low: float | None = key(None, "magface: smallest embedding norm; unset: 10.", above=0, in_stages=True)
+    norm_high: float | None = key(None, "magface: largest embedding norm; unset: 110.", above=0, in_stages=True)
+    penalty_weight: float | None = key(
+        None, "magface: weight of the penalty on small norms; unset: 35.", least=0, in_stages=True
+    )
+    std: float | None = key(
+        None, "elasticface: standard deviation of the margins drawn per sample; unset: 0.0125.", least=0, in_stages=True
+    )
+    base: str | None = key(
+        None,
+        "elasticface: margin on the angle (arc) or on the cosine (cos); unset: arc.",
+        choices=("arc", "cos"),
+        in_stages=True,
+    )
+    plus: bool | None = key(
+        None,
+        "elasticface: give the largest margins to the smallest cosines (ElasticFace+); unset: false.",
+        in_stages=True,
+    )
+    gradient: str | None = key(
+        None,
+        "Gradient through the margin: exact, or straight_through, which applies the margin without gradient as "
+        "arcface_torch does; unset: exact.",
+        choices=("exact", "straight_through"),
+        in_stages=True,
+    )
+    centers: int = key(1, "Sub-centres per class.", least=1)
+    sample_rate: float = key(
+        1.0,
+        "Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the classes of "
+        "the batch alone.",
+        least=0,
+        most=1,
+        in_stages=True,
+    )
+    weight_dtype: str = key(
+        "float32",
+        "Storage type of the class weights; bfloat16 is rounded stochastically.",
+        choices=("float32", "bfloat16"),
+    )
+    momentum_dtype: str = key(
+        "float32",
+        "Storage type of the class weights' momentum (adamw: of both moments); none trains without momentum.",
+        choices=("float32", "bfloat16", "int8", "none"),
+    )
+    fp32_precision: str = key(
+        "ieee",
+        "How a GPU multiplies a float32 table: ieee, tf32 (factors of 11 bits, on the matrix units), or bf16x3 (16 "
+        "bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.",
+        choices=("ieee", "tf32", "bf16x3"),
+    )
+    placement: str = key(
+        "device",
+        "Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a mapped "
+        "file per rank).",
+    )
+    staleness: int = key(
+        0,
+        "Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they keep going; "
+        "for tables on host or mmap; 0: they wait for it.",
+        least=0,
+    )
