@@ -18,7 +18,7 @@ from plsc.files import atomic_write
 from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
 
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
-CLASSES = (1, 2, 5, 10, 20, 50, 100, 200, 400)  # millions
+CLASSES = (1, 2, 5, 10, 20, 45, 50, 100, 200, 400)  # millions
 SHORT = {"float32": "f32", "bfloat16": "bf16", "int8": "i8", "none": "–"}
 
 

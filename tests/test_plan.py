@@ -20,7 +20,7 @@ from plsc.models import create
 from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
 from plsc.plan.advice import estimate, largest_classes, storages
 from plsc.plan.backbone import profile_backbone
-from plsc.plan.devices import with_speeds
+from plsc.plan.devices import Collective, with_speeds
 from plsc.plan.memory import row_bytes
 from plsc.plan.plan_config import PlanConfig
 from plsc.plan.planner import as_text
@@ -86,12 +86,22 @@ def test_adamw_keeps_two_moments():
     assert ("bfloat16", "none") not in list(storages(one_rank(config, 10)))
 
 
-def test_fifty_million_classes_fit_one_80_gb_card_in_one_storage_with_momentum():
+def test_45_million_classes_fit_one_80_gb_card_in_one_storage_with_momentum():
     fits = {
-        storage: estimate(one_rank(settings(*storage, batch=512), 50_000_000), CARD).fits
+        storage: estimate(one_rank(settings(*storage, batch=512), 45_000_000), CARD).fits
         for storage in storages(one_rank(settings(), 1))
     }
     assert [storage for storage, fit in fits.items() if fit] == [("bfloat16", "int8"), ("bfloat16", "none")]
+
+
+def test_what_would_leave_less_than_a_hundredth_of_a_card_is_not_promised():
+    config = configuration.from_dict({"head": {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}})
+    fifty, forty_five = (estimate(one_rank(config, millions * 10**6), CARD) for millions in (50, 45))
+    assert 0 < CARD.memory - fifty.memory.total < 0.01 * CARD.memory
+    assert not fifty.fits
+    assert forty_five.fits
+    assert CARD.memory - forty_five.memory.total > 0.09 * CARD.memory
+    assert "DOES NOT FIT in 77.2 GiB" in as_text(plan(config, 50_000_000, CARD))
 
 
 def test_products_take_the_floor_over_their_share():
@@ -128,7 +138,54 @@ def test_the_time_follows_the_speeds():
     fast, slowed = (estimate(setup, hardware).timing for hardware in (CARD, slow))
     assert slowed.parts["head, products"] == pytest.approx(10 * fast.parts["head, products"], rel=0.01)
     assert set(fast.parts) == set(slowed.parts)
-    assert all(slowed.parts[name] > fast.parts[name] for name in fast.parts if name != "head, sums over shards")
+    assert all(slowed.parts[name] > fast.parts[name] for name in fast.parts)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_a_rings_latency_is_linear_in_its_ranks(collective: Collective):
+    links = Links(360e9, 40e9)
+
+    def hops(ranks: int) -> float:
+        return links.seconds(0.0, ranks, 8, collective=collective)
+
+    if collective == "all_reduce":  # of nothing, a tree is faster: it grows by the doublings of the nodes
+        assert hops(512) - hops(256) == pytest.approx(hops(1024) - hops(512))
+    else:
+        assert hops(2048) - hops(1024) == pytest.approx(2 * (hops(1024) - hops(512)))
+        assert hops(1024) > 2e-3
+    large = [links.seconds(1e11, ranks, 8, collective=collective) for ranks in (64, 1024)]
+    assert large == pytest.approx(2 * [1e11 / (8 * 40e9)], rel=0.02)
+
+
+def test_one_rank_per_node_takes_pat_where_a_ring_would_wait():
+    links = Links(360e9, 40e9)
+    gathered, reduced = (links.seconds(0.0, 256, 1, collective=name) for name in ("all_gather", "broadcast"))
+    assert gathered < 0.75 * reduced
+
+
+TRACED = json.loads((ROOT / "tests/gpu_trace/counts.json").read_text())["scenarios"]
+
+
+@pytest.mark.parametrize("name", ["10M classes, 8 ranks", "50M classes, 64 ranks", "50M classes, 1,024 ranks"])
+def test_bytes_are_those_of_the_traced_step(name: str):
+    """Of the device's memory and of the head's collectives, which the trace counts as what goes in and comes out."""
+    millions, ranks = int(name.partition("M")[0]), int(name.split()[2].replace(",", ""))
+    config = configuration.from_dict({"head": {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}})
+    slow = Links(1e6, 1e6)  # no latency counts
+    rows = -(-millions * 10**6 // ranks)
+    timing = estimate(PlanConfig(config, millions * 10**6, ranks, ranks, ranks), replace(CARD, links=slow)).timing
+    traffic = timing.parts["head, table traffic"] + timing.parts["head, samples' traffic"]
+    traced = TRACED[name]
+    assert traffic * H100.bandwidth == pytest.approx(sum(traced["bytes per class"].values()) * rows, rel=0.07)
+    moved = {part: seconds * 1e6 for part, seconds in timing.parts.items()}
+    one_way = (ranks - 1) / (ranks + 1)
+    for part, collective, share in (
+        ("head, features gathered", "allgather of uint8", one_way),
+        ("head, gradient scattered", "reduce_scatter of float32", one_way),
+        ("head, sums over shards", "allreduce of float64", 2 * (ranks - 1) / ranks),
+    ):
+        counted = traced["collectives, bytes"][f"{collective} over {ranks} ranks"]
+        assert moved[part] == pytest.approx(share * counted, rel=0.01)
 
 
 def test_a_backbone_is_profiled_as_it_computes():

@@ -6,7 +6,8 @@ CONFIG.toml is the one that would be trained; any of its keys can be given here 
 classes is that of [data].train where it is at hand, else --classes. The answer is a model of the work at named,
 given or measured speeds: a plan, not a measurement.
 
---gpu-memory 80GB is a card sold as such: 97.5% of 80 GiB is taken as usable. 78GiB and 84e9 are taken as they are.
+--gpu-memory 80GB is a card sold as such: 97.5% of 80 GiB is taken as usable. 78GiB and 84e9 are taken as they are. A
+plan fits where it leaves a hundredth of that free.
 Exit code 1 where nothing fits, with what to change.
 """
 

@@ -19,6 +19,9 @@ _MANY = 10**10  # classes whose shard is larger than any chunk
 _TIE = 0.02  # a step's time that two setups may differ by before the faster one is taken over the more exact one
 _SAMPLE_RATES = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01)
 _MOST_GPUS = 1 << 14
+# Of a device's memory that no plan promises: 50 million classes x 512 on a card of 80 GB would leave 0.2 of 78 GiB,
+# less than the allowance for an allocator's fragments can be off by.
+SPARE_SHARE = 0.01
 
 
 class CapacityError(PlscError):
@@ -33,6 +36,11 @@ class Hardware:
     memory: int
     links: Links
     host_memory: int | None = None
+
+    @property
+    def room(self) -> int:
+        """Bytes of a device that a plan may take."""
+        return int((1 - SPARE_SHARE) * self.memory)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ def estimate(setup: PlanConfig, hardware: Hardware) -> Estimate:
     memory = plan_memory(setup, profile, hardware.device)
     in_host = (memory.host if setup.placement == "host" else 0) + memory.offloaded
     has_room = hardware.host_memory is not None and in_host * setup.per_node <= hardware.host_memory
-    fits = memory.total <= hardware.memory and (not in_host or has_room)
+    fits = memory.total <= hardware.room and (not in_host or has_room)
     return Estimate(setup, memory, plan_time(setup, profile, hardware.device, hardware.links), fits)
 
 
@@ -103,11 +111,11 @@ def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
     many = replace(setup, classes=_MANY)
     memory = plan_memory(many, profile_of(many), hardware.device)
     if setup.placement == "host":
-        if hardware.host_memory is None or memory.total > hardware.memory:
+        if hardware.host_memory is None or memory.total > hardware.room:
             return 0
         rows = hardware.host_memory // setup.per_node // row
     else:
-        rows = (hardware.memory - (memory.total - row * many.rows)) // row
+        rows = (hardware.room - (memory.total - row * many.rows)) // row
     return max(rows // setup.config.head.centers, 0) * setup.head_ranks
 
 
@@ -290,7 +298,7 @@ def _what_to_change(exact: PlanConfig, hardware: Hardware) -> str:
     memory = plan_memory(smallest, profile_of(smallest), hardware.device)
     table = sum(row_bytes(smallest.config).values()) * smallest.rows
     ranks = f"{exact.world:,} GPU{'s' if exact.world > 1 else ''} of {gib(hardware.memory)}"
-    if memory.total - table > hardware.memory:
+    if memory.total - table > hardware.room:
         return (
             f"a batch of {exact.batch} with {exact.config.backbone} takes {gib(memory.total - table)} without any "
             f"class table, and there are {ranks}; lower data.batch_size (and raise optim.accumulate)"

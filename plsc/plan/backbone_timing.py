@@ -29,7 +29,7 @@ from plsc.plan.backbone_memory import (
     sent_bytes,
     stage_of,
 )
-from plsc.plan.devices import HOST_BANDWIDTH, Links
+from plsc.plan.devices import HOST_BANDWIDTH, Collective, Links
 from plsc.plan.plan_config import PlanConfig
 
 # Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
@@ -145,13 +145,15 @@ def _reduced(setup: PlanConfig, stage: Stage, links: Links) -> float:
     sent = sent_bytes(setup, stage.parameters)
     if not is_sharded(setup):
         copies = ranks - 1 if setup.config.parallel.comm_hook == "dgc" else 2 * (ranks - 1) / ranks
-        return links.seconds(copies * sent, ranks, per_node, stride=tp)
+        kind: Collective = "all_gather" if setup.config.parallel.comm_hook == "dgc" else "all_reduce"
+        return links.seconds(copies * sent, ranks, per_node, collective=kind, stride=tp)
     shards = setup.shard_ranks
     replicas = ranks // shards
     calls = len(gathered_together(stage)) + 1
-    seconds = links.seconds(sent * (shards - 1) / shards, shards, per_node, stride=tp, calls=calls)
+    scattered = sent * (shards - 1) / shards
+    seconds = links.seconds(scattered, shards, per_node, collective="reduce_scatter", stride=tp, calls=calls)
     across = 2 * sent / shards * (replicas - 1) / replicas
-    seconds += links.seconds(across, replicas, per_node, stride=tp * shards, calls=calls)
+    seconds += links.seconds(across, replicas, per_node, collective="all_reduce", stride=tp * shards, calls=calls)
     return seconds + (nbytes(stage.trained, shards) / links.bus if setup.config.parallel.offload else 0.0)
 
 
@@ -173,7 +175,8 @@ def _broadcast(setup: PlanConfig, stage: Stage, links: Links) -> float:
     if setup.strategy != "zero1":
         return 0.0
     moved = nbytes(stage.trained) * (ranks - 1) / ranks
-    return links.seconds(moved, ranks, setup.per_node, calls=min(ranks, len(stage.trained)))
+    calls = min(ranks, len(stage.trained))
+    return links.seconds(moved, ranks, setup.per_node, collective="broadcast", calls=calls)
 
 
 def _update(setup: PlanConfig, stage: Stage, device: Device) -> float:
@@ -203,4 +206,5 @@ def _sends(setup: PlanConfig, profile: BackboneProfile, links: Links) -> float:
     parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
     calls = 2 * parts * setup.micro_batches
     moved = calls * profile.blocks[0].output
-    return links.seconds(moved, 2, setup.per_node, stride=setup.world // setup.pp, calls=calls)
+    stride = setup.world // setup.pp
+    return links.seconds(moved, 2, setup.per_node, collective="send", stride=stride, calls=calls)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from plsc import sizes
 from plsc.devices import DEVICES, GIB, TF32_SHARE, USABLE_SHARE, Device, known_device
@@ -18,8 +18,18 @@ _CARD_UNITS = {**sizes.UNITS, "gb": USABLE_SHARE * GIB, "tb": USABLE_SHARE * 2**
 
 # Peak bytes per second, GPU and direction: PCIe 4.0 x16; NDR InfiniBand, a 400 Gb/s port per GPU; 100 Gb/s Ethernet.
 LINKS = {"pcie": 32e9, "infiniband": 50e9, "ethernet": 12.5e9}
-LATENCY = {"inside": 10e-6, "between": 20e-6}  # seconds per doubling of the ranks that a collective joins
+# Seconds that a collective takes to begin, and for each hop of its ring or tree inside a node and between nodes: those
+# by which NCCL itself chooses its algorithm (NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of LL128). PAT crosses
+# the network in hops of a 3.5th of the 14 us of its Simple protocol, and takes 2.8 us for each rank beside them.
+_START = 10e-6
+_RING_HOP = {"inside": 1.9e-6, "between": 4.0e-6}
+_TREE_HOP = {"inside": 1.2e-6, "between": 8.5e-6}
+_PAT_HOP, _PAT_RANK = 4.0e-6, 2.8e-6
+_TREE_SHARE = 0.9  # of a ring's bandwidth (the same file)
 HOST_COPY = LINKS["pcie"] * LINK_SHARE  # bytes per second and direction between host and device
+
+
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "send"]
 
 
 @dataclass(frozen=True)
@@ -30,26 +40,57 @@ class Links:
     between: float
     bus: float = HOST_COPY
 
-    def seconds(self, moved: float, ranks: int, per_node: int, stride: int = 1, calls: int = 1) -> float:
+    def seconds(
+        self,
+        moved: float,
+        ranks: int,
+        per_node: int,
+        *,
+        collective: Collective = "all_gather",
+        stride: int = 1,
+        calls: int = 1,
+    ) -> float:
         """Of collectives over ``ranks`` ranks, ``stride`` apart, in which each sends ``moved`` bytes.
 
         A ring that crosses nodes does so over the links of all its ranks there (NCCL opens a channel for each), so a
-        group with m ranks to a node moves m times what one link does.
+        group with m ranks to a node moves m times what one link does. Its latency is linear in the ranks. All-reduces
+        may take NCCL's double binary tree in its place, and all-gathers and reduce-scatters of one rank per node PAT
+        (since NCCL 2.23; Jeaugey, arXiv 2506.20252): whichever is faster.
 
         Args:
-            moved: of all ``calls`` together.
+            moved: of all ``calls`` together, on a ring.
             ranks: of the group.
             per_node: ranks of a node.
+            collective: what is called; a send joins two ranks.
             stride: between neighbouring ranks of the group.
             calls: collectives, each of which begins anew.
         """
         if ranks == 1:
             return 0.0
         here = min(max(per_node // stride, 1), ranks)
-        outside = here < ranks
-        across = self.between * here if outside else math.inf
+        nodes = -(-ranks // here)
+        across = self.between * here if nodes > 1 else math.inf
         speed = min(self.inside if here > 1 else math.inf, across)
-        return moved / speed + calls * LATENCY["between" if outside else "inside"] * math.log2(ranks)
+        ring = moved / speed + calls * _ring_latency(collective, ranks, nodes)
+        if collective == "all_reduce":
+            doubled = moved * ranks / (ranks - 1)  # up the tree and down again, all of it
+            return min(ring, doubled / (speed * _TREE_SHARE) + calls * _tree_latency(ranks, nodes))
+        if collective in ("all_gather", "reduce_scatter") and nodes == ranks:
+            return min(ring, moved / speed + calls * (_START + _PAT_HOP * math.log2(nodes) + _PAT_RANK * ranks))
+        return ring
+
+
+def _ring_latency(collective: Collective, ranks: int, nodes: int) -> float:
+    """Every rank's part passes every other rank: once, in an all-reduce twice."""
+    if collective == "send":
+        return _START + _RING_HOP["between" if nodes > 1 else "inside"]
+    rounds = 2 if collective == "all_reduce" else 1
+    return _START + rounds * ((ranks - nodes) * _RING_HOP["inside"] + (nodes - 1) * _RING_HOP["between"])
+
+
+def _tree_latency(ranks: int, nodes: int) -> float:
+    """A chain inside each node, a binary tree over the nodes; up and down."""
+    return _START + 2 * ((ranks / nodes - 1) * _TREE_HOP["inside"] + math.log2(nodes) * _TREE_HOP["between"])
 
 
 # Of a CPU's ranks, FLOP/s and bytes per second: so that plans of it can be compared with each other, and no more.

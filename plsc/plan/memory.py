@@ -193,7 +193,7 @@ def clips_head(setup: PlanConfig) -> bool:
     return setup.config.optim.clip_head and setup.config.optim.clip_norm > 0
 
 
-def _fused_block(setup: PlanConfig, rows: int, *, passes: int) -> int:
+def fused_block(setup: PlanConfig, rows: int, *, passes: int) -> int:
     """The scratch of Triton's passes: pass 1's sums by parts of the classes; gradients on their way to the update."""
     samples, dim = setup.group_batch, setup.config.embedding_dim
     dtype = torch.float32 if setup.weight_width == 4 else torch.bfloat16
@@ -217,7 +217,7 @@ def _gradients(setup: PlanConfig, rows: int) -> int:
 def _block(setup: PlanConfig, device: Device, rows: int, *, passes: int) -> int:
     """A chunk's scratch: its (rows, B) block in float32, rounded for the product; its rows' gradient and copies."""
     if has_fused_passes(setup, device):
-        return _fused_block(setup, rows, passes=passes)
+        return fused_block(setup, rows, passes=passes)
     samples = setup.group_batch * (setup.micro_batches if passes == 2 else 1)
     width = setup.weight_width
     rounded = width if width < 4 else 0

@@ -9,6 +9,7 @@ from plsc.devices import GIB
 from plsc.errors import UsageError
 from plsc.models.preprocessing import size_text
 from plsc.plan.advice import (
+    SPARE_SHARE,
     Advice,
     Estimate,
     Hardware,
@@ -192,7 +193,7 @@ def _memory(plan: Plan) -> Iterable[str]:
     for name, size in memory.allowed.items():
         yield _line(f"{name} (allowed for)", amount(size))
     verdict = "fits" if plan.configured.fits else "DOES NOT FIT"
-    yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.hardware.memory)}")
+    yield _line("in all", f"{amount(memory.total)}   {verdict} in {gib(plan.hardware.room)}")
     if memory.host:
         where = "in its host's memory" if plan.configured.setup.placement == "host" else "on its host's disk"
         yield _line(f"its share of the table, {where}", amount(memory.host))
@@ -254,6 +255,7 @@ def _assumptions(plan: Plan) -> Iterable[str]:
     speeds = ", ".join(f"{name} {speed / 1e12:,.3g} TFLOP/s" for name, speed in device.products.items())
     yield "Assumed"
     yield f"  products reach {speeds}; copies {device.bandwidth / 1e9:,.0f} GB/s"
+    yield f"  {SPARE_SHARE:.0%} of a GPU's {gib(plan.hardware.memory)} stays free"
     yield f"  a backbone reaches {BACKBONE_SHARE:.0%} of what its operations allow at these speeds"
     yield f"  the head's products reach {HEAD_SHARE:.0%} of the speed of large ones"
     yield "  images are there when they are needed: reading and decoding them is not planned"

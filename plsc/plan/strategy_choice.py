@@ -272,7 +272,7 @@ def _by_cause(parts: dict[str, float]) -> dict[str, float]:
     """Seconds of a step's parts by what they wait for."""
     causes = dict.fromkeys(("computing", "the network", "the pipeline's bubble", "copies and updates"), 0.0)
     for name, seconds in parts.items():
-        if name in ("backbone, forward and backward", "head, products", "head, table traffic"):
+        if name in ("backbone, forward and backward", "head, products") or name.endswith(" traffic"):
             causes["computing"] += seconds
         elif name == "pipeline, bubble":
             causes["the pipeline's bubble"] += seconds

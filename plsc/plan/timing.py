@@ -6,12 +6,19 @@ from plsc.devices import Device
 from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import plan_backbone_time
-from plsc.plan.devices import Links
-from plsc.plan.memory import clips_head, has_fused_passes, row_bytes, stores_gradient
+from plsc.plan.devices import Collective, Links
+from plsc.plan.memory import clips_head, fused_block, has_fused_passes, row_bytes, stores_gradient
 from plsc.plan.plan_config import PlanConfig
 
 # Of the speed of large products, the head's four reach this share: exp and rounding between them count into it.
 HEAD_SHARE = 0.5
+# Bytes read and written for each number of the gathered embeddings: 128 in the step that `tests/gpu_trace` counts at
+# 1,024 ranks, where they are most of the traffic (both passes, the targets' rows, the features' gradient).
+SAMPLE_TRAFFIC = 128
+BLOCK_TRAFFIC = 27 * 4  # likewise for each float32 logit of passes that store them
+DRAW_TRAFFIC = 21  # likewise for each row among which some are drawn
+LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
+SUM_BYTES = 8  # a float64 of each sample in either of two all-reduces; the third one is the vote on the step
 
 
 @dataclass(frozen=True)
@@ -35,7 +42,11 @@ class Timing:
 
 def head_seconds(setup: PlanConfig, device: Device) -> dict[str, float]:
     """The class head's own work in a step of ``setup`` on one rank, by part: without its collectives."""
-    return {"head, products": _products(setup, device), "head, table traffic": _table_traffic(setup, device)}
+    return {
+        "head, products": _products(setup, device),
+        "head, table traffic": _table_traffic(setup, device),
+        "head, samples' traffic": _samples_traffic(setup, device),
+    }
 
 
 def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> Timing:
@@ -80,30 +91,46 @@ def _table_traffic(setup: PlanConfig, device: Device) -> float:
     """The first pass reads weights, once per micro-batch; the second reads and writes all of a row.
 
     Where the update is not part of pass 2, the float32 gradient is written and read, and weights are read again; where
-    the head's norm is clipped, all of that once more, without the update.
+    the head's norm is clipped, all of that once more, without the update. Passes without Triton's kernels read and
+    write (rows, B) blocks of logits; sampling draws a number for each row, and sorts.
     """
     row, gradient = row_bytes(setup.config), 8 * setup.config.embedding_dim
     weights = row["class weights"]
     per_row = setup.micro_batches * weights + 2 * sum(row.values())
-    if stores_gradient(setup) or not has_fused_passes(setup, device):
+    is_fused = has_fused_passes(setup, device)
+    if stores_gradient(setup) or not is_fused:
         per_row += gradient + weights
+    if not is_fused:
+        per_row += BLOCK_TRAFFIC * setup.group_batch * setup.micro_batches
     if clips_head(setup):
         per_row += gradient + 2 * weights
-    return per_row * setup.visited_rows / device.bandwidth
+    drawn = 0
+    if setup.config.head.sample_rate < 1:
+        per_row += weights  # the second pass finds its rows by their numbers, and reads them once more
+        drawn = DRAW_TRAFFIC * setup.rows
+    return (per_row * setup.visited_rows + drawn) / device.bandwidth
+
+
+def _samples_traffic(setup: PlanConfig, device: Device) -> float:
+    """Gathered embeddings and their gradients, and the parts of a sum that Triton's first pass writes and adds up."""
+    numbers = setup.group_batch * setup.config.embedding_dim
+    parts = 2 * fused_block(setup, setup.visited_rows, passes=1) if has_fused_passes(setup, device) else 0
+    return setup.micro_batches * (SAMPLE_TRAFFIC * numbers + parts) / device.bandwidth
 
 
 def _head_collectives(setup: PlanConfig, links: Links) -> dict[str, float]:
-    """Per micro-batch: features, sums over shards, the features' gradient."""
+    """Per micro-batch: features with their labels, float64 sums over shards and the vote, the features' gradient."""
     ranks, dim = setup.head_ranks, setup.config.embedding_dim
     sent = setup.group_batch * (ranks - 1) / ranks
 
-    def seconds(bytes_per_sample: float) -> float:
-        return setup.micro_batches * links.seconds(sent * bytes_per_sample, ranks, setup.per_node)
+    def seconds(collective: Collective, bytes_per_sample: float, calls: int = 1) -> float:
+        moved = sent * bytes_per_sample
+        return setup.micro_batches * links.seconds(moved, ranks, setup.per_node, collective=collective, calls=calls)
 
     return {
-        "head, features gathered": seconds(dim * setup.weight_width),
-        "head, sums over shards": seconds(32),
-        "head, gradient scattered": seconds(dim * 4),
+        "head, features gathered": seconds("all_gather", dim * setup.weight_width + LABEL_BYTES),
+        "head, sums over shards": seconds("all_reduce", 2 * 2 * SUM_BYTES, calls=3),
+        "head, gradient scattered": seconds("reduce_scatter", dim * 4),
     }
 
 
@@ -111,7 +138,7 @@ def _replicas_sum(setup: PlanConfig, links: Links) -> float:
     """Seconds per step of the sum of a replicated table's gradients over its replicas."""
     copies = setup.replicas
     moved = 8 * setup.config.embedding_dim * setup.visited_rows * (copies - 1) / copies
-    return links.seconds(moved, copies, setup.per_node, stride=setup.head_ranks)
+    return links.seconds(moved, copies, setup.per_node, collective="all_reduce", stride=setup.head_ranks)
 
 
 def _hidden_sum(setup: PlanConfig, summed: float, products: float) -> float:
