@@ -122,8 +122,8 @@ class NativeScan:
 
     def __init__(self, copy: "ScanCopy", kernel: ScanKernel) -> None:
         self._kernel, self._bounds = kernel, copy.bounds
-        # With matrix tiles (AMX) both factors are bfloat16, so queries are rounded too; without, rows are widened.
-        self._rounds_queries = copy.rows is not None and kernel.has_tiles
+        # Where the processor multiplies bfloat16 numbers, queries are rounded too; elsewhere, rows are widened.
+        self._rounds_queries = copy.rows is not None and kernel.rounds_queries
         base = copy.vectors if copy.rows is None else copy.rows.view(torch.uint16).numpy()
         self._rows = Rows(np.asarray(copy.vectors), np.asarray(base), copy.source.descriptor, copy.source.offset)
 

@@ -1,7 +1,7 @@
 """The compiled exact scan as a function of arrays: candidates in bfloat16 or float32, the ranking in float64.
 
-In bfloat16, on a processor with matrix tiles (Intel AMX), the queries are rounded too and multiplied in whole panels;
-any other processor multiplies float32 queries by rows widened in registers.
+Where the processor multiplies bfloat16 numbers (matrix tiles of Intel AMX, AVX-512 BF16, ARM's BF16), the queries of
+rows in bfloat16 are rounded too; any other processor widens such rows and multiplies them by float32 queries.
 """
 
 import ctypes
@@ -55,13 +55,17 @@ class ScanKernel:
     """The compiled scan; :func:`load_scan` makes one.
 
     Attributes:
-        has_tiles: True if bfloat16 rows are multiplied in matrix tiles, which takes queries in bfloat16.
+        products: the unit that multiplies bfloat16 rows: "amx", "avx512-bf16", "avx512", "avx2", "neon-bf16", "neon" or
+            "portable".
+        rounds_queries: True if it takes queries in bfloat16.
     """
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
         self._run = compiled.plsc_scan
         self._run.argtypes, self._run.restype = _ARGUMENTS, _INTEGER
-        self.has_tiles = bool(compiled.plsc_has_tiles())
+        compiled.plsc_scan_products.restype = ctypes.c_char_p
+        self.products: str = compiled.plsc_scan_products().decode()
+        self.rounds_queries = bool(compiled.plsc_rounds_queries())
 
     def __call__(
         self,
@@ -81,7 +85,7 @@ class ScanKernel:
         Args:
             rows: what to scan.
             queries: (Q, D).
-            low_queries: (Q, D) bits of the queries in bfloat16, to multiply in tiles; None to multiply without.
+            low_queries: (Q, D) bits of the queries in bfloat16 for bfloat16 rows where ``rounds_queries``; else None.
             margin: (Q,), the distance below the k-th best score in low precision at which a row is still a candidate.
             k: how many rows, at least one.
             index: (n,) ascending, the rows to visit; None: all N.

@@ -1,7 +1,7 @@
 // Exact search over rows of bf16 or float32: products compared with thresholds, then the candidates in float64.
 //
-// Compiled on demand by build.py for this processor; plain C functions, called through ctypes. Rows are read in blocks
-// of 32, queries are multiplied in panels of 32, and threads take stripes of rows from a shared counter, because other
+// Compiled on demand by build.py for this processor; plain C functions, called through ctypes. Rows are read in blocks,
+// queries are multiplied in panels (scan_products.h), and threads take stripes of rows from a shared counter, because other
 // programs may slow one of them. A row becomes a query's candidate when its score reaches the k-th best so far less
 // `margin`, which is twice what rounding can change; so the shortlists contain every row of the true answer.
 #include <algorithm>
@@ -17,83 +17,18 @@
 
 #include <unistd.h>
 
-#include "tiles.h"
+#include "scan_products.h"
 
 namespace {
 
-constexpr int64_t kBlock = 32;     // rows whose scores are computed together
-constexpr int64_t kPanel = 32;     // queries likewise
 constexpr int64_t kGroup = 4;      // panels that are multiplied by one part of the rows while it is in the cache
-constexpr int64_t kPart = 256;     // numbers of each row in such a part
-constexpr int64_t kAhead = 128;    // rows, the distance at which rows are prefetched
-constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time
-constexpr int64_t kFour = 4;       // rows that one pass over a query's numbers multiplies
+constexpr int64_t kAheadBytes = 16384;  // the distance at which rows are prefetched for few queries
+constexpr int64_t kStripe = 2048;  // rows that a thread takes at a time, rounded down to whole blocks
 constexpr int64_t kNoMemory = -1, kUnreadable = -2;  // return values of a call that failed
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-#ifdef __AVX512F__
-constexpr int64_t kLanes = 16;
-constexpr int kAtOnce = 4;  // queries whose sums, for four rows, the registers hold
-#else
-constexpr int64_t kLanes = 8;
-constexpr int kAtOnce = 2;
-#endif
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
-typedef uint32_t Words __attribute__((vector_size(kLanes * 4)));
-typedef uint16_t Halves __attribute__((vector_size(kLanes * 2)));
 typedef float EightFloats __attribute__((vector_size(32)));
 typedef double EightDoubles __attribute__((vector_size(64)));
-
-inline Floats load(const float* from) {
-    Floats result;
-    std::memcpy(&result, from, sizeof result);
-    return result;
-}
-
-inline Floats load(const bf16* from) {
-    Halves halves;
-    std::memcpy(&halves, from, sizeof halves);
-    const Words words = __builtin_convertvector(halves, Words) << 16;
-    Floats result;
-    std::memcpy(&result, &words, sizeof result);
-    return result;
-}
-
-inline float as_float(float value) { return value; }
-inline float as_float(bf16 value) { return widen(value); }
-
-// scores[r·kPanel + j] = <row r, query j> for four rows and `queries` queries.
-template <int queries, class Number>
-inline void multiply_four(const Number* const* row, const float* query, int64_t query_stride, int64_t dim,
-                          float* scores) {
-    Floats sums[kFour][queries] = {};
-    const int64_t whole = dim - dim % kLanes;
-    for (int64_t d = 0; d < whole; d += kLanes) {
-        Floats numbers[kFour];
-        for (int r = 0; r < kFour; r++) numbers[r] = load(row[r] + d);
-        for (int j = 0; j < queries; j++) {
-            const Floats other = load(query + j * query_stride + d);
-            for (int r = 0; r < kFour; r++) sums[r][j] += numbers[r] * other;
-        }
-    }
-    for (int r = 0; r < kFour; r++)
-        for (int j = 0; j < queries; j++) {
-            float total = 0.0f;
-            for (int lane = 0; lane < kLanes; lane++) total += sums[r][j][lane];
-            for (int64_t d = whole; d < dim; d++) total += as_float(row[r][d]) * query[j * query_stride + d];
-            scores[r * kPanel + j] = total;
-        }
-}
-
-template <class Number>
-inline void multiply_four_any(int64_t queries, const Number* const* row, const float* query, int64_t query_stride,
-                              int64_t dim, float* scores) {
-    for (; queries >= kAtOnce; queries -= kAtOnce, query += kAtOnce * query_stride, scores += kAtOnce)
-        multiply_four<kAtOnce>(row, query, query_stride, dim, scores);
-    if (kAtOnce > 2 && queries == 3) multiply_four<3>(row, query, query_stride, dim, scores);
-    if (kAtOnce > 2 && queries == 2) multiply_four<2>(row, query, query_stride, dim, scores);
-    if (queries == 1) multiply_four<1>(row, query, query_stride, dim, scores);
-}
 
 // <row, query> in float64. The order of the additions depends on dim alone, so that equal rows score equally.
 inline double multiply_exactly(const float* row, const double* query, int64_t dim) {
@@ -126,13 +61,52 @@ struct Search {
     int64_t count;
     const uint8_t* allowed;      // a byte for every row, zero where it must not be found; null: all may
     const float* queries;        // (panels·32, stride)
-    const bf16* packed;          // the same as bf16 tiles; null: multiply without tiles
+    const bf16* low_queries;     // the same in bf16; null: multiply in float32
+    const void* packed;          // the queries, of either kind, as the products take them
     int64_t query_count, k;
     const float* margin;         // (query_count)
     int64_t most;                // candidates of a query, above which all rows are scored in float64 instead
 
     int64_t row(int64_t position) const { return index ? index[position] : position; }
+    const float* queries_of(float) const { return queries; }
+    const bf16* queries_of(bf16) const { return low_queries; }
     bool may_find(int64_t row) const { return !allowed || allowed[row]; }
+};
+
+// Prefetch as many bytes, some way behind these.
+inline void prefetch(const void* from, int64_t bytes) {
+    const char* ahead = static_cast<const char*>(from) + kAheadBytes;
+    for (int64_t offset = 0; offset < bytes; offset += kLineBytes) __builtin_prefetch(ahead + offset);
+}
+
+// The rows of a block, one behind the other: in place where they are, else copied, and the last one repeated.
+class Block {
+public:
+    template <class Products>
+    const typename Products::Factor* load(const Search& search, int64_t position, int64_t here) {
+        using Number = typename Products::Number;
+        using Factor = typename Products::Factor;
+        const Number* base = static_cast<const Number*>(search.base);
+        const int64_t stride = search.stride;
+        if constexpr (std::is_same_v<Number, Factor>)
+            if (!search.index && here == Products::kBlock) return base + position * stride;
+        Factor* copy = static_cast<Factor*>(memory.reserve(Products::kBlock * stride * sizeof(Factor)));
+        for (int64_t r = 0; r < Products::kBlock; r++) {
+            const Number* row = base + search.row(position + std::min(r, here - 1)) * stride;
+            if (!search.index) prefetch(row, stride * sizeof(Number));
+            for (int64_t d = 0; d < stride; d++) copy[r * stride + d] = converted<Factor>(row[d]);
+        }
+        return copy;
+    }
+
+private:
+    Lines memory;
+
+    template <class Factor, class Number>
+    static Factor converted(Number value) {
+        if constexpr (std::is_same_v<Number, Factor>) return value;
+        else return widen(value);
+    }
 };
 
 struct Candidate {
@@ -183,26 +157,23 @@ public:
         for (auto& list : shortlists) list.limit = 2 * search.k + 64;
     }
 
-    template <class Number>
+    template <class Products>
     void run() {
-#ifdef PLSC_TILES
-        if (search.packed) configure_tiles();
-#endif
-        for (int64_t start; (start = common.next_row.fetch_add(kStripe)) < search.count;) {
+        constexpr int64_t block = Products::kBlock, stripe = kStripe / block * block;
+        Products::begin();
+        for (int64_t start; (start = common.next_row.fetch_add(stripe)) < search.count;) {
             for (int64_t q = 0; q < search.query_count; q++) least[q] = known(q);
-            const int64_t stop = std::min(start + kStripe, search.count);
-            for (int64_t position = start; position < stop; position += kBlock) {
-                const int64_t here = std::min(kBlock, stop - position);
-                if (search.packed) {
-                    multiply_tiles(position, here);
+            const int64_t stop = std::min(start + stripe, search.count);
+            for (int64_t position = start; position < stop; position += block) {
+                const int64_t here = std::min(block, stop - position);
+                if (search.query_count <= Products::kFew) {
+                    multiply_few<Products>(position, here);
                 } else {
-                    multiply<Number>(position, here);
+                    multiply_panels<Products>(position, here);
                 }
             }
         }
-#ifdef PLSC_TILES
-        if (search.packed) _tile_release();
-#endif
+        Products::end();
     }
 
     std::vector<Candidate>& found(int64_t query) { return shortlists[query].entries; }
@@ -212,116 +183,50 @@ private:
     Common& common;
     std::vector<Shortlist> shortlists;
     std::vector<float> least;  // for each query the score from which on a row is a candidate; infinite behind the last
-    std::vector<bf16> copied;
-    alignas(64) float scores[kGroup * kBlock * kPanel];  // of a panel behind the other
+    Block rows;
+    alignas(64) float scores[kGroup * kMostRows * kPanel];  // of a panel behind the other
 
     float known(int64_t query) const {
         return common.crowded[query].load(std::memory_order_relaxed) ? kInfinity
                                                                      : common.least[query].load(std::memory_order_relaxed);
     }
 
-    template <class Number>
-    void multiply(int64_t position, int64_t here) {
+    // Few queries: the rows are read once, at the rate of the memory, and nothing is copied.
+    template <class Products>
+    void multiply_few(int64_t position, int64_t here) {
+        using Number = typename Products::Number;
         const Number* base = static_cast<const Number*>(search.base);
-        const Number* row[kBlock];
-        for (int64_t r = 0; r < kBlock; r++)
-            row[r] = base + search.row(position + std::min(r, here - 1)) * search.stride;
-        for (int64_t low = 0; low < search.query_count; low += kPanel) {
-            const int64_t width = std::min(kPanel, search.query_count - low);
-            for (int64_t r = 0; r < here; r += kFour) {
-                if (low == 0 && !search.index) prefetch(row[r], kFour * search.stride * sizeof(Number));
-                multiply_four_any(width, row + r, search.queries + low * search.stride, search.stride,
-                                  search.stride, scores + r * kPanel);
-            }
-            take(position, here, low, width, scores);
+        const Number* row[kFour];
+        for (int64_t start = 0; start < here; start += kFour) {
+            for (int64_t r = 0; r < kFour; r++)
+                row[r] = base + search.row(position + std::min(start + r, here - 1)) * search.stride;
+            if (!search.index) prefetch(row[0], kFour * search.stride * sizeof(Number));
+            Products::multiply_four(row, search.queries_of(typename Products::Factor()), search.query_count,
+                                    search.stride, scores + start * kPanel);
         }
+        take(position, here, 0, search.query_count, scores);
     }
 
-    // Prefetch the bytes that lie a block behind these.
-    void prefetch(const void* from, int64_t bytes) const {
-        const char* ahead = static_cast<const char*>(from) + bytes / kFour * kBlock;
-        for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(ahead + offset);
-    }
-
-#ifdef PLSC_TILES
     // In groups of panels, so that a part of the rows stays in the first-level cache for all panels of a group.
-    void multiply_tiles(int64_t position, int64_t here) {
-        const bf16* rows = block(position, here);
+    template <class Products>
+    void multiply_panels(int64_t position, int64_t here) {
+        using Factor = typename Products::Factor;
+        constexpr int64_t block = Products::kBlock;
+        const Factor* numbers = rows.template load<Products>(search, position, here);
+        const Factor* packed = static_cast<const Factor*>(search.packed);
         for (int64_t first = 0; first < search.query_count; first += kGroup * kPanel) {
             const int64_t stop = std::min(first + kGroup * kPanel, search.query_count);
-            const int64_t part = stop - first > kPanel ? kPart : search.stride;
+            const int64_t part = stop - first > kPanel ? Products::kPart : search.stride;
             for (int64_t d = 0; d < search.stride; d += part) {
-                const int64_t depth = std::min(part, search.stride - d) / 32;
-                for (int64_t low = first; low < stop; low += kPanel) {
-                    const bf16* panel = search.packed + low * search.stride + d * 16;
-                    float* out = scores + (low - first) / kPanel * kBlock * kPanel;
-                    const bool ahead = !search.index && low == 0;
-                    if (stop - low <= 16) {
-                        multiply_block<1>(rows + d, panel, depth, d > 0, ahead, out);
-                    } else {
-                        multiply_block<2>(rows + d, panel, depth, d > 0, ahead, out);
-                    }
-                }
+                const int64_t depth = std::min(part, search.stride - d);
+                for (int64_t low = first; low < stop; low += kPanel)
+                    Products::multiply(numbers + d, packed + low * search.stride, search.stride, d, depth, stop - low,
+                                       !search.index && low == 0, scores + (low - first) * block);
             }
             for (int64_t low = first; low < stop; low += kPanel)
-                take(position, here, low, std::min(kPanel, stop - low),
-                     scores + (low - first) / kPanel * kBlock * kPanel);
+                take(position, here, low, std::min(kPanel, stop - low), scores + (low - first) * block);
         }
     }
-
-    // out (32, 16·halves) = [out +] the next 32·depth numbers of 32 rows · those of the queries of `panel`, in tiles.
-    template <int halves>
-    void multiply_block(const bf16* rows, const bf16* panel, int64_t depth, bool accumulate, bool ahead, float* out) {
-        const int64_t bytes = search.stride * 2, width = search.stride * 16;
-        if (accumulate) {
-            _tile_loadd(0, out, kPanel * 4);
-            _tile_loadd(2, out + 16 * kPanel, kPanel * 4);
-            if (halves == 2) {
-                _tile_loadd(1, out + 16, kPanel * 4);
-                _tile_loadd(3, out + 16 * kPanel + 16, kPanel * 4);
-            }
-        } else {
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-        }
-        for (int64_t t = 0; t < depth; t++) {
-            if (ahead)  // the same columns, some blocks further, into the second-level cache: the first is full
-                for (int64_t r = kAhead; r < kAhead + kBlock; r++)
-                    __builtin_prefetch(rows + r * search.stride + t * 32, 0, 2);
-            _tile_loadd(4, rows + t * 32, bytes);
-            _tile_loadd(5, rows + 16 * search.stride + t * 32, bytes);
-            _tile_loadd(6, panel + t * 512, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(2, 5, 6);
-            if (halves == 2) {
-                _tile_loadd(7, panel + width + t * 512, 64);
-                _tile_dpbf16ps(1, 4, 7);
-                _tile_dpbf16ps(3, 5, 7);
-            }
-        }
-        _tile_stored(0, out, kPanel * 4);
-        _tile_stored(2, out + 16 * kPanel, kPanel * 4);
-        if (halves == 2) {
-            _tile_stored(1, out + 16, kPanel * 4);
-            _tile_stored(3, out + 16 * kPanel + 16, kPanel * 4);
-        }
-    }
-
-    // 32 contiguous rows: in position, or copied where they are not contiguous.
-    const bf16* block(int64_t position, int64_t here) {
-        const bf16* base = static_cast<const bf16*>(search.base);
-        if (!search.index && here == kBlock) return base + position * search.stride;
-        copied.resize(kBlock * search.stride);
-        for (int64_t r = 0; r < kBlock; r++)
-            std::memcpy(copied.data() + r * search.stride,
-                        base + search.row(position + std::min(r, here - 1)) * search.stride, search.stride * 2);
-        return copied.data();
-    }
-#else
-    void multiply_tiles(int64_t, int64_t) {}
-#endif
 
     // Keep what reaches the thresholds among the scores of `here` rows and `width` queries.
     void take(int64_t position, int64_t here, int64_t low, int64_t width, const float* scores) {
@@ -359,9 +264,9 @@ private:
 // Reads float32 rows: from memory, or from a file by pread, whose pages do not count as resident in this process.
 class RowReader {
 public:
-    explicit RowReader(const Search& what) : search(what), buffer(what.file < 0 ? 0 : kBlock * what.dim) {}
+    explicit RowReader(const Search& what) : search(what), buffer(what.file < 0 ? 0 : kMostRows * what.dim) {}
 
-    // `count` rows, up to 32, from `first` on; valid until the next call.
+    // `count` rows, up to kMostRows, from `first` on; valid until the next call.
     const float* read(int64_t first, int64_t count) {
         if (search.file < 0) return search.vectors + first * search.dim;
         char* to = reinterpret_cast<char*>(buffer.data());
@@ -437,7 +342,7 @@ private:
     }
 
     void all_rows() {
-        const int64_t together = search.index ? 1 : kBlock;
+        const int64_t together = search.index ? 1 : kMostRows;
         for (int64_t position = 0; position < search.count; position += together) {
             const int64_t here = std::min(together, search.count - position), first = search.row(position);
             const float* numbers = reader.read(first, here);
@@ -476,12 +381,41 @@ void run_threads(int64_t count, Common& common, const Work& work) {
     for (auto& thread : threads) thread.join();
 }
 
+// run(products), of rows of bf16 or float32, with the fastest products that this process can use.
+template <class Run>
+auto with_products(bool is_bf16, [[maybe_unused]] bool low_queries, const Run& run) {
+#ifdef PLSC_TILES
+    static const bool has_tiles = tiles_are_allowed();
+    if (is_bf16 && low_queries && has_tiles) return run(TileProducts());
+#endif
+#ifdef PLSC_PAIRS
+    if (is_bf16 && low_queries) return run(VectorProducts<PairUnit, bf16>());
+#endif
+    return is_bf16 ? run(VectorProducts<FloatUnit, bf16>()) : run(VectorProducts<FloatUnit, float>());
+}
+
+template <class Products>
+const void* pack_queries(const Search& search, Lines& memory) {
+    using Factor = typename Products::Factor;
+    const int64_t padded = (search.query_count + kPanel - 1) / kPanel * kPanel;
+    Factor* packed = static_cast<Factor*>(memory.reserve(padded * search.stride * sizeof(Factor)));
+    Products::pack(search.queries_of(Factor()), padded, search.stride, packed);
+    return packed;
+}
+
 }  // namespace
 
 extern "C" {
 
-// 1 if this process can multiply bf16 rows in matrix tiles, else 0.
-int plsc_has_tiles() { return tiles_are_allowed(); }
+// The name of the products of bf16 rows.
+const char* plsc_scan_products() {
+    return with_products(true, true, [](auto products) { return decltype(products)::kName; });
+}
+
+// 1 if bf16 rows are multiplied by bf16 queries, 0 if by float32 ones.
+int plsc_rounds_queries() {
+    return with_products(true, true, [](auto products) { return std::is_same_v<typename decltype(products)::Factor, bf16>; });
+}
 
 // scores, rows (queries, k): the best rows of each query by float64 products, ties by row number. The arguments are
 // the fields of `Search`, with bf16 queries (panels·32, stride) in position of the packed ones; `base` null means
@@ -489,30 +423,23 @@ int plsc_has_tiles() { return tiles_are_allowed(); }
 // a failure.
 int64_t plsc_scan(const void* base, int is_bf16, int64_t stride, const float* vectors, int file, int64_t offset,
                   int64_t dim, const int64_t* index, int64_t count, const uint8_t* allowed, const float* queries,
-                  [[maybe_unused]] const bf16* low_queries, int64_t query_count, int64_t k, const float* margin,
+                  const bf16* low_queries, int64_t query_count, int64_t k, const float* margin,
                   int64_t most, int64_t threads, float* scores, int64_t* rows) {
     try {
-        std::vector<bf16> packed;
         Search search{base, stride, vectors, file, offset, dim, index, count,
-                      allowed, queries, nullptr, query_count, k, margin, most};
-#ifdef PLSC_TILES
-        if (low_queries) {
-            const int64_t padded = (query_count + kPanel - 1) / kPanel * kPanel;
-            packed.resize(padded * stride);
-            pack_column_pairs(low_queries, padded, stride, packed.data());
-            search.packed = packed.data();
-        }
-#endif
+                      allowed, queries, low_queries, nullptr, query_count, k, margin, most};
         Common common(query_count);
         std::vector<Scanner> scanners;
-        if (base) {
-            scanners.reserve(threads);
-            for (int64_t number = 0; number < threads; number++) scanners.emplace_back(search, common);
-            run_threads(threads, common, [&](int64_t number) {
-                if (is_bf16) scanners[number].run<bf16>();
-                else scanners[number].run<float>();
+        if (base)
+            with_products(is_bf16, low_queries != nullptr, [&](auto products) {
+                using Products = decltype(products);
+                Lines packed;
+                if (query_count > Products::kFew) search.packed = pack_queries<Products>(search, packed);
+                scanners.reserve(threads);
+                for (int64_t number = 0; number < threads; number++) scanners.emplace_back(search, common);
+                run_threads(threads, common, [&](int64_t number) { scanners[number].run<Products>(); });
+                return 0;
             });
-        }
         if (!common.failure)
             run_threads(std::min(threads, query_count), common,
                         [&](int64_t) { Ranker(search, common, scanners, scores, rows).run(); });
