@@ -1,4 +1,4 @@
-"""Evaluation during training: on every set of [eval], with the weights that will be shipped."""
+"""Evaluation during training: on every set of [eval], with the weights that will be shipped; the best are kept."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +15,56 @@ from plsc.models.weights import serialize_model
 from plsc.train.checkpoint_writer import write_errors
 from plsc.train.components import TrainComponents
 from plsc.train.failures import raise_on_all_ranks
+from plsc.train.metrics import MetricsLog
+from plsc.train.state import Position
 
 MODEL, BEST = "model.safetensors", "best.safetensors"
+
+
+class RunEvaluation:
+    """Evaluates a run between its steps, and writes best.safetensors at each best mean accuracy so far.
+
+    Args:
+        components: of the run.
+        position: of the run, which gets the accuracy after its step, and the best one.
+        out: the run directory.
+        metrics: takes the results of each set.
+        report: takes a line.
+
+    Attributes:
+        results: the last ones, by the sets' names.
+    """
+
+    def __init__(
+        self,
+        components: TrainComponents,
+        position: Position,
+        out: Path,
+        metrics: MetricsLog,
+        report: Callable[[str], None],
+    ) -> None:
+        self.results: dict[str, dict[str, Any]] = {}
+        self._components, self._position, self._out = components, position, out
+        self._metrics, self._report = metrics, report
+        self._evaluated_at = -1
+
+    @property
+    def is_done(self) -> bool:
+        """True where there are no sets, and after an evaluation of the present step."""
+        return not self._components.config.eval.sets or self._evaluated_at == self._position.step
+
+    def run(self, epoch: float) -> None:
+        """Evaluate after the present step, at ``epoch`` epochs; every rank calls."""
+        step = self._evaluated_at = self._position.step
+        with self._components.averaged():
+            self.results = evaluate_sets(self._components)
+            self._metrics.write(step, {"epoch": epoch, "eval": summary(self.results)})
+            for name, result in self.results.items():
+                self._report(f"step {step:,}: {name}: " + _format_result(result))
+            self._position.accuracy = accuracy = mean_accuracy(self.results)
+            if accuracy is not None and accuracy > self._position.best.get("accuracy", -1.0):
+                self._position.best = {"step": step, "accuracy": accuracy}
+                save_weights(self._components, self._out / BEST)
 
 
 def check_sets(config: Config) -> None:
@@ -68,6 +116,11 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Pick the numbers of each result that a line of metrics holds."""
     names = ("accuracy", "auc", "tar@far", "rank1", "rank5")
     return {name: {key: result[key] for key in names if key in result} for name, result in results.items()}
+
+
+def _format_result(result: dict[str, Any]) -> str:
+    numbers = {"accuracy": result["accuracy"], "rank-1": result["rank1"]}
+    return ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if value is not None)
 
 
 def save_weights(components: TrainComponents, path: Path) -> None:

@@ -1,12 +1,12 @@
-"""The stages of a training run: when each begins, how the run enters it, and the learning rates of them all."""
+"""The course of a training run: its length, the learning rates of its steps, and when it enters each stage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from plsc import config as configuration
 from plsc.config import Config, make_margin
 from plsc.errors import UsageError
-from plsc.optim.schedules import Factor, schedule
+from plsc.optim.schedules import Factor, advance, schedule, scheduler
 from plsc.progress import counted
 from plsc.strict_toml import toml_value
 from plsc.train.components import TrainComponents, frozen_parts, peak_rates
@@ -111,6 +111,78 @@ def plan_stages(components: TrainComponents, position: Position, total: int) -> 
             raise UsageError(f"stage {number} begins after step {start:,}, where the run of {total:,} steps is over")
         starts.append(start)
     return StagePlan(configs_of(config), starts, total, per_epoch)
+
+
+class RunSchedule:
+    """Counts a run's steps, and gives each its learning rates and its stage.
+
+    Args:
+        components: of the run; its optimizers get the rates, and what a stage changes is set in them.
+        position: of the run, moved on by :meth:`advance`.
+
+    Raises:
+        UsageError: as :func:`plan_stages`.
+
+    Attributes:
+        plan: of the stages.
+        rates: the learning rates of the last step: of backbone and head.
+    """
+
+    def __init__(self, components: TrainComponents, position: Position) -> None:
+        self._components, self._config, self._position = components, components.config, position
+        self.plan = plan_stages(components, position, self._total_steps())
+        self._stage = self.plan.at(position.schedule_step)
+        enter_stage(components, self._stage)
+        ranks = components.strategy.data_ranks
+        factors = self.plan.rate_factors(ranks)
+        optimizers = (components.optimizer, components.head_optimizer)
+        self._schedulers = [
+            scheduler(each, factor, step=position.schedule_step)
+            for each, factor in zip(optimizers, factors, strict=True)
+        ]
+        self._peaks = list(zip(peak_rates(self._config, ranks), factors, strict=True))
+        self.rates = [0.0, 0.0]
+
+    @property
+    def last_step(self) -> int:
+        """The number of the run's last step. ``step`` and ``schedule_step`` part when the batch size changes."""
+        return self._position.step + max(self._total_steps() - self._position.schedule_step, 0)
+
+    @property
+    def is_finished(self) -> bool:
+        """True when no step is left, by the steps or by the loader's epochs."""
+        if self._config.steps is not None:
+            return self._position.step >= self._config.steps
+        assert self._config.epochs is not None
+        return self._components.loader.epoch >= self._config.epochs
+
+    def advance(self) -> None:
+        """Count a step, and move the learning rates on."""
+        self.rates = [peak * factor(self._position.schedule_step) for peak, factor in self._peaks]
+        self._position.step += 1
+        self._position.schedule_step += 1
+        self._position.accuracy = None
+        advance(self._schedulers)
+
+    def enter_due_stage(self, report: Callable[[str], None]) -> bool:
+        """Enter the stage that the next step belongs to, with a line to ``report``.
+
+        Returns:
+            True where that changes the augmentation.
+        """
+        due, augment = self.plan.at(self._position.schedule_step), self._components.loader.augment
+        if due == self._stage:
+            return False
+        self._stage = due
+        enter_stage(self._components, due)
+        report(f"stage {due} begins {self.plan.described()[due - 1]}")
+        return augment != self._components.loader.augment
+
+    def _total_steps(self) -> int:
+        if self._config.steps is not None:
+            return self._config.steps
+        assert self._config.epochs is not None
+        return self._config.epochs * steps_per_epoch(self._components)
 
 
 def _course(config: Config, steps: int, per_epoch: int) -> Factor:

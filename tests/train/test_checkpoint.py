@@ -15,7 +15,7 @@ from support.tiny_runs import Killable, losses, run
 
 from plsc.config import KeepConfig
 from plsc.parallel import Mesh
-from plsc.train import checkpoint, checkpoint_reader, trainer
+from plsc.train import checkpoint, checkpoint_reader, evaluate, trainer
 from plsc.train.checkpoint import CheckpointFolder, Published, removable
 
 Ranks = Any
@@ -128,9 +128,9 @@ def rated(mesh: Any, out: Path, changes: dict[str, Any], accuracies: list[float]
     """Train with evaluations whose mean accuracies are given."""
     given_results = iter(accuracies)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer, "evaluate_sets", lambda components: {"a": {"accuracy": next(given_results)}})
-        patch.setattr(trainer, "summary", lambda results: results)
-        patch.setattr(trainer, "_format_result", str)
+        patch.setattr(evaluate, "evaluate_sets", lambda components: {"a": {"accuracy": next(given_results)}})
+        patch.setattr(evaluate, "summary", lambda results: results)
+        patch.setattr(evaluate, "_format_result", str)
         patch.setattr(trainer, "check_sets", lambda configuration: None)
         run(mesh, out, {"eval.sets": ["a"], **changes}, resume)
 

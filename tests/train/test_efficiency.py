@@ -122,7 +122,7 @@ def with_slow_parts(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
     import plsc.parallel.step_timeline as timeline
     from plsc.head import ShardedHead
     from plsc.optim.head_optimizers import HeadOptimizer
-    from plsc.train import step, trainer
+    from plsc.train import evaluate, step, trainer
 
     clock = Clock()
 
@@ -146,7 +146,7 @@ def with_slow_parts(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
         patch.object(ShardedHead, "forward", slow(ShardedHead.forward, 4)),
         patch.object(HeadOptimizer, "step_unless", slow(HeadOptimizer.step_unless, 8)),
         patch.object(step.RunningStatistics, "restore_where", slow(step.RunningStatistics.restore_where, 16)),
-        patch.object(trainer, "evaluate_sets", slow(trainer.evaluate_sets, 32)),
+        patch.object(evaluate, "evaluate_sets", slow(evaluate.evaluate_sets, 32)),
         patch.object(trainer, "capture", slow(trainer.capture, 64)),
         patch.object(step.Stepper, "_seed", slow(step.Stepper._seed, 128)),
     ):

@@ -1,0 +1,104 @@
+"""The beginning of a run: what its folder and the request say, the checkpoint to go on from, and lines about that."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plsc import config as configuration
+from plsc.config import Config
+from plsc.errors import UsageError
+from plsc.files import atomic_write
+from plsc.parallel import Mesh
+from plsc.progress import counted
+from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
+from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
+from plsc.train.components import TrainComponents
+from plsc.train.metrics import METRICS
+from plsc.train.report import begins_anew
+from plsc.train.restart import Launch, mark_launch
+from plsc.train.state import changed_keys, changed_tables
+
+CONFIG, CLASSES = "config.toml", "classes.json"
+
+
+def check_groups(config: Config, mesh: Mesh) -> None:
+    """Raise UsageError where the mesh has other head groups than the configuration."""
+    if mesh.head.world_size != (config.head_ranks or mesh.world_size):
+        raise UsageError(
+            f"head_ranks = {config.head_ranks}, but the mesh shards a class table over {mesh.head.world_size} of its "
+            f"{mesh.world_size} ranks; give plsc.init(head_ranks={config.head_ranks})"
+        )
+
+
+def check_folder(out: Path, resume: str | None) -> None:
+    """Raise UsageError where a run that is not resumed would write into the folder of another."""
+    if resume is None and ((out / CHECKPOINTS).exists() or (out / METRICS).exists()):
+        raise UsageError(f"{out} holds a run already; go on with it by --resume auto, or name another --out")
+
+
+def find_checkpoint(out: Path, resume: str | None, checkpoints: CheckpointFolder) -> StoredCheckpoint | None:
+    """Open the checkpoint that a run goes on from, and remove what a killed one left unfinished; every rank calls.
+
+    Args:
+        out: the run directory.
+        resume: as :func:`plsc.train.train` takes it.
+        checkpoints: those of ``out``.
+
+    Returns:
+        None where the run begins anew.
+
+    Raises:
+        UsageError: the run that ``resume`` names holds no finished checkpoint.
+        IntegrityError: the checkpoint is corrupt.
+    """
+    mesh = checkpoints.mesh
+    if mesh.is_main:
+        for leftover in out.glob(".*.tmp"):
+            leftover.unlink()
+    checkpoints.clean()
+    if resume is None:
+        return None
+    if resume == "auto":
+        return open_newest(checkpoints)
+    path = Path(resume)
+    if not (path / CHECKPOINTS).is_dir():
+        return open_checkpoint(path, mesh)
+    stored = open_newest(CheckpointFolder(path / CHECKPOINTS, mesh))
+    if stored is None:
+        raise UsageError(f"{path} holds no finished checkpoint; --resume auto begins anew where there is none")
+    return stored
+
+
+def start_text(config: Config, stored: StoredCheckpoint | None, restarted: bool) -> str:
+    """What a run starts from, in words."""
+    start = begins_anew(config)
+    if stored is not None:
+        ranks = counted(stored.state["world_size"], "rank")
+        start = f"resumed from {stored.path} (step {stored.state['step']:,}, saved by {ranks})"
+    return f"restarted by torchrun: {start}" if restarted else start
+
+
+def resumption_lines(
+    stored: StoredCheckpoint, components: TrainComponents, superseded: Sequence[Path], steps_left: int
+) -> list[str]:
+    """The lines about a run that goes on: what has changed, was set aside or is not stored, and where no step is left.
+
+    The main rank alone describes tables in another type than the checkpoint's.
+    """
+    lines = [f"changed on resume: {change}" for change in changed_keys(stored.state["config"], components.config)]
+    if components.mesh.is_main:
+        lines += changed_tables(stored, components)
+    lines += [f"set aside as superseded-{later.name}: it is of a later step" for later in superseded]
+    if components.exchange.forgets:
+        lines.append(f"not stored in checkpoints: {components.exchange.forgets}")
+    if steps_left == 0:
+        lines.append("no step is left to train: raise epochs or steps to go on")
+    return lines
+
+
+def write_descriptions(out: Path, components: TrainComponents, launch: Launch | None) -> None:
+    """Write the complete configuration and the classes' names into ``out``, and note the launch that trains there."""
+    with atomic_write(out / CONFIG) as tmp_path:
+        tmp_path.write_text(configuration.to_toml(components.config), encoding="utf-8")
+    components.dataset.save_label_map(out / CLASSES)
+    if launch is not None:  # last: from here on a restart goes on with what this folder holds
+        mark_launch(out, launch)
