@@ -9,21 +9,14 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
-#include "tiles.h"
+#include "products.h"
 
 namespace {
 
-constexpr int64_t kBlock = 256;  // classes whose rows and probabilities are worked on together
-constexpr int64_t kPanel = 128;  // samples likewise
 constexpr float kSmallestNorm = 1e-12f;
-
-inline uint32_t bits_of(float value) {
-    uint32_t bits;
-    std::memcpy(&bits, &value, 4);
-    return bits;
-}
 
 // exp(x) to 2e-7 (Cephes' polynomial), 0 below -87, NaN for NaN; branch-free, so that loops over it vectorise.
 inline float exponential(float x) {
@@ -66,118 +59,123 @@ struct Visit {
     int64_t row(int64_t i) const { return index ? index[i] : first + i; }
 };
 
-#ifdef PLSC_TILES
-
-// c (32, 32) = [c +] a (32, k) · b, where b's tiles, 32 deep and 16 wide, hold pairs of rows interleaved: the tile at
-// depth t and column half h is at b + t·depth_step + h·width_step (in elements).
-template <bool accumulate>
-inline void multiply_32x32(const bf16* a, int64_t a_stride, const bf16* b, int64_t depth_step, int64_t width_step,
-                           int64_t depth, float* c, int64_t c_stride) {
-    const int64_t a_bytes = a_stride * 2, c_bytes = c_stride * 4;
-    if (accumulate) {
-        _tile_loadd(0, c, c_bytes);
-        _tile_loadd(1, c + 16, c_bytes);
-        _tile_loadd(2, c + 16 * c_stride, c_bytes);
-        _tile_loadd(3, c + 16 * c_stride + 16, c_bytes);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t t = 0; t < depth; t++) {
-        _tile_loadd(4, a + t * 32, a_bytes);
-        _tile_loadd(5, a + 16 * a_stride + t * 32, a_bytes);
-        _tile_loadd(6, b + t * depth_step, 64);
-        _tile_loadd(7, b + t * depth_step + width_step, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, c_bytes);
-    _tile_stored(1, c + 16, c_bytes);
-    _tile_stored(2, c + 16 * c_stride, c_bytes);
-    _tile_stored(3, c + 16 * c_stride + 16, c_bytes);
-}
-
-// A 16x16 block of float32 (rows c, columns b) times a factor per row, as bf16, transposed: out[b·stride + c].
-inline void store_transposed(const float* in, int64_t in_stride, const float* factor, bf16* out, int64_t stride) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i pairs[8];  // lane b of pairs[i] holds (c = 2i, c = 2i + 1)
-    for (int i = 0; i < 8; i++) {
-        __m512 even = _mm512_mul_ps(_mm512_loadu_ps(in + 2 * i * in_stride), _mm512_set1_ps(factor[2 * i]));
-        __m512 odd = _mm512_mul_ps(_mm512_loadu_ps(in + (2 * i + 1) * in_stride), _mm512_set1_ps(factor[2 * i + 1]));
-        pairs[i] = _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
-    }
-    __m512i a[8], b[8];
-    for (int i = 0; i < 4; i++) {
-        a[2 * i] = _mm512_unpacklo_epi32(pairs[2 * i], pairs[2 * i + 1]);
-        a[2 * i + 1] = _mm512_unpackhi_epi32(pairs[2 * i], pairs[2 * i + 1]);
-    }
-    for (int i = 0; i < 2; i++) {
-        b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
-        b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
-        b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
-        b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
-    }
-    // b[j] and b[j + 4] hold, in 128-bit lane l, the first and the second half of sample 4l + j
-    alignas(64) __m128i low[4], high[4];
-    for (int j = 0; j < 4; j++) {
-        _mm512_store_si512(low, b[j]);
-        _mm512_store_si512(high, b[j + 4]);
-        for (int lane = 0; lane < 4; lane++) {
-            bf16* row = out + (4 * lane + j) * stride;
-            _mm_storeu_si128((__m128i*)row, low[lane]);
-            _mm_storeu_si128((__m128i*)(row + 8), high[lane]);
-        }
-    }
-}
-
-// Rows of x (n, columns), n a multiple of 32, as tiles of interleaved row pairs: out[n/32][columns/16][16][16·2].
-void pack_row_pairs(const bf16* x, int64_t n, int64_t columns, bf16* out) {
-    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
-                                         5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    for (int64_t block = 0; block < n / 32; block++)
-        for (int64_t column = 0; column < columns; column += 32) {
-            bf16* tiles = out + (block * (columns / 16) + column / 16) * 512;
-            for (int64_t pair = 0; pair < 16; pair++) {
-                const bf16* row = x + (block * 32 + 2 * pair) * columns + column;
-                __m512i even = _mm512_loadu_si512(row), odd = _mm512_loadu_si512(row + columns);
-                _mm512_storeu_si512(tiles + pair * 32, _mm512_permutex2var_epi16(even, low, odd));
-                _mm512_storeu_si512(tiles + 512 + pair * 32, _mm512_permutex2var_epi16(even, high, odd));
-            }
-        }
-}
-
-// A block's rows: in place where all 256 follow each other, else copied and filled up with zeros.
+// A block's rows: in place where the table has them as the products take them, else copied and filled up with zeros.
+template <class Products, class Number>
 struct BlockRows {
-    std::vector<bf16> copy;
+    using Factor = typename Products::Number;
+    static constexpr int64_t kBlock = Products::kBlock;
+    std::vector<Factor> copy;
     std::vector<float> inverse_norm = std::vector<float>(kBlock);
 
-    const bf16* load(const bf16* table, const float* inverse, const Visit& visit, int64_t start, int64_t count,
-                     int64_t dim) {
+    const Factor* load(const Number* table, const float* inverse, const Visit& visit, int64_t start, int64_t count,
+                       int64_t dim) {
         for (int64_t c = 0; c < kBlock; c++) inverse_norm[c] = c < count ? inverse[visit.row(start + c)] : 0.0f;
-        if (!visit.index && count == kBlock) return table + visit.row(start) * dim;
+        if constexpr (std::is_same_v<Factor, Number>)
+            if (!visit.index && count == kBlock) return table + visit.row(start) * dim;
         copy.resize(kBlock * dim);
-        for (int64_t c = 0; c < count; c++)
-            std::memcpy(copy.data() + c * dim, table + visit.row(start + c) * dim, dim * 2);
-        std::memset(copy.data() + count * dim, 0, (kBlock - count) * dim * 2);
+        for (int64_t c = 0; c < count; c++) {
+            const Number* row = table + visit.row(start + c) * dim;
+#pragma omp simd
+            for (int64_t d = 0; d < dim; d++) copy[c * dim + d] = number_of<Factor>(row[d]);
+        }
+        std::fill(copy.begin() + count * dim, copy.end(), Factor(0));
         return copy.data();
     }
 };
 
-// z (256, panel) = rows · xᵀ for one panel of samples.
-void multiply_panel(const bf16* rows, const bf16* columns_of_x, int64_t dim, int64_t width, float* z) {
-    for (int64_t b = 0; b < width; b += 32)
-        for (int64_t c = 0; c < kBlock; c += 32)
-            multiply_32x32<false>(rows + c * dim, dim, columns_of_x + (b / 16) * dim * 16, 512, dim * 16, dim / 32,
-                                  z + c * kPanel + b, kPanel);
+// The arguments that both passes have in common; `position` (batch) is each target's index among the visited classes.
+template <class Products, class Number>
+struct Pass {
+    const Number* table;
+    const float* inverse;
+    Visit visit;
+    int64_t count;
+    const typename Products::Number* columns;
+    int64_t batch, dim;
+    float s;
+    const int64_t* position;
+
+    // Set the targets' entries of z, for the samples from `low` on and the `here` classes from `start` on.
+    template <class Value>
+    void set_targets(float* z, int64_t low, int64_t width, int64_t start, int64_t here, const Value& value) const {
+        for (int64_t b = 0; b < width; b++) {
+            const int64_t target = position[low + b] - start;
+            if (target >= 0 && target < here) z[target * kPanel + b] = value(low + b);
+        }
+    }
+};
+
+template <class Products, class Number>
+void first_pass(const Pass<Products, Number>& pass, double* total, float* pull) {
+    constexpr int64_t kBlock = Products::kBlock;
+    using Factor = typename Products::Number;
+    Products::begin();
+    BlockRows<Products, Number> block;
+    std::vector<float> z(kBlock * kPanel);
+    std::vector<Factor> weighted(kPanel * kBlock), packed(pull ? kBlock * pass.dim : 0);
+    for (int64_t start = 0; start < pass.count; start += kBlock) {
+        const int64_t here = std::min(kBlock, pass.count - start);
+        const Factor* rows = block.load(pass.table, pass.inverse, pass.visit, start, here, pass.dim);
+        const float* rho = block.inverse_norm.data();
+        if (pull) Products::pack_rows(rows, kBlock, pass.dim, packed.data());
+        for (int64_t low = 0; low < pass.batch; low += kPanel) {
+            const int64_t width = std::min(kPanel, pass.batch - low);
+            Products::cosines(rows, pass.columns + low * pass.dim, pass.dim, width, z.data());
+            pass.set_targets(z.data(), low, width, start, here, [](int64_t) { return -INFINITY; });
+            float sum[kPanel] = {};
+            for (int64_t c = 0; c < here; c++) {
+                float* row = z.data() + c * kPanel;
+                const float factor = pass.s * rho[c];
+#pragma omp simd
+                for (int64_t b = 0; b < width; b++) {
+                    row[b] = exponential(row[b] * factor);
+                    sum[b] += row[b];
+                }
+            }
+            for (int64_t b = 0; b < width; b++) total[low + b] += sum[b];
+            if (!pull) continue;
+            Products::weigh(z.data(), rho, width, weighted.data());
+            Products::add_weighted(weighted.data(), packed.data(), pass.dim, width, pull + low * pass.dim);
+        }
+    }
+    Products::end();
 }
 
-#endif  // PLSC_TILES
+// What the samples weigh in pass 2, (batch) each.
+struct Weights {
+    const float *log_z, *scale, *target_pull;
+};
+
+template <class Products, class Number>
+void row_gradients(const Pass<Products, Number>& pass, const typename Products::Number* packed, const Weights& of,
+                   float* gradient) {
+    constexpr int64_t kBlock = Products::kBlock;
+    using Factor = typename Products::Number;
+    Products::begin();
+    BlockRows<Products, Number> block;
+    std::vector<float> z(kBlock * kPanel);
+    std::vector<Factor> probability(kBlock * pass.batch);
+    for (int64_t start = 0; start < pass.count; start += kBlock) {
+        const int64_t here = std::min(kBlock, pass.count - start);
+        const Factor* rows = block.load(pass.table, pass.inverse, pass.visit, start, here, pass.dim);
+        for (int64_t low = 0; low < pass.batch; low += kPanel) {
+            const int64_t width = std::min(kPanel, pass.batch - low);
+            Products::cosines(rows, pass.columns + low * pass.dim, pass.dim, width, z.data());
+            const float *log_z = of.log_z + low, *scale = of.scale + low;
+            for (int64_t c = 0; c < kBlock; c++) {
+                float* row = z.data() + c * kPanel;
+                const float factor = pass.s * block.inverse_norm[c];
+#pragma omp simd
+                for (int64_t b = 0; b < width; b++) row[b] = exponential(row[b] * factor - log_z[b]) * scale[b];
+            }
+            pass.set_targets(z.data(), low, width, start, here, [&](int64_t b) { return of.target_pull[b]; });
+            for (int64_t c = 0; c < kBlock; c++)
+                Products::store(z.data() + c * kPanel, width, probability.data() + c * pass.batch + low);
+        }
+        Products::row_gradients(probability.data(), packed, pass.batch, pass.dim, gradient + start * pass.dim);
+    }
+    Products::end();
+}
 
 inline bf16 round_stochastically(float value, uint32_t bits16) { return bf16((bits_of(value) + bits16) >> 16); }
 
@@ -291,105 +289,55 @@ auto update_for(int state_kind) {
 
 extern "C" {
 
-// 1 if the processor multiplies bf16 tiles and the system lets this process use them.
-int plsc_has_tiles() { return tiles_are_allowed(); }
+// What multiplies tables of this kind (see `Kind`).
+const char* plsc_products(int kind) {
+    return with_products(kind == kBfloat16, [](auto products, auto) { return decltype(products)::kName; });
+}
 
-#ifdef PLSC_TILES
+// The bytes of a number in a packed batch for tables of this kind.
+int plsc_factor_bytes(int kind) {
+    return with_products(kind == kBfloat16, [](auto products, auto) { return int(sizeof(typename decltype(products)::Number)); });
+}
 
-// Lay x (batch, dim) out as the right factor of W·xᵀ (`columns`) and of P·x (`pairs`); each has batch·dim elements.
-void plsc_pack(const bf16* x, int64_t batch, int64_t dim, bf16* columns, bf16* pairs) {
-    pack_column_pairs(x, batch, dim, columns);
-    pack_row_pairs(x, batch, dim, pairs);
+// Lay x (batch, dim) out as the right factor of W·xᵀ (`columns`) and of P·x (`rows`); each has batch·dim numbers.
+void plsc_pack(const void* x, int kind, int64_t batch, int64_t dim, void* columns, void* rows) {
+    with_products(kind == kBfloat16, [&](auto products, auto number) {
+        using Products = decltype(products);
+        using Factor = typename Products::Number;
+        const auto* features = static_cast<const decltype(number)*>(x);
+        Products::pack_columns(features, batch, dim, static_cast<Factor*>(columns));
+        Products::pack_rows(features, batch, dim, static_cast<Factor*>(rows));
+    });
 }
 
 // total (batch) += Σ exp(s·cos) over the visited classes but each sample's target; pull (batch, dim), where not null,
 // += Σ exp(s·cos)·ρ·W. position (batch): the target's index among the selected classes, counted from this call's first.
-void plsc_first_pass(const bf16* table, const float* inverse, const int64_t* index, int64_t first, int64_t count,
-                     const bf16* columns, int64_t batch, int64_t dim, float s, const int64_t* position, double* total,
+void plsc_first_pass(const void* table, int kind, const float* inverse, const int64_t* index, int64_t first, int64_t count,
+                     const void* columns, int64_t batch, int64_t dim, float s, const int64_t* position, double* total,
                      float* pull) {
-    configure_tiles();
-    const Visit visit{index, first};
-    BlockRows block;
-    std::vector<float> z(kBlock * kPanel);
-    std::vector<bf16> weighted(kPanel * kBlock), pairs(pull ? kBlock * dim : 0);
-    for (int64_t start = 0; start < count; start += kBlock) {
-        const int64_t here = std::min(kBlock, count - start);
-        const bf16* rows = block.load(table, inverse, visit, start, here, dim);
-        const float* rho = block.inverse_norm.data();
-        if (pull) pack_row_pairs(rows, kBlock, dim, pairs.data());
-        for (int64_t low = 0; low < batch; low += kPanel) {
-            const int64_t width = std::min(kPanel, batch - low);
-            multiply_panel(rows, columns + low * dim, dim, width, z.data());
-            for (int64_t b = 0; b < width; b++) {
-                const int64_t target = position[low + b] - start;
-                if (target >= 0 && target < here) z[target * kPanel + b] = -INFINITY;
-            }
-            float sum[kPanel] = {};
-            for (int64_t c = 0; c < here; c++) {
-                float* row = z.data() + c * kPanel;
-                const float factor = s * rho[c];
-#pragma omp simd
-                for (int64_t b = 0; b < width; b++) {
-                    row[b] = exponential(row[b] * factor);
-                    sum[b] += row[b];
-                }
-            }
-            for (int64_t b = 0; b < width; b++) total[low + b] += sum[b];
-            if (!pull) continue;
-            for (int64_t c = 0; c < kBlock; c += 16)
-                for (int64_t b = 0; b < width; b += 16)
-                    store_transposed(z.data() + c * kPanel + b, kPanel, rho + c, weighted.data() + b * kBlock + c, kBlock);
-            for (int64_t d = 0; d < dim; d += 32)
-                for (int64_t b = 0; b < width; b += 32)
-                    multiply_32x32<true>(weighted.data() + b * kBlock, kBlock, pairs.data() + (d / 16) * 512,
-                                         (dim / 16) * 512, 512, kBlock / 32, pull + (low + b) * dim + d, dim);
-        }
-    }
-    _tile_release();
+    with_products(kind == kBfloat16, [&](auto products, auto number) {
+        using Products = decltype(products);
+        using Number = decltype(number);
+        first_pass<Products, Number>({static_cast<const Number*>(table), inverse, {index, first}, count,
+                                      static_cast<const typename Products::Number*>(columns), batch, dim, s, position},
+                                     total, pull);
+    });
 }
 
 // gradient (count rounded up to 256, dim): Σ_b P x over the batch for each visited row, where P = scale·exp(s·cos − log_z)
 // and target_pull for a sample's own class.
-void plsc_gradient(const bf16* table, const float* inverse, const int64_t* index, int64_t first, int64_t count,
-                   const bf16* columns, const bf16* pairs, int64_t batch, int64_t dim, float s, const int64_t* position,
+void plsc_gradient(const void* table, int kind, const float* inverse, const int64_t* index, int64_t first, int64_t count,
+                   const void* columns, const void* rows, int64_t batch, int64_t dim, float s, const int64_t* position,
                    const float* log_z, const float* scale, const float* target_pull, float* gradient) {
-    configure_tiles();
-    const Visit visit{index, first};
-    BlockRows block;
-    std::vector<float> z(kBlock * kPanel);
-    std::vector<bf16> probability(kBlock * batch);
-    for (int64_t start = 0; start < count; start += kBlock) {
-        const int64_t here = std::min(kBlock, count - start);
-        const bf16* rows = block.load(table, inverse, visit, start, here, dim);
-        for (int64_t low = 0; low < batch; low += kPanel) {
-            const int64_t width = std::min(kPanel, batch - low);
-            multiply_panel(rows, columns + low * dim, dim, width, z.data());
-            for (int64_t c = 0; c < kBlock; c++) {
-                float* row = z.data() + c * kPanel;
-                const float factor = s * block.inverse_norm[c];
-#pragma omp simd
-                for (int64_t b = 0; b < width; b++) row[b] = exponential(row[b] * factor - log_z[low + b]) * scale[low + b];
-            }
-            for (int64_t b = 0; b < width; b++) {
-                const int64_t target = position[low + b] - start;
-                if (target >= 0 && target < here) z[target * kPanel + b] = target_pull[low + b];
-            }
-            for (int64_t c = 0; c < kBlock; c++)
-                for (int64_t b = 0; b < width; b += 32) {
-                    const float* row = z.data() + c * kPanel + b;
-                    __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + 16), _mm512_loadu_ps(row));
-                    _mm512_storeu_si512(probability.data() + c * batch + low + b, (__m512i)both);
-                }
-        }
-        for (int64_t c = 0; c < kBlock; c += 32)
-            for (int64_t d = 0; d < dim; d += 32)
-                multiply_32x32<false>(probability.data() + c * batch, batch, pairs + (d / 16) * 512, (dim / 16) * 512, 512,
-                                      batch / 32, gradient + (start + c) * dim + d, dim);
-    }
-    _tile_release();
+    with_products(kind == kBfloat16, [&](auto products, auto number) {
+        using Products = decltype(products);
+        using Number = decltype(number);
+        using Factor = typename Products::Number;
+        row_gradients<Products, Number>({static_cast<const Number*>(table), inverse, {index, first}, count,
+                                         static_cast<const Factor*>(columns), batch, dim, s, position},
+                                        static_cast<const Factor*>(rows), {log_z, scale, target_pull}, gradient);
+    });
 }
-
-#endif  // PLSC_TILES
 
 // SGD on rows of the table, given the gradient (count, dim) by the unit rows: through the norm, decay, momentum,
 // rounding, new norm. The kinds are those of `Kind`.

@@ -1,7 +1,8 @@
 """The compiled kernels as functions of tensors.
 
-The two passes need a processor with bf16 matrix tiles (Intel AMX); the row update runs on any. Work is cut among
-torch's number of threads in multiples of the kernels' own blocks, so that no row's result depends on the cut.
+The two passes multiply by the best units of the processor that there are for the table's dtype (:func:`products`); the
+row update runs on any. Work is cut among torch's number of threads in multiples of the kernels' own blocks, so that no
+row's result depends on the cut.
 """
 
 import ctypes
@@ -31,19 +32,25 @@ def is_compiled() -> bool:
     return library() is not None
 
 
-def has_tiles() -> bool:
-    """Return whether the processor has matrix tiles, so that the passes can run here."""
+def products(dtype: torch.dtype) -> str | None:
+    """What multiplies tables of ``dtype`` (float32 or bfloat16) in the passes; None: no kernels are compiled.
+
+    "amx" (Intel's matrix tiles), "avx512-bf16" and "neon-bf16" (dot products of pairs) take bfloat16 factors; "avx512",
+    "avx2" and "neon" multiply and add float32, to which they widen bfloat16 rows; "none" is slower than PyTorch.
+    """
     compiled = library()
-    return compiled is not None and bool(compiled.plsc_has_tiles())
+    if compiled is None:
+        return None
+    compiled.plsc_products.restype = ctypes.c_char_p
+    name: bytes = compiled.plsc_products(_KINDS[dtype])
+    return name.decode()
 
 
 def why_no_passes(dtype: torch.dtype, dim: int) -> str | None:
     """The reason why the passes cannot take tables of this dtype and width; None if they can."""
-    if dtype != torch.bfloat16:
-        return f"a {dtype} table"
     if dim % _TILE:
         return f"D is no multiple of {_TILE}"
-    return None if has_tiles() else "no matrix tiles (AMX)"
+    return "no AVX2 or NEON" if products(dtype) in (None, "none") else None
 
 
 @dataclass(frozen=True)
@@ -72,10 +79,10 @@ class Table:
 
 
 class PackedBatch:
-    """Unit features (B, D) laid out for the tiles, B filled up to a multiple of 32 with zeros.
+    """Unit features (B, D) laid out as factors of the products, B filled up to a multiple of 32 with zeros.
 
     Args:
-        features: (B, D) bfloat16.
+        features: (B, D) of the table's dtype, float32 or bfloat16.
         position: (B,) int64, the target's index among the selected classes, −1 for none.
     """
 
@@ -84,9 +91,12 @@ class PackedBatch:
         self.padded = -(-self.batch // _TILE) * _TILE
         padded = features.new_zeros(self.padded, self.dim)
         padded[: self.batch] = features
-        self.columns, self.pairs = torch.empty_like(padded), torch.empty_like(padded)
+        compiled, kind = library(), ctypes.c_int(_KINDS[features.dtype])
+        assert compiled is not None
+        dtype = torch.float32 if compiled.plsc_factor_bytes(kind) == 4 else torch.bfloat16
+        self.columns, self.rows = (torch.empty_like(padded, dtype=dtype) for _ in range(2))
         self.position = self.pad(position, -1)
-        _call("plsc_pack", padded, _i64(self.padded), _i64(self.dim), self.columns, self.pairs)
+        _call("plsc_pack", padded, kind, _i64(self.padded), _i64(self.dim), self.columns, self.rows)
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
         """A vector (B,) filled up to the padded batch."""
@@ -111,6 +121,7 @@ class FirstPass:
             _call(
                 "plsc_first_pass",
                 table.weight,
+                ctypes.c_int(_KINDS[table.weight.dtype]),
                 table.inverse_norm,
                 index,
                 _i64(first),
@@ -158,12 +169,13 @@ def gradient(
         _call(
             "plsc_gradient",
             table.weight,
+            ctypes.c_int(_KINDS[table.weight.dtype]),
             table.inverse_norm,
             index,
             _i64(first),
             _i64(count),
             batch.columns,
-            batch.pairs,
+            batch.rows,
             _i64(batch.padded),
             _i64(batch.dim),
             ctypes.c_float(s),

@@ -44,7 +44,6 @@ def test_without_a_compiler_pytorch_computes(monkeypatch):
         ({"margin": plsc.CurricularFace()}, "CurricularFace changes the negatives"),
         ({"margin": plsc.ArcFace(s=100.0)}, "logits that need a running maximum"),
         ({"centers": 3}, "several centres to a class"),
-        ({"dtype": torch.float32}, "a torch.float32 table"),
         ({"dim": 60}, "D is no multiple of 32"),
     ],
 )
@@ -53,12 +52,12 @@ def test_passes_that_have_no_kernel_are_pytorchs_and_the_update_is_not(options, 
 
 
 @compiled
-def test_passes_are_compiled_where_there_are_tiles(monkeypatch):
-    monkeypatch.setenv("PLSC_SELF_CHECK", "0")  # this processor may have none
-    monkeypatch.setattr(head_kernels, "has_tiles", lambda: True)
-    assert choose_backend(shape()).describe() == "cpu backend: compiled passes and SGD"
-    monkeypatch.setattr(head_kernels, "has_tiles", lambda: False)
-    assert choose_backend(shape()).reason == "compiled SGD; passes by torch: no matrix tiles (AMX)"
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_passes_tell_what_multiplies(monkeypatch, dtype):
+    own = head_kernels.products(dtype)
+    assert choose_backend(shape(dtype)).describe() == f"cpu backend: compiled passes ({own}) and SGD"
+    monkeypatch.setattr(head_kernels, "products", lambda dtype: "none")
+    assert choose_backend(shape(dtype)).reason == "compiled SGD; passes by torch: no AVX2 or NEON"
 
 
 def test_tables_and_devices_without_kernels_are_pytorchs():

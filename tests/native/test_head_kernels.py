@@ -217,8 +217,10 @@ def test_a_path_that_does_not_exist_or_that_the_processor_lacks_is_a_usage_error
     assert "\n" not in str(error.value)
 
 
-def test_the_lesser_paths_have_no_tiles(path):
-    assert head_kernels.has_tiles() == (path == "amx")
+def test_a_path_multiplies_by_its_own_units(path):
+    units = {"torch": {None}, "avx2": {"avx2"}, "avx512": {"avx512", "avx512-bf16"}, "amx": {"amx"}}
+    assert head_kernels.products(torch.bfloat16) in units[path]
+    assert head_kernels.products(torch.float32) == {"torch": None, "amx": "avx512"}.get(path, path)
 
 
 @pytest.mark.slow

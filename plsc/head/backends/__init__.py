@@ -205,7 +205,8 @@ def _cpu(shape: HeadShape) -> CpuBackend:
     _check_torchs_products(shape, "")
     several = "several centres to a class" if shape.centers > 1 else None
     missing = several or shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
-    reason = "compiled passes and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
+    products = head_kernels.products(shape.dtype)
+    reason = f"compiled passes ({products}) and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
     return CpuBackend(reason, with_passes=missing is None)
 
 
