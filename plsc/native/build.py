@@ -2,8 +2,8 @@
 
 Environment:
     PLSC_NATIVE=0: use no compiled kernels; PyTorch computes instead.
-    PLSC_CPU=avx2 | avx512 | amx: compile for, and use, no more than this part of the processor's instructions. Unset:
-        all that it has. Every path can so be tested on the machine that has the most.
+    PLSC_CPU=avx2 | avx512 | amx, or on ARM neon | neon-bf16: compile for, and use, no more than this part of the
+        processor's instructions. Unset: all that it has. Every path can so be tested on the machine that has the most.
 """
 
 import ctypes
@@ -31,12 +31,17 @@ _FLAGS = (
     "-shared",
     "-pthread",
 )
+_X86_64 = platform.machine() in ("x86_64", "AMD64")
+# On ARM, -march=native was long unknown to clang.
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 # The paths of PLSC_CPU, the least first: the compiler's flags, and the macros that say that the processor has it. The
 # kernels have no switch of their own: they use what the compiler may.
 _PATHS = {
     "avx2": (["-march=x86-64-v3"], ["__AVX2__", "__FMA__"]),
-    "avx512": (["-march=native", "-mno-amx-tile", "-mno-amx-bf16"], ["__AVX512F__", "__AVX512BW__"]),
-    "amx": (["-march=native"], ["__AVX512BF16__", "__AMX_BF16__"]),
+    "avx512": ([_NATIVE, "-mno-amx-tile", "-mno-amx-bf16"], ["__AVX512F__", "__AVX512BW__"]),
+    "amx": ([_NATIVE], ["__AVX512BF16__", "__AMX_BF16__"]),
+    "neon": (["-march=armv8-a"], ["__ARM_NEON"]),
+    "neon-bf16": ([_NATIVE], ["__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"]),
 }
 _LOG = logging.getLogger("plsc")
 
@@ -128,15 +133,15 @@ def _lacks(compiler: str, path: str) -> str | None:
 def tiles_are_allowed() -> bool:
     """Ask Linux for the matrix tiles' registers, which a process may use only after it asked (arch_prctl(2))."""
     request_permission, tile_data, arch_prctl = 0x1023, 18, 158
-    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+    if platform.system() != "Linux" or not _X86_64:
         return False
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
 def _compiled(compiler: str, source: str, path: str | None) -> tuple[Path, str]:
     """The file of the library, made if there is none, and its fingerprint."""
-    architecture = _PATHS[path][0] if path is not None else ["-march=native"]
-    vectors = ["-mprefer-vector-width=512"] if platform.machine() in ("x86_64", "AMD64") else []
+    architecture = _PATHS[path][0] if path is not None else [_NATIVE]
+    vectors = ["-mprefer-vector-width=512"] if _X86_64 else []
     flags = [*_FLAGS, *architecture, *vectors]
     folder = _private_folder()
     fingerprint = _fingerprint(compiler, flags, source)
@@ -161,7 +166,7 @@ def _fingerprint(compiler: str, flags: list[str], source: str) -> str:
 @functools.cache
 def _native_macros(compiler: str) -> bytes:
     """The macros that the compiler defines by itself, which say its version and this processor's instructions."""
-    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    command = [compiler, _NATIVE, "-dM", "-E", "-x", "c++", os.devnull]
     return subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
 
 

@@ -1,9 +1,9 @@
-// The class head's inner loops on a CPU: exp fused behind bf16 matrix tiles (AMX), and the whole row update.
+// The class head's inner loops on a CPU: exp fused behind the products, and the whole row update.
 //
-// Compiled on demand by build.py with -march=native; plain C functions, called through ctypes. Shapes: W (rows, D)
-// bf16 row-major; x (B, D). B is padded to a multiple of 32 by the caller, D is one already. Rows are visited in
-// blocks of 256 classes, samples in panels of 128, so that a block's working set stays in the second-level cache, and so
-// that no row's result depends on how callers cut the table.
+// Compiled on demand by build.py for this processor; plain C functions, called through ctypes. Shapes: W (rows, D)
+// float32 or bf16 row-major; x (B, D) likewise. B is padded to a multiple of 32 by the caller, D is one already. Rows are
+// visited in blocks of at most 256 classes (see products.h), samples in panels of 128, so that a block's working set stays
+// in the second-level cache, and so that no row's result depends on how callers cut the table at multiples of 256.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

@@ -18,6 +18,7 @@ from plsc.native.build import library
 
 BLOCK = 256  # classes that the kernels work on together
 IN_CACHE = 1024  # classes whose gradient a core's cache keeps until the update takes it
+_LEAST_FLOAT32_BATCH = 16  # below it PyTorch's products of float32 tables are faster: the kernels fill batches up
 _TILE = 32  # what D and the padded batch are multiples of
 _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.int8: 3}
 
@@ -51,6 +52,11 @@ def why_no_passes(dtype: torch.dtype, dim: int) -> str | None:
     if dim % _TILE:
         return f"D is no multiple of {_TILE}"
     return "no AVX2 or NEON" if products(dtype) in (None, "none") else None
+
+
+def least_batch(dtype: torch.dtype) -> int:
+    """The samples from which on the passes over tables of ``dtype`` are faster than PyTorch's."""
+    return _LEAST_FLOAT32_BATCH if dtype == torch.float32 else 1
 
 
 @dataclass(frozen=True)

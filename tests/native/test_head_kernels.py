@@ -19,7 +19,7 @@ LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 MARGIN = plsc.ArcFace(s=32.0, m=0.3)
 
 
-@pytest.fixture(params=["torch", "avx2", "avx512", "amx"])
+@pytest.fixture(params=["torch", *build._PATHS])
 def path(request, monkeypatch):
     """Every way in which a CPU computes the head: without a compiler, and by each part of the instructions."""
     if request.param == "torch":
@@ -67,25 +67,28 @@ def trained(batch, dim, classes, steps=3, threads=1, **options):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("batch", "dim", "classes"), [(5, 32, 7), (32, 64, 256), (130, 96, 700), (300, 512, 1000)])
-def test_loss_and_gradients_are_the_oracles_within_bf16(path, batch, dim, classes):
+def test_loss_and_gradients_are_the_oracles_within_rounding(path, dtype, batch, dim, classes):
     x, y = some_batch(batch, dim, classes)
-    head = plsc.ShardedHead(dim, classes, margin=MARGIN, weight_dtype=torch.bfloat16, momentum_dtype=None)
+    head = plsc.ShardedHead(dim, classes, margin=MARGIN, weight_dtype=dtype, momentum_dtype=None)
+    of_loss, of_gradients = {torch.bfloat16: (1e-4, 1e-2), torch.float32: (1e-6, 1e-5)}[dtype]
     weight = head.weight.detach().double().requires_grad_()
     wide, own = x.double().requires_grad_(), x.clone().requires_grad_()
     expected = Oracle("arcface", s=32.0, parameters={"m": 0.3}).loss(wide, y, weight)
     expected.backward()
     loss = head(own, y)
     loss.backward()
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-4)  # bf16 of unit embeddings is exact here but for ‖x‖
-    assert relative_error(own.grad, wide.grad) < 1e-2
+    # bf16 of unit embeddings is exact here but for ‖x‖
+    assert loss.item() == pytest.approx(expected.item(), rel=of_loss)
+    assert relative_error(own.grad, wide.grad) < of_gradients
     by_rows = torch.cat(
         [
             backward_through_normalize(g, chunk).clone()
             for chunk, g in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
         ]
     )
-    assert relative_error(by_rows, weight.grad) < 1e-2
+    assert relative_error(by_rows, weight.grad) < of_gradients
 
 
 @pytest.mark.parametrize(
@@ -208,7 +211,7 @@ def test_without_a_compiler_pytorch_computes():
 @compiled
 def test_a_path_that_does_not_exist_or_that_the_processor_lacks_is_a_usage_error(monkeypatch):
     monkeypatch.setenv("PLSC_CPU", "sse9")
-    with pytest.raises(UsageError, match="PLSC_CPU=sse9 is unknown: give avx2, avx512, amx"):
+    with pytest.raises(UsageError, match="PLSC_CPU=sse9 is unknown: give avx2, avx512, amx, neon, neon-bf16,"):
         build.library()
     monkeypatch.setitem(build._PATHS, "future", (["-march=native"], ["__NO_PROCESSOR_HAS_THIS__"]))
     monkeypatch.setenv("PLSC_CPU", "future")
@@ -218,9 +221,9 @@ def test_a_path_that_does_not_exist_or_that_the_processor_lacks_is_a_usage_error
 
 
 def test_a_path_multiplies_by_its_own_units(path):
-    units = {"torch": {None}, "avx2": {"avx2"}, "avx512": {"avx512", "avx512-bf16"}, "amx": {"amx"}}
-    assert head_kernels.products(torch.bfloat16) in units[path]
-    assert head_kernels.products(torch.float32) == {"torch": None, "amx": "avx512"}.get(path, path)
+    units = {"torch": (None,), "avx512": ("avx512", "avx512-bf16")}.get(path, (path,))
+    assert head_kernels.products(torch.bfloat16) in units
+    assert head_kernels.products(torch.float32) == {"torch": None, "amx": "avx512", "neon-bf16": "neon"}.get(path, path)
 
 
 @pytest.mark.slow

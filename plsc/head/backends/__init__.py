@@ -205,9 +205,14 @@ def _cpu(shape: HeadShape) -> CpuBackend:
     _check_torchs_products(shape, "")
     several = "several centres to a class" if shape.centers > 1 else None
     missing = several or shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
-    products = head_kernels.products(shape.dtype)
-    reason = f"compiled passes ({products}) and SGD" if missing is None else f"compiled SGD; passes by torch: {missing}"
+    reason = _compiled_passes(shape.dtype) if missing is None else f"compiled SGD; passes by torch: {missing}"
     return CpuBackend(reason, with_passes=missing is None)
+
+
+def _compiled_passes(dtype: torch.dtype) -> str:
+    least = head_kernels.least_batch(dtype)
+    smaller = f"; passes of fewer than {least} samples by torch" if least > 1 else ""
+    return f"compiled passes ({head_kernels.products(dtype)}) and SGD{smaller}"
 
 
 def fall_back(shape: HeadShape, reason: str) -> TorchBackend:

@@ -15,11 +15,11 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 class CpuBackend(TorchBackend):
-    """Compiled kernels for SGD on float32 and bfloat16 tables, and with matrix tiles for bfloat16 passes.
+    """Compiled kernels for the passes and SGD on float32 and bfloat16 tables.
 
     Args:
         reason: why this backend was chosen, for logs.
-        with_passes: take the passes too: bfloat16, D a multiple of 32, matrix tiles, and logits that are s·cos.
+        with_passes: take the passes too: D a multiple of 32, and logits that are s·cos.
     """
 
     name = "cpu"
@@ -30,7 +30,7 @@ class CpuBackend(TorchBackend):
 
     def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
         """See :meth:`TorchBackend.first_pass`. Chunks are whole blocks of the kernels."""
-        if not self.takes_passes:
+        if not self._takes(batch):
             return super().first_pass(rows, batch, chunk_size, with_grad=with_grad)
         sums = kernels.FirstPass(kernels.PackedBatch(batch.features, batch.position), batch.margin.s, with_grad)
         for chunk in rows.chunks(kernels.whole_blocks(chunk_size)):
@@ -49,7 +49,7 @@ class CpuBackend(TorchBackend):
         member: Tensor | None = None,
     ) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
-        if not self.takes_passes or member is not None:
+        if not self._takes(batch) or member is not None:
             yield from super().second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member)
             return
         packed = kernels.PackedBatch(batch.features, batch.position)
@@ -60,6 +60,9 @@ class CpuBackend(TorchBackend):
         for chunk in rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s
             yield chunk, kernels.gradient(table, packed, s, chunk.start, log_z, scale, target_grad, scratch)
+
+    def _takes(self, batch: Batch) -> bool:
+        return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)
 
     def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
         """See :meth:`TorchBackend.updater`."""
