@@ -331,6 +331,15 @@ def _check_head(config: Config) -> None:
         mapped_file(config.head.placement)
     except UsageError as error:
         raise UsageError(f"head.{error}") from None
+    if config.head.journal and mapped_file(config.head.placement) is None:
+        raise UsageError(
+            f'head.journal is for a table in a file: give head.placement = "mmap:FILE", not "{config.head.placement}"'
+        )
+    if config.head.journal and (config.checkpoint.keep.every_hours or config.checkpoint.keep.best):
+        raise UsageError(
+            "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "
+            "checkpoint.keep.best out, or give head.journal = false"
+        )
     takes = margin_keys()[config.head.margin]
     for name in dict.fromkeys(name for names in margin_keys().values() for name in names):
         if getattr(config.head, name) is not None and name not in takes:

@@ -103,6 +103,11 @@ class HeadConfig:
         "Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a mapped "
         "file per rank).",
     )
+    journal: bool = key(
+        False,
+        "Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept beside them, "
+        "in place of a copy of the table in each.",
+    )
     staleness: int = key(
         0,
         "Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they keep going; "

@@ -12,7 +12,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from plsc.errors import UsageError
 from plsc.head.low_precision import Rounding, RowState
+from plsc.head.undo_journal import UndoJournal
 from plsc.parallel.tensor_shard import TensorShard
 
 SMALLEST_NORM = 1e-12  # lower bound of the norms that rows and embeddings are divided by
@@ -236,7 +238,10 @@ class ClassTable(ABC):
 
     Attributes:
         parameter: the rows as the module's parameter. Of a host table, updates may still be on their way to it.
+        journal: of its savepoints, where it has them.
     """
+
+    journal: UndoJournal | None = None
 
     def __init__(self, weight: Tensor, first_row: int, total_rows: int, centers: int, requires_grad: bool) -> None:
         self.parameter = nn.Parameter(weight, requires_grad=requires_grad)
@@ -268,6 +273,24 @@ class ClassTable(ABC):
     def norms_are_current(self) -> None:
         """Record that the norms of all rows written so far are renewed; called after an update."""
         self._norm_version = self.parameter._version
+
+    def set_savepoint(self, step: int) -> None:
+        """Let the journal begin anew with the present state, as that of ``step``; UsageError where there is none."""
+        self.settle()
+        self.notice_writes()
+        self._required_journal().set_savepoint(step)
+
+    def roll_back(self, step: int) -> None:
+        """Take back the state of savepoint ``step``, see :meth:`UndoJournal.roll_back`."""
+        self.forget_prefetched()
+        self.settle()
+        self._required_journal().roll_back(step)
+        self.norms_are_current()  # they are journaled too
+
+    def _required_journal(self) -> UndoJournal:
+        if self.journal is None:
+            raise UsageError('this head has no savepoints: make it with placement="mmap:FILE" and journal=True')
+        return self.journal
 
     @abstractmethod
     def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:

@@ -11,8 +11,9 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,6 +35,18 @@ def mapped_file(placement: str) -> Path | None:
     return Path(file)
 
 
+class Journal(Protocol):
+    """Keeps what the columns of a table hold before they change, see :mod:`plsc.head.undo_journal`."""
+
+    is_adopted: bool
+
+    def add_column(self, name: str, column: "Column", path: Path | None) -> None:
+        """Hear of the writes to ``column`` from now on; ``path`` is its file, None where it has no rows."""
+
+    def before_write(self, rows: slice | Tensor) -> None:
+        """The column's ``rows`` are about to change."""
+
+
 class Column:
     """One value, or one row of values, for each row of a table: ``values`` (rows,) or (rows, D) in host memory.
 
@@ -44,12 +57,15 @@ class Column:
     Attributes:
         pinned_rows: rows of each piece that is registered with a GPU, which may copy to and from them directly; 0: no
             memory is registered. See :meth:`pinned_parts`.
+        row_bytes: bytes of a row.
+        journal: hears of every :meth:`write` before it is made; None: nobody does.
     """
 
     def __init__(self, values: Tensor, mapping: mmap.mmap | None = None) -> None:
         self.values, self.pinned_rows = values, 0
+        self.journal: Journal | None = None
         self._mapping = mapping
-        self._row_bytes = values[:1].numel() * values.element_size()
+        self.row_bytes = math.prod(values.shape[1:]) * values.element_size()
 
     def read(self, rows: slice | Tensor, out: Tensor) -> None:
         """Copy rows (a slice, or int64 numbers (n,) on the CPU) into ``out`` (n, …), a CPU tensor of the same dtype."""
@@ -58,11 +74,14 @@ class Column:
                 self._will_need(part)
                 out[start:stop] = self.values[part]
             else:
+                self._will_need_each(part)
                 torch.index_select(self.values, 0, part, out=out[start:stop])
             self.release(part)
 
     def write(self, rows: slice | Tensor, values: Tensor) -> None:
         """Store ``values`` (n, …), on the CPU and of the same dtype, as rows without repeats."""
+        if self.journal is not None:
+            self.journal.before_write(rows)
         for start, stop, part in self._parts(rows):
             if isinstance(part, slice):
                 self.values[part] = values[start:stop]
@@ -99,17 +118,25 @@ class Column:
             first, stop, _ = rows.indices(len(self.values))
             self._advise(mmap.MADV_WILLNEED, first, stop)
 
+    def _will_need_each(self, rows: Tensor) -> None:
+        """Ask the kernel to read the pages of scattered rows, all at a time: one fault after another would wait."""
+        if self._mapping is not None:
+            starts = rows.numpy() * self.row_bytes
+            pages = np.concatenate([starts, starts + self.row_bytes - 1]) // mmap.PAGESIZE * mmap.PAGESIZE
+            for page in np.unique(pages).tolist():
+                self._mapping.madvise(mmap.MADV_WILLNEED, page, mmap.PAGESIZE)
+
     def _advise(self, advice: int, first: int, stop: int) -> None:
         assert self._mapping is not None
-        start = first * self._row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        start = first * self.row_bytes // mmap.PAGESIZE * mmap.PAGESIZE
         if stop > first:
-            self._mapping.madvise(advice, start, stop * self._row_bytes - start)
+            self._mapping.madvise(advice, start, stop * self.row_bytes - start)
 
     def _parts(self, rows: slice | Tensor) -> Iterator[tuple[int, int, slice | Tensor]]:
         """Yield (start, stop, rows[start:stop]) of parts of bounded size; a single part where no file is mapped."""
         scattered = isinstance(rows, Tensor)
         first, last, _ = (0, len(rows), 1) if isinstance(rows, Tensor) else rows.indices(len(self.values))
-        size = _SCATTERED_ROWS if scattered else max(_CONSECUTIVE_BYTES // max(self._row_bytes, 1), 1)
+        size = _SCATTERED_ROWS if scattered else max(_CONSECUTIVE_BYTES // max(self.row_bytes, 1), 1)
         if self._mapping is None:
             size = max(last - first, 1)
         for start in range(0, last - first, size):
@@ -125,10 +152,14 @@ class HostMemory:
             working memory and no checkpoint: files of these names are replaced, and may be deleted after the run.
         rank, world_size: R and W.
         pinned: pin ordinary memory, for a GPU.
+        journal: of the files, which outlive the run then: those that it has adopted are mapped as they are.
     """
 
-    def __init__(self, file: Path | None, rank: int, world_size: int, pinned: bool) -> None:
+    def __init__(
+        self, file: Path | None, rank: int, world_size: int, pinned: bool, journal: Journal | None = None
+    ) -> None:
         self.file, self.rank, self.world_size, self.pinned = file, rank, world_size, pinned
+        self.journal = journal
 
     def table(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Column:
         """A column of zeros (rows, columns).
@@ -139,24 +170,40 @@ class HostMemory:
         """
         size = rows * columns * dtype.itemsize
         if size == 0:
-            return Column(torch.zeros(rows, columns, dtype=dtype))
-        if self.file is None:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        else:
-            memory = _map_file(self.path(name), size)
-        values = torch.frombuffer(memory, dtype=dtype).view(rows, columns)
+            return self._journaled(name, Column(torch.zeros(rows, columns, dtype=dtype)), None)
         if self.file is not None:
-            return Column(values, memory)
-        column = Column(values)
+            memory = self._mapped(name, size)
+            memory.madvise(mmap.MADV_RANDOM)
+            column = Column(torch.frombuffer(memory, dtype=dtype).view(rows, columns), memory)
+            return self._journaled(name, column, self.path(name))
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        column = Column(torch.frombuffer(memory, dtype=dtype).view(rows, columns))
         if self.pinned:
             # Of pinned pages a fork (of a loader's workers) would copy all, or break the GPU's view of them.
             memory.madvise(mmap.MADV_DONTFORK)
             _pin(column)
         return column
 
-    def numbers(self, rows: int, dtype: torch.dtype) -> Column:
-        """A column of zeros (rows,), always in ordinary memory: it is small beside the table."""
-        return Column(torch.zeros(rows, dtype=dtype))
+    def numbers(self, name: str, rows: int, dtype: torch.dtype) -> Column:
+        """A column of zeros (rows,), whose pages stay in memory: it is small beside the table.
+
+        Raises:
+            UsageError, DataError: as :meth:`table` does.
+        """
+        if self.journal is None or rows == 0:
+            return self._journaled(name, Column(torch.zeros(rows, dtype=dtype)), None)
+        memory = self._mapped(name, rows * dtype.itemsize)
+        return self._journaled(name, Column(torch.frombuffer(memory, dtype=dtype)), self.path(name))
+
+    def _mapped(self, name: str, size: int) -> mmap.mmap:
+        if self.journal is not None and self.journal.is_adopted:
+            return _map_existing(self.path(name), size)
+        return _map_file(self.path(name), size)
+
+    def _journaled(self, name: str, column: Column, path: Path | None) -> Column:
+        if self.journal is not None:
+            self.journal.add_column(name, column, path)
+        return column
 
     def path(self, name: str) -> Path:
         """This rank's file for ``name``."""
@@ -165,7 +212,7 @@ class HostMemory:
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:
-    """Create a file of ``size`` zero bytes with its blocks allocated, and map it for scattered access."""
+    """Create a file of ``size`` zero bytes with its blocks allocated, and map it."""
     try:
         path.unlink(missing_ok=True)  # a run that still maps the old file keeps it
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
@@ -185,8 +232,23 @@ def _map_file(path: Path, size: int) -> mmap.mmap:
         ) from None
     finally:
         os.close(descriptor)
-    memory.madvise(mmap.MADV_RANDOM)
     return memory
+
+
+def _map_existing(path: Path, size: int) -> mmap.mmap:
+    """Map a file of ``size`` bytes as it is."""
+    try:
+        with path.open("r+b") as file:
+            if (found := path.stat().st_size) != size:
+                raise UsageError(
+                    f"the table's file {path} has {found:,} bytes, and this head's would have {size:,}: set dtypes and "
+                    "optimizer back, remove the table's files, or name another file"
+                )
+            return mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise DataError(
+            f"cannot map the table's file {path}: {error.strerror}; remove the table's other files to begin anew"
+        ) from None
 
 
 def _pin(column: Column) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from plsc.errors import UsageError
 from plsc.head.class_table import (
     Chunk,
     ClassRows,
@@ -20,6 +21,7 @@ from plsc.head.class_table import (
 from plsc.head.host_memory import Column, HostMemory, mapped_file
 from plsc.head.low_precision import Rounding, RowState, check_state_dtype, scale_name
 from plsc.head.staging import Stage, Staging
+from plsc.head.undo_journal import UndoJournal
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.tensor_shard import TensorShard
 
@@ -34,8 +36,11 @@ def create_table(
     centers: int,
     seed: int,
     requires_grad: bool,
+    journal: bool = False,
 ) -> ClassTable:
     """Make this rank's rows with their first values, on the device or in host memory as ``placement`` says.
+
+    With ``journal``, a mapped file that holds such a table is taken as it is.
 
     Raises:
         UsageError, DataError: as :class:`HostMemory` does.
@@ -55,12 +60,29 @@ def create_table(
             seed=seed,
             requires_grad=requires_grad,
         )
-    memory = HostMemory(mapped_file(placement), mesh.rank, mesh.world_size, pinned=device.type == "cuda")
+    kept = _journal(mesh, placement, shape, first_row, total_rows, centers, seed) if journal else None
+    memory = HostMemory(mapped_file(placement), mesh.rank, mesh.world_size, device.type == "cuda", kept)
     table = HostTable(memory, shape, dtype, device, first_row=first_row, total_rows=total_rows, centers=centers)
+    if kept is not None:
+        table.journal = kept
+        if kept.is_adopted:
+            table.norms_are_current()  # they are in a file too
+            return table
     # Values come from the device's generator, as those of a resident table do: placement must not change a run.
     for rows, values in normal_rows(shape, first_row, seed, device):
-        table.weight.write(rows, values.to(dtype).cpu())
+        table.fill(rows, values.to(dtype))
+    table.norms_are_current()
     return table
+
+
+def _journal(
+    mesh: Mesh, placement: str, shape: tuple[int, int], first_row: int, total_rows: int, centers: int, seed: int
+) -> UndoJournal:
+    file = mapped_file(placement)
+    assert file is not None
+    about = {"rows": shape[0], "dim": shape[1], "first_row": first_row, "total_rows": total_rows}
+    prefix = file.with_name(f"{file.name}.rank{mesh.rank}-of-{mesh.world_size}")
+    return UndoJournal(prefix, {**about, "centers": centers, "seed": seed})
 
 
 def is_staged(placement: str, device: torch.device) -> bool:
@@ -99,7 +121,7 @@ class HostTable(ClassTable):
         # .data has a version counter of its own: updates write to the column, so that the parameter's version counts
         # writes from outside alone
         super().__init__(self.weight.values.data, first_row, total_rows, centers, requires_grad=False)
-        self.inverse_norm = memory.numbers(shape[0], torch.promote_types(dtype, torch.float32))
+        self.inverse_norm = memory.numbers("inverse_norm", shape[0], torch.promote_types(dtype, torch.float32))
         self.staging = Staging(device)
         self._state_columns: Mapping[str, Column] = {}  # of the newest optimizer, fetched along with the rows
         self._prefetched: deque[_Prefetched] = deque()
@@ -108,6 +130,19 @@ class HostTable(ClassTable):
     def version(self) -> int:
         """A number that changes with every update and with every write from outside."""
         return super().version + self.staging.updates
+
+    def fill(self, rows: slice, values: Tensor) -> None:
+        """Store first values (n, D), of the weights' dtype and on the compute device, and their norms."""
+        self.weight.write(rows, values.cpu())
+        norms = torch.empty(len(values), dtype=self.inverse_norm.values.dtype, device=values.device)
+        renew_norms(ClassRows(values, norms), slice(0, len(values)))
+        self.inverse_norm.write(rows, norms.cpu())
+
+    def notice_writes(self) -> None:
+        """As :class:`ClassTable` does; a journaled table has to be that of a known step."""
+        if self.journal is not None:
+            self.journal.refuse_if_adopted()
+        super().notice_writes()
 
     def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
         """The rows of local classes ``selected``, fetched now; all of them (None) are streamed during the pass.
@@ -141,7 +176,7 @@ class HostTable(ClassTable):
             columns[name] = values = self.memory.table(name, rows, dim, dtype)
             scale = None
             if dtype == torch.int8:
-                columns[scale_name(name)] = self.memory.numbers(rows, torch.float32)
+                columns[scale_name(name)] = self.memory.numbers(scale_name(name), rows, torch.float32)
                 scale = columns[scale_name(name)].values
             tables[name] = RowState.over(values.values, scale, rounding)
         self._state_columns = columns
@@ -196,6 +231,11 @@ class HostTable(ClassTable):
         return self.inverse_norm.values
 
     def _discard_norms(self) -> None:
+        if self.journal is not None and self.journal.step is not None:
+            raise UsageError(
+                "head.weight was written to, which its journal does not hold: a table with savepoints changes through "
+                "its optimizer alone; give head.roll_back(step)"
+            )
         self._prefetched.clear()
         self.settle()
 

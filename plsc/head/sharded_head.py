@@ -20,6 +20,7 @@ from plsc.head.low_precision import STATE_DTYPES
 from plsc.head.replica_averaging import ReplicaAveraging
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
+from plsc.head.undo_journal import UndoJournal
 from plsc.losses.margins import Margin, State, to_margin
 from plsc.parallel.collectives import all_gather_object, all_reduce_sum
 from plsc.parallel.mesh import Mesh, require_mesh
@@ -69,6 +70,12 @@ class ShardedHead(nn.Module):
             working memory of this run, not a checkpoint, and are overwritten by the next. From host and file, rows
             come to the device while it computes (see :meth:`prefetch`) and go back behind it: results are those of
             "device", bit for bit. Only 1/norms and int8 scales of a mapped table stay in ordinary memory.
+        journal: let the mapped files be a checkpoint: what rows held at the last savepoints (:meth:`set_savepoint`) is
+            kept beside them, so that a head that is made over them again can :meth:`roll_back`, whatever ended the
+            process.
+        journal: of a mapped file, keep the values that rows had at the last savepoints (:meth:`set_savepoint`), so that
+            the files are a checkpoint of the table: a head that is made over them again goes on after
+            :meth:`roll_back`, whatever killed the process.
         backend: "torch", "cpu" or "triton" computes; None chooses the fastest that can, or ``PLSC_HEAD_BACKEND``.
         averaging_period: steps after which replicas (head groups) that step by their own samples' gradients are
             averaged, weights and optimizer state; 1: they sum their gradients at every step, and stay equal.
@@ -82,7 +89,7 @@ class ShardedHead(nn.Module):
         weight: this rank's rows, (C_local·K, D). Writing into it from outside is noticed. Of a table that is not on the
             device, asking for it waits until all updates have landed: ask again after each step.
         class_range: (first, last + 1) of this rank's classes.
-        dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement,
+        dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement, journal,
         averaging_period, staleness, fp32_precision: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
 
@@ -111,6 +118,7 @@ class ShardedHead(nn.Module):
         update: Literal["fused", "autograd"] = "fused",
         chunk_classes: int | None = None,
         placement: str = "device",
+        journal: bool = False,
         backend: str | None = None,
         fp32_precision: str = "ieee",
         averaging_period: int = 1,
@@ -122,14 +130,14 @@ class ShardedHead(nn.Module):
         if chunk_classes is not None:
             _check_sizes(chunk_classes=chunk_classes)
         _check_sample_rate(sample_rate)
-        _check_storage(placement, update)
+        _check_storage(placement, update, journal)
         _check_averaging(averaging_period, staleness, placement, update)
         weight_dtype = _to_weight_dtype(weight_dtype)
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
-        self.momentum_dtype, self.placement = _to_momentum_dtype(momentum_dtype), placement
+        self.momentum_dtype, self.placement, self.journal = _to_momentum_dtype(momentum_dtype), placement, journal
         self.fp32_precision = _to_fp32_precision(fp32_precision)
         self.averaging_period, self.staleness = averaging_period, staleness
         self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
@@ -148,6 +156,7 @@ class ShardedHead(nn.Module):
             centers=centers,
             seed=seed,
             requires_grad=update == "autograd",
+            journal=journal,
         )
         self.weight = table.parameter
         sampler = ClassSampler(*self.class_range, sample_rate, seed, device)
@@ -282,6 +291,34 @@ class ShardedHead(nn.Module):
         """The table for torch.distributed.checkpoint, which loads it at any number of ranks."""
         return {"weight": self._softmax.table.weight_shard()}
 
+    def set_savepoint(self, step: int) -> None:
+        """Let the present table and optimizer state be those of ``step``, to which :meth:`roll_back` goes.
+
+        Moves no rows: from now on, a row's values go to the journal before it first changes. Withstands ``kill -9`` at
+        once, and a power cut when ``undo_journal.flush()`` has returned, which any thread may call meanwhile.
+
+        Raises:
+            UsageError: the head has no journal; its files are an earlier run's, and were not rolled back.
+        """
+        self._softmax.table.set_savepoint(step)
+
+    def roll_back(self, step: int) -> None:
+        """Take back the table and the optimizer's tables of savepoint ``step``; make the optimizer first.
+
+        The margin's statistics and the optimizer's number of steps are the caller's, as with any checkpoint.
+
+        Raises:
+            UsageError: the head has no journal.
+            DataError: there is no such savepoint.
+            IntegrityError: the journal is damaged; nothing was changed.
+        """
+        self._softmax.table.roll_back(step)
+
+    @property
+    def undo_journal(self) -> UndoJournal | None:
+        """The journal of a table with savepoints."""
+        return self._softmax.table.journal
+
     def get_extra_state(self) -> dict[str, Any]:
         """Small state, equal on all ranks: the margin's statistics and the number of batches seen."""
         return {"forwards": self._softmax.forwards, "margin": {k: float(v) for k, v in self.margin_state.items()}}
@@ -366,9 +403,10 @@ def _check_sample_rate(sample_rate: object) -> None:
         raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
 
 
-def _check_storage(placement: object, update: object) -> None:
-    """UsageError for an unknown ``placement`` or ``update``, or for two that do not go together."""
-    mapped_file(str(placement))
+def _check_storage(placement: object, update: object, journal: object) -> None:
+    """UsageError for an unknown ``placement`` or ``update``, or for some that do not go together."""
+    if mapped_file(str(placement)) is None and journal:
+        raise UsageError(f'journal=True is for tables in a mapped file: give placement="mmap:FILE", not {placement!r}')
     if update not in ("fused", "autograd"):
         raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
     if placement != "device" and update != "fused":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plsc.head.sharded_head import ShardedHead
+from plsc.head.undo_journal import UndoJournal
 from plsc.head.update_rules import UpdateRule
 from plsc.losses.margins import Margin, State
 from plsc.optim.head_optimizers import HeadOptimizer
@@ -32,6 +33,7 @@ class AbsentHead(ShardedHead):
         nn.Module.__init__(self)
         self.dim, self.num_classes, self.mesh, self.margin = dim, num_classes, mesh, margin
         self.class_range, self.placement, self.update = (0, 0), "device", "fused"
+        self.journal = False
 
     def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Raise RuntimeError: losses are for the ranks that hold classes."""
@@ -63,6 +65,11 @@ class AbsentHead(ShardedHead):
     def sharded_state(self) -> dict[str, TensorShard]:
         """No tensors."""
         return {}
+
+    @property
+    def undo_journal(self) -> UndoJournal | None:
+        """None: no rows, no savepoints."""
+        return None
 
     def get_extra_state(self) -> dict[str, Any]:
         """No numbers."""

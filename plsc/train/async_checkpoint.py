@@ -88,6 +88,7 @@ class AsyncCheckpointer:
         tensors: Mapping[str, Any],
         state: Mapping[str, Any],
         before: Callable[[], None] = lambda: None,
+        flush: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin the checkpoint of ``step``, once the one before is published; then ``tensors`` may change again.
 
@@ -99,6 +100,7 @@ class AsyncCheckpointer:
                 is what the keep policy goes by.
             before: called by the main rank's thread before the checkpoint is published, so that a run that goes on
                 from it finds what this has written; an error of it is one of the checkpoint.
+            flush: called by every rank's thread behind its tensors; syncs files that the checkpoint refers to.
 
         Raises:
             DataError: it cannot be written (a full disk, say); nothing was published. What happens in the
@@ -117,7 +119,7 @@ class AsyncCheckpointer:
                 f"training waits while most of a checkpoint is written: a rank saves {writer.nbytes / 1e9:.1f} GB, "
                 f"and may hold {self._allowed_bytes() / 1e9:.1f} GB of it in host memory"
             )
-        self._pending = _Pending(step, tmp_path, deepcopy(state), before, writer, writer.write(self._thread))
+        self._pending = _Pending(step, tmp_path, deepcopy(state), before, writer, writer.write(self._thread, flush))
         barrier(self.mesh)  # of hosts: where memory was short, a rank may come later than a GPU's collective waits
         if not self._background:
             self.wait()

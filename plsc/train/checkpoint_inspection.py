@@ -135,6 +135,9 @@ def write_centres(path: Path, out: Path) -> dict[str, Any]:
     stored = StoredCheckpoint(path, _ALONE, prefixes=(_CENTRES,))
     entry = stored.stored.get(_CENTRES)
     classes = _taken(stored, "data.classes", int)
+    if stored.state.get("savepoints"):
+        placement = _taken(stored, "config.head.placement", str)
+        raise DataError(f"{path} holds no class centres: they lie in the files of {placement}; leave them out")
     if entry is None or len(entry.size) != 2 or classes < 1 or entry.size[0] % classes:
         raise DataError(f"{path} holds no table of its {classes:,} classes")
     shape = [classes, *([entry.size[0] // classes] if entry.size[0] != classes else []), entry.size[1]]

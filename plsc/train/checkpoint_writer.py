@@ -11,7 +11,7 @@ import io
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, cast
@@ -62,16 +62,22 @@ class ShardWriter:
         """True if a copy of all that this rank writes fits into ``host_bytes``."""
         return self.nbytes <= self._host_bytes
 
-    def write(self, thread: Executor) -> "Future[tuple[list[WriteResult], Described]]":
+    def write(
+        self, thread: Executor, flush: Callable[[], None] = lambda: None
+    ) -> "Future[tuple[list[WriteResult], Described]]":
         """Let ``thread`` write the tensors as they are now; when this returns, they may change.
+
+        Args:
+            thread: runs all of it.
+            flush: is called behind it, and syncs what belongs to the checkpoint and lies elsewhere.
 
         Returns:
             The results for torch's metadata, and the files as the manifest describes them.
         """
         if self.fits:  # copied first: the two would take each other's time
             self._planner.stage(self._plan)
-            return thread.submit(self._write)
-        written = thread.submit(self._write)
+            return thread.submit(self._write, flush)
+        written = thread.submit(self._write, flush)
         with contextlib.suppress(StagingClosedError):  # the thread has failed, and ``written`` tells
             self._planner.stage(self._plan)
         return written
@@ -84,10 +90,11 @@ class ShardWriter:
         """Let the thread stop after the tensor that it writes, with a StagingClosedError."""
         self._stager.close()
 
-    def _write(self) -> tuple[list[WriteResult], Described]:
+    def _write(self, flush: Callable[[], None]) -> tuple[list[WriteResult], Described]:
         try:
             with write_errors(f"the checkpoint {self._writer.path}"), self._files.unwrapped_errors(), _without_crc32():
                 results = self._writer.write_data(self._plan, self._planner).wait()
+                flush()
         finally:
             self._stager.close()
         return results, self._files.described

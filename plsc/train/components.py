@@ -382,6 +382,7 @@ def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = Fal
         centers=head.centers,
         seed=config.seed,
         placement=head.placement,
+        journal=head.journal,
         fp32_precision=head.fp32_precision,
         averaging_period=config.parallel.head_averaging_period,
         staleness=head.staleness,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +168,7 @@ def header(
         **_pixels(data),
         "model": _model(components),
         "head": _head(components),
+        **_table_files(components),
         "ranks": _ranks(components),
         **({"work": work} if work else {}),
         **_recomputed(components),
@@ -234,6 +236,23 @@ def _head(components: TrainComponents) -> str:
     centers = f", {options.centers} centers" if options.centers > 1 else ""
     storage = f"{options.weight_dtype} + {options.momentum_dtype} on {options.placement}"
     return f"{_margin(head.margin)}{centers}, {kind}, {storage}; {head.backend.describe()}"
+
+
+def _table_files(components: TrainComponents) -> dict[str, str]:
+    """The line about the disk that a table with savepoints takes: its own files, and the old values beside them."""
+    head, journal, checkpoint = components.head, components.head.undo_journal, components.config.checkpoint
+    if journal is None:
+        return {}
+    steps = 0 if checkpoint.every_minutes else checkpoint.every_steps
+    changed = journal.num_rows * (1 - (1 - head.sample_rate) ** steps if steps else 1.0)
+    between, kept = changed * journal.bytes_per_row_kept, checkpoint.keep.last + 1
+    free = shutil.disk_usage(journal.folder).free
+    missing = "; that is too little, save more often or keep fewer" if free < kept * between else ""
+    return {
+        "files": f"a rank's table takes {journal.num_rows * journal.row_bytes / 1e9:,.3f} GB in {journal.folder}, and "
+        f"what it held at the last {counted(kept, 'savepoint')} up to about {kept * between / 1e9:,.3f} GB more; "
+        f"{free / 1e9:,.3f} GB are free{missing}"
+    }
 
 
 def _margin(margin: Margin) -> str:

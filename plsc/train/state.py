@@ -13,6 +13,7 @@ from plsc.errors import DataError, UsageError
 from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
+from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
 from plsc.train.head_state import described_changes, load_tables
@@ -57,8 +58,11 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     with components.frozen.kept_statistics():
         strategy.average_buffers()
     tensors: dict[str, Any] = _prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
-    for prefix, tables in _class_tables(components).items():
-        tensors |= _prefixed(prefix, tables)
+    if components.head.journal:
+        components.head.set_savepoint(position.step)
+    else:
+        for prefix, tables in _class_tables(components).items():
+            tensors |= _prefixed(prefix, tables)
     backbone = _prefixed("backbone.", strategy.stored(strategy.parts()))
     if components.average is not None:
         backbone |= _prefixed("average.", strategy.stored(components.average.values))
@@ -77,8 +81,7 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_config(state["config"], components.config)
     _check_data(state["data"], components)
     _check_frozen(state.get("frozen", []), components)
-    for prefix, tables in _class_tables(components).items():
-        load_tables(stored, prefix, tables)
+    _restore_tables(components, stored)
     stored.load_into(_prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     delayed = _delayed_gradients(components, stored)
     momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
@@ -97,6 +100,36 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     return Position(state["step"], schedule_step, state["skipped"], state["best"], accuracy)
 
 
+def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
+    """Set the savepoint of a run that has no checkpoint yet, or go back to it, if the run ``goes_on``.
+
+    Raises:
+        UsageError: the table's files are of another run.
+        DataError: they are of a run that has checkpoints.
+    """
+    journal = components.head.undo_journal
+    if journal is not None and journal.is_adopted:
+        if not goes_on:
+            journal.refuse_if_adopted()
+        components.head.roll_back(0)
+    elif journal is not None:
+        components.head.set_savepoint(0)
+
+
+def flush_tables(components: TrainComponents) -> None:
+    """Sync the files of a table with savepoints to disk."""
+    if components.head.undo_journal is not None:
+        components.head.undo_journal.flush()
+
+
+def forget_savepoints(components: TrainComponents, checkpoints: CheckpointFolder) -> None:
+    """Remove what the table's journals hold for checkpoints that are gone."""
+    journal = components.head.undo_journal
+    published = checkpoints.published() if journal is not None else []
+    if journal is not None and published:
+        journal.forget(step_of(published[0]))
+
+
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
     """``"optim.lr = 0.2 (was 0.1)"`` for each key, and all tables of a kind, that the run had otherwise so far."""
     return configuration.differences(stored_config(before), _with_contract(config))
@@ -107,6 +140,7 @@ def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> lis
     return [
         line
         for prefix, tables in _class_tables(components).items()
+        if stored.state.get("savepoints") is None
         for line in described_changes(stored, prefix, tables)
     ]
 
@@ -132,6 +166,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "scaler": components.scaler.state_dict(),
         "optimizer": _optimizer_numbers(components),
         "head": components.head.get_extra_state(),
+        "savepoints": _savepoints(components),
         "head_steps": components.head_optimizer.steps,
         "average_updates": components.average.updates.count if components.average is not None else 0,
     }
@@ -197,6 +232,39 @@ def _class_tables(components: TrainComponents) -> dict[str, dict[str, TensorShar
         "head.": components.head.sharded_state(),
         "head_optimizer.": components.head_optimizer.sharded_state(),
     }
+
+
+def _savepoints(components: TrainComponents) -> list[str | None] | None:
+    """The identity of each rank's table that the checkpoint does not hold; None where it holds them."""
+    journal = components.head.undo_journal
+    identities = all_gather_object(None if journal is None else journal.identity, components.mesh)
+    return identities if any(identities) else None
+
+
+def _restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> None:
+    journal, savepoints = components.head.undo_journal, stored.state.get("savepoints")
+    if savepoints is None:
+        if journal is not None:
+            journal.refuse_if_adopted()
+        for prefix, tables in _class_tables(components).items():
+            load_tables(stored, prefix, tables)
+        if journal is not None:
+            components.head.set_savepoint(stored.step)
+        return
+    if len(savepoints) != components.mesh.world_size:
+        raise UsageError(
+            f"the class table lies in files of {len(savepoints)} ranks, one each: resume on as many, not on "
+            f"{components.mesh.world_size}"
+        )
+    identity = savepoints[components.mesh.rank]
+    if identity != (None if journal is None else journal.identity):
+        placed = stored.state["config"]["head"]["placement"]
+        raise DataError(
+            f"{stored.path} goes with the class table in the files of {placed}, which is not the one here: give the "
+            "same head.placement with head.journal = true, and bring the files back"
+        )
+    if journal is not None:
+        components.head.roll_back(stored.step)
 
 
 def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from plsc.train.resumption import (
 )
 from plsc.train.slow_ranks import SlowRanks
 from plsc.train.stages import RunSchedule
-from plsc.train.state import Position, capture, restore
+from plsc.train.state import Position, begin_tables, capture, flush_tables, forget_savepoints, restore
 from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
 from plsc.train.step_results import StepResults
 
@@ -131,6 +131,8 @@ class Trainer:
         self.position = Position()
         if stored is not None:
             self.position = raise_on_all_ranks(mesh, lambda: restore(self.components, stored))
+        else:
+            raise_on_all_ranks(mesh, lambda: begin_tables(self.components, goes_on=resume is not None))
         is_of_this_run = stored is not None and stored.path.parent.resolve() == self.checkpoints.folder.resolve()
         self._saved = self._state_to_save() if is_of_this_run else None
         self.schedule = RunSchedule(self.components, self.position)
@@ -298,10 +300,12 @@ class Trainer:
             if step > 0 and self._state_to_save() != self._saved:
                 with self.components.averaged():
                     tensors, state = capture(self.components, self.position)
-                    self.checkpointer.save(step, tensors, state, weights_writer(self.components, self.out / MODEL))
+                    weights = weights_writer(self.components, self.out / MODEL)
+                    self.checkpointer.save(step, tensors, state, weights, partial(flush_tables, self.components))
                 self._saved = self._state_to_save()
             if wait:
                 self.checkpointer.wait()
+            forget_savepoints(self.components, self.checkpoints)
 
     def _state_to_save(self) -> tuple[int, dict[str, Any]]:
         """Return what makes a checkpoint another than the last: its step, or the best accuracy that it stores."""
