@@ -32,7 +32,8 @@ class Run:
         given, optimizer = KINDS[kind]
         placement = f"mmap:{folder}/table"
         self.head = plsc.ShardedHead(DIM, CLASSES, ONE, placement=placement, **{"journal": True, **given, **options})
-        self.optimizer = optimizer(self.head, lr=0.1, weight_decay=0.01)
+        extra = {"momentum": 0.9} if optimizer is plsc.HeadSGD else {}
+        self.optimizer = optimizer(self.head, lr=0.1, weight_decay=0.01, **extra)
 
     def step(self, number: int) -> float:
         generator = torch.Generator().manual_seed(number)
@@ -143,7 +144,7 @@ def test_killed_at_any_write(tmp_path, kind):
     draw = random.Random(kind)
     context, kills = mp.get_context("forkserver"), 0
     context.set_forkserver_preload(["torch", "plsc.train", "support.tiny_runs"])
-    for attempt in range(4):
+    for attempt in range(2):
         folder = tmp_path / f"run{attempt}"
         folder.mkdir()
         for _ in range(4):
@@ -152,7 +153,7 @@ def test_killed_at_any_write(tmp_path, kind):
             process.join()
             kills += process.exitcode == -signal.SIGKILL
         assert same(go_on_and_train(folder, kind).everything(), expected)
-    assert kills >= 8
+    assert kills >= 4
 
 
 def journaled(folder: Path, steps: int = 3) -> Path:
