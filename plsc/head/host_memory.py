@@ -67,25 +67,31 @@ class Column:
         self._mapping = mapping
         self.row_bytes = math.prod(values.shape[1:]) * values.element_size()
 
-    def read(self, rows: slice | Tensor, out: Tensor) -> None:
-        """Copy rows (a slice, or int64 numbers (n,) on the CPU) into ``out`` (n, …), a CPU tensor of the same dtype."""
+    def read(self, rows: slice | Tensor, out: Tensor, *, ahead: bool = True) -> None:
+        """Copy rows (a slice, or int64 numbers (n,) on the CPU) into ``out`` (n, …), a CPU tensor of the same dtype.
+
+        ``ahead``: ask the kernel for their pages first, which only takes time where they were read just before.
+        """
         for start, stop, part in self._parts(rows):
             if isinstance(part, slice):
                 self._will_need(part)
                 out[start:stop] = self.values[part]
             else:
-                self._will_need_each(part)
+                if ahead:
+                    self._will_need_each(part)
                 torch.index_select(self.values, 0, part, out=out[start:stop])
             self.release(part)
 
-    def write(self, rows: slice | Tensor, values: Tensor) -> None:
-        """Store ``values`` (n, …), on the CPU and of the same dtype, as rows without repeats."""
+    def write(self, rows: slice | Tensor, values: Tensor, *, ahead: bool = False) -> None:
+        """Store ``values`` (n, …), on the CPU and of the same dtype, as rows without repeats; ``ahead``: see read."""
         if self.journal is not None:
             self.journal.before_write(rows)
         for start, stop, part in self._parts(rows):
             if isinstance(part, slice):
                 self.values[part] = values[start:stop]
             else:
+                if ahead:
+                    self._will_need_each(part)
                 self.values.index_copy_(0, part, values[start:stop])
             self.release(part)
 

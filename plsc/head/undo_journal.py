@@ -117,7 +117,7 @@ class UndoJournal:
         for path in newest_first:
             for rows, values in self._records(path):
                 for name, (column, _) in self._columns.items():
-                    column.write(rows, values[name])
+                    column.write(rows, values[name], ahead=True)
         self._is_undoing = False
         self.flush()
         for path in newest_first[:-1]:
@@ -229,7 +229,7 @@ class UndoJournal:
         numbers, values = self._views(record, _RECORD.size, len(rows))
         numbers.copy_(rows)
         for name, (column, _) in self._columns.items():
-            column.read(rows, values[name])
+            column.read(rows, values[name], ahead=False)  # an update has just read them
         _RECORD.pack_into(record, 0, zlib.crc32(memoryview(record)[_RECORD.size :]), len(rows))
         return record
 
