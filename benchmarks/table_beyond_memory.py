@@ -19,6 +19,7 @@ import random
 import resource
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -145,6 +146,7 @@ class Worker:
             )
             if step in (self.args.steps, self.args.digest_step):
                 self.tell(digest_of=step, digest=self.digest())
+                forget_peak()  # which is training's
             if step % self.args.save_every == 0:
                 begin = time.monotonic()
                 self.save(step)
@@ -167,6 +169,8 @@ def run(args: argparse.Namespace, *words: str, kill_after: tuple[int, float] | N
                 if kill_after is not None and events[-1].get("step") == kill_after[0]:
                     time.sleep(kill_after[1])
                     os.kill(process.pid, signal.SIGKILL)
+                    if process.wait() != -signal.SIGKILL:
+                        raise SystemExit("the worker had ended before it was killed: give more steps")
                     return events
     if process.returncode:
         raise SystemExit("a worker ended early: see above")
@@ -185,7 +189,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     journals = sum(path.stat().st_size for path in args.folder.glob("table.*.undo-*"))
     seconds = values(whole, "seconds", "step")
     savepoint = args.digest_step - 1
-    delay = random.Random(0).uniform(0, 2 * max(seconds.values()))
+    delay = random.uniform(0, statistics.median(seconds.values()))
     killed = run(args, "--from-step", str(savepoint), kill_after=(savepoint + 2, delay))
     resumed = run(args)
     losses = values(whole, "loss", "step")
@@ -236,6 +240,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--folder", type=Path, help="where the table goes while it runs")
+    parser.add_argument("--go-on", action="store_true", help="from the table in --folder, which stays there")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="of table_beyond_memory.csv")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--from-step", type=int, help=argparse.SUPPRESS)
@@ -245,13 +250,14 @@ def main() -> None:
     if args.worker:
         Worker(args).go()
         return
-    args.digest_step = (args.steps // args.save_every - 1) * args.save_every + 1
-    parent = args.folder
-    args.folder = Path(tempfile.mkdtemp(dir=parent))
-    try:
+    with contextlib.ExitStack() as stack:
+        if not args.go_on:
+            args.folder = Path(tempfile.mkdtemp(dir=args.folder))
+            stack.callback(shutil.rmtree, args.folder)
+        done = json.loads((args.folder / STATE).read_text())["step"] if args.go_on else 0
+        args.digest_step = done + (args.steps // args.save_every - 1) * args.save_every + 1
+        args.steps += done
         row = measure(args)
-    finally:
-        shutil.rmtree(args.folder)
     for name, value in row.items():
         print(f"{name:>30} {value}")
     add_row("table_beyond_memory", row, args.out)

@@ -61,7 +61,8 @@ def create_table(
             requires_grad=requires_grad,
         )
     kept = _journal(mesh, placement, shape, first_row, total_rows, centers, seed) if journal else None
-    memory = HostMemory(mapped_file(placement), mesh.rank, mesh.world_size, device.type == "cuda", kept)
+    pinned = device.type == "cuda"
+    memory = HostMemory(mapped_file(placement), mesh.rank, mesh.world_size, pinned=pinned, journal=kept)
     table = HostTable(memory, shape, dtype, device, first_row=first_row, total_rows=total_rows, centers=centers)
     if kept is not None:
         table.journal = kept

@@ -376,7 +376,7 @@ def registrations():
         patches.enter_context(mock.patch.object(torch.cuda, "check_error"))
         patches.enter_context(mock.patch.object(host_memory, "_PIN_BYTES", 3 * mmap.PAGESIZE))
         patches.enter_context(
-            mock.patch.object(host_table, "HostMemory", lambda *where, pinned: HostMemory(*where, True))
+            mock.patch.object(host_table, "HostMemory", lambda *where, pinned, journal: HostMemory(*where, True))
         )
         yield made
 
