@@ -4,7 +4,11 @@ VENV := .venv
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 STAMP := $(VENV)/.installed
-PYTEST := $(VENV)/bin/python -m pytest
+# Processes that tests run in; each takes whole files of tests, and starts ranks of its own. One that a hanging test ends
+# is not replaced: the run ends, and names the test.
+PROCESSES ?= 1
+PYTEST := -m pytest $(if $(filter-out 1,$(PROCESSES)),--numprocesses $(PROCESSES) \
+	--dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 
 .PHONY: help install lock quickstart test test-fast test-oldest gpu-day lint docs clean
 
@@ -51,13 +55,13 @@ quickstart: install
 	$(VENV)/bin/plsc quickstart --out quickstart
 
 test: install
-	$(PYTEST)
+	$(VENV)/bin/python $(PYTEST)
 
 test-fast: install
-	$(PYTEST) -m "not slow"
+	$(VENV)/bin/python $(PYTEST) -m "not slow"
 
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/python -m pytest
+	$(OLDEST)/bin/python $(PYTEST)
 
 # A GPU's machine may reach no package index: an interpreter that has torch is used as it is, with these sources.
 gpu-day:
