@@ -20,11 +20,11 @@ from plsc.models import create
 from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
 from plsc.plan.advice import estimate, largest_classes, storages
 from plsc.plan.backbone import profile_backbone
+from plsc.plan.backbone_timing import HEAD_SHARE
 from plsc.plan.devices import Collective, with_speeds
 from plsc.plan.memory import row_bytes
 from plsc.plan.plan_config import PlanConfig
 from plsc.plan.planner import as_text
-from plsc.plan.timing import HEAD_SHARE
 from plsc.tools.entry import main
 
 ROOT = Path(__file__).parents[1]

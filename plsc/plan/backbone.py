@@ -19,11 +19,17 @@ _PRECISIONS = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation: the precision it computes in, its FLOPs (0 unless a product), the bytes it reads and writes."""
+    """One operation: the precision it computes in, its FLOPs (0 unless a product), the bytes it reads and writes.
+
+    ``convolved`` of these bytes are images that a convolution reads and writes; ``is_winograd`` where its kernels are
+    3x3 and its stride is 1.
+    """
 
     precision: str
     flops: int
     traffic: int
+    convolved: int = 0
+    is_winograd: bool = False
 
 
 @dataclass(frozen=True)
@@ -250,15 +256,31 @@ class Ledger(LiveBytes):
         outputs = [value for value in tree_leaves(out) if isinstance(value, Tensor)]
         inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         if not func.is_view and outputs:
-            self.operations.append(_operation(func, self.flops - before, inputs, outputs))
+            self.operations.append(_operation(func, self.flops - before, inputs, outputs, args))
         return out
 
 
-def _operation(func: Any, flops: int, inputs: list[Tensor], outputs: list[Tensor]) -> Operation:
+def _operation(func: Any, flops: int, inputs: list[Tensor], outputs: list[Tensor], args: tuple[Any, ...]) -> Operation:
     traffic = sum(_bytes(tensor) for tensor in (*inputs, *outputs))
     if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.detach, torch.ops.aten.empty_like):
         traffic = 0
-    return Operation(_PRECISIONS.get((inputs or outputs)[0].dtype, "fp32"), flops, traffic)
+    precision = _PRECISIONS.get((inputs or outputs)[0].dtype, "fp32")
+    if func._overloadpacket not in _CONVOLUTIONS:
+        return Operation(precision, flops, traffic)
+    weight, stride = _convolution(func, args)
+    convolved = traffic - sum(_bytes(each) for each in (*inputs, *outputs) if each.shape == weight.shape)
+    is_winograd = tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
+    return Operation(precision, flops, traffic, convolved, is_winograd)
+
+
+_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+
+
+def _convolution(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[int]]:
+    """The weight and the stride among the arguments of a convolution, or of its backward pass."""
+    if func._overloadpacket is torch.ops.aten.convolution:
+        return args[1], args[3]
+    return args[2], args[4]
 
 
 def _bytes(tensor: Tensor) -> int:

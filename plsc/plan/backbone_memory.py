@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 from torch import nn
@@ -99,7 +100,7 @@ def backbone_memory(setup: PlanConfig, profile: BackboneProfile, device: Device,
 def stage_of(setup: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
     """The share of a rank in the pipeline's stage of this number."""
     one = _micro_batch_of(profile, setup.tp, setup.pp, number)
-    activations = one.activations * _in_flight(setup, number)
+    activations = int(one.activations * _in_flight(setup, number))
     return replace(one, activations=activations, received=_received(setup, profile, number))
 
 
@@ -150,15 +151,19 @@ def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int) -
     return tuple(units)
 
 
-def _in_flight(setup: PlanConfig, stage: int) -> int:
-    """Micro-batches whose activations a stage holds at a time."""
-    micro_batches = setup.pipeline_micro_batches
+def _in_flight(setup: PlanConfig, stage: int) -> Fraction:
+    """Micro-batches whose activations a stage holds at a time.
+
+    An interleaved one warms up with 2·(K − 1 − stage) + (v − 1)·K passes of its v parts, and adds one (Narayanan et
+    al., 2021, section 2.2; torch's ScheduleInterleaved1F1B): each holds a v-th of a micro-batch's activations.
+    """
+    micro_batches = Fraction(setup.pipeline_micro_batches)
     if setup.schedule == "gpipe":
         return micro_batches
-    alive = setup.pp - stage
     if setup.schedule == "interleaved":
-        alive += math.ceil((setup.pp - 1) / INTERLEAVED_PARTS)
-    return min(alive, micro_batches)
+        passes = 2 * (setup.pp - 1 - stage) + (INTERLEAVED_PARTS - 1) * setup.pp + 1
+        return min(Fraction(passes, INTERLEAVED_PARTS), micro_batches)
+    return min(Fraction(setup.pp - stage), micro_batches)
 
 
 def stages_of(blocks: int, stages: int) -> list[int]:

@@ -15,10 +15,11 @@ a rank moves in a step
   micro-batches, v parts of the backbone to a rank (Narayanan et al., 2021, section 2.2).
 """
 
+import functools
 from dataclasses import dataclass
 
 from plsc.devices import Device
-from plsc.plan.backbone import BackboneProfile
+from plsc.plan.backbone import BackboneProfile, Operation
 from plsc.plan.backbone_memory import (
     INTERLEAVED_PARTS,
     Stage,
@@ -33,9 +34,13 @@ from plsc.plan.devices import HOST_BANDWIDTH, Collective, Links
 from plsc.plan.plan_config import PlanConfig
 
 # Of the bound max(FLOPs / product speed, bytes / copy speed), summed over a backbone's operations, training reaches
-# this share: 0.40 where arcface_torch publishes 4,803 images/s (IResNet-50, fp16, 8 V100), 0.38 where PLSC publishes
-# 10,744 (8 A100).
+# this share: 0.46 where arcface_torch publishes 4,803 images/s (IResNet-50, fp16, 8 V100), 0.39 where PLSC publishes
+# 10,744 (8 A100). benchmarks/retrodiction.py fits it, and seconds for each operation, to all that the two publish.
 BACKBONE_SHARE = 0.4
+# Of the speed of large products, the head's four reach this share: exp and rounding between them count into it.
+HEAD_SHARE = 0.5
+# Multiplications that F(2x2, 3x3) of Lavin and Gray (CVPR 2016) saves in float32, where cuDNN chooses it.
+WINOGRAD = 2.25
 OVERLAPPED_SHARE = 0.8  # of the passes beside which a collective runs, during which it is under way already
 BACKWARD_SHARE = 2 / 3  # of a backbone's time
 _EXPOSED_SHARE = 0.1  # of a collective at least: the first gather, the last bucket
@@ -46,6 +51,23 @@ _HOOK_TRAFFIC = {"none": 0.0, "bf16": 3.0, "fp16": 3.0, "powersgd": 12.0, "dgc":
 
 
 @dataclass(frozen=True)
+class Efficiency:
+    """Shares of a device's speed that a training loop reaches, in its ``backbone`` and in the ``head``'s products.
+
+    ``operation`` seconds are added for each operation of the backbone, forward and backward: launches, what runs
+    between them, the optimizer's. ``tf32``: whether convolutions in float32 may take TF32, PyTorch's default.
+    """
+
+    backbone: float = BACKBONE_SHARE
+    head: float = HEAD_SHARE
+    operation: float = 0.0
+    tf32: bool = True
+
+
+DEFAULT = Efficiency()
+
+
+@dataclass(frozen=True)
 class BackboneTime:
     """Seconds by part: ``parts`` add up, ``hidden`` ones pass beside them."""
 
@@ -53,10 +75,12 @@ class BackboneTime:
     hidden: dict[str, float]
 
 
-def plan_backbone_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links) -> BackboneTime:
+def plan_backbone_time(
+    setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links, efficiency: Efficiency = DEFAULT
+) -> BackboneTime:
     """The parts of a step's backbone on the slowest rank."""
     stage = _busiest_stage(setup, profile)
-    passes, bubble = _passes(setup, profile, device)
+    passes, bubble = _passes(setup, profile, device, efficiency)
     gathered, reduced = _gathered(setup, stage, links), _reduced(setup, stage, links)
     backward = passes / setup.micro_batches * BACKWARD_SHARE
     gather_waits = _exposed(gathered, passes)
@@ -81,25 +105,49 @@ def plan_backbone_time(setup: PlanConfig, profile: BackboneProfile, device: Devi
     return BackboneTime(parts, hidden)
 
 
-def backbone_seconds(profile: BackboneProfile, device: Device) -> float:
+def backbone_seconds(
+    profile: BackboneProfile, device: Device, *, channels_last: bool, efficiency: Efficiency = DEFAULT
+) -> float:
     """Forward and backward of one micro-batch on one rank."""
-    return _bound(profile, range(len(profile.operations)), device) / BACKBONE_SHARE
+    every = range(len(profile.operations))
+    bound = _bound(profile, every, device, channels_last=channels_last, tf32=efficiency.tf32)
+    return bound / efficiency.backbone + len(every) * efficiency.operation
 
 
-def _bound(profile: BackboneProfile, operations: range, device: Device) -> float:
-    chosen = (profile.operations[number] for number in operations)
-    return sum(max(op.flops / device.products[op.precision], op.traffic / device.bandwidth) for op in chosen)
+def _bound(
+    profile: BackboneProfile, operations: range, device: Device, *, channels_last: bool, tf32: bool = True
+) -> float:
+    return sum(_operation_bound(profile.operations[number], device, channels_last, tf32) for number in operations)
 
 
-def _passes(setup: PlanConfig, profile: BackboneProfile, device: Device) -> tuple[float, float]:
+def _operation_bound(operation: Operation, device: Device, channels_last: bool, tf32: bool) -> float:
+    """Seconds of an operation at the device's speeds.
+
+    Of a GPU's convolutions, those in float32 take the faster of TF32 and, on CUDA cores, Winograd's algorithm; those in
+    16 bits want channels last, and cuDNN transposes what is not, there and back.
+    """
+    products = operation.flops / device.products[operation.precision]
+    traffic = operation.traffic
+    if operation.convolved and device.kind == "cuda":
+        if operation.precision != "fp32":
+            traffic += 0 if channels_last else 2 * operation.convolved
+        else:
+            products /= WINOGRAD if operation.is_winograd else 1.0
+            products = min(products, operation.flops / device.products["tf32"]) if tf32 else products
+    return max(products, traffic / device.bandwidth)
+
+
+def _passes(setup: PlanConfig, profile: BackboneProfile, device: Device, efficiency: Efficiency) -> tuple[float, float]:
     """Seconds of a step's passes on a rank, and of the pipeline's bubble beside them."""
     blocks = profile.blocks
-    whole = backbone_seconds(profile, device) * setup.micro_batches
+    channels_last = setup.config.channels_last
+    whole = backbone_seconds(profile, device, channels_last=channels_last, efficiency=efficiency) * setup.micro_batches
     if not blocks or setup.model_ranks == 1:
         return whole, 0.0
-    forward = _bound(profile, range(profile.forward_operations), device)
-    stem = _bound(profile, range(blocks[0].forward.start), device) / forward
-    in_blocks = sum(_bound(profile, block.forward, device) for block in blocks) / forward
+    bound = functools.partial(_bound, profile, device=device, channels_last=channels_last, tf32=efficiency.tf32)
+    forward = bound(range(profile.forward_operations))
+    stem = bound(range(blocks[0].forward.start)) / forward
+    in_blocks = sum(bound(block.forward) for block in blocks) / forward
     tail = 1 - stem - in_blocks
     most = -(-len(blocks) // setup.pp) / len(blocks)
     ends = stem + tail if setup.pp == 1 else max(stem, tail)

@@ -21,11 +21,10 @@ from plsc.plan.advice import (
     storage_label,
     storages,
 )
-from plsc.plan.backbone_timing import BACKBONE_SHARE
+from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
 from plsc.plan.memory import row_bytes
 from plsc.plan.plan_config import PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
-from plsc.plan.timing import HEAD_SHARE
 from plsc.train.components import strategy_options
 
 _WIDTH = 48

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from plsc.devices import Device
 from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
-from plsc.plan.backbone_timing import plan_backbone_time
+from plsc.plan.backbone_timing import HEAD_SHARE, plan_backbone_time
 from plsc.plan.devices import Collective, Links
 from plsc.plan.memory import clips_head, fused_block, has_fused_passes, row_bytes, stores_gradient
 from plsc.plan.plan_config import PlanConfig
 
-# Of the speed of large products, the head's four reach this share: exp and rounding between them count into it.
-HEAD_SHARE = 0.5
 # Bytes read and written for each number of the gathered embeddings: 128 in the step that `tests/gpu_trace` counts at
 # 1,024 ranks, where they are most of the traffic (both passes, the targets' rows, the features' gradient).
 SAMPLE_TRAFFIC = 128

@@ -131,13 +131,11 @@ SCENARIOS: dict[str, Scenario] = {
         1024, 1_000_000, {**VIT, **ADAMW, "parallel.tp": 8, "parallel.strategy": "fsdp"}, (0, 1023), planned=False
     ),
     "pp of 4, 1f1b, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.pp": 4}, (0, 2, 4, 6, 7)),
-    # the plan takes more micro-batches for alive than are: 4% of the peak
     "pp of 2, interleaved, adamw, clipped, 64 ranks": Scenario(
         64,
         1_000_000,
         {**VIT, **ADAMW, "parallel.pp": 2, "parallel.pp_schedule": "interleaved", "optim.clip_norm": 5.0},
         (0, 32, 1, 63),
-        planned=False,
     ),
     "pp of 2, tp of 2, hsdp, 64 ranks": Scenario(
         64,
