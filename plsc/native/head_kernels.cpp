@@ -2,7 +2,7 @@
 //
 // Compiled on demand by build.py for this processor; plain C functions, called through ctypes. Shapes: W (rows, D)
 // float32 or bf16 row-major; x (B, D) likewise. B is padded to a multiple of 32 by the caller, D is one already. Rows are
-// visited in blocks of at most 256 classes (see products.h), samples in panels of 128, so that a block's working set stays
+// visited in blocks of at most 256 classes (see head_products.h), samples in panels of 128, so that a block's working set stays
 // in the second-level cache, and so that no row's result depends on how callers cut the table at multiples of 256.
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "products.h"
+#include "head_products.h"
 
 namespace {
 

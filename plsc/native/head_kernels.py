@@ -37,7 +37,7 @@ def products(dtype: torch.dtype) -> str | None:
     """What multiplies tables of ``dtype`` (float32 or bfloat16) in the passes; None: no kernels are compiled.
 
     "amx" (Intel's matrix tiles), "avx512-bf16" and "neon-bf16" (dot products of pairs) take bfloat16 factors; "avx512",
-    "avx2" and "neon" multiply and add float32, to which they widen bfloat16 rows; "none" is slower than PyTorch.
+    "avx2" and "neon" multiply and add float32, to which they widen bfloat16 rows; "portable" is slower than PyTorch.
     """
     compiled = library()
     if compiled is None:
@@ -51,7 +51,7 @@ def why_no_passes(dtype: torch.dtype, dim: int) -> str | None:
     """The reason why the passes cannot take tables of this dtype and width; None if they can."""
     if dim % _TILE:
         return f"D is no multiple of {_TILE}"
-    return "no AVX2 or NEON" if products(dtype) in (None, "none") else None
+    return "no AVX2 or NEON" if products(dtype) in (None, "portable") else None
 
 
 def least_batch(dtype: torch.dtype) -> int:

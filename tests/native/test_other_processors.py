@@ -61,7 +61,7 @@ def test_the_head_for_older_x86_processors_agrees_with_float64(tmp_path, path):
     if path is not None and path not in build.available_paths():
         pytest.skip(f"this machine cannot run {path}")
     march = {None: "x86-64-v2", "avx2": "x86-64-v3", "avx512": "skylake-avx512"}[path]
-    units = path or "none"
+    units = path or "portable"
     program = compiled("g++", march, PROGRAM, tmp_path / "check")
     assert check(program) == f"bfloat16 by {units}, float32 by {units}"
 

@@ -13,29 +13,11 @@
 
 #include <type_traits>
 
-#include "tiles.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#define PLSC_PAIRS 1
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-#define PLSC_PAIRS 1
-#include <arm_neon.h>
-#endif
+#include "vector_units.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kLanes = 16, kRows = 12, kAcross = 2;  // 24 of 32 registers hold sums
-#elif defined(__AVX__)
-constexpr int kLanes = 8, kRows = 6, kAcross = 2;  // 12 of 16
-#else
-constexpr int kLanes = 4, kRows = 6, kAcross = 4;  // 24 of 32
-#endif
-constexpr int64_t kWide = kLanes * kAcross;  // columns of a product whose sums, for kRows rows, the registers hold
-constexpr int64_t kPanel = 128;              // samples that a block is multiplied by at a time
-
-typedef float Floats __attribute__((vector_size(kLanes * 4)));
+constexpr int64_t kPanel = 128;  // samples that a block is multiplied by at a time
 
 inline uint32_t bits_of(float value) {
     uint32_t bits;
@@ -56,67 +38,6 @@ inline Number number_of(bf16 value) {
     if constexpr (sizeof(Number) == sizeof(bf16)) return value;
     else return widen(value);
 }
-
-// Processor units -----------------------------------------------------------------------------------------------------
-
-struct FloatUnit {
-#if defined(__AVX512F__)
-    static constexpr const char* kName = "avx512";
-#elif defined(__AVX2__) && defined(__FMA__)
-    static constexpr const char* kName = "avx2";
-#elif defined(__ARM_NEON)
-    static constexpr const char* kName = "neon";
-#else
-    static constexpr const char* kName = "none";  // without fused multiply-adds PyTorch is faster
-#endif
-    using Number = float;
-    using Splat = float;
-    using Factor = Floats;
-    static constexpr int kTogether = 1;  // products that one instruction adds to a sum
-    static Splat splat(const float* from) { return *from; }
-    static Factor load(const float* from) {
-        Floats result;
-        std::memcpy(&result, from, sizeof result);
-        return result;
-    }
-    static Floats multiply_add(Floats sum, Splat a, Factor b) { return sum + a * b; }
-};
-
-#ifdef PLSC_PAIRS
-
-struct PairUnit {
-    using Number = bf16;
-    static constexpr int kTogether = 2;
-#ifdef __AVX512BF16__
-    static constexpr const char* kName = "avx512-bf16";
-    using Splat = __m512i;
-    using Factor = __m512i;
-    static Splat splat(const bf16* from) {
-        int pair;
-        std::memcpy(&pair, from, 4);
-        return _mm512_set1_epi32(pair);
-    }
-    static Factor load(const bf16* from) { return _mm512_loadu_si512(from); }
-    static Floats multiply_add(Floats sum, Splat a, Factor b) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-    }
-#else
-    static constexpr const char* kName = "neon-bf16";
-    using Splat = uint32x4_t;
-    using Factor = uint16x8_t;
-    static Splat splat(const bf16* from) {
-        uint32_t pair;
-        std::memcpy(&pair, from, 4);
-        return vdupq_n_u32(pair);
-    }
-    static Factor load(const bf16* from) { return vld1q_u16(from); }
-    static Floats multiply_add(Floats sum, Splat a, Factor b) {
-        return vbfdotq_f32(sum, vreinterpretq_bf16_u32(a), vreinterpretq_bf16_u16(b));
-    }
-#endif
-};
-
-#endif  // PLSC_PAIRS
 
 // Products in vector registers ----------------------------------------------------------------------------------------
 
