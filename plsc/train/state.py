@@ -16,6 +16,7 @@ from plsc.parallel.tensor_shard import Block, TensorShard
 from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
+from plsc.train.failures import raise_on_all_ranks
 from plsc.train.head_state import described_changes, load_tables
 
 # Keys that determine the stored tensors' shapes, the order of the samples, or their pixels.
@@ -58,8 +59,8 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     with components.frozen.kept_statistics():
         strategy.average_buffers()
     tensors: dict[str, Any] = _prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
-    if components.head.journal:
-        components.head.set_savepoint(position.step)
+    if components.config.head.journal:
+        raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, position.step))
     else:
         for prefix, tables in _class_tables(components).items():
             tensors |= _prefixed(prefix, tables)
@@ -112,8 +113,8 @@ def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
         if not goes_on:
             journal.refuse_if_adopted()
         components.head.roll_back(0)
-    elif journal is not None:
-        components.head.set_savepoint(0)
+    else:
+        _set_savepoint(components, 0)
 
 
 def flush_tables(components: TrainComponents) -> None:
@@ -232,6 +233,11 @@ def _class_tables(components: TrainComponents) -> dict[str, dict[str, TensorShar
         "head.": components.head.sharded_state(),
         "head_optimizer.": components.head_optimizer.sharded_state(),
     }
+
+
+def _set_savepoint(components: TrainComponents, step: int) -> None:
+    if components.head.undo_journal is not None:
+        components.head.set_savepoint(step)
 
 
 def _savepoints(components: TrainComponents) -> list[str | None] | None:
