@@ -212,7 +212,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "table_mib": round(sum(stat.st_size for stat in files) / 2**20),
         "journals_mib": round(journals / 2**20),
         "memory_mib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**20),
-        "creation_seconds": round(whole[0]["opened_seconds"], 1),
+        "creation_seconds": None if args.go_on else round(whole[0]["opened_seconds"], 1),
         "first_step_seconds": round(last[0]["seconds"], 2),
         "seconds_per_step_first_half": round(sum(e["seconds"] for e in last[1:half]) / (half - 1), 3),
         "seconds_per_step_last_half": round(sum(e["seconds"] for e in last[half:]) / (len(last) - half), 3),
