@@ -215,10 +215,11 @@ def _scan_line(name: str, device: str) -> Line:
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True) * np.float32(1.001)
     queries = vectors[:: _SCAN_ROWS // _SCAN_QUERIES][:_SCAN_QUERIES] + np.float32(0.01)
     allowed = generator.random(_SCAN_ROWS) < 0.5
-    wrong, worst = [], 0.0
+    wrong, worst, products = [], 0.0, ""
     try:
         for precision in PRECISIONS:
             scan = ExactScan(vectors, precision=precision, device=device)
+            products = scan.products
             for kind, mask in (("all rows", None), ("a half of the rows", allowed)):
                 scores, rows = scan.search(queries, _SCAN_K, allowed=mask)
                 want_scores, want_rows = _float64_ranking(vectors, queries, mask)
@@ -229,7 +230,8 @@ def _scan_line(name: str, device: str) -> Line:
         return failed(name, f"{type(error).__name__}: {first_line(error)}", _ADVICE)
     if wrong:
         return failed(name, f"not the float64 ranking: {'; '.join(wrong)}", _ADVICE, largest_error=worst)
-    return found(name, f"the float64 ranking; scores off by {worst:.0e} at most", largest_error=worst)
+    text = f"the float64 ranking; bfloat16 by {products}, scores off by {worst:.0e} at most"
+    return found(name, text, largest_error=worst, products=products)
 
 
 def _float64_ranking(

@@ -46,6 +46,7 @@ class ExactScan:
     Attributes:
         precision: as given.
         backend: "native" or "torch", the implementation that was chosen.
+        products: the unit that multiplies bfloat16 rows (:class:`plsc.native.scan.ScanKernel` has the names), or "torch".
 
     Raises:
         UsageError: another shape, type or precision.
@@ -62,6 +63,7 @@ class ExactScan:
         self._copy = ScanCopy(vectors, precision, torch.device(device))
         kernel = load_scan() if self._copy.device.type == "cpu" else None
         self.backend = "torch" if kernel is None else "native"
+        self.products = "torch" if kernel is None else kernel.products
         self._scan: ScanBackend = TorchScan(self._copy) if kernel is None else NativeScan(self._copy, kernel)
 
     def __len__(self) -> int:

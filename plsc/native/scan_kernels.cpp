@@ -79,33 +79,47 @@ inline void prefetch(const void* from, int64_t bytes) {
     for (int64_t offset = 0; offset < bytes; offset += kLineBytes) __builtin_prefetch(ahead + offset);
 }
 
-// The rows of a block, one behind the other: in place where they are, else copied, and the last one repeated.
+// The rows of a block, at one distance: in place where they are, else copied, and the last one repeated. Copies do not
+// lie a power of two apart, where the lines of many rows would share few sets of a cache.
+template <class Number, class Factor>
 class Block {
 public:
-    template <class Products>
-    const typename Products::Factor* load(const Search& search, int64_t position, int64_t here) {
-        using Number = typename Products::Number;
-        using Factor = typename Products::Factor;
+    const Factor* numbers = nullptr;
+    int64_t stride = 0;
+    bool in_place = false;
+
+    void load(const Search& search, int64_t position, int64_t here, int64_t rows) {
         const Number* base = static_cast<const Number*>(search.base);
-        const int64_t stride = search.stride;
+        stride = search.stride;
         if constexpr (std::is_same_v<Number, Factor>)
-            if (!search.index && here == Products::kBlock) return base + position * stride;
-        Factor* copy = static_cast<Factor*>(memory.reserve(Products::kBlock * stride * sizeof(Factor)));
-        for (int64_t r = 0; r < Products::kBlock; r++) {
-            const Number* row = base + search.row(position + std::min(r, here - 1)) * stride;
-            if (!search.index) prefetch(row, stride * sizeof(Number));
-            for (int64_t d = 0; d < stride; d++) copy[r * stride + d] = converted<Factor>(row[d]);
+            if (!search.index && here == rows) {
+                numbers = base + position * stride;
+                in_place = true;
+                return;
+            }
+        stride = (search.stride * sizeof(Factor) / kLineBytes / 2 * 2 + 3) * kLineBytes / sizeof(Factor);
+        Factor* copy = static_cast<Factor*>(memory.reserve(rows * stride * sizeof(Factor)));
+        for (int64_t r = 0; r < rows; r++) {
+            const Number* row = base + search.row(position + std::min(r, here - 1)) * search.stride;
+            if (!search.index) prefetch(row, search.stride * sizeof(Number));
+            convert(row, search.stride, copy + r * stride);
         }
-        return copy;
+        numbers = copy;
+        in_place = false;
     }
 
 private:
     Lines memory;
 
-    template <class Factor, class Number>
-    static Factor converted(Number value) {
-        if constexpr (std::is_same_v<Number, Factor>) return value;
-        else return widen(value);
+    static void convert(const Number* row, int64_t count, Factor* out) {
+        if constexpr (std::is_same_v<Number, Factor>) {
+            std::memcpy(out, row, count * sizeof(Factor));
+        } else {
+            for (int64_t d = 0; d < count; d += kLanes) {
+                const Floats wide = FloatUnit::load(row + d);
+                std::memcpy(out + d, &wide, sizeof wide);
+            }
+        }
     }
 };
 
@@ -160,6 +174,7 @@ public:
     template <class Products>
     void run() {
         constexpr int64_t block = Products::kBlock, stripe = kStripe / block * block;
+        Block<typename Products::Number, typename Products::Factor> rows;
         Products::begin();
         for (int64_t start; (start = common.next_row.fetch_add(stripe)) < search.count;) {
             for (int64_t q = 0; q < search.query_count; q++) least[q] = known(q);
@@ -169,7 +184,8 @@ public:
                 if (search.query_count <= Products::kFew) {
                     multiply_few<Products>(position, here);
                 } else {
-                    multiply_panels<Products>(position, here);
+                    rows.load(search, position, here, block);
+                    multiply_panels<Products>(rows, position, here);
                 }
             }
         }
@@ -183,7 +199,6 @@ private:
     Common& common;
     std::vector<Shortlist> shortlists;
     std::vector<float> least;  // for each query the score from which on a row is a candidate; infinite behind the last
-    Block rows;
     alignas(64) float scores[kGroup * kMostRows * kPanel];  // of a panel behind the other
 
     float known(int64_t query) const {
@@ -208,11 +223,10 @@ private:
     }
 
     // In groups of panels, so that a part of the rows stays in the first-level cache for all panels of a group.
-    template <class Products>
-    void multiply_panels(int64_t position, int64_t here) {
+    template <class Products, class Block>
+    void multiply_panels(const Block& rows, int64_t position, int64_t here) {
         using Factor = typename Products::Factor;
         constexpr int64_t block = Products::kBlock;
-        const Factor* numbers = rows.template load<Products>(search, position, here);
         const Factor* packed = static_cast<const Factor*>(search.packed);
         for (int64_t first = 0; first < search.query_count; first += kGroup * kPanel) {
             const int64_t stop = std::min(first + kGroup * kPanel, search.query_count);
@@ -220,8 +234,8 @@ private:
             for (int64_t d = 0; d < search.stride; d += part) {
                 const int64_t depth = std::min(part, search.stride - d);
                 for (int64_t low = first; low < stop; low += kPanel)
-                    Products::multiply(numbers + d, packed + low * search.stride, search.stride, d, depth, stop - low,
-                                       !search.index && low == 0, scores + (low - first) * block);
+                    Products::multiply(rows.numbers + d, rows.stride, packed + low * search.stride, search.stride, d, depth,
+                                       stop - low, rows.in_place && low == 0, scores + (low - first) * block);
             }
             for (int64_t low = first; low < stop; low += kPanel)
                 take(position, here, low, std::min(kPanel, stop - low), scores + (low - first) * block);

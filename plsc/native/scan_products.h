@@ -59,7 +59,7 @@ struct VectorProducts {
     using Factor = typename Unit::Number;
     static constexpr const char* kName = Unit::kName;
     static constexpr int kTogether = Unit::kTogether;
-    static constexpr int64_t kBlock = kMostRows, kPart = 128 * kTogether;
+    static constexpr int64_t kBlock = std::is_same_v<Factor, Number> ? kMostRows : 12, kPart = 128 * kTogether;
     static constexpr int64_t kFew = std::is_same_v<Factor, Number> ? 2 : 4;
 
     static void begin() {}
@@ -74,13 +74,13 @@ struct VectorProducts {
                     std::memcpy(out, queries + (strip + j) * stride + d, kTogether * sizeof(Factor));
     }
 
-    static void multiply(const Factor* rows, const Factor* panel, int64_t stride, int64_t d, int64_t depth, int64_t width,
-                         bool ahead, float* scores) {
+    static void multiply(const Factor* rows, int64_t row_stride, const Factor* panel, int64_t stride, int64_t d,
+                         int64_t depth, int64_t width, bool ahead, float* scores) {
         for (int64_t low = 0; low < std::min(width, kPanel); low += kWide, ahead = false) {
             const Factor* strip = panel + low * stride + d * kWide;
             const auto run = width - low <= kWide / 2 ? multiply_rows<kAcross / 2> : multiply_rows<kAcross>;
             for (int64_t r = 0; r < kBlock; r += kRows)
-                run(rows + r * stride, stride, strip, depth, d > 0, ahead, scores + r * kPanel + low);
+                run(rows + r * row_stride, row_stride, strip, depth, d > 0, ahead, scores + r * kPanel + low);
         }
     }
 
@@ -164,10 +164,10 @@ struct TileProducts {
         pack_column_pairs(queries, count, stride, out);
     }
 
-    static void multiply(const bf16* rows, const bf16* panel, int64_t stride, int64_t d, int64_t depth, int64_t width,
-                         bool ahead, float* scores) {
+    static void multiply(const bf16* rows, int64_t row_stride, const bf16* panel, int64_t stride, int64_t d,
+                         int64_t depth, int64_t width, bool ahead, float* scores) {
         const auto run = width <= 16 ? multiply_block<1> : multiply_block<2>;
-        run(rows, panel + d * 16, stride, depth / 32, d > 0, ahead, scores);
+        run(rows, row_stride, panel + d * 16, stride * 16, depth / 32, d > 0, ahead, scores);
     }
 
     static void multiply_four(const bf16* const*, const bf16*, int64_t, int64_t, float*) {}
@@ -175,9 +175,9 @@ struct TileProducts {
 private:
     // out (32, 16·halves) = [out +] the next 32·depth numbers of 32 rows · those of the queries of `panel`, in tiles.
     template <int halves>
-    static void multiply_block(const bf16* rows, const bf16* panel, int64_t stride, int64_t depth, bool accumulate,
-                               bool ahead, float* out) {
-        const int64_t bytes = stride * 2, width = stride * 16;
+    static void multiply_block(const bf16* rows, int64_t stride, const bf16* panel, int64_t width, int64_t depth,
+                               bool accumulate, bool ahead, float* out) {
+        const int64_t bytes = stride * 2;
         if (accumulate) {
             _tile_loadd(0, out, kPanel * 4);
             _tile_loadd(2, out + 16 * kPanel, kPanel * 4);

@@ -1,0 +1,92 @@
+// A program that compares the exact scan with a float64 ranking, for processors that only an emulator runs.
+//
+// Prints the products' name and every query whose answer is off, and returns how many are.
+#include <cmath>
+#include <cstdio>
+#include <utility>
+
+#include "scan_kernels.cpp"
+
+namespace {
+
+int wrong = 0;
+
+// A normal-like number, the sum of four uniform ones.
+float next_number() {
+    static uint64_t state = 1;
+    double sum = 0;
+    for (int i = 0; i < 4; i++) sum += double((state = state * 6364136223846793005u + 1442695040888963407u) >> 40) / (1 << 24);
+    return float(2 * sum - 4);
+}
+
+bf16 rounded(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    return bf16((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+// Rows of length 1 with zeros behind `dim`; every seventh equals the one before it.
+std::vector<float> unit_rows(int64_t count, int64_t dim, int64_t stride) {
+    std::vector<float> rows(count * stride);
+    for (int64_t i = 0; i < count; i++) {
+        float* row = rows.data() + i * stride;
+        double square = 0;
+        for (int64_t d = 0; d < dim; d++) row[d] = next_number(), square += double(row[d]) * row[d];
+        for (int64_t d = 0; d < dim; d++) row[d] = float(row[d] / std::sqrt(square));
+        if (i % 7 == 6) std::copy(row - stride, row, row);
+    }
+    return rows;
+}
+
+void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_count, int64_t k) {
+    const int64_t stride = is_bf16 ? (dim + 31) / 32 * 32 : dim, padded = (query_count + kPanel - 1) / kPanel * kPanel;
+    const std::vector<float> base = unit_rows(count, dim, stride);
+    std::vector<float> vectors, queries = unit_rows(query_count, dim, stride), margin(query_count, is_bf16 ? 0.02f : 1e-4f);
+    for (int64_t i = 0; i < count; i++) vectors.insert(vectors.end(), &base[i * stride], &base[i * stride] + dim);
+    queries.resize(padded * stride);
+    std::vector<bf16> low(base.size()), low_queries(queries.size());
+    std::transform(base.begin(), base.end(), low.begin(), rounded);
+    std::transform(queries.begin(), queries.end(), low_queries.begin(), rounded);
+    std::vector<int64_t> index;
+    std::vector<uint8_t> allowed(count);
+    for (int64_t i = 0; i < count; i++) {
+        allowed[i] = i % 5 != 2;
+        if (!listed || i % 3 == 1) index.push_back(i);
+    }
+    std::vector<float> scores(query_count * k);
+    std::vector<int64_t> found(query_count * k);
+    const void* rows = is_bf16 ? static_cast<const void*>(low.data()) : base.data();
+    plsc_scan(rows, is_bf16, stride, vectors.data(), -1, 0, dim, listed ? index.data() : nullptr, index.size(), allowed.data(),
+              queries.data(), is_bf16 && plsc_rounds_queries() ? low_queries.data() : nullptr, query_count, k, margin.data(),
+              count, 2, scores.data(), found.data());
+    for (int64_t q = 0; q < query_count; q++) {
+        std::vector<std::pair<double, int64_t>> truth;
+        for (int64_t row : index) {
+            double score = 0;
+            for (int64_t d = 0; d < dim; d++) score -= double(vectors[row * dim + d]) * queries[q * stride + d];
+            if (allowed[row]) truth.emplace_back(score, row);
+        }
+        std::sort(truth.begin(), truth.end());
+        for (int64_t i = 0; i < k; i++) {
+            const bool same = std::fabs(truth[i].first + scores[q * k + i]) < 1e-6 && truth[i].second == found[q * k + i];
+            if (same) continue;
+            wrong++;
+            std::printf("%s, %d x %d, query %d of %d: row %d, not %d\n", is_bf16 ? "bfloat16" : "float32", int(count), int(dim),
+                        int(q), int(query_count), int(found[q * k + i]), int(truth[i].second));
+            break;
+        }
+    }
+}
+
+}  // namespace
+
+int main() {
+    std::printf("bfloat16 by %s\n", plsc_scan_products());
+    for (bool is_bf16 : {false, true})
+        for (bool listed : {false, true})
+            for (int64_t query_count : {1, 2, 3, 5, 16, 17, 70}) {
+                check(is_bf16, listed, 700, 96, query_count, 9);
+                check(is_bf16, listed, 150, 45, query_count, 9);
+            }
+    return wrong;
+}
