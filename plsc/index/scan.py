@@ -46,7 +46,7 @@ class ExactScan:
     Attributes:
         precision: as given.
         backend: "native" or "torch", the implementation that was chosen.
-        products: the unit that multiplies bfloat16 rows (:class:`plsc.native.scan.ScanKernel` has the names), or "torch".
+        products: the unit that multiplies bfloat16 rows, by :class:`plsc.native.scan.ScanKernel`'s names, or "torch".
 
     Raises:
         UsageError: another shape, type or precision.

@@ -56,7 +56,7 @@ class ScanKernel:
 
     Attributes:
         products: the unit that multiplies bfloat16 rows: "amx", "avx512-bf16", "avx512", "avx2", "neon-bf16", "neon" or
-            "portable".
+            "none" (without fused multiply-adds).
         rounds_queries: True if it takes queries in bfloat16.
     """
 

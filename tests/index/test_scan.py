@@ -83,6 +83,19 @@ def test_batches_over_many_rows(precision, queries):
     agree(scan.search(asked, 10, allowed=allowed), oracle(asked, vectors, 10, allowed))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("share", [None, 0.2, 0.8])
+def test_many_queries_of_a_width_that_is_no_multiple_of_a_register(precision, share):
+    """More queries than are multiplied by one part of the rows, and rows of more than one part."""
+    vectors, asked = rows_of(2500, 301), rows_of(150, 301, 1)
+    vectors[1000:1040] = vectors[7]
+    asked[149] = vectors[7]
+    allowed = None if share is None else np.random.default_rng(2).random(2500) < share
+    found = ExactScan(vectors, precision=precision).search(asked, 50, allowed=allowed)
+    agree(found, oracle(asked, vectors, 50, allowed))
+
+
 def near_ties(count, dim, seed=0):
     """(query (1, D), rows (count, D)) whose scores differ in the sixth digit: bfloat16 cannot rank them."""
     query = rows_of(1, dim, seed)

@@ -1,6 +1,6 @@
 // A program that compares the exact scan with a float64 ranking, for processors that only an emulator runs.
 //
-// Prints the products' name and every query whose answer is off, and returns how many are.
+// Prints the products' names and every query whose answer is off, and returns how many are.
 #include <cmath>
 #include <cstdio>
 #include <utility>
@@ -81,7 +81,7 @@ void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_
 }  // namespace
 
 int main() {
-    std::printf("bfloat16 by %s\n", plsc_scan_products());
+    std::printf("bfloat16 by %s, float32 by %s\n", plsc_scan_products(), FloatUnit::kName);
     for (bool is_bf16 : {false, true})
         for (bool listed : {false, true})
             for (int64_t query_count : {1, 2, 3, 5, 16, 17, 70}) {

@@ -12,7 +12,7 @@ from plsc.native import build
 pytestmark = pytest.mark.slow
 
 SOURCES = Path(build.__file__).parent
-PROGRAM = Path(__file__).with_name("check_head_kernels.cpp")
+PROGRAMS = [Path(__file__).with_name(f"check_{name}_kernels.cpp") for name in ("head", "scan")]
 FLAGS = [flag for flag in build._FLAGS if flag != "-shared"]
 ARM = [("armv8-a", "bfloat16 by neon, float32 by neon"), ("armv8.6-a+bf16", "bfloat16 by neon-bf16, float32 by neon")]
 
@@ -44,25 +44,21 @@ def check(program: Path, *emulator: str) -> str:
 @with_arm_compiler
 @with_emulator
 @pytest.mark.parametrize(("march", "units"), ARM)
-def test_the_head_on_arm_agrees_with_float64(tmp_path, march, units):
-    program = compiled("aarch64-linux-gnu-g++", march, PROGRAM, tmp_path / "check", "-static")
+@pytest.mark.parametrize("source", PROGRAMS, ids=["head", "scan"])
+def test_kernels_on_arm_agree_with_float64(tmp_path, source, march, units):
+    program = compiled("aarch64-linux-gnu-g++", march, source, tmp_path / "check", "-static")
     assert check(program, "qemu-aarch64-static") == units
-
-
-@with_arm_compiler
-@pytest.mark.parametrize("march", [march for march, _ in ARM])
-def test_the_scan_compiles_for_arm(tmp_path, march):
-    assert compiled("aarch64-linux-gnu-g++", march, SOURCES / "scan_kernels.cpp", tmp_path / "scan.o", "-c").exists()
 
 
 @on_x86_64
 @pytest.mark.parametrize("path", [None, "avx2", "avx512"])
-def test_the_head_for_older_x86_processors_agrees_with_float64(tmp_path, path):
+@pytest.mark.parametrize("source", PROGRAMS, ids=["head", "scan"])
+def test_kernels_for_older_x86_processors_agree_with_float64(tmp_path, source, path):
     if path is not None and path not in build.available_paths():
         pytest.skip(f"this machine cannot run {path}")
     march = {None: "x86-64-v2", "avx2": "x86-64-v3", "avx512": "skylake-avx512"}[path]
     units = path or "portable"
-    program = compiled("g++", march, PROGRAM, tmp_path / "check")
+    program = compiled("g++", march, source, tmp_path / "check")
     assert check(program) == f"bfloat16 by {units}, float32 by {units}"
 
 
