@@ -51,7 +51,7 @@ def chosen(device: torch.device) -> list[Line]:
     rows = np.eye(32, dtype=np.float32)
     for precision in PRECISIONS:
         scan = ExactScan(rows, precision=precision, device=device.type)
-        where = "by torch" if scan.backend == "torch" else "compiled"
+        where = "by torch" if scan.backend == "torch" else f"compiled for {scan.products}"
         lines.append(found(f"search, {precision}", f"{scan.backend} scan, {where}, on {device.type}"))
     return lines
 
@@ -215,11 +215,11 @@ def _scan_line(name: str, device: str) -> Line:
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True) * np.float32(1.001)
     queries = vectors[:: _SCAN_ROWS // _SCAN_QUERIES][:_SCAN_QUERIES] + np.float32(0.01)
     allowed = generator.random(_SCAN_ROWS) < 0.5
-    wrong, worst, products = [], 0.0, ""
+    wrong, worst, products = [], 0.0, list[str]()
     try:
         for precision in PRECISIONS:
             scan = ExactScan(vectors, precision=precision, device=device)
-            products = scan.products
+            products.append(f"{precision} by {scan.products}")
             for kind, mask in (("all rows", None), ("a half of the rows", allowed)):
                 scores, rows = scan.search(queries, _SCAN_K, allowed=mask)
                 want_scores, want_rows = _float64_ranking(vectors, queries, mask)
@@ -230,7 +230,7 @@ def _scan_line(name: str, device: str) -> Line:
         return failed(name, f"{type(error).__name__}: {first_line(error)}", _ADVICE)
     if wrong:
         return failed(name, f"not the float64 ranking: {'; '.join(wrong)}", _ADVICE, largest_error=worst)
-    text = f"the float64 ranking; bfloat16 by {products}, scores off by {worst:.0e} at most"
+    text = f"the float64 ranking, {', '.join(products)}; scores off by {worst:.0e} at most"
     return found(name, text, largest_error=worst, products=products)
 
 

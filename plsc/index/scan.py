@@ -46,7 +46,7 @@ class ExactScan:
     Attributes:
         precision: as given.
         backend: "native" or "torch", the implementation that was chosen.
-        products: the unit that multiplies bfloat16 rows, by :class:`plsc.native.scan.ScanKernel`'s names, or "torch".
+        products: the unit that multiplies the rows, by :class:`plsc.native.scan.ScanKernel`'s names, or "torch".
 
     Raises:
         UsageError: another shape, type or precision.
@@ -63,7 +63,7 @@ class ExactScan:
         self._copy = ScanCopy(vectors, precision, torch.device(device))
         kernel = load_scan() if self._copy.device.type == "cpu" else None
         self.backend = "torch" if kernel is None else "native"
-        self.products = "torch" if kernel is None else kernel.products
+        self.products = "torch" if kernel is None else kernel.products[precision == "fp32"]
         self._scan: ScanBackend = TorchScan(self._copy) if kernel is None else NativeScan(self._copy, kernel)
 
     def __len__(self) -> int:

@@ -55,8 +55,8 @@ class ScanKernel:
     """The compiled scan; :func:`load_scan` makes one.
 
     Attributes:
-        products: the unit that multiplies bfloat16 rows: "amx", "avx512-bf16", "avx512", "avx2", "neon-bf16", "neon" or
-            "none" (without fused multiply-adds).
+        products: the unit that multiplies bfloat16 and the one that multiplies float32 rows, of "amx", "avx512-bf16",
+            "avx512", "avx2", "neon-bf16", "neon" and "none" (without fused multiply-adds).
         rounds_queries: True if it takes queries in bfloat16.
     """
 
@@ -64,7 +64,8 @@ class ScanKernel:
         self._run = compiled.plsc_scan
         self._run.argtypes, self._run.restype = _ARGUMENTS, _INTEGER
         compiled.plsc_scan_products.restype = ctypes.c_char_p
-        self.products: str = compiled.plsc_scan_products().decode()
+        bf16, fp32 = (compiled.plsc_scan_products(is_bf16).decode() for is_bf16 in (1, 0))
+        self.products: tuple[str, str] = (bf16, fp32)
         self.rounds_queries = bool(compiled.plsc_rounds_queries())
 
     def __call__(

@@ -421,9 +421,9 @@ const void* pack_queries(const Search& search, Lines& memory) {
 
 extern "C" {
 
-// The name of the products of bf16 rows.
-const char* plsc_scan_products() {
-    return with_products(true, true, [](auto products) { return decltype(products)::kName; });
+// The name of the unit that multiplies rows of bf16 or float32.
+const char* plsc_scan_products(int is_bf16) {
+    return with_products(is_bf16, true, [](auto products) { return decltype(products)::kName; });
 }
 
 // 1 if bf16 rows are multiplied by bf16 queries, 0 if by float32 ones.

@@ -81,7 +81,7 @@ void check(bool is_bf16, bool listed, int64_t count, int64_t dim, int64_t query_
 }  // namespace
 
 int main() {
-    std::printf("bfloat16 by %s, float32 by %s\n", plsc_scan_products(), FloatUnit::kName);
+    std::printf("bfloat16 by %s, float32 by %s\n", plsc_scan_products(1), plsc_scan_products(0));
     for (bool is_bf16 : {false, true})
         for (bool listed : {false, true})
             for (int64_t query_count : {1, 2, 3, 5, 16, 17, 70}) {

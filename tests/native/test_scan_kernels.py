@@ -43,7 +43,7 @@ def path(request, monkeypatch):
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(("count", "dim"), [(1, 1), (31, 7), (33, 32), (2049, 65), (6000, 96), (4500, 512)])
 def test_compiled_and_plain_scans_agree(path, precision, count, dim):
-    assert load_scan().products.startswith(path)
+    assert load_scan().products[0].startswith(path)
     vectors = rows_of(count, dim)
     both = backends(vectors, precision)
     for batch in (1, 2, 3, 5, 17, 33, 70):
