@@ -56,7 +56,7 @@ class ScanKernel:
 
     Attributes:
         products: the unit that multiplies bfloat16 and the one that multiplies float32 rows, of "amx", "avx512-bf16",
-            "avx512", "avx2", "neon-bf16", "neon" and "none" (without fused multiply-adds).
+            "avx512", "avx2", "neon-bf16", "neon" and "portable" (without fused multiply-adds).
         rounds_queries: True if it takes queries in bfloat16.
     """
 

@@ -43,7 +43,7 @@ struct FloatUnit {
 #elif defined(__ARM_NEON)
     static constexpr const char* kName = "neon";
 #else
-    static constexpr const char* kName = "none";  // no fused multiply-adds
+    static constexpr const char* kName = "portable";  // no fused multiply-adds
 #endif
 
     static Factor load(const float* from) {
