@@ -1,6 +1,7 @@
 """GPUs by the numbers of their data sheets, and this machine's as measured: products, memory, links."""
 
 import functools
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,8 +105,9 @@ def measure_device() -> Device:
 
 def known_device(name: str) -> Device | None:
     """The data sheet of a GPU by the name that its driver gives; None where it is not among :data:`DEVICES`."""
-    given = name.lower().replace(" ", "")
-    return next((known for known in DEVICES.values() if known.name in given), None)
+    given = name.lower().replace("rtx ", "rtx")
+    # no digit may follow: an RTX A3000 is no A30
+    return next((known for known in DEVICES.values() if re.search(rf"{known.name}(?!\d)", given)), None)
 
 
 def peak_flops(device: "torch.device", precision: str) -> float:

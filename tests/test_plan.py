@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.devices import GIB
+from plsc.devices import GIB, known_device
 from plsc.errors import UsageError
 from plsc.models import create
 from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
@@ -397,3 +397,19 @@ def test_what_is_wrong_gets_one_line(arguments, code, says, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert says in error
+
+
+@pytest.mark.parametrize(
+    ("name", "sheet"),
+    [
+        ("NVIDIA A30", "a30"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 3090", "rtx3090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA RTX A3000 Laptop GPU", None),
+        ("NVIDIA RTX A1000", None),
+    ],
+)
+def test_a_driver_s_name_tells_the_data_sheet(name: str, sheet: str | None) -> None:
+    device = known_device(name)
+    assert (device.name if device else None) == sheet
