@@ -102,11 +102,22 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
         for command in (["munged", "--force", *options], ["slurmctld"], ["slurmd"]):
             subprocess.run(command, env=environment, check=True, capture_output=True, timeout=30)
         yield environment
+        end_jobs(environment)
     finally:
         for name in ("slurmd", "slurmctld", "munged"):
             file = folder / f"{name}.pid"
             if file.exists():
                 os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+def end_jobs(environment: dict[str, str]) -> None:
+    """End what still runs, and wait for it: a job's processes outlive the daemons."""
+    subprocess.run(["scancel", "--me"], env=environment, check=True, capture_output=True, timeout=30)
+    for _ in range(150):
+        left = subprocess.run(["squeue", "--noheader"], env=environment, check=True, capture_output=True, timeout=30)
+        if not left.stdout.strip():
+            return
+        time.sleep(0.2)
 
 
 def wait_for_text(log: Path, text: str, seconds: float = 120.0) -> str:
