@@ -80,6 +80,9 @@ def _details(each: dict[str, Any]) -> dict[str, str]:
     average = ", with a moving average" if each["average"] else ""
     centers = f" x {each['centers']} sub-centres" if each["centers"] > 1 else ""
     state = ", ".join(f"{name} {dtype}" for name, dtype in each["state_dtypes"].items()) or "no momentum"
+    table = f"{each['weight_dtype']}; {state}"
+    if each["table_files"]:
+        table = f"table in the files of {each['table_files']}, which belong to it"
     position = f"step {each['step']:,}, epoch {each['epoch']:.2f}"
     if each["accuracy"] is not None:
         position += f", mean accuracy {each['accuracy']:.4f}"
@@ -91,7 +94,7 @@ def _details(each: dict[str, Any]) -> dict[str, str]:
         "position": position,
         "backbone": f"{each['backbone']}, {height}x{width} -> {each['embedding_dim']}, "
         f"{each['parameters']:,} numbers{average}; {each['optimizer']}",
-        "head": f"{each['classes']:,} classes{centers}, {each['margin']}, {each['weight_dtype']}; {state}",
+        "head": f"{each['classes']:,} classes{centers}, {each['margin']}, {table}",
         "data": f"{each['images']:,} images",
         "size": f"{each['bytes'] / 1e6:,.1f} MB in {counted(len(each['files']), 'file')}",
     }

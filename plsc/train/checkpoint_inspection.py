@@ -80,8 +80,9 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
         ``checkpoint, run, saved_at`` (UTC), ``world_size, strategy, step, epoch``; ``accuracy``, of an evaluation after
         this step, and ``best``, {"step", "accuracy"} of the run so far, or None; ``backbone, image_size, embedding_dim,
         parameters`` (weights and running statistics), ``average`` (whether there is one), ``classes, centers, images,
-        margin, weight_dtype``, ``state_dtypes`` (of the head's optimizer, by table), ``optimizer, bytes``, and
-        ``files``, {"name", "bytes", "is_there"} of each.
+        margin, weight_dtype``, ``state_dtypes`` (of the head's optimizer, by table), ``table_files`` (the placement of
+        a table that lies in files of its own, and not in the checkpoint; or None), ``optimizer, bytes``, and ``files``,
+        {"name", "bytes", "is_there"} of each.
 
     Raises:
         IntegrityError, DataError: it is corrupt, or no checkpoint.
@@ -186,6 +187,7 @@ def _describe(stored: StoredCheckpoint) -> dict[str, Any]:
         "margin": _taken(stored, "config.head.margin", str),
         "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
         "state_dtypes": _dtypes(stored, "head_optimizer."),
+        "table_files": _taken(stored, "config.head.placement", str) if stored.state.get("savepoints") else None,
         "optimizer": _taken(stored, "config.optim.name", str),
         "bytes": sum(entry["bytes"] for entry in stored.files.values()),
         "files": [

@@ -10,7 +10,7 @@ from support.tiny_runs import TINY, Killable, losses, register_tiny, run, run_un
 from plsc import config
 from plsc.errors import DataError, UsageError
 from plsc.parallel import Mesh
-from plsc.train.checkpoint_inspection import write_centres
+from plsc.train.checkpoint_inspection import describe_checkpoint, write_centres
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 SAMPLED = {
@@ -71,8 +71,10 @@ def test_a_checkpoint_and_its_files_belong_together(tmp_path):
     run(ONE, tmp_path / "whole", {**SAMPLED, "steps": 6, "epochs": None})
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
     assert re.search(r"files +a rank's table takes .* GB in .*files, and what it held at", log(tmp_path / "run"))
+    last = tmp_path / "run" / "checkpoints" / "step-00000006"
+    assert describe_checkpoint(last)["table_files"] == changes["head.placement"]
     with pytest.raises(DataError, match="holds no class centres: they lie in the files of mmap:"):
-        write_centres(tmp_path / "run" / "checkpoints" / "step-00000006", tmp_path / "centres.npy")
+        write_centres(last, tmp_path / "centres.npy")
 
 
 @pytest.mark.slow
