@@ -67,12 +67,9 @@ class ShardedHead(nn.Module):
             by the order of float32 sums at most.
         placement: where the table and the optimizer's state lie. "device": in the memory of the device that computes.
             "host": in ordinary memory, pinned for a GPU. "mmap:FILE": in files FILE.rankR-of-W.NAME, mapped; they are
-            working memory of this run, not a checkpoint, and are overwritten by the next. From host and file, rows
+            working memory of this run, and without ``journal`` overwritten by the next. From host and file, rows
             come to the device while it computes (see :meth:`prefetch`) and go back behind it: results are those of
-            "device", bit for bit. Only 1/norms and int8 scales of a mapped table stay in ordinary memory.
-        journal: let the mapped files be a checkpoint: what rows held at the last savepoints (:meth:`set_savepoint`) is
-            kept beside them, so that a head that is made over them again can :meth:`roll_back`, whatever ended the
-            process.
+            "device", bit for bit. 1/norms and int8 scales of a mapped table stay in memory.
         journal: of a mapped file, keep the values that rows had at the last savepoints (:meth:`set_savepoint`), so that
             the files are a checkpoint of the table: a head that is made over them again goes on after
             :meth:`roll_back`, whatever killed the process.

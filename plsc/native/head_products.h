@@ -1,8 +1,8 @@
 // The head's matrix products by the units of a processor: matrix tiles (AMX), dot products of bf16 pairs (AVX-512 BF16,
 // NEON) or multiply-adds of float32 (AVX-512, AVX2, NEON). The compiler's macros decide which of them exist.
 //
-// `Tiles`, `PairProducts` and `FloatProducts` have the same static members; the passes are templates of them. A block is
-// kBlock rows of the table; a panel is at most kPanel samples, and as all counts of samples and D a multiple of 32.
+// `TileProducts`, `PairProducts` and `FloatProducts` have the same static members; the passes are templates of them. A
+// block is kBlock rows of the table; a panel is at most kPanel samples, and as all counts of samples and D a multiple of 32.
 //
 //   Number                     of both factors; sums are float32
 //   pack_columns, pack_rows    lay a right factor out, from rows along or across the sum
@@ -262,7 +262,7 @@ void pack_row_pairs(const bf16* x, int64_t n, int64_t columns, bf16* out) {
         }
 }
 
-struct Tiles {
+struct TileProducts {
     static constexpr const char* kName = "amx";
     using Number = bf16;
     static constexpr int64_t kBlock = 256;
@@ -315,7 +315,7 @@ template <class Run>
 auto with_products(bool is_bf16, const Run& run) {
 #ifdef PLSC_TILES
     static const bool has_tiles = tiles_are_allowed();
-    if (is_bf16 && has_tiles) return run(Tiles(), bf16());
+    if (is_bf16 && has_tiles) return run(TileProducts(), bf16());
 #endif
 #ifdef PLSC_PAIRS
     if (is_bf16) return run(PairProducts(), bf16());

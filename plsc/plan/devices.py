@@ -19,8 +19,8 @@ _CARD_UNITS = {**sizes.UNITS, "gb": USABLE_SHARE * GIB, "tb": USABLE_SHARE * 2**
 # Peak bytes per second, GPU and direction: PCIe 4.0 x16; NDR InfiniBand, a 400 Gb/s port per GPU; 100 Gb/s Ethernet.
 LINKS = {"pcie": 32e9, "infiniband": 50e9, "ethernet": 12.5e9}
 # Seconds that a collective takes to begin, and for each hop of its ring or tree inside a node and between nodes: those
-# by which NCCL itself chooses its algorithm (NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of LL128). PAT crosses
-# the network in hops of a 3.5th of the 14 us of its Simple protocol, and takes 2.8 us for each rank beside them.
+# by which NCCL itself chooses its algorithm (NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of LL128). PAT's
+# two are our estimate, not read there: hops of a 3.5th of the Simple protocol's 14 us, and 2.8 us for each rank.
 _START = 10e-6
 _RING_HOP = {"inside": 1.9e-6, "between": 4.0e-6}
 _TREE_HOP = {"inside": 1.2e-6, "between": 8.5e-6}
