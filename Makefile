@@ -10,13 +10,14 @@ PROCESSES ?= 1
 PYTEST := -m pytest $(if $(filter-out 1,$(PROCESSES)),--numprocesses $(PROCESSES) \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 
-.PHONY: help install lock quickstart test test-fast test-oldest gpu-day lint docs clean
+.PHONY: help install lock quickstart test test-fast test-oldest fuzz gpu-day lint docs clean
 
 help:
 	@echo "make quickstart   train on built-in identities, evaluate on unseen ones, search; writes quickstart/report.html"
 	@echo "make test         all tests"
 	@echo "make test-fast    the tests without the slow ones, for the inner loop"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
+	@echo "make fuzz         fuzz targets of readers and routes; SECONDS=300 TARGET=rec SEED=7; inputs that fail go to fuzz-failures/"
 	@echo "make gpu-day      on a machine with a GPU: examination, GPU tests, benchmarks; into gpu-day/, under 40 minutes"
 	@echo "make lint         ruff (rules and layout) and mypy --strict"
 	@echo "make docs         the documentation as a site, in build/site"
@@ -62,6 +63,10 @@ test-fast: install
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(PYTEST)
+
+SECONDS ?= 300
+fuzz: install
+	$(VENV)/bin/python tests/fuzz --seconds $(SECONDS) $(if $(TARGET),--target '$(TARGET)') $(if $(SEED),--seed $(SEED))
 
 # A GPU's machine may reach no package index: an interpreter that has torch is used as it is, with these sources.
 gpu-day:

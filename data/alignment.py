@@ -29,6 +29,7 @@ from plsc.data.dataset import ImageDataset
 from plsc.errors import DataError, UsageError
 from plsc.files import sha256
 from plsc.models.preprocessing import ImageSize, check_square
+from plsc.text_files import text_lines
 
 ORDER = "left eye, right eye, nose, left and right corner of the mouth"
 # Positions in insightface's crops of 112x112 pixels.
@@ -231,20 +232,18 @@ class FileLandmarks:
 
 def _entries(path: Path) -> Iterator[tuple[int, str, tuple[float, ...]]]:
     """Yield (line number, key, ten numbers) of each line but empty ones and the header."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                parse = _from_json if line.lstrip().startswith("{") else _from_fields
-                name, values = parse(line)
-                if number == 1 and name == "path" and parse is _from_fields:
-                    continue
-                yield number, name.removeprefix("./"), _numbers(values)
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; save it as UTF-8") from None
-    except (ValueError, TypeError, KeyError, csv.Error, RecursionError):
-        raise DataError(f"{path} line {number} is {line.strip()[:80]!r}; each line is {FORM}") from None
+    for number, line in text_lines(path):
+        if not line.strip():
+            continue
+        parse = _from_json if line.lstrip().startswith("{") else _from_fields
+        try:
+            name, values = parse(line)
+            if number == 1 and name == "path" and parse is _from_fields:
+                continue
+            numbers = _numbers(values)
+        except (ValueError, TypeError, KeyError, OverflowError, csv.Error, RecursionError):
+            raise DataError(f"{path} line {number} is {line.strip()[:80]!r}; each line is {FORM}") from None
+        yield number, name.removeprefix("./"), numbers
 
 
 def _from_fields(line: str) -> tuple[str, Sequence[object]]:

@@ -1,12 +1,7 @@
-"""Image codec: encoded images to RGB pixels and back, and resizing.
-
-Decoding treats every file as hostile: the header's pixel count is checked before anything is decoded.
-"""
+"""Image codec: encoded images to RGB pixels and back, and resizing; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,6 +10,7 @@ import numpy as np
 import torch
 
 from plsc.errors import DataError, UsageError
+from plsc.image_files import check_pixels, check_scans, decode_rgb, jpeg_size, open_header, to_rgb
 from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 
 if TYPE_CHECKING:
@@ -27,8 +23,6 @@ Encoding = Literal["jpeg", "png"]
 MAX_PIXELS = 64 * 2**20
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
-# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files.
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 _RGB = 3  # torchvision's ImageReadMode.RGB
 _SIGNATURES = (
     (b"\xff\xd8\xff", ".jpg"),
@@ -55,15 +49,13 @@ def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> tor
         uint8 (3, H, W) RGB, rotated upright by its EXIF orientation.
 
     Raises:
-        DataError: it does not decode, or has more than ``max_pixels`` pixels.
+        DataError: it does not decode, has more than ``max_pixels`` pixels, or is a JPEG of too many scans.
     """
-    size = _jpeg_size(data)
-    if size is None:
-        return _decode_with_pillow(data, name, max_pixels)
-    _check_pixels(*size, name, max_pixels)
-    decode_jpeg = _jpeg_operator()
-    if decode_jpeg is None:
-        return _decode_with_pillow(data, name, max_pixels)
+    size, decode_jpeg = jpeg_size(data), _jpeg_operator()
+    if size is None or decode_jpeg is None:
+        return _planar(decode_rgb(data, name, max_pixels))
+    check_pixels(*size, name, max_pixels)
+    check_scans(data, name)
     try:
         return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), _RGB, True)
     except RuntimeError:
@@ -101,9 +93,13 @@ def to_rgb_tensor(image: "ImageLike", name: str = "image") -> torch.Tensor:
     from PIL import ImageOps
 
     try:
-        return _to_rgb(ImageOps.exif_transpose(image))
+        return _planar(to_rgb(ImageOps.exif_transpose(image)))
     except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
         raise DataError(f"{name} does not decode ({str(error)[:120]}); replace or remove it") from None
+
+
+def _planar(pixels: "np.ndarray[Any, Any]") -> torch.Tensor:
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
 def _from_array(image: "np.ndarray[Any, Any]", name: str) -> torch.Tensor:
@@ -161,7 +157,7 @@ def suffix_of(data: bytes) -> str | None:
 def image_pixels(data: bytes) -> tuple[int, int]:
     """Return (height, width) of an encoded image from its header alone; :class:`DataError` if it has none."""
     try:
-        with _open_header(data) as image:
+        with open_header(data) as image:
             return image.height, image.width
     except Exception as error:  # as in decoding
         raise DataError(f"an image has no readable header ({str(error)[:120]})") from None
@@ -181,74 +177,3 @@ def _jpeg_operator() -> Callable[[torch.Tensor, int, bool], torch.Tensor] | None
     except (ImportError, AttributeError):
         return None
     return operator
-
-
-def _check_pixels(width: int, height: int, name: str, max_pixels: int) -> None:
-    if width * height > max_pixels:
-        raise DataError(f"{name} has {width} x {height} pixels, more than the {max_pixels:,} allowed; shrink it first")
-    if width * height == 0:
-        raise DataError(f"{name} has {width} x {height} pixels; replace or remove it")
-
-
-def _jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Return (width, height) from a JPEG's frame header (ITU T.81, B.2.2); None if there is none.
-
-    Pillow finds it too, but opening with Pillow costs a third of the time that decoding a 112x112 image takes.
-    """
-    if not data.startswith(b"\xff\xd8\xff"):
-        return None
-    position = 2
-    while position + 9 <= len(data) and data[position] == 0xFF:
-        marker = data[position + 1]
-        if marker == 0xFF:  # fill byte
-            position += 1
-        elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            height, width = data[position + 5 : position + 7], data[position + 7 : position + 9]
-            return int.from_bytes(width, "big"), int.from_bytes(height, "big")
-        elif marker == 0x01 or 0xD0 <= marker <= 0xDA:  # without a length, or a scan before its frame
-            return None
-        else:
-            position += 2 + int.from_bytes(data[position + 2 : position + 4], "big")
-    return None
-
-
-def _decode_with_pillow(data: bytes, name: str, max_pixels: int) -> torch.Tensor:
-    from PIL import Image, ImageOps, UnidentifiedImageError
-
-    try:
-        with _open_header(data) as image:
-            _check_pixels(image.width, image.height, name, max_pixels)
-            return _to_rgb(ImageOps.exif_transpose(image))
-    except Image.DecompressionBombError:
-        raise DataError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
-    except DataError:
-        raise
-    except Exception as error:  # Pillow's decoders raise nearly every kind on hostile bytes
-        detail = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
-        raise DataError(f"{name} does not decode ({detail[:120]}); replace or remove it") from None
-
-
-@contextmanager
-def _open_header(data: bytes) -> Iterator[Any]:
-    """Open a Pillow image, reading only its header, with Pillow's warnings off."""
-    from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 (the plugins register themselves)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow warns at its own pixel limit and about odd palettes
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            yield image
-
-
-def _to_rgb(image: Any) -> torch.Tensor:
-    """Convert a Pillow image of any mode to uint8 (3, H, W)."""
-    from PIL import Image
-
-    if image.mode.startswith("I"):  # 16 bits a pixel, or 32 that hold 16
-        image = Image.fromarray((np.clip(np.asarray(image), 0, 65535) >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        image = Image.fromarray(np.nan_to_num(np.asarray(image)).clip(0, 255).astype(np.uint8))
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    pixels = np.array(image.convert("RGB"))
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()

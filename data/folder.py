@@ -11,6 +11,7 @@ from plsc.data.dataset import EncodedDataset, map_names
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
 from plsc.models.preprocessing import ImageSize
+from plsc.text_files import text_lines
 
 
 class FolderDataset(EncodedDataset):
@@ -113,16 +114,11 @@ def _no_image_error(folder: Path) -> str:
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
     columns = 0
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError:
-                raise DataError(f"{path} line {number} is not UTF-8 text; save the list as UTF-8") from None
-            if line.strip() == "":
-                continue
-            fields = line.split("\t")
-            columns = columns or (3 if len(fields) == 3 and path.suffix != ".lst" else 2)
-            if len(fields) != columns or not fields[0].strip() or not fields[1].strip() or "\0" in line:
-                raise DataError(f"{path} line {number} is {line[:80]!r}; each line is path<TAB>label")
-            yield fields[0], fields[1].strip()
+    for number, line in text_lines(path):
+        if line.strip() == "":
+            continue
+        fields = line.split("\t")
+        columns = columns or (3 if len(fields) == 3 and path.suffix != ".lst" else 2)
+        if len(fields) != columns or not fields[0].strip() or not fields[1].strip() or "\0" in line:
+            raise DataError(f"{path} line {number} is {line[:80]!r}; each line is path<TAB>label")
+        yield fields[0], fields[1].strip()

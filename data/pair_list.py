@@ -25,6 +25,7 @@ from plsc.data.pairs import encoded_and_checked, write_pairs
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output
 from plsc.progress import counted
+from plsc.text_files import text_lines
 
 FORM = "NAME i j, or NAME i OTHER j"
 _SHOWN = 5  # names of missing images in an error
@@ -52,7 +53,7 @@ def read_pair_list(path: Path) -> PairList:
     names: list[tuple[str, str]] = []
     truth: list[bool] = []
     for number, fields in _lines(path):
-        if not names and not folds and len(fields) < 3 and all(field.isdecimal() for field in fields):
+        if not names and not folds and len(fields) < 3 and all(map(_is_number, fields)):
             folds, per_fold = (1, int(fields[0])) if len(fields) == 1 else (int(fields[0]), int(fields[1]))
             continue
         names.append(_pair(fields, path, number))
@@ -120,20 +121,20 @@ def pairs_of_list(
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Yield the number and the fields of each line that is not empty."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; save it as UTF-8") from None
-    for number, line in enumerate(lines, 1):
+    for number, line in text_lines(path):
         fields = [field.strip() for field in line.split("\t")] if "\t" in line else line.split()
         if any(fields):
             yield number, fields
 
 
+def _is_number(text: str) -> bool:
+    return text.isdecimal() and len(text) < 10
+
+
 def _pair(fields: list[str], path: Path, number: int) -> tuple[str, str]:
     if len(fields) == 3:
         fields = [fields[0], fields[1], fields[0], fields[2]]
-    if len(fields) != 4 or not (fields[0] and fields[2] and fields[1].isdecimal() and fields[3].isdecimal()):
+    if len(fields) != 4 or not (fields[0] and fields[2] and _is_number(fields[1]) and _is_number(fields[3])):
         raise DataError(f"{path} line {number} is {' '.join(fields)[:80]!r}; each line is {FORM}")
     return f"{fields[0]}_{int(fields[1]):04d}", f"{fields[2]}_{int(fields[3]):04d}"
 

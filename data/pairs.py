@@ -6,6 +6,7 @@ draws a set from labelled images.
 """
 
 import io
+import math
 import pickle
 import pickletools
 from collections.abc import Callable, Sequence
@@ -81,6 +82,7 @@ def _unpickled(data: bytes, path: Path) -> Any:
         raise DataError(f"{path} is not a readable pickle ({kind}); use another copy") from None
 
 
+_MOST_AXES = 64  # numpy's own limit
 # Operations that hash objects of the pickle: that of t = (t, t), nested 60 deep in 300 bytes, takes 2^60 steps.
 _HASHING = {"DICT", "EMPTY_DICT", "SETITEM", "SETITEMS", "EMPTY_SET", "ADDITEMS", "FROZENSET"}
 
@@ -112,8 +114,11 @@ class _Array:
     def fill(self, raw: Any, dtype: Any, shape: tuple[int, ...]) -> None:
         self.raw = raw if isinstance(raw, bytes) else bytes(memoryview(raw))
         self.values = np.frombuffer(self.raw, dtype=_kind(dtype))
-        self.shape = tuple(int(length) for length in shape)
-        if int(np.prod(self.shape, dtype=object)) != len(self.values):
+        # Small lengths alone: the product of huge ones takes time.
+        if len(shape) > _MOST_AXES or any(type(length) is not int or length > len(self.values) for length in shape):
+            raise ValueError("a shape that is none")
+        self.shape = tuple(shape)
+        if math.prod(self.shape) != len(self.values):
             raise ValueError("array shape and content differ")
 
     def is_flat(self) -> bool:

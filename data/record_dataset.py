@@ -7,7 +7,6 @@ file. The cache is valid as long as sizes and modification times of the .rec and
 
 import contextlib
 import logging
-import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,17 +18,19 @@ from numpy.typing import NDArray
 from plsc.data.codec import suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, map_numbers
 from plsc.data.record_keys import RecordKeys, keys_path
-from plsc.data.recordio import ImageRecord, RecordFile, label_map_path
+from plsc.data.recordio import LEAST_RECORD, ImageRecord, RecordFile, label_map_path
 from plsc.data.string_column import NumberStringColumn, PackedStringColumn
 from plsc.errors import DataError, UsageError
-from plsc.files import atomic_write, read_json
+from plsc.files import LARGEST_JSON, atomic_write, read_json
 from plsc.models.preprocessing import ImageSize
+from plsc.text_files import read_integers
 
 DAMAGED = -1
 CACHE_FROM = 100_000  # records: below, reading the table again takes a fraction of a second
 _LOGGED = 10
 _VERSION = 1
 _LARGEST_LABEL = 2**53
+_UNFINISHED = 1 << 20  # bytes of records that the index of a file which was cut off may still name
 
 _log = logging.getLogger("plsc.data")
 
@@ -110,7 +111,7 @@ def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
     label_map = label_map_path(path)
     if not label_map.is_file():
         return NumberStringColumn(numbers)
-    content = read_json(label_map)
+    content = read_json(label_map, max(LARGEST_JSON, path.stat().st_size))  # each name has an image
     names = content.get("classes") if isinstance(content, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise DataError(f'{label_map} has no list of names under "classes"; delete or correct it')
@@ -150,13 +151,11 @@ def record_table(file: RecordFile) -> RecordTable:
 def read_index(path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Read keys and offsets of an ``.idx`` file (lines ``key<TAB>offset``), in order of key."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # numpy warns of an empty file, which is an error below
-            rows = np.loadtxt(path, dtype=np.int64, ndmin=2, comments=None)
-    except ValueError as error:
-        raise DataError(f"{path} is damaged ({error}); delete it, and it is made anew from the .rec") from None
-    if rows.size == 0 or rows.shape[1] != 2:
-        raise DataError(f"{path} has no lines of key<TAB>offset; delete it, and it is made anew from the .rec")
+        rows = read_integers(path, 2)
+    except DataError:
+        raise DataError(
+            f"{path} is damaged: not each line is key<TAB>offset; delete it, and it is made anew from the .rec"
+        ) from None
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     return rows[:, 0], rows[:, 1]
 
@@ -166,12 +165,17 @@ def _read(file: RecordFile) -> NDArray[np.int64]:
     index = file.path.with_suffix(".idx")
     if index.exists():
         keys, offsets = read_index(index)
+        if len(keys) * LEAST_RECORD > len(file) + _UNFINISHED:
+            raise DataError(f"{index} names {len(keys):,} records, which {file.path} is too short for; delete it")
     else:
         offsets = file.record_offsets()
         keys = np.arange(len(offsets), dtype=np.int64)
         _log.warning("%s has no .idx; its %d records were found by their marks", file.path, len(keys))
     keys, offsets = _select_images(file, keys, offsets)
-    stored = file.labels_at(offsets)
+    try:
+        stored = file.labels_at(offsets)
+    except ValueError as error:
+        raise DataError(f"{file.path} is damaged: {error}; use another copy") from None
     with np.errstate(invalid="ignore"):
         sound = (stored >= 0) & (stored < _LARGEST_LABEL) & (stored == np.floor(stored))
     labels = np.where(sound, stored, DAMAGED).astype(np.int64)

@@ -31,6 +31,7 @@ from plsc.files import atomic_write, atomic_write_group, check_output, remove_le
 
 MAGIC = 0xCED7230A
 HEADER_BYTES = 24
+LEAST_RECORD = 8 + HEADER_BYTES
 MAX_PART_BYTES = 2**29 - 1
 _MAGIC_BYTES = struct.pack("<I", MAGIC)
 LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer up to here
@@ -85,16 +86,26 @@ class RecordFile:
 
     def read(self, offset: int) -> bytes:
         """Read the content of the record at ``offset``, its parts joined; ValueError gives a damaged one's fault."""
-        pieces = []
+        pieces, _, fault = self._parts(offset)
+        if fault is not None:
+            raise fault
+        return _MAGIC_BYTES.join(pieces)
+
+    def _parts(self, offset: int) -> tuple[list[bytes], int, ValueError | None]:
+        """The contents of the parts from ``offset`` on, where they end, and what is wrong with the next one, if any."""
+        pieces: list[bytes] = []
         expected = (WHOLE, FIRST)
-        while True:
-            flag, start, stop = self._part(offset)
-            if flag not in expected:
-                raise ValueError("its parts are out of order")
-            pieces.append(self._bytes(start, stop - start))
-            if flag in (WHOLE, LAST):
-                return _MAGIC_BYTES.join(pieces)
-            expected, offset = (MIDDLE, LAST), stop + -(stop - start) % 4
+        try:
+            while True:
+                flag, start, stop = self._part(offset)
+                if flag not in expected:
+                    raise ValueError("its parts are out of order")
+                pieces.append(self._bytes(start, stop - start))
+                expected, offset = (MIDDLE, LAST), stop + -(stop - start) % 4
+                if flag in (WHOLE, LAST):
+                    return pieces, offset, None
+        except ValueError as error:
+            return pieces, offset, error
 
     def read_image(self, offset: int) -> ImageRecord:
         """Read the image record at ``offset``; ValueError gives the fault of a damaged one."""
@@ -111,14 +122,22 @@ class RecordFile:
         return np.concatenate(offsets).astype(np.int64) if offsets else np.empty(0, dtype=np.int64)
 
     def labels_at(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Read the label of each record, float64 (N,); NaN where the record is damaged or holds no image."""
+        """Read the label of each record, float64 (N,); NaN where the record is damaged or holds no image.
+
+        Records that lie in each other could hold any multiple of the file's bytes: ValueError where they do.
+        """
         labels = np.full(len(offsets), np.nan)
+        extent = 0
         for start in range(0, len(offsets), _CHUNK):
             part = slice(start, start + _CHUNK)
-            labels[part] = self._labels_at(offsets[part])
+            labels[part], used = self._labels_at(offsets[part])
+            extent += used
+            if extent > len(self._map):
+                raise ValueError("its records overlap")
         return labels
 
-    def _labels_at(self, offsets: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _labels_at(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
+        """The labels of some records, and the bytes that these take in the file."""
         labels = np.full(len(offsets), np.nan)
         in_file = (offsets >= 0) & (offsets % 4 == 0) & (offsets + 8 + HEADER_BYTES <= len(self._map))
         rows = np.flatnonzero(in_file)
@@ -132,15 +151,24 @@ class RecordFile:
         whole = (head[:, 0] == MAGIC) & (part_flags == WHOLE) & (content > 0)
         whole &= offsets[rows] + 8 + lengths <= len(self._map)
         labels[rows[whole]] = np.where(head[whole, 2] > 0, floats[whole, 4], floats[whole, 3])
+        extent = int((8 + lengths[whole].astype(np.int64)).sum())
         for row in rows[(head[:, 0] == MAGIC) & (part_flags == FIRST)]:
-            labels[row] = self._label_in_parts(int(offsets[row]))
-        return labels
+            labels[row], stop = self._label_in_parts(int(offsets[row]))
+            extent += stop - int(offsets[row])
+            if extent > len(self._map):
+                raise ValueError("its records overlap")
+        return labels, extent
 
-    def _label_in_parts(self, offset: int) -> float:
+    def _label_in_parts(self, offset: int) -> tuple[float, int]:
+        """The label of a record in parts, and where its parts end as far as they are sound."""
+        pieces, stop, fault = self._parts(offset)
+        stop = min(stop, len(self._map))
+        if fault is not None:
+            return np.nan, stop
         try:
-            return self.read_image(offset).labels[0]
+            return unpack_image(_MAGIC_BYTES.join(pieces)).labels[0], stop
         except ValueError:
-            return np.nan
+            return np.nan, stop
 
     def _part(self, offset: int) -> tuple[int, int, int]:
         """Return (flag, start, stop) of the part at ``offset``."""

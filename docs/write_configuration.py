@@ -11,7 +11,8 @@ import typing
 from pathlib import Path
 
 from plsc import config, losses
-from plsc.strict_toml import Key, Tables, toml_value
+from plsc.strict_toml import Tables
+from plsc.toml_keys import Key, toml_value
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

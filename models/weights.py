@@ -4,16 +4,19 @@ import argparse
 import dataclasses
 import json
 import pickle
+import re
 import warnings
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write
 from plsc.models.backbone import Architecture, Backbone, infer
 from plsc.models.preprocessing import Preprocessing, image_size
@@ -25,9 +28,15 @@ from plsc.models.timm_weights import (
     trunk_state,
     weights_file,
 )
+from plsc.models.torch_files import check_tensors, check_torch_file
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
+from plsc.signing import require_signed
 
 FORMAT = "plsc-backbone-1"
+_PLAIN_NAME = re.compile(rf"({ROTATION_PREFIX})?({TIMM_PREFIX})?[\w.-]+")  # timm would fetch hf-hub:X, read local-dir:X
+
+_LARGEST_HEADER = 4 << 20  # of .safetensors: some 100 bytes for each tensor
+_LARGEST_OPTION = 1 << 16  # of a model: layers or channels
 
 # Prefixes that data parallel wrappers and torch.compile put before a state_dict's keys …
 _PREFIXES = ("module.", "_orig_mod.")
@@ -76,7 +85,7 @@ def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone
     found = _from_metadata(metadata, path) or _from_state(state, architecture, path)
     if architecture is not None and found.name != architecture:
         raise DataError(f"{path} holds {found.name}, not {architecture}; leave the architecture out")
-    model = _build(found, path)
+    model = _build(found, state, path)
     _assign(model, state, path)
     if contract := _contract(metadata, path):
         adopt_preprocessing(model, contract)
@@ -99,6 +108,7 @@ def load_weights(model: nn.Module, source: str | Path) -> None:
         DataError: it is unreadable, or keys are missing, unexpected or of another shape (named).
     """
     path = weights_file(source)
+    require_signed(path)
     state, metadata = read_state(path)
     backbone = unwrapped(model)
     contract = _brought(backbone.name, state, metadata, path)
@@ -147,8 +157,8 @@ def _contract(metadata: dict[str, str], path: Path) -> Preprocessing | None:
         return None
     try:
         return Preprocessing.from_metadata(metadata)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"{path} has incomplete metadata: {error}; save it again") from None
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
 
 
 def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -176,6 +186,10 @@ def unwrapped(model: nn.Module) -> Backbone:
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
+    with path.open("rb") as start:
+        header_bytes = int.from_bytes(start.read(8), "little")
+    if header_bytes > _LARGEST_HEADER:
+        raise DataError(f"{path} is truncated or corrupt: it announces a header of {header_bytes:,} bytes")
     try:
         with safe_open(path, framework="pt") as file:
             # Copied, because views of the mapped file are aligned as its header is long, and the last bits of a
@@ -183,12 +197,13 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             state = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
             return state, dict(file.metadata() or {})
     except (SafetensorError, ValueError) as error:
-        raise DataError(f"{path} is truncated or corrupt: {error}; use another copy") from None
+        raise DataError(f"{path} is truncated or corrupt: {first_line(error)}; use another copy") from None
 
 
 def _read_torch(path: Path) -> dict[str, Tensor]:
     if _is_program(path):
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
+    check_torch_file(path)
     try:
         # timm's training checkpoints hold their arguments as a Namespace, a plain container of values.
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
@@ -204,7 +219,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
-    return _tensors(loaded, path)
+    tensors = _tensors(loaded, path)
+    check_tensors(tensors, path)
+    return tensors
 
 
 def _is_program(path: Path) -> bool:
@@ -240,15 +257,20 @@ def _from_metadata(metadata: dict[str, str], path: Path) -> Architecture | None:
         return None
     if metadata["format"] != FORMAT:
         raise DataError(f"{path} has the format {metadata['format']!r}; this version reads {FORMAT!r}")
+    if not _PLAIN_NAME.fullmatch(metadata["name"]):
+        raise DataError(f"{path} names a model {metadata['name'][:80]!r}, which is none; use another copy")
     try:
+        options = {key: value for key, value in json.loads(metadata["options"]).items() if key not in FETCHING}
+        if any(isinstance(value, int) and value > _LARGEST_OPTION for value in options.values()):
+            raise ValueError(f"an option above {_LARGEST_OPTION:,}")
         return Architecture(
             metadata["name"],
             int(metadata["embedding_dim"]),
             image_size(json.loads(metadata["image_size"])),
-            {key: value for key, value in json.loads(metadata["options"]).items() if key not in FETCHING},
+            options,
         )
-    except (KeyError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} has incomplete metadata: {error}; save it again") from None
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
 
 
 def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) -> Architecture:
@@ -259,19 +281,47 @@ def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) 
     return Architecture(architecture, state["fc.weight"].shape[0], 112, {})
 
 
-def _build(architecture: Architecture, path: Path) -> Backbone:
+def _build(architecture: Architecture, state: Mapping[str, Tensor], path: Path) -> Backbone:
+    """Build the backbone for ``state``: first without memory, so that a file takes no more than its weights do."""
     try:
-        if architecture.name.removeprefix(ROTATION_PREFIX).startswith(
-            TIMM_PREFIX
-        ):  # its buffers have values that no state_dict holds
-            return architecture.build()
-        with torch.device("meta"):  # without memory, and without an initialisation that the weights overwrite
-            return architecture.build()
-    except (UsageError, RuntimeError, TypeError) as error:
-        raise DataError(f"{path} describes a model that cannot be built: {error}") from None
+        with torch.device("meta"), _at_most_parameters(len(state)):
+            model = architecture.build()
+        _check_fit(model, state, path)
+        if architecture.name.removeprefix(ROTATION_PREFIX).startswith(TIMM_PREFIX):
+            return architecture.build()  # its buffers have values that no state_dict holds
+        return model
+    except DataError:
+        raise
+    except Exception as error:  # timm's models are built of options that a file may give any value
+        raise DataError(f"{path} describes a model that cannot be built: {first_line(error)}") from None
+
+
+@contextmanager
+def _at_most_parameters(count: int) -> Iterator[None]:
+    """End the building of a model that gets more parameters than ``count``: of a million layers it would not end."""
+    left = count
+
+    def take(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal left
+        left -= parameter is not None
+        if left < 0:
+            raise UsageError(f"it has more than the {count:,} parameters of the file")
+
+    hook = register_module_parameter_registration_hook(take)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
+    _check_fit(model, state, path)
+    own = model.state_dict()
+    as_build = {key: tensor.to(own[key].dtype) for key, tensor in state.items()}
+    model.load_state_dict(as_build, strict=True, assign=any(tensor.is_meta for tensor in own.values()))
+
+
+def _check_fit(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     own = model.state_dict()
     _refuse("lacks", [key for key in own if key not in state], path)
     _refuse("has unexpected", [key for key in state if key not in own], path)
@@ -284,8 +334,6 @@ def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
         ],
         path,
     )
-    as_build = {key: tensor.to(own[key].dtype) for key, tensor in state.items()}
-    model.load_state_dict(as_build, strict=True, assign=any(tensor.is_meta for tensor in own.values()))
 
 
 def _refuse(problem: str, keys: Iterable[str], path: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from plsc.errors import UsageError
-from plsc.strict_toml import toml_value
+from plsc.toml_keys import toml_value
 
 PAGE = "docs/arcface_torch.md"
 

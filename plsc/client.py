@@ -9,30 +9,61 @@ with plsc.Client("http://127.0.0.1:8080", token=None) as client:
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
-import base64
-import io
 import json
 import random
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from plsc.errors import DataError, PlscError, UsageError
+from plsc.client_values import (
+    KEEP,
+    Collection,
+    Comparison,
+    Filter,
+    Input,
+    Match,
+    NewPerson,
+    Person,
+    Picture,
+    Scalar,
+    Snapshot,
+    Unchanged,
+    input_as_json,
+    inputs_as_json,
+    person_as_json,
+    read_match,
+    read_person,
+)
+from plsc.errors import PlscError, UsageError
 
 if TYPE_CHECKING:
+    import httpx
     from numpy.typing import NDArray
-    from PIL.Image import Image
+
+__all__ = [
+    "KEEP",
+    "Client",
+    "Collection",
+    "Comparison",
+    "Filter",
+    "Input",
+    "Match",
+    "NewPerson",
+    "Person",
+    "Picture",
+    "Scalar",
+    "ServerError",
+    "Snapshot",
+    "Unchanged",
+]
 
 LONGEST_WAIT = 10.0  # seconds between two tries, whatever a busy server asks for
 _PAGE = 1000
-
-Scalar = str | int | float | bool
-Filter = Mapping[str, Any]
+_KEY = "Idempotency-Key"
 
 
 class ServerError(PlscError):
@@ -41,81 +72,6 @@ class ServerError(PlscError):
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status, self.code = status, code
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face.
-
-    ``image`` is whatever picture a :class:`Client` takes.
-    """
-
-    image: str | Path | bytes | Image | NDArray[np.uint8]
-    landmarks: Sequence[Sequence[float]] | None = None
-
-
-Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] | Picture"
-
-
-@dataclass(frozen=True)
-class Collection:
-    """A collection; ``created`` is ISO 8601, UTC."""
-
-    name: str
-    dim: int
-    contract_id: str
-    persons: int
-    faces: int
-    created: str
-
-
-@dataclass(frozen=True)
-class NewPerson:
-    """A person to enrol."""
-
-    name: str | None = None
-    metadata: Mapping[str, Scalar] = field(default_factory=dict)
-    faces: Sequence[Input] = ()
-
-
-@dataclass(frozen=True)
-class Person:
-    """An enrolled person; ``faces`` are ids. The person of a match comes without ``faces`` and ``created``."""
-
-    id: int
-    name: str | None
-    metadata: Mapping[str, Scalar]
-    faces: tuple[int, ...] = ()
-    created: str | None = None
-
-
-@dataclass(frozen=True)
-class Match:
-    """``score`` is the cosine of the person's best ``face``; ``same_person`` is None where no threshold is set."""
-
-    person: Person
-    face: int
-    score: float
-    same_person: bool | None
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The cosine of two inputs; ``warnings`` are the server's about pictures that seem to be no aligned crops."""
-
-    score: float
-    threshold: float | None
-    same_person: bool | None
-    warnings: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A copy of the store on the server's disk."""
-
-    id: str
-    created: str
-    bytes: int
 
 
 class Client:
@@ -133,8 +89,12 @@ class Client:
         url: address of the server.
         token: secret of a token, where the server needs one.
         timeout: seconds for one try.
-        retries: further tries where the server is busy or restarting (503, or no connection), after the time that it
-            asks for. A write whose answer was lost is not repeated.
+        retries: further tries where the server is busy or restarting (503, 429, or no connection), after the time that
+            it asks for. Where an answer was lost, what adds something is sent again under the same idempotency key,
+            which the server does once; changes and deletions are not.
+
+    ``if_match`` of changes and deletions is the person as it was read (or an ETag): if somebody changed it since, that
+    is a :class:`ServerError` with the status 412.
     """
 
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, retries: int = 4) -> None:
@@ -148,6 +108,7 @@ class Client:
         except (httpx.InvalidURL, ValueError) as error:
             raise ServerError(0, "bad_request", f"{url} is no address of a server: {error}") from None
         self._url, self._retries = url, retries
+        self._sends_keys = True  # until the server says that its store keeps none
 
     def __enter__(self) -> Self:
         return self
@@ -201,19 +162,46 @@ class Client:
         *,
         metadata: Mapping[str, Scalar] | None = None,
         faces: Sequence[Input] = (),
+        external_id: str | None = None,
+        expires: str | None = None,
     ) -> Person:
-        """Enrol a person."""
-        person = _new_person(NewPerson(name, metadata or {}, faces))
-        return _person(self._request("POST", f"{_path(collection)}/persons", person))
+        """Enrol a person; one with the same ``external_id`` is a :class:`ServerError` with the status 409."""
+        person = person_as_json(NewPerson(name, metadata or {}, faces, external_id, expires))
+        return self._about_person("POST", f"{_path(collection)}/persons", person)
+
+    def upsert_person(
+        self,
+        collection: str,
+        external_id: str,
+        name: str | None = None,
+        *,
+        metadata: Mapping[str, Scalar] | None = None,
+        faces: Sequence[Input] = (),
+        expires: str | None = None,
+        if_match: Person | str | None = None,
+        only_new: bool = False,
+    ) -> Person:
+        """Enrol the person with an external id, or replace name, metadata, faces and expiry of the one there is.
+
+        With ``only_new`` a person that there is already is a :class:`ServerError` with the status 412.
+        """
+        person = person_as_json(NewPerson(name, metadata or {}, faces, None, expires))
+        headers = {**_if_match(if_match), **({"If-None-Match": "*"} if only_new else {})}
+        path = _external_path(collection, external_id)
+        return self._about_person("PUT", path, person, headers=headers, repeatable=not headers)
 
     def add_persons(self, collection: str, persons: Sequence[NewPerson]) -> list[Person]:
         """Enrol all of them, or none."""
-        body = {"persons": [_new_person(person) for person in persons]}
-        return [_person(item) for item in self._request("POST", f"{_path(collection)}/persons", body)["persons"]]
+        body = {"persons": [person_as_json(person) for person in persons]}
+        return [read_person(item) for item in self._request("POST", f"{_path(collection)}/persons", body)["persons"]]
 
     def person(self, collection: str, person: int) -> Person:
         """One person."""
-        return _person(self._request("GET", _path(collection, person)))
+        return self._about_person("GET", _path(collection, person))
+
+    def person_by_external_id(self, collection: str, external_id: str) -> Person:
+        """The person with an external id."""
+        return self._about_person("GET", _external_path(collection, external_id))
 
     def persons(self, collection: str, *, filter: Filter | None = None) -> Iterator[Person]:
         """Iterate over all persons, or those that match ``filter``, by ascending id; reads page by page."""
@@ -223,7 +211,7 @@ class Client:
             if filter is not None:
                 query["filter"] = json.dumps(filter)
             page = self._request("GET", f"{_path(collection)}/persons", query=query)
-            yield from map(_person, page["persons"])
+            yield from map(read_person, page["persons"])
             after = page["next"]
 
     def update_person(
@@ -231,26 +219,34 @@ class Client:
         collection: str,
         person: int,
         *,
-        name: str | None = None,
+        name: str | Unchanged | None = KEEP,
         metadata: Mapping[str, Scalar] | None = None,
+        expires: str | Unchanged | None = KEEP,
+        if_match: Person | str | None = None,
     ) -> Person:
-        """Change the name, or replace the metadata; None leaves it."""
-        fields = {"name": name, "metadata": None if metadata is None else dict(metadata)}
-        body = {key: value for key, value in fields.items() if value is not None}
-        return _person(self._request("PATCH", _path(collection, person), body))
+        """Change the name or expiry (None removes it), or replace the metadata; what is not given stays."""
+        fields = {"name": name, "metadata": KEEP if metadata is None else dict(metadata), "expires": expires}
+        body = {key: value for key, value in fields.items() if value is not KEEP}
+        return self._about_person("PATCH", _path(collection, person), body, headers=_if_match(if_match))
 
-    def delete_person(self, collection: str, person: int) -> None:
+    def delete_person(self, collection: str, person: int, *, if_match: Person | str | None = None) -> None:
         """Delete a person with all faces."""
-        self._request("DELETE", _path(collection, person))
+        self._request("DELETE", _path(collection, person), headers=_if_match(if_match))
+
+    def delete_person_by_external_id(
+        self, collection: str, external_id: str, *, if_match: Person | str | None = None
+    ) -> None:
+        """Delete the person with an external id and all faces."""
+        self._request("DELETE", _external_path(collection, external_id), headers=_if_match(if_match))
 
     def add_faces(self, collection: str, person: int, faces: Sequence[Input]) -> list[int]:
         """Add faces to a person; returns their ids."""
-        body = {"faces": _inputs("faces", faces)}
+        body = {"faces": inputs_as_json("faces", faces)}
         return [face["id"] for face in self._request("POST", f"{_path(collection, person)}/faces", body)["faces"]]
 
-    def delete_face(self, collection: str, person: int, face: int) -> None:
-        """Delete one face."""
-        self._request("DELETE", f"{_path(collection, person)}/faces/{int(face)}")
+    def delete_face(self, collection: str, person: int, face: int, *, if_match: Person | str | None = None) -> None:
+        """Delete one face; ``if_match`` is its person."""
+        self._request("DELETE", f"{_path(collection, person)}/faces/{int(face)}", headers=_if_match(if_match))
 
     def search(
         self,
@@ -279,18 +275,18 @@ class Client:
         """The matches of each of ``queries``, in one request."""
         options: dict[str, Any] = {"k": k, "threshold": threshold, "filter": filter, "deadline_ms": deadline_ms}
         body = {key: value for key, value in options.items() if value is not None}
-        body["queries"] = _inputs("queries", queries)
+        body["queries"] = inputs_as_json("queries", queries)
         results = self._request("POST", f"{_path(collection)}/search", body, repeatable=True)["results"]
-        return [[_match(match) for match in result["matches"]] for result in results]
+        return [[read_match(match) for match in result["matches"]] for result in results]
 
     def compare(self, a: Input, b: Input) -> Comparison:
         """Cosine of two inputs, and whether it reaches the server's threshold."""
-        body = {"a": _input(a), "b": _input(b)}
+        body = {"a": input_as_json(a), "b": input_as_json(b)}
         return Comparison(**self._request("POST", "/v1/compare", body, repeatable=True))
 
     def embeddings(self, inputs: Sequence[Input]) -> NDArray[np.float32]:
         """(n, D) float32 of pictures, as the model gives them: not normalised."""
-        body = {"inputs": _inputs("inputs", inputs)}
+        body = {"inputs": inputs_as_json("inputs", inputs)}
         return np.asarray(
             self._request("POST", "/v1/embeddings", body, repeatable=True)["embeddings"], dtype=np.float32
         )
@@ -307,34 +303,69 @@ class Client:
         """Delete a snapshot."""
         self._request("DELETE", f"/v1/snapshots/{_quoted(snapshot)}")
 
-    def _request(
+    def _about_person(self, method: str, path: str, body: Any = None, **options: Any) -> Person:
+        """The person that an answer is about, with its ETag."""
+        answer = self._ask(method, path, body, **options)
+        return read_person(_content(answer), answer.headers.get("ETag"))
+
+    def _request(self, method: str, path: str, body: Any = None, **options: Any) -> Any:
+        """The answer's JSON, None where it has none."""
+        return _content(self._ask(method, path, body, **options))
+
+    def _ask(
         self,
         method: str,
         path: str,
         body: Any = None,
         *,
         query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
         repeatable: bool = False,
-    ) -> Any:
-        """The answer's JSON, None where it has none."""
+    ) -> httpx.Response:
+        """The server's answer, asked for again where that is safe and may help.
+
+        A POST that is not ``repeatable`` by its nature carries an idempotency key, which makes it so.
+        """
         import httpx
 
         content = None if body is None else json.dumps(body).encode()
-        headers = {} if body is None else {"Content-Type": "application/json"}
-        for last in [False] * self._retries + [True]:
+        sent = {**(headers or {}), **({} if body is None else {"Content-Type": "application/json"})}
+        if method == "POST" and not repeatable and self._sends_keys:
+            sent[_KEY] = f'"{uuid.uuid4()}"'
+        tries = self._retries
+        while True:
             try:
-                answer = self._http.request(method, path, content=content, headers=headers, params=query)
+                answer = self._http.request(method, path, content=content, headers=sent, params=query)
             except httpx.HTTPError as error:
-                # Without a connection the server got nothing; a write whose answer was lost may have been done.
-                if last or not (isinstance(error, httpx.ConnectError) or method == "GET" or repeatable):
+                # Without a connection the server got nothing; a change whose answer was lost may have been done.
+                is_safe = isinstance(error, httpx.ConnectError) or method == "GET" or repeatable or _KEY in sent
+                if not tries or not is_safe:
                     message = f"{self._url} does not answer: {error or type(error).__name__}; is it running?"
                     raise ServerError(0, "unavailable", message) from None
-                time.sleep(_pause("1"))
-                continue
-            if answer.status_code != 503 or last:
-                return _content(answer)
-            time.sleep(_pause(answer.headers.get("Retry-After", "1")))
-        raise AssertionError("the last try returns or raises")
+                wait = "1"
+            else:
+                if answer.status_code == 501 and _KEY in sent:  # nothing was done
+                    self._sends_keys = False
+                    del sent[_KEY]
+                    continue
+                if not tries or not _may_help(answer):
+                    return answer
+                wait = answer.headers.get("Retry-After", "1")
+            tries -= 1
+            time.sleep(_pause(wait))
+
+
+def _may_help(answer: httpx.Response) -> bool:
+    """True if the same request may succeed later: the server is busy, or still at its first try."""
+    return answer.status_code in (429, 503) or (answer.status_code == 409 and "Retry-After" in answer.headers)
+
+
+def _if_match(person: Person | str | None) -> dict[str, str]:
+    """The header for a person as it was read, or an ETag."""
+    etag = person.etag if isinstance(person, Person) else person
+    if person is not None and not etag:
+        raise UsageError("if_match is a person with an ETag: read it by client.person(), not from matches or lists")
+    return {"If-Match": etag} if etag else {}
 
 
 def _content(answer: Any) -> Any:
@@ -362,93 +393,11 @@ def _path(collection: str, person: int | None = None) -> str:
     return path if person is None else f"{path}/persons/{int(person)}"
 
 
+def _external_path(collection: str, external_id: str) -> str:
+    return f"{_path(collection)}/persons/by-external-id/{_quoted(external_id)}"
+
+
 def _quoted(name: str) -> str:
     from urllib.parse import quote
 
     return quote(name, safe="")
-
-
-def _input(item: Input) -> dict[str, Any]:
-    """An input as JSON."""
-    if isinstance(item, Picture):
-        picture = _picture(item.image)
-        if picture is None:
-            raise UsageError(f"a Picture's image is a path, bytes or an image, not {_described(item.image)}")
-        return {"image": base64.b64encode(picture).decode(), **_landmarks(item)}
-    picture = _picture(item)
-    if picture is not None:
-        return {"image": base64.b64encode(picture).decode()}
-    return {"vector_b64": base64.b64encode(_vector(item).tobytes()).decode()}
-
-
-def _inputs(name: str, items: Sequence[Input]) -> list[dict[str, Any]]:
-    if isinstance(items, str | Path | bytes | Picture) or not isinstance(items, Sequence | np.ndarray):
-        raise UsageError(f"{name} are several: give a list, such as [{items!r:.80}]")
-    return [_input(item) for item in items]
-
-
-def _landmarks(picture: Picture) -> dict[str, list[list[float]]]:
-    if picture.landmarks is None:
-        return {}
-    try:
-        return {"landmarks": [[float(x), float(y)] for x, y in picture.landmarks]}
-    except (TypeError, ValueError):
-        raise UsageError(f"landmarks are five points (x, y) in pixels, not {picture.landmarks!r:.80}") from None
-
-
-def _picture(item: Any) -> bytes | None:
-    """The encoded file of a picture; None of what is none."""
-    if isinstance(item, bytes):
-        return item
-    if isinstance(item, str | Path):
-        try:
-            return Path(item).read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read {item}: {error.strerror}") from None
-    if isinstance(item, np.ndarray) and item.ndim == 3 and item.shape[2] == 3 and item.dtype == np.uint8 and item.size:
-        from PIL import Image
-
-        item = Image.fromarray(np.ascontiguousarray(item))
-    if not hasattr(item, "getbands"):  # what Pillow's images have: Pillow is imported where it is used alone
-        return None
-    buffer = io.BytesIO()
-    try:
-        item.convert("RGB").save(buffer, "PNG")
-    except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
-        raise DataError(f"a Pillow image does not decode ({str(error)[:120]})") from None
-    return buffer.getvalue()
-
-
-def _vector(item: Any) -> NDArray[np.float32]:
-    """D numbers as little-endian float32."""
-    try:
-        vector = np.asarray(item)
-        shaped = vector.ndim == 1 or (vector.ndim == 2 and len(vector) == 1)
-        if not shaped or not vector.size or vector.dtype.kind not in "fiu":
-            raise ValueError
-    except (TypeError, ValueError):
-        raise UsageError(
-            f"an input is a picture (a path, bytes, a Pillow image, a uint8 array (H, W, 3)) or a vector of D numbers, "
-            f"not {_described(item)}"
-        ) from None
-    with np.errstate(over="ignore"):  # the server refuses infinity by name
-        return vector.astype("<f4").ravel()
-
-
-def _described(item: Any) -> str:
-    shape = getattr(item, "shape", None)
-    return f"{type(item).__name__}" + ("" if shape is None else f" of {item.dtype} {tuple(shape)}")
-
-
-def _new_person(person: NewPerson) -> dict[str, Any]:
-    name = {} if person.name is None else {"name": person.name}
-    return {**name, "metadata": dict(person.metadata), "faces": _inputs("faces", person.faces)}
-
-
-def _person(view: Mapping[str, Any]) -> Person:
-    faces = tuple(face["id"] for face in view.get("faces", ()))
-    return Person(view["id"], view["name"], view["metadata"], faces, view.get("created"))
-
-
-def _match(view: Mapping[str, Any]) -> Match:
-    return Match(_person(view["person"]), view["face"], view["score"], view["same_person"])

@@ -1,5 +1,7 @@
 """Exceptions whose message is one line for a person: the problem and its fix, never a traceback."""
 
+import reprlib
+
 
 class PlscError(Exception):
     """A failure that a person can fix. Its message is one line: the problem, and the fix."""
@@ -33,10 +35,31 @@ class ConflictError(UsageError):
     """The request would create something that exists already, or contradicts what is stored."""
 
 
+class PreconditionError(ConflictError):
+    """The request was made for a state of a thing that it is not in: somebody else changed it since."""
+
+
+class UnsupportedError(UsageError):
+    """The request is right, and this backend cannot do it."""
+
+
 class StorageError(PlscError):
     """The store cannot write any more (a full or read-only disk, a lost connection); no change was applied in part."""
+
+
+class DeadlineError(PlscError):
+    """The time that was allowed passed before there was a result; nothing was changed."""
 
 
 def first_line(error: BaseException) -> str:
     """The message of a foreign error (a library's, often many lines), cut to one line of at most 200 characters."""
     return str(error).strip().partition("\n")[0][:200] or type(error).__name__
+
+
+def quoted(value: object) -> str:
+    """The beginning of a value that somebody gave, in ASCII, for a message; the rest is not written out."""
+    if isinstance(value, str):
+        value = value[:80]
+    elif isinstance(value, dict | list | tuple):
+        return reprlib.repr(value).encode("ascii", "backslashreplace").decode()[:80]
+    return ascii(value)[:80]

@@ -7,17 +7,23 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shutil
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from plsc.errors import DataError, IntegrityError, StorageError, UsageError
+from plsc.errors import DataError, IntegrityError, StorageError, UsageError, first_line
+from plsc.text_files import read_text
 
 MANIFEST = "manifest.json"
+LARGEST_JSON = 8 << 20  # manifests have some 800 bytes for 32,768 rows; in memory JSON takes up to 20 times its bytes
 Manifest = dict[str, Any]
+Kind = TypeVar("Kind")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _WAITING_RECORDS = 100_000  # that an AppendFile keeps in memory: at 200 bytes each, 20 MB
 
 
@@ -36,6 +42,38 @@ def make_folder(path: Path) -> Path:
     except OSError as error:
         raise UsageError(f"cannot write into {path}: {error.strerror}; name another folder") from None
     return path
+
+
+def make_private_folder(path: Path) -> None:
+    """Create ``path`` and its missing parents, open to their owner alone whatever the umask is."""
+    for folder in reversed([path, *path.parents]):
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            sync(folder.parent)
+
+
+def open_private(path: Path) -> int:
+    """A descriptor of ``path``, emptied or created for writing, readable by its owner alone whatever the umask is."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    os.fchmod(descriptor, 0o600)  # of one that existed
+    return descriptor
+
+
+def restrict(*paths: Path) -> None:
+    """Take every right on files and folders, with all in them, from everybody but their owner.
+
+    A line on standard error names what belongs to another user, whose rights only that user can change.
+    """
+    for path in paths:
+        for entry in (path, *(path.rglob("*") if path.is_dir() else ())):
+            try:
+                if not entry.is_symlink() and entry.stat().st_mode & 0o077:
+                    entry.chmod(0o700 if entry.is_dir() else 0o600)
+            except FileNotFoundError:  # removed meanwhile
+                continue
+            except PermissionError:
+                message = "other users may open it, and it belongs to one of them: chown it, then chmod go= it"
+                print(f"plsc: {entry}: {message}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -65,7 +103,8 @@ def remove_leftovers(path: Path) -> None:
     """Remove what processes that were killed while they wrote ``path`` have left: ``.NAME.PID.tmp`` beside it."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         process = leftover.name.removesuffix(".tmp").rpartition(".")[2]
-        if process.isdigit() and not _is_running(int(process)):
+        # A process of our own number is an earlier one: in a container each has the same.
+        if process.isdigit() and (int(process) == os.getpid() or not _is_running(int(process))):
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
@@ -156,14 +195,16 @@ def write_json(path: Path, value: Any) -> None:
         tmp_path.write_text(text + "\n", encoding="utf-8")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a missing or malformed one is a :class:`DataError` that names it."""
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+    """Read a JSON file; a missing or malformed one, or one of more bytes, is a :class:`DataError` that names it."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_text(path, largest))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
+    except RecursionError:
+        raise DataError(f"{path} is not readable as JSON: it is nested too deeply") from None
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not readable as JSON: {error}") from None
+        raise DataError(f"{path} is not readable as JSON: {first_line(error)}") from None
 
 
 def sha256(path: Path) -> str:
@@ -180,6 +221,7 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:
     """Check files against :func:`describe_files`' answer; :class:`IntegrityError` names the first that differs."""
     for name, expected in described.items():
+        check_description(folder, name, expected)
         path = folder / name
         if not path.is_file():
             raise IntegrityError(f"{path} is missing; restore it, or use another copy")
@@ -191,10 +233,38 @@ def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:
             raise IntegrityError(f"{path} is corrupt (its SHA-256 is not the manifest's); use another copy")
 
 
+def check_description(folder: Path, name: str, expected: Any) -> None:
+    """Raise :class:`IntegrityError` unless ``name`` is that of a file in ``folder``, described as it has to be.
+
+    A manifest may come from elsewhere: its digest tells damage, not who wrote it.
+    """
+    is_plain = Path(name).name == name not in ("", "..") and name.isprintable() and len(name.encode()) < 256
+    if not is_plain or not isinstance(expected, dict) or not _describes_a_file(expected):
+        raise IntegrityError(f"{folder / MANIFEST} describes {name[:80]!r} wrongly; use another copy")
+
+
+def _describes_a_file(expected: dict[str, Any]) -> bool:
+    size, digest = expected.get("bytes"), expected.get("sha256")
+    is_size = type(size) is int and 0 <= size < 1 << 63
+    return is_size and isinstance(digest, str) and _SHA256.fullmatch(digest) is not None
+
+
+def manifest_value(folder: Path, content: Manifest, name: str, kind: type[Kind]) -> Kind:
+    """Return a value of a manifest; :class:`IntegrityError` if it is missing, of another type or a negative number."""
+    value = content.get(name)
+    if type(value) is not kind or (isinstance(value, int) and value < 0):
+        raise IntegrityError(f"{folder / MANIFEST} is no sound manifest: it has no {name}; use another copy")
+    return value
+
+
 def digest(content: Manifest) -> str:
     """The SHA-256 of ``content`` in its canonical JSON form (sorted keys, no spaces), in hexadecimal."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(canonical_json(content).encode()).hexdigest()
+
+
+def canonical_json(content: Any) -> str:
+    """``content`` as JSON with sorted keys and without spaces; ValueError for NaN and infinities, which JSON lacks."""
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def write_manifest(folder: Path, content: Manifest) -> None:
@@ -203,8 +273,10 @@ def write_manifest(folder: Path, content: Manifest) -> None:
         tmp_path.write_text(_manifest_text({**content, "seal": digest(content)}), encoding="utf-8")
 
 
-def read_manifest(folder: Path, format_name: str, version: int) -> Manifest:
+def read_manifest(folder: Path, format_name: str, version: int, *, oldest: int | None = None) -> Manifest:
     """Read ``folder/manifest.json`` and verify its digest; the result is without it.
+
+    Versions from ``oldest`` (None: ``version``) to ``version`` are read.
 
     Raises:
         DataError: it is missing, of another format or of another version.
@@ -214,20 +286,21 @@ def read_manifest(folder: Path, format_name: str, version: int) -> Manifest:
     if not path.is_file():
         raise DataError(f"{folder} is no {format_name}: it has no {MANIFEST}")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST_JSON)
         content = json.loads(text)
-    except ValueError as error:
-        raise IntegrityError(f"{path} is corrupt: {error}; use another copy") from None
+    except (ValueError, RecursionError) as error:
+        raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
     if not isinstance(content, dict) or "seal" not in content or "format" not in content:
         raise DataError(f"{folder} is no {format_name}: its {MANIFEST} describes something else")
     unsealed = {name: value for name, value in content.items() if name != "seal"}
     # The text is compared too: JSON that means the same can still differ in a byte, and then somebody edited the file.
-    if content["seal"] != digest(unsealed) or text != _manifest_text(content):
+    if not _is_sealed(content, unsealed, text):
         raise IntegrityError(f"{path} is corrupt (its content does not match its digest); use another copy")
     if unsealed["format"] != format_name:
         raise DataError(f"{folder} is no {format_name}: it is a {unsealed['format']}")
-    if unsealed["version"] != version:
-        raise DataError(f"{folder} is of version {unsealed['version']}; this plsc reads a {format_name} of {version}")
+    found = manifest_value(folder, unsealed, "version", int)
+    if found not in range(version if oldest is None else oldest, version + 1):
+        raise DataError(f"{folder} is of version {found}; this plsc reads a {format_name} of {version}")
     return unsealed
 
 
@@ -238,6 +311,13 @@ def holds_manifest(folder: Path, format_name: str) -> bool:
     except DataError:
         return False
     return isinstance(content, dict) and content.get("format") == format_name
+
+
+def _is_sealed(content: Manifest, unsealed: Manifest, text: str) -> bool:
+    try:
+        return bool(content["seal"] == digest(unsealed) and text == _manifest_text(content))
+    except (ValueError, RecursionError):  # NaN, which JSON does not have and Python reads
+        return False
 
 
 def _manifest_text(content: Manifest) -> str:

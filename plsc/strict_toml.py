@@ -1,8 +1,7 @@
 """Dataclasses as a strict schema of TOML files and command lines: every wrong key or value is named.
 
-A schema is a frozen dataclass whose fields are made by :func:`key` or :func:`tables`, or are themselves such
-dataclasses (sections, which may have sections). Scalars are bool, int, float and str, each also ``| None`` (unset),
-and tuples of them, or a scalar ``|`` a tuple of it.
+A schema is a frozen dataclass whose fields are made by :func:`plsc.toml_keys.key` or :func:`tables`, or are themselves
+such dataclasses (sections, which may have sections).
 
 pydantic would replace Key.checked and its limits, some 60 lines. Sections, the nearest right key, former names,
 ``--KEY VALUE`` with its lists, the written TOML and the list of keys would stay ours, its error objects would have to
@@ -11,10 +10,8 @@ be turned into one line each, and every command that reads a configuration would
 
 import dataclasses
 import difflib
-import json
-import math
+import re
 import tomllib
-import types
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,154 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plsc.errors import UsageError
+from plsc.errors import DataError, UsageError, first_line
+from plsc.text_files import read_text
+from plsc.toml_keys import Key, keys_of, read_toml_value, toml_value
 
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
-    above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    renamed_from: str = "",
-    in_stages: bool = False,
-    stands_for_section: bool = False,
-) -> Any:
-    """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
-
-    ``choices`` may be a function, called when they are first needed: those of a module that is slow to import.
-    ``in_stages`` says that a stage of a run may give the key another value, ``stands_for_section`` that a value in
-    place of its section's table is the key's.
-    """
-    limits = {"above": above, "at least": least, "at most": most, "below": below}
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "limits": limits,
-        "renamed_from": renamed_from,
-        "in_stages": in_stages,
-        "stands_for_section": stands_for_section,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
-
-
-@dataclass(frozen=True)
-class Key:
-    """One key of a schema by its dotted name: type hint, default, meaning, and the values that it takes."""
-
-    name: str
-    hint: Any
-    default: Any
-    doc: str
-    choices_or_function: Sequence[str] | Callable[[], Sequence[str]]
-    limits: Mapping[str, float | None]
-    renamed_from: str = ""
-    in_stages: bool = False
-    stands_for_section: bool = False
-
-    @property
-    def section(self) -> str:
-        """The dotted name of the section, "" at the top."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def choices(self) -> tuple[str, ...]:
-        """The values that the key takes; empty where limits or nothing bound them."""
-        listed = self.choices_or_function
-        return tuple(listed() if callable(listed) else listed)
-
-    @property
-    def kind(self) -> type:
-        """Scalar type behind the hint: ``float`` of ``float | None``, ``str`` of ``tuple[str, ...]``."""
-        arm = self._arms[0]
-        return typing.cast(type, typing.get_args(arm)[0] if typing.get_origin(arm) is tuple else arm)
-
-    @property
-    def is_list(self) -> bool:
-        """True if the key takes a list and nothing else."""
-        return all(typing.get_origin(arm) is tuple for arm in self._arms)
-
-    @property
-    def takes_list(self) -> bool:
-        """True if the key takes a list, perhaps beside a scalar."""
-        return any(typing.get_origin(arm) is tuple for arm in self._arms)
-
-    @property
-    def _arms(self) -> list[Any]:
-        """The types of the hint but None."""
-        arms = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
-        return [arm for arm in arms if arm is not type(None)]
-
-    @property
-    def type_name(self) -> str:
-        """The type in words."""
-        plural = {bool: "booleans", int: "integers", float: "numbers", str: "strings"}
-        single = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-        if self.is_list:
-            return f"a list of {plural[self.kind]}"
-        return f"{single[self.kind]} or a list of {plural[self.kind]}" if self.takes_list else single[self.kind]
-
-    @property
-    def expected(self) -> str:
-        """Accepted values, in words."""
-        if self.choices:
-            return f"one of {', '.join(self.choices)}"
-        limits = [f"{word} {limit:.12g}" for word, limit in self.limits.items() if limit is not None]
-        return " ".join([self.type_name, " and ".join(limits)]).rstrip()
-
-    def checked(self, value: Any) -> Any:
-        """Return ``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
-        if not self.takes_list or (not self.is_list and not isinstance(value, list | tuple)):
-            return self._checked_scalar(value, value)
-        if not isinstance(value, list | tuple):
-            raise self._wrong(value)
-        return tuple(self._checked_scalar(item, value) for item in value)
-
-    def parsed(self, text: str) -> Any:
-        """Parse text of a command line to the key's type (unchecked): lists by commas or as TOML."""
-        text = text.strip()
-        if not self.takes_list or (not self.is_list and not text.startswith("[") and "," not in text):
-            return self._parsed_scalar(text)
-        if text.startswith("["):
-            return _toml_value(text)
-        return [self._parsed_scalar(part.strip()) for part in text.split(",") if part.strip()]
-
-    def _parsed_scalar(self, text: str) -> Any:
-        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'"
-        return text if self.kind is str and not quoted else _toml_value(text)
-
-    def _checked_scalar(self, value: Any, whole: Any) -> Any:
-        kind: Any = self.kind
-        if kind is float and type(value) is int and abs(value) < 2**53:
-            value = float(value)
-        if type(value) is not kind:
-            raise self._wrong(whole)
-        if self.choices and value not in self.choices:
-            hint = did_you_mean(value, self.choices)
-            raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{hint}")
-        if kind is not str and kind is not bool and not self._within(value):
-            raise UsageError(f"{self.name} = {toml_value(value)} is out of range; it takes {self.expected}")
-        return value
-
-    def _within(self, value: float) -> bool:
-        above, least, most, below = self.limits.values()
-        return (
-            math.isfinite(value)
-            and (above is None or value > above)
-            and (least is None or value >= least)
-            and (most is None or value <= most)
-            and (below is None or value < below)
-        )
-
-    def _wrong(self, value: Any) -> UsageError:
-        names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
-        is_a = names.get(type(value), f"a {type(value).__name__}")
-        shown = toml_value(value) if type(value) in names else repr(value)
-        return UsageError(f"{self.name} = {shown} is {is_a}; it takes {self.expected}")
-
+_LARGEST = 1 << 20  # bytes of a configuration
+_DEEP_KEY = re.compile(r"""(?<![\w."'-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){50}""")
 
 Hint = Callable[[str], str | None]
 
@@ -217,7 +72,7 @@ class Tables:
 
     def parsed(self, text: str) -> Any:
         """Parse text of a command line (unchecked): TOML's inline form."""
-        return _toml_value(text)
+        return read_toml_value(text)
 
     def checked(self, value: Any) -> tuple[Table, ...]:
         """Return the tables with their values checked; :class:`UsageError` names the wrong one."""
@@ -302,38 +157,25 @@ def _braced(parts: Iterable[str]) -> str:
     return f"{{ {', '.join(parts)} }}"
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every key of a schema in the order of the fields, sections' keys by dotted names."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from keys_of(typing.cast(type, hint), f"{prefix}{field.name}.")
-        elif "choices" in field.metadata:
-            metadata = field.metadata
-            yield Key(
-                prefix + field.name,
-                hint,
-                field.default,
-                metadata["doc"],
-                metadata["choices"],
-                metadata["limits"],
-                metadata["renamed_from"],
-                metadata["in_stages"],
-                metadata["stands_for_section"],
-            )
-
-
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file's tables; :class:`UsageError` where it is missing, unreadable or malformed."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_text(path, _LARGEST)
+        if _DEEP_KEY.search(text):  # the parser's time and memory grow with the square of a key's depth
+            raise UsageError(f"{path} is not TOML that is meant here: a key is nested too deeply")
+        return tomllib.loads(text)
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; name a TOML file") from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name a TOML configuration") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}") from None
+    except DataError as error:
+        raise UsageError(f"{error}; it is not TOML") from None
+    except RecursionError:
+        raise UsageError(f"{path} is not TOML that is meant here: it is nested too deeply") from None
+    except UsageError:
+        raise
+    except ValueError as error:  # tomllib's, and Python's of a number of 4,300 digits
+        raise UsageError(f"{path} is not TOML: {first_line(error)}") from None
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
@@ -424,12 +266,6 @@ def _nearest(name: str, keys: Mapping[str, Entry]) -> str:
     return "plsc train --list-keys lists every key"
 
 
-def did_you_mean(value: str, choices: Sequence[str]) -> str:
-    """Return ``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Entry], hint: Hint = _no_hint) -> dict[str, str]:
     """Parse ``["--optim.lr", "0.2", "--epochs=3"]`` to ``{"optim.lr": "0.2", "epochs": "3"}``.
 
@@ -454,23 +290,3 @@ def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Entry], hint: H
             raise UsageError(f"--{name} is given twice; give it once")
         found[name] = value
     return found
-
-
-def toml_value(value: Any) -> str:
-    """Format a scalar or a list of scalars as TOML. JSON's escapes of strings are TOML's, but for DEL."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(toml_value(item) for item in value)}]"
-    return repr(value)
-
-
-def _toml_value(text: str) -> Any:
-    """Parse ``text`` as a TOML value; anything else stays text, for the type check to name."""
-    try:
-        read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    return read["value"] if len(read) == 1 else text

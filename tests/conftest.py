@@ -1,6 +1,7 @@
 """Fixtures that every test may use."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,14 @@ def _one_thread() -> None:
 def _seed() -> None:
     """A test draws the same numbers whatever ran before it, and others than a head or loader of seed 0 does."""
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def _umask() -> Iterator[None]:
+    """Commands that keep a gallery close their files to others, for the rest of their process."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -16,7 +16,7 @@ from plsc import config, losses
 from plsc.config import KEYS, Config, KeepConfig
 from plsc.errors import UsageError
 from plsc.optim.backbone_optimizers import BACKBONE_OPTIMIZERS, HYPERPARAMETERS
-from plsc.strict_toml import Key, toml_value
+from plsc.toml_keys import Key, toml_value
 
 RECIPES = sorted((Path(__file__).parents[1] / "configs").glob("*.toml"))
 

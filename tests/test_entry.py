@@ -75,7 +75,7 @@ ONE_OF_EACH = [
     (["data", "convert", "a", "b", "--nope"], "plsc data convert: error: there is no option --nope (see"),
     (["export", "m", "stray", "--format", "onnx", "--out", "o"], "plsc export: error: unexpected stray"),
     (["gallery", "check"], "plsc gallery check: error: the following arguments are required: STORE"),
-    (["tokens"], "plsc tokens: error: the following arguments are required: add|list|remove"),
+    (["tokens"], "plsc tokens: error: the following arguments are required: add|change|list|remove"),
     (["data", "conver"], "plsc data: error: COMMAND: invalid choice: 'conver'"),
 ]
 

@@ -45,7 +45,7 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path
     os.waitpid(dead, 0)
     (tmp_path / f".x[1].rec.{dead}.tmp").touch()
     (tmp_path / f".x[1].{dead}.tmp").mkdir()
-    kept = {f".x[1].rec.{os.getpid()}.tmp", ".x[1].rec.tmp", f".y.rec.{dead}.tmp"}
+    kept = {f".x[1].rec.{os.getppid()}.tmp", ".x[1].rec.tmp", f".y.rec.{dead}.tmp"}
     for name in kept:
         (tmp_path / name).touch()
     files.remove_leftovers(tmp_path / "x[1].rec")

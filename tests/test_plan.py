@@ -163,31 +163,6 @@ def test_one_rank_per_node_takes_pat_where_a_ring_would_wait():
     assert gathered < 0.75 * reduced
 
 
-TRACED = json.loads((ROOT / "tests/gpu_trace/counts.json").read_text())["scenarios"]
-
-
-@pytest.mark.parametrize("name", ["10M classes, 8 ranks", "50M classes, 64 ranks", "50M classes, 1,024 ranks"])
-def test_bytes_are_those_of_the_traced_step(name: str):
-    """Of the device's memory and of the head's collectives, which the trace counts as what goes in and comes out."""
-    millions, ranks = int(name.partition("M")[0]), int(name.split()[2].replace(",", ""))
-    config = configuration.from_dict({"head": {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}})
-    slow = Links(1e6, 1e6)  # no latency counts
-    rows = -(-millions * 10**6 // ranks)
-    timing = estimate(PlanConfig(config, millions * 10**6, ranks, ranks, ranks), replace(CARD, links=slow)).timing
-    traffic = timing.parts["head, table traffic"] + timing.parts["head, samples' traffic"]
-    traced = TRACED[name]
-    assert traffic * H100.bandwidth == pytest.approx(sum(traced["bytes per class"].values()) * rows, rel=0.07)
-    moved = {part: seconds * 1e6 for part, seconds in timing.parts.items()}
-    one_way = (ranks - 1) / (ranks + 1)
-    for part, collective, share in (
-        ("head, features gathered", "allgather of uint8", one_way),
-        ("head, gradient scattered", "reduce_scatter of float32", one_way),
-        ("head, sums over shards", "allreduce of float64", 2 * (ranks - 1) / ranks),
-    ):
-        counted = traced["collectives, bytes"][f"{collective} over {ranks} ranks"]
-        assert moved[part] == pytest.approx(share * counted, rel=0.01)
-
-
 def test_a_backbone_is_profiled_as_it_computes():
     backbone = create("resnet8", embedding_dim=64, image_size=48)
     profile = profile_backbone(backbone, 4, 48, "fp32", keep_gradients=True)

@@ -1,8 +1,9 @@
-"""Look into checkpoints of plsc train: what they hold, whether they are whole, and their weights as files of their own.
+"""Look into checkpoints of plsc train: what they hold and whether they are whole; sign them; write weights as files.
 
   plsc checkpoint info runs/faces                      its checkpoints, and what the newest one holds
   plsc checkpoint verify runs/faces/checkpoints/step-00001000
   plsc checkpoint export runs/faces faces.safetensors --centres centres.npy
+  plsc checkpoint sign runs/faces key.pem              so that others can ask for --verify-key public.pem
 
 PATH is a checkpoint's folder, a run, or its checkpoints folder; of several, verify checks all, and export takes the
 newest. No ranks are started, whatever strategy and number of ranks wrote them. verify reads every byte, and exits with
@@ -16,17 +17,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from plsc.errors import UsageError
+from plsc.errors import IntegrityError, UsageError
 from plsc.files import remove_leftovers
 from plsc.progress import counted
-from plsc.tools.entry import add_result_options, main
+from plsc.tools.entry import add_result_options, add_verify_option, main
 
 HELP = "describe, verify and export the checkpoints of a run"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="info|verify|export")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="info|verify|export|sign")
     _action(actions, "info", "describe the checkpoints: position, model, types, ranks, files")
     _action(actions, "verify", "check every file against its hash")
     export = _action(actions, "export", "write the backbone, and the class centres, as files", "OUT, --centres, --json")
@@ -36,10 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--centres", type=Path, metavar="FILE", help="write the class table too: a .npy file, float32 (classes, dim)"
     )
 
+    signing = _action(actions, "sign", "check every file, and sign the manifests")
+    signing.add_argument("key", type=Path, metavar="KEY", help="a private key: a PEM file of ed25519")
+
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the action, print its result as text, and return it."""
-    return {"info": _info, "verify": _verify, "export": _export}[args.action](args)
+    return {"info": _info, "verify": _verify, "export": _export, "sign": _sign}[args.action](args)
 
 
 def exit_code(result: dict[str, Any] | None) -> int:
@@ -52,6 +56,8 @@ def _action(actions: Any, name: str, text: str, replaces: str = "--json") -> arg
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.add_argument("path", type=Path, metavar="PATH", help="a checkpoint's folder, a run, or its checkpoints")
+    if name != "sign":
+        add_verify_option(parser)
     add_result_options(parser, replaces=replaces, subcommand=True)
     return parser
 
@@ -139,6 +145,20 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     weights = "the moving average" if args.ema else "the weights"
     print(f"{args.out}: {weights} of {path}, {model.name} -> {model.embedding_dim}")
     return {"checkpoint": str(path), "file": str(args.out), "ema": args.ema, "centres": centres}
+
+
+def _sign(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.signing import load_private_key, sign
+    from plsc.train.checkpoint_inspection import find_checkpoints, verify_checkpoint
+
+    key = load_private_key(args.key)
+    signatures = []
+    for path in find_checkpoints(args.path):
+        if problems := verify_checkpoint(path)["problems"]:
+            raise IntegrityError(f"not signed: {problems[0]}")
+        signatures.append(str(sign(path, key)))
+        print(signatures[-1])
+    return {"signatures": signatures}
 
 
 if __name__ == "__main__":

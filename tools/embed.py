@@ -23,7 +23,8 @@ from typing import Any
 from plsc.errors import UsageError
 from plsc.files import new_folder, read_json
 from plsc.progress import counted
-from plsc.tools.entry import add_result_options, is_launched, main
+from plsc.signing import load_private_key, sign
+from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, is_launched, main
 
 HELP = "turn images into an embedding set"
 
@@ -62,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="average over each image and its mirror image: better, half as fast",
     )
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
+    add_sign_option(parser)
+    add_verify_option(parser)
     add_result_options(parser, replaces="EMB, once the new one is complete; --json")
 
 
@@ -73,11 +76,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         raise UsageError(f"--batch-size {args.batch_size}: at least one image is needed")
     if args.workers is None:
         args.workers = max(min((os.cpu_count() or 1) // args.nproc - 1, 8), 0)
-    if args.nproc > 1 and not is_launched():
-        return _on_ranks(args)
-    summary = _embed(args)
-    if summary is not None:
+    key = None if args.sign is None else load_private_key(args.sign)
+    on_ranks = args.nproc > 1 and not is_launched()
+    summary = _on_ranks(args) if on_ranks else _embed(args)
+    if summary is not None and not on_ranks:
         _report(summary)
+    if summary is not None and key is not None:
+        sign(args.out, key)
     return summary
 
 

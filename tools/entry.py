@@ -26,12 +26,14 @@ from typing import Any, NoReturn
 
 from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
+from plsc.signing import VERIFY_KEY
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
 COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
 # A rank other than its machine's first holds its error back for so long: where the first one fails for the same reason,
 # the launcher has ended this rank by then, and one line is printed instead of one per rank.
 _HOLD_SECONDS = 5.0
+_LONGEST_LINE = 2000  # characters of an error
 
 
 class ArgumentError(UsageError):
@@ -134,6 +136,33 @@ def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "--js
         parser.add_argument("--overwrite", action="store_true", help=text, **unset)
 
 
+def add_verify_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --verify-key, for a command that reads what others made."""
+    text = f"refuse what is not signed by this key: a PEM file of ed25519 (default: ${VERIFY_KEY})"
+    parser.add_argument("--verify-key", metavar="PUBKEY", type=Path, help=text)
+
+
+def add_sign_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --sign, for a command that writes what others read."""
+    text = "sign what is written by this private key: a PEM file of ed25519"
+    parser.add_argument("--sign", metavar="KEY", type=Path, help=text)
+
+
+@contextmanager
+def _verifying(args: argparse.Namespace) -> Iterator[None]:
+    """Let readers, and the ranks that the command starts, ask for signatures; see :mod:`plsc.signing`."""
+    key = getattr(args, "verify_key", None)
+    before = os.environ.get(VERIFY_KEY)
+    if key is not None:
+        os.environ[VERIFY_KEY] = str(key.absolute())
+    try:
+        yield
+    finally:
+        if key is not None:
+            os.environ.pop(VERIFY_KEY)
+            os.environ.update({} if before is None else {VERIFY_KEY: before})
+
+
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     parser = ArgumentParser(
         prog=f"plsc {name}",
@@ -145,7 +174,7 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     add_result_options(parser)
     try:
         args = _parse(parser, argv, overrides=getattr(tool, "accepts_overrides", False))
-        with _result_file(args) as write:
+        with _result_file(args) as write, _verifying(args):
             result = tool.run(args)
             write(result)
         return int(tool.exit_code(result)) if hasattr(tool, "exit_code") else 0
@@ -207,6 +236,8 @@ def _fail(command: str, message: str, code: int) -> int:
 def print_error(command: str, message: str) -> None:
     """Print the one line of a failure of ``command``, and tell torchrun of it."""
     line = f"{command}: error: {' '.join(message.split())}"
+    # Names in messages come from files: an escape sequence would reach the terminal, and a name may have any length.
+    line = "".join(letter if letter.isprintable() else "\ufffd" for letter in line[:_LONGEST_LINE])
     if is_launched():
         _write_error_file(line)
     print(line, file=sys.stderr, flush=True)

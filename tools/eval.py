@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from plsc.errors import UsageError
 from plsc.files import check_output
-from plsc.tools.entry import add_result_options
+from plsc.tools.entry import add_result_options, add_verify_option
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
@@ -60,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
     add("--flip", choices=tuple(FLIP), default="auto", help="add mirror images (auto: not with --data)")
     add("--nproc", type=int, default=1, metavar="N", help="share the work among N ranks here")
+    add_verify_option(parser)
     add_result_options(parser, replaces="--plot, --histogram, --calibration, --json")
 
 

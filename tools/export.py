@@ -18,7 +18,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.files import check_output, remove_leftovers
-from plsc.tools.entry import add_result_options, main
+from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, main
 
 HELP = "write a trained backbone as ONNX, a torch program or arcface_torch's weights"
 FORMATS = ("onnx", "torch", "insightface")
@@ -36,6 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=1e-4,
         help="largest difference allowed, as a share of the largest embedding value (default %(default)g)",
     )
+    add_sign_option(parser)
+    add_verify_option(parser)
     add_result_options(parser, replaces="--out, --json")
 
 
@@ -45,9 +47,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.embedding.embedder import model_file
     from plsc.models import load_model
     from plsc.models.preprocessing import size_text
+    from plsc.signing import load_private_key, sign
 
     if args.out.is_dir():
         raise UsageError(f"--out {args.out} is a folder; name a file")
+    key = None if args.sign is None else load_private_key(args.sign)
     check_output(args.out, overwrite=args.overwrite)
     remove_leftovers(args.out)
     model = load_model(model_file(args.model, best=args.best))
@@ -57,6 +61,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result = export.export_torch(model, args.out, tolerance=args.tolerance)
     else:
         result = export.export_insightface(model, args.out)
+    if key is not None:
+        sign(args.out, key)
     print(
         f"{result['file']}: {model.name}, {result['bytes'] / 1e6:.1f} MB, {size_text(result['image_size'])}"
         f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"

@@ -6,12 +6,16 @@
   plsc gallery restore monday.snapshot --store NEW
   plsc gallery export STORE people --out people.emb
   plsc gallery import STORE people people.emb
+  plsc gallery rotate-key STORE --encrypt gallery.key --new-key next.key
+  plsc gallery audit STORE --verify
 
-STORE is the folder of plsc serve, or the address of a server: milvus:URI, postgres:DSN. A folder has one owner at a
-time: a running service is asked by HTTP instead (POST /v1/snapshots, POST /v1/collections/people/compact).
+STORE is the folder of plsc serve, or the address of a server: milvus:URI, postgres:DSN. An encrypted folder takes
+--encrypt KEYFILE in every action. A folder has one owner at a time: a running service is asked by HTTP instead
+(POST /v1/snapshots, POST /v1/collections/people/compact).
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,34 +24,50 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.gallery.store import Store, open_store, store_folder
+from plsc.gallery.store import Store, display_name, open_store, store_folder
 from plsc.progress import counted
-from plsc.tools.entry import add_result_options, main
+from plsc.tools.entry import add_result_options, add_verify_option, main
 
-HELP = "verify, compact, copy, export and import a gallery"
+HELP = "verify, compact, copy, export and import a gallery; verify its audit log"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    names = "check|compact|snapshot|restore|export|import"
+    names = "check|compact|snapshot|restore|export|import|rotate-key|audit"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
-    _action(actions, "check", "verify every row and every file")
-    compact = _action(actions, "compact", "bring changes into the searched files; deleted embeddings are then in none")
+    check = _action(actions, "check", "verify every row and every file")
+    check.add_argument("--snapshots", type=Path, metavar="DIR", help="of plsc serve --snapshots, to be looked into too")
+    _add_keys(check)
+    compact = _action(
+        actions,
+        "compact",
+        "delete who expired, and bring changes into the searched files: they then hold no deleted embedding",
+    )
     compact.add_argument("--collection", metavar="NAME", help="this one alone (all)")
     snapshot = _action(actions, "snapshot", "write a consistent copy")
     snapshot.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder")
     restore = _action(actions, "restore", "make a new store of a snapshot", "snapshot", "SNAPSHOT")
     restore.add_argument("--store", required=True, metavar="STORE", help="new folder; a server's copy goes anywhere")
+    _add_keys(restore)
     export = _action(actions, "export", "write a collection as an embedding set")
     export.add_argument("collection", metavar="COLLECTION")
     export.add_argument("--out", required=True, type=Path, metavar="EMB", help="new folder")
     enrol = _action(actions, "import", "enrol an embedding set, a person for each class; makes store and collection")
     enrol.add_argument("collection", metavar="COLLECTION")
     enrol.add_argument("set", type=Path, metavar="EMB")
+    rotate = _action(actions, "rotate-key", "put an encrypted store under another key file")
+    rotate.add_argument("--new-key", required=True, type=Path, metavar="KEYFILE", help="the next key file")
+    audit = _action(actions, "audit", "print the audit log, or verify that no line is missing or altered")
+    audit.add_argument("--verify", action="store_true", help="check the chain of its lines")
+    audit.add_argument(
+        "--head", metavar="HEAD", help="NUMBER:SHA256 noted earlier; then lines cut off its end show too"
+    )
+    add_verify_option(enrol)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Run the action, print its result as text, and return it."""
+    os.umask(0o077)  # all that is written here holds faces
     actions = {
         "check": _check,
         "compact": _compact,
@@ -55,6 +75,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "restore": _restore,
         "export": _export,
         "import": _import,
+        "rotate-key": _rotate_key,
+        "audit": _audit,
     }
     return actions[args.action](args)
 
@@ -66,20 +88,29 @@ def _action(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.add_argument(first, metavar=metavar)
+    if name != "audit":
+        parser.add_argument("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store")
     add_result_options(parser, subcommand=True)
     return parser
 
 
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--keys", type=Path, metavar="FILE", help="of an encrypted snapshot's store (keys of the store that it lies in)"
+    )
+
+
 @contextmanager
-def _opened(spec: str, *, create: bool = False) -> Iterator[Store]:
+def _opened(args: argparse.Namespace, *, create: bool = False) -> Iterator[Store]:
     from plsc.gallery.sqlite.folder import holds_store
 
+    spec = args.store
     folder = store_folder(spec)
     if not create and folder is not None and not holds_store(folder):
         if folder.is_dir():
             raise UsageError(f"{spec} holds no gallery: name the folder that plsc serve --store was given")
         raise UsageError(f"there is no store {spec}")
-    store = open_store(spec)
+    store = open_store(spec, key_file=args.encrypt)
     try:
         yield store
     finally:
@@ -90,23 +121,50 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.files import holds_manifest
     from plsc.gallery import transfer
     from plsc.gallery.sqlite import backup
+    from plsc.gallery.sqlite.store import SqliteStore
 
     if holds_manifest(Path(args.store), transfer.COPY_FORMAT):
         collections = [asdict(info) for info, _ in transfer.read_copy(Path(args.store))]
         print(f"{args.store}: a sound copy; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
     if holds_manifest(Path(args.store), backup.FORMAT):
-        collections = backup.read_snapshot(Path(args.store))["collections"]
-        print(f"{args.store}: a sound snapshot; {_counts(collections)}")
-        return {"snapshot": args.store, "collections": collections}
-    with _opened(args.store) as store:
-        result = store.check()
+        return _check_snapshot(args, backup.read_snapshot(Path(args.store)), backup.VERSION)
+    if args.keys is not None:
+        raise UsageError("--keys: a store has its own; it is for a snapshot")
+    if args.snapshots is not None and not args.snapshots.is_dir():
+        raise UsageError(f"--snapshots {args.snapshots}: there is no such folder")
+    with _opened(args) as store:
+        if args.snapshots is None:
+            result = store.check()
+        elif isinstance(store, SqliteStore):
+            result = store.check(args.snapshots)
+        else:
+            raise UsageError("--snapshots: a store on a server keeps copies; check each by its name")
     print(f"{args.store}: sound; {', '.join(_figure(name, value) for name, value in result.items())}")
     return {"store": args.store, **result}
 
 
+def _check_snapshot(args: argparse.Namespace, manifest: dict[str, Any], present: int) -> dict[str, Any]:
+    """Print and return what a snapshot holds, of an encrypted one after trying to decrypt everybody in it."""
+    from plsc.gallery.sqlite.encrypted_snapshot import check_readers, store_id_of
+
+    version, collections = manifest["version"], manifest["collections"]
+    is_former = "" if version == present else ", which plsc migrates when a store restored from it is opened"
+    result: dict[str, Any] = {"snapshot": args.store, "version": version, "collections": collections}
+    text = ""
+    if args.encrypt is not None or args.keys is not None:
+        found = check_readers(Path(args.store), args.encrypt, args.keys)
+        result |= found
+        text = f"; {counted(found['readable'], 'person')} readable, {found['gone']} gone for good"
+    elif store_id_of(Path(args.store)) is not None:
+        text = "; encrypted: --encrypt KEYFILE tells who can be read"
+    print(f"{args.store}: a sound snapshot; version {version}{is_former}; {_counts(collections)}{text}")
+    return result
+
+
 def _compact(args: argparse.Namespace) -> dict[str, Any]:
-    with _opened(args.store) as store:
+    with _opened(args) as store:
+        _delete_expired(store, args.store)
         store.compact(args.collection)
         result = store.statistics()
     for name, figures in result.items():
@@ -114,8 +172,18 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
     return {"store": args.store, "collections": result}
 
 
+def _delete_expired(store: Store, spec: str) -> None:
+    """Delete the persons who expired, with the thumbnails that a folder's store keeps unless it is told otherwise."""
+    from plsc.gallery.thumbnails import ThumbnailStore
+
+    folder = store_folder(spec)
+    thumbnails = ThumbnailStore(store, None if folder is None else folder / "thumbnails", keep=False)
+    while any(thumbnails.delete_expired().values()):
+        pass
+
+
 def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
-    with _opened(args.store) as store:
+    with _opened(args) as store:
         store.snapshot(args.out)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
     print(f"{args.out}: {counted(size, 'byte')}")
@@ -128,36 +196,71 @@ def _restore(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.sqlite.backup import restore
 
     if holds_manifest(Path(args.snapshot), transfer.COPY_FORMAT):
-        with _opened(args.store, create=True) as store:
+        with _opened(args, create=True) as store:
             collections = [asdict(info) for info in transfer.copy_into(store, Path(args.snapshot))]
         print(f"{args.store}: {_counts(collections)}")
         return {"store": args.store, "collections": collections}
     if store_folder(args.store) is None:
         raise UsageError(f"a snapshot becomes a folder, not {args.store}; then export its collections and import them")
-    result = restore(args.snapshot, args.store)
-    print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}")
+    result = restore(args.snapshot, args.store, key_file=args.encrypt, keys=args.keys)
+    left_out = f"; {counted(result['left_out'], 'person')} deleted since left out" if result.get("left_out") else ""
+    print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}{left_out}")
     return result
 
 
 def _export(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.transfer import export_set
 
-    with _opened(args.store) as store:
+    with _opened(args) as store:
         written = export_set(store, args.collection, args.out)
     print(f"{args.out}: {counted(len(written), 'face')} of {counted(len(written.class_names), 'person')}")
     return {"out": str(args.out), "faces": len(written), "persons": len(written.class_names)}
 
 
 def _import(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.embedding.embedding_set import EmbeddingSet
     from plsc.gallery.transfer import import_set
 
-    with _opened(args.store, create=True) as store:
-        result = import_set(store, args.collection, args.set)
+    source = EmbeddingSet(args.set)  # before the store is made
+    with _opened(args, create=True) as store:
+        result = import_set(store, args.collection, source)
     print(
         f"{args.collection}: {counted(result['faces'], 'face')} of {counted(result['persons'], 'person')} enrolled, "
         f"{counted(result['left_out'], 'row')} left out"
     )
     return {"store": args.store, "collection": args.collection, **result}
+
+
+def _audit(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.serve.audit import audit_path
+    from plsc.serve.audit_chain import log_files, parse_head, read_lines, verify
+
+    path = audit_path(Path(args.store))
+    if not args.verify:
+        if args.head is not None:
+            raise UsageError("--head is for --verify: give both")
+        lines = [line.decode("utf-8", "backslashreplace").rstrip("\n") for _, _, line in read_lines(log_files(path))]
+        print("\n".join(lines))
+        return {"audit": str(path), "lines": len(lines)}
+    found = verify(path, None if args.head is None else parse_head(args.head))
+    begins = "" if found.first == 0 else f" from line {found.first}, those before were not to be kept"
+    print(f"{path}: sound; {counted(found.lines, 'line')} in {counted(found.files, 'file')}{begins}; head {found.head}")
+    if found.unfinished:
+        print(f"after the last line stand {counted(found.unfinished, 'byte')} of one that was not finished")
+    result = {"audit": str(path), **asdict(found)}
+    return {**result, "head": str(found.head)}
+
+
+def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.gallery.sqlite.folder import rotate_key
+
+    if args.encrypt is None:
+        raise UsageError("rotate-key needs --encrypt KEYFILE, the present key file, beside --new-key")
+    if store_folder(args.store) is None:
+        raise UsageError(f"{display_name(args.store)} keeps its own files, and has no key file")
+    keys = rotate_key(Path(args.store), args.encrypt, args.new_key)
+    print(f"{args.store}: {counted(keys, 'key')} under {args.new_key}; {args.encrypt} opens none of them")
+    return {"store": args.store, "keys": keys}
 
 
 def _counts(collections: list[dict[str, Any]]) -> str:
@@ -170,12 +273,16 @@ def _counts(collections: list[dict[str, Any]]) -> str:
 
 def _figure(name: str, value: int | bool) -> str:
     """A figure of a store's check in words."""
+    if name in ("version", "migrated_from"):
+        return f"{name.replace('_', ' ')} {value}"
+    if name == "expired":
+        return f"{counted(value, 'person')} expired"
     if name.startswith("forgotten"):
         held_by = "snapshots" if name == "forgotten_in_snapshots" else "the store's files until the next compaction"
         return f"{counted(value, 'deleted face')} still in {held_by}"
     if isinstance(value, bool):
         return f"{name.replace('_', ' ')} {'on' if value else 'off'}"
-    return counted(value, name.removesuffix("s"))
+    return counted(value, name.removesuffix("s").replace("_", " "))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.progress import counted
-from plsc.tools.entry import add_result_options, main
+from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, main
 
 HELP = "build, search and check an index of embeddings"
 PRINTED = 20  # queries whose matches are printed on a terminal
@@ -57,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of k-means and of the choice of test queries (0)"
     )
+    add_sign_option(build)
+    add_verify_option(build)
     search = _action(actions, "search", "find what is most like an image or the rows of an embedding set")
     search.add_argument("index", type=Path, metavar="IDX", help="an index, or with --server a collection's name")
     search.add_argument(
@@ -73,8 +75,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)"
     )
+    add_verify_option(search)
     check = _action(actions, "check", "verify every file, and measure the recall again")
     check.add_argument("index", type=Path, metavar="IDX")
+    add_verify_option(check)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -118,8 +122,10 @@ def _use_threads(count: int) -> None:
 
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.build import build
+    from plsc.signing import load_private_key, sign
     from plsc.sizes import parse_memory
 
+    key = None if args.sign is None else load_private_key(args.sign)
     memory = None if args.max_memory is None else parse_memory(args.max_memory, "--max-memory")
     manifest = build(
         args.sets,
@@ -132,6 +138,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         seed=args.seed,
         overwrite=args.overwrite,
     )
+    if key is not None:
+        sign(args.out, key)
     left = ", ".join(
         f"{count:,} with {reason.replace('_', ' ')}" for reason, count in manifest["left_out"].items() if count
     )

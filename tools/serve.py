@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
-from plsc.gallery.store import SPEC_FORMS, display_name, store_folder
-from plsc.tools.entry import main
+from plsc.gallery.store import COMPACT_WITHIN, SPEC_FORMS, display_name, store_folder
+from plsc.tools.entry import add_verify_option, main
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "serve a model and a gallery over HTTP"
 MIB = 2**20
+MAX_MEGAPIXELS = 178  # Pillow opens no larger picture
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     judge.add_argument("--threshold", type=float, metavar="T", help="cosine from which two may be one person")
     judge.add_argument("--fmr", type=float, metavar="R", help="or the false-match rate that it is to hold")
     judge.add_argument("--calibration", type=Path, metavar="FILE", help="what plsc eval --calibration wrote; for --fmr")
+    judge.add_argument(
+        "--score-step", type=float, default=0.01, metavar="S", help="of scores shown to tokens without vectors (0.01)"
+    )
+    add_verify_option(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU if there is one)")
     model.add_argument("--model-precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(fp32)")
@@ -52,26 +57,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     search.add_argument("--latency-ms", type=float, metavar="L", help="allow approximate search where exact misses it")
     search.add_argument("--max-batch", type=int, default=64, metavar="N", help="rows of a device batch (64)")
     search.add_argument("--max-wait-ms", type=float, default=2.0, metavar="W", help="longest wait to fill one (2)")
-    limits = parser.add_argument_group("limits")
-    limits.add_argument("--max-body-mib", type=int, default=32, metavar="N", help="of a request (32)")
-    limits.add_argument("--max-pixels", type=int, default=25_000_000, metavar="N", help="of a picture (25,000,000)")
-    limits.add_argument("--max-inputs", type=int, default=256, metavar="N", help="pictures and vectors a request (256)")
-    limits.add_argument("--max-collections", type=int, default=1000, metavar="N", help="(1000)")
-    limits.add_argument("--queue", type=int, default=4096, metavar="N", help="rows that may wait (4096)")
-    limits.add_argument("--connections", type=int, default=1024, metavar="N", help="open at once (1024)")
-    limits.add_argument("--drain-seconds", type=float, default=20.0, metavar="S", help="for the end (20)")
-    add("--decode-threads", type=int, metavar="N", help="(half the cores, at least 1)")
-    add("--snapshots", type=Path, metavar="DIR", help="(STORE/snapshots where the store is a folder)")
-    add(
-        "--keep-thumbnails", action="store_true", help="keep a small picture of each enrolled face, until it is deleted"
-    )
-    add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
-    add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
-    add("--audit", type=Path, metavar="FILE", help="(STORE/audit.jsonl, else standard error)")
+    _add_limits(parser)
+    _add_store(parser)
+    _add_audit(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Serve until SIGTERM or SIGINT."""
+    os.umask(0o077)  # all that is written here holds faces, or tells of them
     from plsc.serve.server import Server
 
     settings = _settings(args)
@@ -90,12 +83,71 @@ def run(args: argparse.Namespace) -> None:
     server.run(load, ready)
 
 
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("limits").add_argument
+    add("--max-body-mib", type=int, default=16, metavar="N", help="of a request (16)")
+    add("--max-megapixels", type=float, default=12.0, metavar="N", help="of a picture (12)")
+    add("--max-inputs", type=int, default=256, metavar="N", help="pictures and vectors a request (256)")
+    add("--max-collections", type=int, default=1000, metavar="N", help="(1000)")
+    add("--max-persons", type=int, metavar="N", help="of a collection (any number)")
+    add("--max-store-mib", type=int, metavar="N", help="of a store in a folder (any size)")
+    add("--max-metadata-bytes", type=int, metavar="N", help="of a person, as JSON (64 entries)")
+    add("--max-answer-mib", type=int, default=16, metavar="N", help="of an answer about persons (16)")
+    add("--queue", type=int, default=4096, metavar="N", help="rows that may wait (4096)")
+    add("--connections", type=int, default=1024, metavar="N", help="of known callers, at once (1024)")
+    add("--anonymous-connections", type=int, default=2048, metavar="N", help="of others (2048)")
+    add(
+        "--rate-limit",
+        nargs="+",
+        default=[],
+        metavar="KIND=N",
+        help="requests, searches, embeddings or writes a second of each caller, or N/m, N/h (none)",
+    )
+    add("--drain-seconds", type=float, default=20.0, metavar="S", help="for the end (20)")
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--decode-processes", type=int, metavar="N", help="that decode pictures, for one caller (half the cores)")
+    add("--encrypt", type=Path, metavar="KEYFILE", help="keep the faces of a folder's store encrypted under this key")
+    add("--snapshots", type=Path, metavar="DIR", help="(STORE/snapshots where the store is a folder)")
+    add(
+        "--compact-within",
+        type=float,
+        default=COMPACT_WITHIN,
+        metavar="S",
+        help="seconds after which no file of a folder's store holds a deleted face (3600)",
+    )
+    add(
+        "--keep-thumbnails", action="store_true", help="keep a small picture of each enrolled face, until it is deleted"
+    )
+    add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
+    add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
+
+
+def _add_audit(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("audit").add_argument
+    add("--audit", type=Path, metavar="FILE", help="(STORE/audit.jsonl, else standard error)")
+    add(
+        "--audit-events",
+        nargs="+",
+        default=["writes"],
+        metavar="EVENT",
+        help="writes, reads, searches, refusals (writes)",
+    )
+    add("--audit-mib", type=int, default=64, metavar="N", help="size from which a new file is begun (64)")
+    add("--audit-keep", type=int, metavar="N", help="files kept besides the newest (all)")
+
+
 def _settings(args: argparse.Namespace) -> "Settings":
+    from plsc.serve.rate_limits import parse_rate_limits
     from plsc.serve.settings import Settings
 
     folder = store_folder(args.store)
     if args.keep_thumbnails and folder is None and args.thumbnails is None:
         raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
+    if args.keep_thumbnails and args.encrypt is not None:
+        raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out beside --encrypt")
     return Settings(
         host=args.host,
         port=args.port,
@@ -103,20 +155,35 @@ def _settings(args: argparse.Namespace) -> "Settings":
         tokens=args.tokens,
         threshold=_threshold(args),
         false_match_rate=args.fmr,
+        score_step=_score_step(args),
+        rate_limits=parse_rate_limits(args.rate_limit),
         flip=args.flip,
         max_batch=_positive(args, "max_batch"),
         max_wait_ms=args.max_wait_ms,
         drain_seconds=args.drain_seconds,
-        decode_threads=max((os.cpu_count() or 1) // 2, 1)
-        if args.decode_threads is None
-        else _positive(args, "decode_threads"),
+        decode_processes=max((os.cpu_count() or 1) // 2, 1)
+        if args.decode_processes is None
+        else _positive(args, "decode_processes"),
         snapshots=folder / "snapshots" if folder is not None and args.snapshots is None else args.snapshots,
         thumbnails=folder / "thumbnails" if folder is not None and args.thumbnails is None else args.thumbnails,
         keep_thumbnails=args.keep_thumbnails,
         link_key=args.link_key,
         audit=folder / "audit.jsonl" if folder is not None and args.audit is None else args.audit,
+        audit_events=_audit_events(args),
+        audit_rotated_bytes=_positive(args, "audit_mib") * MIB,
+        audit_keep=_positive_or_none(args, "audit_keep"),
         limits=_limits(args),
     )
+
+
+def _audit_events(args: argparse.Namespace) -> frozenset[str]:
+    from plsc.serve.audit import EVENTS
+
+    names = [name for given in args.audit_events for name in given.split(",")]
+    for name in names:
+        if name not in EVENTS:
+            raise UsageError(f"--audit-events {name}: the events are {', '.join(EVENTS)}")
+    return frozenset(EVENTS[name] for name in names)
 
 
 def _limits(args: argparse.Namespace) -> "Limits":
@@ -124,12 +191,34 @@ def _limits(args: argparse.Namespace) -> "Limits":
 
     return Limits(
         body_bytes=_positive(args, "max_body_mib") * MIB,
-        image_pixels=_positive(args, "max_pixels"),
+        image_pixels=_pixels(args),
         inputs=_positive(args, "max_inputs"),
         collections=_positive(args, "max_collections"),
+        persons=_positive_or_none(args, "max_persons"),
+        store_bytes=_store_bytes(args),
+        metadata_bytes=_positive_or_none(args, "max_metadata_bytes"),
+        answer_bytes=_positive(args, "max_answer_mib") * MIB,
         queue=_positive(args, "queue"),
         connections=_positive(args, "connections"),
+        anonymous_connections=_positive(args, "anonymous_connections"),
     )
+
+
+def _pixels(args: argparse.Namespace) -> int:
+    if not 0 < args.max_megapixels <= MAX_MEGAPIXELS:
+        raise UsageError(f"--max-megapixels {args.max_megapixels}: it lies between 0 and {MAX_MEGAPIXELS}")
+    return max(int(args.max_megapixels * 1e6), 1)
+
+
+def _store_bytes(args: argparse.Namespace) -> int | None:
+    mebibytes = _positive_or_none(args, "max_store_mib")
+    if mebibytes is not None and store_folder(args.store) is None:
+        raise UsageError("--max-store-mib: a store on a server has no folder to measure; set the server's own limit")
+    return None if mebibytes is None else mebibytes * MIB
+
+
+def _positive_or_none(args: argparse.Namespace, name: str) -> int | None:
+    return None if getattr(args, name) is None else _positive(args, name)
 
 
 def _positive(args: argparse.Namespace, name: str) -> int:
@@ -153,6 +242,12 @@ def _threshold(args: argparse.Namespace) -> float | None:
     return read_calibration(args.calibration).threshold_at(args.fmr)
 
 
+def _score_step(args: argparse.Namespace) -> float:
+    if not 0 <= args.score_step <= 1:
+        raise UsageError(f"--score-step {args.score_step}: it lies between 0 (exact scores) and 1")
+    return float(args.score_step)
+
+
 def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") -> "Service":
     import torch
 
@@ -174,12 +269,20 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
         check_square(embedder.image_size, "--detector aligns faces, which")
         detector = open_detector(args.detector)
     _embed_blank(embedder)
-    store = open_store(args.store, precision=args.precision, latency_ms=args.latency_ms)
+    store = open_store(
+        args.store,
+        precision=args.precision,
+        latency_ms=args.latency_ms,
+        compact_within=args.compact_within,
+        key_file=args.encrypt,
+    )
     try:
-        return Service(embedder, store, settings, metrics, detector)
+        service = Service(embedder, store, settings, metrics, detector)
     except BaseException:
         store.close()
         raise
+    service.decoders.start()
+    return service
 
 
 def _embed_blank(embedder: "Embedder") -> None:

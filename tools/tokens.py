@@ -1,37 +1,48 @@
-"""Manage the tokens of a service: names and roles, in a file that plsc serve --tokens reads.
+"""Manage the tokens of a service: who may call, and what each may do, in a file that plsc serve --tokens reads.
 
-  plsc tokens add camera-1 --role read --file tokens.toml      prints the secret, once
+  plsc tokens add camera-1 --role search --collections staff --file tokens.toml      prints the secret, once
+  plsc tokens change camera-1 --collections staff guests --file tokens.toml          keeps the secret
   plsc tokens list --file tokens.toml
   plsc tokens remove camera-1 --file tokens.toml
 
-read allows to search, compare and list; write also to enrol and delete persons; admin also to delete collections,
-compact and take snapshots. The file holds the SHA-256 of each secret. A running service rereads it within a second.
+search allows to search and compare by pictures; read also to list persons; write also to enrol, change and delete
+them; admin also to delete collections, compact, take snapshots, and both rights. --allow vectors lets a token send
+vectors and see exact scores, which are rounded without it; --allow embeddings lets it get the embeddings of pictures.
+With either, stored templates can be computed. The file holds the SHA-256 of each secret; a running service rereads it
+within a second.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from plsc.serve.tokens import ROLES
+from plsc.serve.access import RIGHTS, ROLES
 from plsc.tools.entry import add_result_options, main
 
 HELP = "manage the tokens of a service"
+_OPTIONS = ("role", "allow", "collections", "rates", "expires")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="add|list|remove")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="add|change|list|remove")
     add = _action(actions, "add", "make a token and print its secret")
     add.add_argument("name", metavar="NAME", help="who it is for; shown in the audit log")
     add.add_argument("--role", choices=ROLES, required=True, help="what it allows")
-    _action(actions, "list", "show names and roles")
+    _add_options(add)
+    change = _action(actions, "change", "change what a token may do; what is not given stays")
+    change.add_argument("name", metavar="NAME")
+    change.add_argument("--role", choices=ROLES, help="what it allows")
+    _add_options(change)
+    _action(actions, "list", "show names and what they may do")
     _action(actions, "remove", "take a token away").add_argument("name", metavar="NAME")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Do what was asked, print it, and return it."""
-    return {"add": _add, "list": _list, "remove": _remove}[args.action](args)
+    return {"add": _add, "change": _change, "list": _list, "remove": _remove}[args.action](args)
 
 
 def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -42,13 +53,36 @@ def _action(actions: Any, name: str, text: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow", nargs="*", choices=RIGHTS, metavar="RIGHT", help=f"besides the role: {', '.join(RIGHTS)} (none)"
+    )
+    parser.add_argument("--collections", nargs="+", metavar="NAME", help="may know of these alone; * is all (all)")
+    parser.add_argument(
+        "--rate",
+        nargs="*",
+        dest="rates",
+        metavar="KIND=N",
+        help="requests, searches, embeddings or writes a second, or N/m, N/h (those of plsc serve --rate-limit)",
+    )
+    parser.add_argument("--expires", metavar="DATE", help='refused from then on, such as 2027-01-01; "never" (never)')
+
+
 def _add(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.serve.tokens import add_token
 
-    secret = add_token(args.file, args.name, args.role)
+    secret = add_token(args.file, args.name, **_given(args))
     print(secret)
     print(f"{args.name} may {args.role}; the secret is shown this once: {args.file} has its hash", file=sys.stderr)
     return {"name": args.name, "role": args.role, "file": str(args.file)}
+
+
+def _change(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.serve.tokens import change_token
+
+    token = change_token(args.file, args.name, **_given(args))
+    print(_line(token))
+    return {**_described(token), "file": str(args.file)}
 
 
 def _list(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,8 +90,8 @@ def _list(args: argparse.Namespace) -> dict[str, Any]:
 
     tokens = read_tokens(args.file)
     for token in tokens:
-        print(f"{token.name:<24}{token.role:<8}{token.created}")
-    return {"tokens": [{"name": token.name, "role": token.role, "created": token.created} for token in tokens]}
+        print(_line(token))
+    return {"tokens": [_described(token) for token in tokens]}
 
 
 def _remove(args: argparse.Namespace) -> dict[str, Any]:
@@ -66,6 +100,36 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
     remove_token(args.file, args.name)
     print(f"{args.name} may not call any more")
     return {"name": args.name, "file": str(args.file)}
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The attributes of a token that the command line gives."""
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    if given.get("collections") == ["*"]:
+        given["collections"] = None
+    if given.get("expires") == "never":
+        given["expires"] = None
+    return given
+
+
+def _line(token: Any) -> str:
+    seen = "all collections" if token.collections is None else " ".join(token.collections)
+    rights: Sequence[str] = token.allow or ("-",)
+    more = [*token.rates, *([] if token.expires is None else [f"until {token.expires}"])]
+    return f"{token.name:<24}{token.role:<8}{token.created}  {' '.join(rights):<20}  {'  '.join([seen, *more])}"
+
+
+def _described(token: Any) -> dict[str, Any]:
+    seen = None if token.collections is None else list(token.collections)
+    return {
+        "name": token.name,
+        "role": token.role,
+        "created": token.created,
+        "allow": list(token.allow),
+        "collections": seen,
+        "rates": list(token.rates),
+        "expires": token.expires,
+    }
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from plsc import arcface_torch
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
-from plsc.tools.entry import is_launched, main, print_error
+from plsc.tools.entry import add_verify_option, is_launched, main, print_error
 
 HELP = "train a backbone and a class head from a TOML configuration"
 
@@ -60,6 +60,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="auto|FOLDER",
         help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
     )
+    add_verify_option(parser)
     parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="machines that take part (default: 1)")
     parser.add_argument("--node-rank", metavar="R", type=int, default=0, help="the number of this one, from 0")
     parser.add_argument("--master-addr", metavar="HOST", help="the first machine's address, for --nnodes above 1")

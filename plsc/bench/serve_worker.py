@@ -108,7 +108,7 @@ def send_load(task: dict[str, Any]) -> dict[str, Any]:
     url = urlsplit(task["address"])
     queries = SearchData(Path(task["data"])).queries
     requests = [_request(query, task["path"], url.netloc, task["form"]) for query in queries]
-    seconds = _call((str(url.hostname), url.port or 80), requests, task["clients"], task["seconds"])
+    seconds = call_service((str(url.hostname), url.port or 80), requests, task["clients"], task["seconds"])
     return {"qps": len(seconds) / task["seconds"], **_percentiles(seconds), "answers": len(seconds)}
 
 
@@ -119,7 +119,7 @@ def _request(query: Any, path: str, host: str, form: str) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def _call(address: tuple[str, int], requests: list[bytes], clients: int, seconds: float) -> list[float]:
+def call_service(address: tuple[str, int], requests: list[bytes], clients: int, seconds: float) -> list[float]:
     """Return the latency of every call that was answered within ``seconds`` after the warm-up."""
     begin = time.perf_counter() + seconds * _WARM_UP_SHARE
     latencies: list[float] = []
@@ -166,8 +166,8 @@ class _Caller:
 
 
 def _content_length(head: bytes) -> int:
-    """Return the Content-Length of an answer; :class:`ConnectionError` for one whose status is not 200."""
-    if head[9:12] != b"200":
+    """Return the Content-Length of an answer; :class:`ConnectionError` for one that is no success."""
+    if head[9:10] != b"2":
         raise ConnectionError(f"the service answered {head[:60]!r}")
     _, _, rest = head.lower().partition(b"\r\ncontent-length:")
     return int(rest.partition(b"\r\n")[0])

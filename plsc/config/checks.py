@@ -3,13 +3,13 @@
 import dataclasses
 from typing import TYPE_CHECKING
 
-from plsc import arcface_torch, strict_toml
+from plsc import arcface_torch
 from plsc.config.head import HeadConfig, margin_keys
 from plsc.config.optim import OptimConfig
 from plsc.config.sections import Config, get
 from plsc.config.stages import check_stages, stage_configs
 from plsc.errors import UsageError
-from plsc.strict_toml import toml_value
+from plsc.toml_keys import did_you_mean, toml_value
 
 if TYPE_CHECKING:
     from plsc.losses.margins import Margin  # imports torch
@@ -365,7 +365,7 @@ def _check_backbone(name: str) -> None:
 
     if name not in names() and not name.startswith("timm:"):
         hint = arcface_torch.backbone_hint(name)
-        nearest = strict_toml.did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
+        nearest = did_you_mean(name, names()) or f"; it is one of {', '.join(names())}, timm:NAME"
         raise UsageError(f"backbone = {toml_value(name)} does not exist{f'; {hint}' if hint else nearest}")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from plsc.strict_toml import key
+from plsc.toml_keys import key
 
 if TYPE_CHECKING:
     from plsc.models.preprocessing import Preprocessing

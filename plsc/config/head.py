@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 
-from plsc.strict_toml import key
+from plsc.toml_keys import key
 
 
 @functools.cache

@@ -11,11 +11,12 @@ from plsc import arcface_torch, strict_toml
 from plsc.config.checks import EXCLUSIVE, check_together
 from plsc.config.sections import Config, get
 from plsc.errors import UsageError
-from plsc.strict_toml import Entry, Key, Tables, toml_value
+from plsc.strict_toml import Entry, Tables
+from plsc.toml_keys import Key, keys_of, toml_value
 
 _Schema = typing.TypeVar("_Schema")
 SHIPPED = Path(__file__).parents[1] / "configs"
-KEYS: dict[str, Key] = {entry.name: entry for entry in strict_toml.keys_of(Config)}
+KEYS: dict[str, Key] = {entry.name: entry for entry in keys_of(Config)}
 
 
 def _changeable() -> dict[str, Key]:

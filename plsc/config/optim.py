@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from plsc.strict_toml import Table, key, tables
+from plsc.strict_toml import Table, tables
+from plsc.toml_keys import key
 
 
 def _backbone_optimizers() -> tuple[str, ...]:

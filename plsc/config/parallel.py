@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from plsc.strict_toml import key
+from plsc.toml_keys import key
 
 
 def _strategies() -> tuple[str, ...]:

@@ -12,7 +12,8 @@ from plsc.config.data import DataConfig
 from plsc.config.head import HeadConfig
 from plsc.config.optim import OptimConfig
 from plsc.config.parallel import ParallelConfig
-from plsc.strict_toml import Table, key, tables
+from plsc.strict_toml import Table, tables
+from plsc.toml_keys import key
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.data.string_column import StringColumn
-from plsc.errors import IntegrityError
+from plsc.errors import IntegrityError, first_line
 
 Array = npt.NDArray[Any]
 
@@ -32,16 +32,16 @@ def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
         IntegrityError: it is missing, no ``.npy`` file, shorter than its header says, or not of ``shape`` (None: any
             length) and ``dtype``.
     """
+    if not path.is_file():  # a pipe or a device neither
+        raise IntegrityError(f"{path} is missing; restore it, or use another copy")
     try:
-        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} is missing; restore it, or use another copy") from None
-    except (ValueError, OSError, EOFError, SyntaxError, TypeError) as error:
-        raise IntegrityError(f"{path} is corrupt: {error}; use another copy") from None
+        array: Array = np.lib.format.open_memmap(path, mode="r")  # objects, which would be pickled, are refused by it
+    except Exception as error:  # its header is an expression of Python, and may be anything
+        raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
     fits = len(array.shape) == len(shape) and all(
         expected is None or actual == expected for actual, expected in zip(array.shape, shape, strict=True)
     )
-    if not fits or array.dtype != np.dtype(dtype):
+    if not fits or array.dtype != np.dtype(dtype) or not array.flags.c_contiguous:
         raise IntegrityError(
             f"{path} holds {array.dtype}{list(array.shape)} and not what the manifest says; use another copy"
         )
@@ -60,6 +60,8 @@ class MappedStringColumn(StringColumn):
     def at(self, index: int) -> str:
         """Return string ``index``."""
         first, last = int(self._offsets[index]), int(self._offsets[index + 1])
+        if not 0 <= first <= last:  # strings that lie in each other could be any multiple of the file's bytes
+            raise IntegrityError(f"a column of text is corrupt at row {index}; use another copy")
         return bytes(self._data[first:last]).decode("utf-8", errors="replace")
 
 

@@ -18,9 +18,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from plsc.data.alignment import align_face
-from plsc.embedding.onnx_engine import INPUT_TYPES, load_graph, open_session, run_session
+from plsc.embedding.onnx_engine import INPUT_TYPES, load_graph, open_session, run_session, try_model
 from plsc.errors import DataError, UsageError
 from plsc.files import sha256
+from plsc.signing import require_signed
 
 STRIDES = (8, 16, 32)
 ANCHORS = 2
@@ -62,12 +63,23 @@ class Detector:
         device: where it runs.
         threshold: the least score of a face.
         overlap: of two boxes whose intersection over union exceeds it, the better one is kept.
+        trusted: leave out the trial of :mod:`plsc.embedding.onnx_trial`.
     """
 
-    def __init__(self, path: Path, device: torch.device, threshold: float = 0.5, overlap: float = 0.4) -> None:
+    def __init__(
+        self,
+        path: Path,
+        device: torch.device,
+        threshold: float = 0.5,
+        overlap: float = 0.4,
+        *,
+        trusted: bool = False,
+    ) -> None:
         self.source, self.threshold, self.overlap = f"{PREFIX}{path}", threshold, overlap
         self._path = path
         load_graph(path)
+        if not trusted:
+            try_model(path, (FREE_SIDES[-1],) * 2)
         self._session = open_session(path, device)
         self._input, self._dtype, sides = _input_of(path, self._session.get_inputs())
         self._outputs = [output.name for output in self._session.get_outputs()]
@@ -138,7 +150,7 @@ class DetectedLandmarks:
     def __call__(self, index: int, image: torch.Tensor, name: str) -> Float32:
         """The landmarks (5, 2) of the main face of ``image`` uint8 (3, H, W); DataError if there is none."""
         if self._detector is None:
-            self._detector = open_detector(self.spec)
+            self._detector = open_detector(self.spec, trusted=True)  # tried when this was made
         return self._detector.main_face(image, name).landmarks
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,7 +158,12 @@ class DetectedLandmarks:
 
 
 def open_detector(
-    spec: str, *, device: torch.device | None = None, threshold: float = 0.5, overlap: float = 0.4
+    spec: str,
+    *,
+    device: torch.device | None = None,
+    threshold: float = 0.5,
+    overlap: float = 0.4,
+    trusted: bool = False,
 ) -> Detector:
     """Open a detector.
 
@@ -155,6 +172,7 @@ def open_detector(
         device: where it runs; None: the CPU.
         threshold: the least score of a face.
         overlap: of two boxes whose intersection over union exceeds it, the better one is kept.
+        trusted: leave out the first trial in a process of its own.
 
     Raises:
         UsageError: ``spec`` is of another form, or there is no such file.
@@ -165,7 +183,8 @@ def open_detector(
     path = Path(spec.removeprefix(PREFIX))
     if not path.is_file():
         raise UsageError(f"there is no detector {path}; none is shipped: name an SCRFD model with landmarks")
-    return Detector(path, device or torch.device("cpu"), threshold, overlap)
+    require_signed(path)
+    return Detector(path, device or torch.device("cpu"), threshold, overlap, trusted=trusted)
 
 
 def _input_of(path: Path, inputs: list[Any]) -> tuple[str, Any, tuple[int | None, int | None]]:

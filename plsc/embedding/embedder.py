@@ -10,6 +10,7 @@ from plsc.embedding.preprocessing import contract_id, state_digest
 from plsc.errors import DataError, UsageError
 from plsc.models import Backbone, load_model
 from plsc.models.preprocessing import Preprocessing, height_and_width
+from plsc.signing import require_signed
 
 RUN_MODEL, RUN_BEST = "model.safetensors", "best.safetensors"
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
@@ -180,6 +181,7 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
     those of the best evaluation (``best.safetensors``); a file stands for itself.
 
     Raises:
+        IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
         UsageError: there is no such file, or ``best`` is asked of a file, or of a run without an evaluation.
     """
     path = Path(source)
@@ -188,12 +190,15 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
     if not path.is_dir():
         if best:
             raise UsageError(f"{path} is a file: --best chooses among the weights of a run directory; leave it out")
+        require_signed(path)
         return path
     if not (path / RUN_MODEL).is_file():
         raise UsageError(f"{path} is no run directory: it has no {RUN_MODEL}; name the model file itself")
     if best and not (path / RUN_BEST).is_file():
         raise UsageError(f"{path} has no {RUN_BEST}: it was trained without [eval] sets; leave --best out")
-    return path / (RUN_BEST if best else RUN_MODEL)
+    model = path / (RUN_BEST if best else RUN_MODEL)
+    require_signed(model)
+    return model
 
 
 def _engine(path: Path, device: torch.device, precision: str, architecture: str | None) -> Engine:

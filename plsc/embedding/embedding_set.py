@@ -18,6 +18,7 @@ the id of the model's weights and preprocessing. Vectors of two contracts mean d
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,12 +28,15 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.embedding.columns import ChainedStringColumn, open_array, open_strings, string_files
-from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.files import Manifest, read_manifest, verify_files
+from plsc.errors import DataError, IntegrityError, UsageError, first_line
+from plsc.files import MANIFEST, Manifest, check_description, manifest_value, read_manifest, verify_files
+from plsc.signing import VERIFY_KEY, require_signed
+from plsc.text_files import text_lines
 
 FORMAT = "plsc embedding set"
 SHARD_FORMAT = "plsc embedding shard"
 VERSION = 1
+LARGEST_DIM = 1 << 20
 SHARD_FILES = ("embeddings.npy", "ids.npy", "labels.npy", *string_files("keys"), "errors.jsonl")
 
 Float32 = npt.NDArray[np.float32]
@@ -62,7 +66,7 @@ class Shard:
         self.ids: Int64 = open_array(folder / "ids.npy", (rows,), "int64")
         self.labels: Int64 = open_array(folder / "labels.npy", (rows,), "int64")
         self.keys: Sequence[str] = open_strings(folder, "keys", rows)
-        self.errors = _read_errors(folder / "errors.jsonl")
+        self.errors = _read_errors(folder / "errors.jsonl", range(self.start, self.start + rows))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -76,6 +80,7 @@ class EmbeddingSet:
     Args:
         folder: of the set.
         verify: hash every file, too.
+        own: this process wrote it: a signature is not asked for (:mod:`plsc.signing`).
 
     Attributes:
         contract_id: of the model and preprocessing that made the embeddings.
@@ -90,13 +95,17 @@ class EmbeddingSet:
         IntegrityError: a file is damaged.
     """
 
-    def __init__(self, folder: str | Path, *, verify: bool = False) -> None:
+    def __init__(self, folder: str | Path, *, verify: bool = False, own: bool = False) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
+        if not own:
+            require_signed(self.folder)
+            verify = verify or bool(os.environ.get(VERIFY_KEY))  # else the signature is of hashes that nobody compares
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
-        if not self.manifest["complete"]:
+        if not manifest_value(self.folder, self.manifest, "complete", bool):
             raise DataError(f"{self.folder} is not finished; run plsc embed again with the same arguments")
+        self._check_manifest()
         if verify:
             self.verify()
         self.contract_id: str = self.manifest["contract_id"]
@@ -158,9 +167,24 @@ class EmbeddingSet:
         """{row: error} of the rows without an embedding."""
         return {row: text for shard in self.shards for row, text in shard.errors.items()}
 
+    def _check_manifest(self) -> None:
+        """Check what the manifest's digest does not: whoever writes a manifest writes its digest."""
+        for name, kind in (("contract_id", str), ("dtype", str), ("files", dict)):
+            manifest_value(self.folder, self.manifest, name, kind)
+        rows, _, dim = (manifest_value(self.folder, self.manifest, name, int) for name in ("rows", "classes", "dim"))
+        start = 0
+        for number, entry in enumerate(manifest_value(self.folder, self.manifest, "shards", list)):
+            is_next = isinstance(entry, dict) and (entry.get("name"), entry.get("start")) == (shard_name(number), start)
+            if not is_next or set(manifest_value(self.folder, entry, "files", dict)) != set(SHARD_FILES):
+                raise IntegrityError(f"{self.folder / MANIFEST} describes shard {number} wrongly; use another copy")
+            start += manifest_value(self.folder, entry, "rows", int)
+        if start != rows or self.manifest["dtype"] not in ("float32", "float16") or not 0 < dim <= LARGEST_DIM:
+            raise IntegrityError(f"{self.folder / MANIFEST} does not describe its shards; use another copy")
+
     def _open_shard(self, entry: Manifest) -> Shard:
         folder = self.folder / entry["name"]
         for name, description in entry["files"].items():
+            check_description(folder, name, description)
             path = folder / name
             if not path.is_file() or path.stat().st_size != description["bytes"]:
                 verify_files(folder, {name: description})  # raises, and says which of both
@@ -190,11 +214,14 @@ def _joined(parts: list[Int64]) -> Int64:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def _read_errors(path: Path) -> dict[int, str]:
+def _read_errors(path: Path, rows: range) -> dict[int, str]:
+    if not path.is_file():
+        raise IntegrityError(f"{path} is missing; restore it, or use another copy")
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {int(line["row"]): str(line["error"]) for line in lines}
-    except FileNotFoundError:
-        raise IntegrityError(f"{path} is missing; restore it, or use another copy") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise IntegrityError(f"{path} is corrupt: {error}; use another copy") from None
+        errors = {}
+        for _, line in text_lines(path):
+            entry = json.loads(line)
+            errors[rows[rows.index(entry["row"])]] = str(entry["error"])
+        return errors
+    except (ValueError, KeyError, TypeError, RecursionError, DataError) as error:
+        raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None

@@ -68,7 +68,7 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
     with atomic_write(Path(path)) as tmp_path:
         tmp_path.touch()  # fails now, before the work, if the folder cannot be written
         onnx.save(_onnx_model(model, engine), str(tmp_path))
-        check = _checked(engine, expected, OnnxEngine(tmp_path, CPU), Path(path), tolerance)
+        check = _checked(engine, expected, OnnxEngine(tmp_path, CPU, trusted=True), Path(path), tolerance)
     return _result("onnx", Path(path), engine, check)
 
 

@@ -217,7 +217,7 @@ def _pending_shards(writer: SetWriter, mesh: Mesh) -> list[int]:
 
 def _is_whole(folder: Path) -> bool:
     try:
-        EmbeddingSet(folder, verify=True)
+        EmbeddingSet(folder, verify=True, own=True)
     except IntegrityError:
         return False
     return True
@@ -279,7 +279,7 @@ def _shard_rows(job: _Job, number: int, batches: Iterator[Embedded], work: _Work
 
 
 def _summary(folder: Path, works: list[_Work], dataset: ImageDataset) -> dict[str, Any]:
-    finished = EmbeddingSet(folder)
+    finished = EmbeddingSet(folder, own=True)
     errors = [{"key": finished.keys[row], "error": text} for row, text in finished.errors.items()]
     warnings = sorted(warning for work in works for warning in work.warnings)[:_SHOWN]
     rows = sum(work.rows for work in works)

@@ -6,6 +6,7 @@ A file that somebody else wrote can be wrong in many ways; each becomes a :class
 import hashlib
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from plsc.embedding.onnx_trial import trial_fault
 from plsc.embedding.preprocessing import contract_id
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
@@ -22,6 +24,8 @@ from plsc.models.preprocessing import image_size as checked_image_size
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
 LARGEST_BATCH = 256
+LOOPS = ("Loop", "Scan", "SequenceMap")
+LOOPS_ALLOWED = "PLSC_ONNX_LOOPS"  # of the environment: 1 lets models have them
 
 INPUT_TYPES: dict[str, Any] = {
     "tensor(float)": np.float32,
@@ -51,14 +55,17 @@ class OnnxEngine:
 
     precision = "fp32"  # the name for "as the file is": nothing is cast
 
-    def __init__(self, path: Path, device: torch.device) -> None:
+    def __init__(self, path: Path, device: torch.device, *, trusted: bool = False) -> None:
+        """Open ``path`` on ``device``; ``trusted`` leaves out the trial of :mod:`plsc.embedding.onnx_trial`."""
         self._path = path
         model = load_graph(path)
+        metadata = _metadata(model)
+        if not trusted:
+            try_model(path, height_and_width(_default_size(metadata)))
         self._session = open_session(path, device)
         image_input = _single(path, "input", self._session.get_inputs())
         self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
         self._dtype = _dtype(path, image_input)
-        metadata = _metadata(model)
         batch, size, self._channels_last = _layout(path, image_input.shape, metadata)
         self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
         self._batch, self._padded = (batch, True) if batch else (LARGEST_BATCH, False)
@@ -159,7 +166,7 @@ def _layout(path: Path, shape: list[Any], metadata: dict[str, str]) -> tuple[int
 def _default_size(metadata: dict[str, str]) -> ImageSize:
     try:
         return checked_image_size(json.loads(metadata.get("image_size", "")))
-    except ValueError:
+    except (ValueError, RecursionError):
         return DEFAULT_SIZE
 
 
@@ -167,9 +174,9 @@ def _preprocessing(path: Path, model: Any, metadata: dict[str, str], size: Image
     if "mean" in metadata and "std" in metadata:
         try:
             return Preprocessing.from_metadata(metadata, size)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise DataError(
-                f"{path} has metadata whose mean or std cannot be used ({error}); export it again"
+                f"{path} has metadata whose mean or std cannot be used ({first_line(error)}); export it again"
             ) from None
     if dtype is np.uint8 or _normalises_by_name(model) or _normalises_by_graph(model):
         return Preprocessing(size, 0.0, 1.0)
@@ -237,18 +244,58 @@ def _contract_id(model: Any, metadata: dict[str, str], preprocessing: Preprocess
 
 
 def load_graph(path: Path) -> Any:
-    """Read the file's ``onnx.ModelProto``; :class:`DataError` if it is cut, no ONNX file, or holds no graph."""
+    """Read the file's ``onnx.ModelProto``.
+
+    Raises:
+        DataError: it is cut, no ONNX file, holds no graph or a loop, or has its weights in other files.
+    """
     import onnx
 
     try:
-        model = onnx.load(str(path))
+        model = onnx.load(str(path), load_external_data=False)
     except OSError:
         raise
-    except Exception as error:  # protobuf's errors, and those of onnx's reader of external data
+    except Exception as error:  # protobuf's errors
         raise DataError(f"{path} is truncated, or no ONNX file: {first_line(error)}") from None
     if not model.graph.node:
         raise DataError(f"{path} is truncated, or no ONNX file: it holds no graph")
+    for fault in _faults(model):
+        raise DataError(f"{path} {fault}")
     return model
+
+
+def _faults(model: Any) -> Iterator[str]:
+    """What no trial could find: a loop may end on one picture and not on the next; a path may lead anywhere."""
+    from onnx import TensorProto
+
+    for graph in (model.graph, *model.functions):
+        for message in _messages(graph):
+            kind = type(message).__name__
+            if kind == "NodeProto" and message.op_type in LOOPS and os.environ.get(LOOPS_ALLOWED) != "1":
+                yield f"has a {message.op_type}, which may never end; set {LOOPS_ALLOWED}=1 where you trust its maker"
+            if kind == "TensorProto" and message.data_location == TensorProto.EXTERNAL:
+                yield "has weights in other files; save it as one file"
+
+
+def _messages(message: Any) -> Iterator[Any]:
+    """Yield a protobuf message and all that it holds; protobuf itself limits the depth to 100."""
+    yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None:
+            for inner in [value] if hasattr(value, "ListFields") else value:
+                yield from _messages(inner)
+
+
+def try_model(path: Path, free_size: tuple[int, int]) -> None:
+    """Load and run a model in a process of its own: :class:`DataError` where it takes too much memory or time.
+
+    Args:
+        path: the file.
+        free_size: height and width of the pictures where the model leaves them free.
+    """
+    fault = trial_fault(path, free_size)
+    if fault is not None:
+        raise DataError(f"{path} is refused: it {fault}; use another copy")
 
 
 def open_session(path: Path, device: torch.device) -> Any:

@@ -130,8 +130,10 @@ def _inspected(path: Path) -> io.BytesIO:
     packed = io.BytesIO()
     try:
         with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w") as copy:
-            names = archive.namelist()
+            names, entries = archive.namelist(), archive.infolist()
             reason = "it holds a name twice" if len(set(names)) < len(names) else None
+            if sum(entry.file_size for entry in entries) > path.stat().st_size:  # a small file could fill the memory
+                raise DataError(f"{path} is refused: it is compressed, or its members overlap; export it again")
             for name in dict.fromkeys(names):
                 content = archive.read(name)
                 reason = reason or next(_member_dangers(name.partition("/")[2], content), None)

@@ -172,7 +172,7 @@ class SetWriter:
             files=describe_files(self.folder, string_files("class_names")),
             shards=shards,
         )
-        return EmbeddingSet(self.folder)
+        return EmbeddingSet(self.folder, own=True)
 
     def _write(self, *, complete: bool, **more: Any) -> None:
         head: Manifest = {"format": FORMAT, "version": VERSION, "complete": complete, "normalized": False}

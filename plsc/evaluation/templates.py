@@ -3,6 +3,7 @@
 The release is a folder with ``meta/`` (lists of faces, templates and pairs) and ``loose_crop/`` (cropped images).
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from plsc.evaluation.roc import roc_from_scores
 from plsc.models.preprocessing import ImageSize, check_square
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
+from plsc.text_files import read_integers, text_lines
 
 _FACES, _TEMPLATES, _PAIRS = "_name_5pts_score.txt", "_face_tid_mid.txt", "_template_pair_label.txt"
 _UNDEFINED = ("accuracy", "accuracy_std", "threshold_cosine", "tar@far_folds", "rank1", "rank5", "open_set")
@@ -209,13 +211,14 @@ def read_template_pairs(folder: Path, prefix: str) -> TemplatePairs:
     path = folder / "meta" / f"{prefix}{_PAIRS}"
     if not path.is_file() or not path.stat().st_size:
         raise DataError(f"{path} is missing or empty; copy it from the release")
+    problem = DataError(f"{path} has other lines than: each line is template template label, with label 0 or 1")
     try:
-        table = np.loadtxt(path, dtype=np.int32, ndmin=2, comments=None)
-    except ValueError as error:
-        raise DataError(f"{path}: {error}; each line is: template template label") from None
-    if table.shape[1] != 3 or not np.isin(table[:, 2], (0, 1)).all():
-        raise DataError(f"{path} has other lines than: template template label, with label 0 or 1")
-    return TemplatePairs(table[:, 0], table[:, 1], table[:, 2] == 1)
+        table = read_integers(path, 3)
+    except DataError:
+        raise problem from None
+    if not np.isin(table[:, 2], (0, 1)).all() or np.any(table[:, :2] != table[:, :2].astype(np.int32)):
+        raise problem
+    return TemplatePairs(table[:, 0].astype(np.int32), table[:, 1].astype(np.int32), table[:, 2] == 1)
 
 
 def _read_rows(path: Path, columns: int) -> tuple[list[str], NDArray[np.float64]]:
@@ -223,13 +226,14 @@ def _read_rows(path: Path, columns: int) -> tuple[list[str], NDArray[np.float64]
     names: list[str] = []
     values: list[list[float]] = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                name, *rest = line.split() or [""]
-                values.append([float(field) for field in rest])
-                names.append(name)
-                if len(rest) != columns:
-                    raise DataError(f"{path} line {number} has {len(rest)} numbers, not {columns}")
+        for number, line in text_lines(path):
+            name, *rest = line.split() or [""]
+            values.append([float(field) for field in rest])
+            names.append(name)
+            if not all(map(math.isfinite, values[-1])):
+                raise DataError(f"{path} line {number} has a number that is not finite")
+            if len(rest) != columns:
+                raise DataError(f"{path} line {number} has {len(rest)} numbers, not {columns}")
     except FileNotFoundError:
         raise DataError(f"{path} is missing; copy it from the release") from None
     except ValueError as error:

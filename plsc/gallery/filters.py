@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from plsc.errors import UsageError
+from plsc.errors import UsageError, quoted
 
 OPERATORS = ("eq", "ne", "in", "gt", "gte", "lt", "lte", "exists")
 COMPARISONS = {"gt": ">", "gte": ">=", "lt": "<", "lte": "<="}  # the ordering operators in SQL and Milvus expressions
-MAX_ENTRIES = 64  # conditions in a filter, and entries of a metadata object
+MAX_ENTRIES = 64  # of a metadata object
+MAX_CONDITIONS = 16  # of a filter: each costs a look at all persons who have the key
 MAX_CHARACTERS = 1024  # of a key or a string value
-MAX_IN_VALUES = 10_000
+MAX_IN_VALUES = 10_000  # of all lists of a filter: each is a parameter of SQL
 _ORDERINGS: dict[str, Callable[[Any, Any], Any]] = {
     "gt": operators.gt,
     "gte": operators.ge,
@@ -91,10 +92,12 @@ class Filter:
     def parse(cls, value: Any) -> "Filter":
         """Parse the JSON form; :class:`UsageError` names what is wrong in it."""
         if not isinstance(value, dict):
-            raise UsageError(f"a filter is a JSON object, not {_quoted(value)}")
+            raise UsageError(f"a filter is a JSON object, not {quoted(value)}")
         conditions = [condition for key, test in value.items() for condition in _parse_key(key, test)]
-        if len(conditions) > MAX_ENTRIES:
-            raise UsageError(f"a filter of {len(conditions)} conditions; at most {MAX_ENTRIES} are taken")
+        if sum(len(one.value) for one in conditions if one.operator == "in") > MAX_IN_VALUES:
+            raise UsageError(f'the lists after "in" of a filter have at most {MAX_IN_VALUES} values together')
+        if len(conditions) > MAX_CONDITIONS:
+            raise UsageError(f"a filter of {len(conditions)} conditions; at most {MAX_CONDITIONS} are taken")
         return cls(tuple(conditions))
 
     def matches(self, metadata: Mapping[str, Any]) -> bool:
@@ -102,10 +105,23 @@ class Filter:
         return all(condition.matches(metadata) for condition in self.conditions)
 
 
+@dataclass(frozen=True, eq=False)
+class PreparedFilter(Filter):
+    """A filter whose matches a store has looked up already, for one search soon after.
+
+    Attributes:
+        found: what the store keeps of them.
+        key: equal for filters with the same matches.
+    """
+
+    found: Any
+    key: tuple[int, str]
+
+
 def check_metadata(metadata: Any) -> dict[str, Any]:
     """Return ``metadata`` as a dict; :class:`UsageError` unless it is an object with few short keys, finite scalars."""
     if not isinstance(metadata, Mapping):
-        raise UsageError(f"metadata is a JSON object, not {_quoted(metadata)}")
+        raise UsageError(f"metadata is a JSON object, not {quoted(metadata)}")
     if len(metadata) > MAX_ENTRIES:
         raise UsageError(f"metadata of {len(metadata)} entries; at most {MAX_ENTRIES} are taken")
     for key, value in metadata.items():
@@ -128,34 +144,32 @@ def _parse_key(key: Any, test: Any) -> list[Condition]:
         _check_scalar(key, test)
         return [Condition(key, "eq", test)]
     if not test:
-        raise UsageError(f"the filter on {_quoted(key)} is empty; give one of {', '.join(OPERATORS)}")
+        raise UsageError(f"the filter on {quoted(key)} is empty; give one of {', '.join(OPERATORS)}")
     return [_parse_condition(key, operator, value) for operator, value in test.items()]
 
 
 def _parse_condition(key: str, operator: Any, value: Any) -> Condition:
     if operator not in OPERATORS:
-        raise UsageError(f"the filter on {_quoted(key)} knows no {_quoted(operator)}; it takes {', '.join(OPERATORS)}")
+        raise UsageError(f"the filter on {quoted(key)} knows no {quoted(operator)}; it takes {', '.join(OPERATORS)}")
     if operator == "in":
         if not isinstance(value, list) or len(value) > MAX_IN_VALUES:
-            raise UsageError(f'"in" of the filter on {_quoted(key)} takes a list of at most {MAX_IN_VALUES} values')
+            raise UsageError(f'"in" of the filter on {quoted(key)} takes a list of at most {MAX_IN_VALUES} values')
         for member in value:
             _check_scalar(key, member)
         return Condition(key, operator, tuple(value))
     if operator == "exists":
         if not isinstance(value, bool):
-            raise UsageError(f'"exists" of the filter on {_quoted(key)} is true or false, not {_quoted(value)}')
+            raise UsageError(f'"exists" of the filter on {quoted(key)} is true or false, not {quoted(value)}')
         return Condition(key, operator, value)
     _check_scalar(key, value)
     if operator in COMPARISONS and isinstance(value, bool):
-        raise UsageError(
-            f'"{operator}" of the filter on {_quoted(key)} takes a number or a string, not {_quoted(value)}'
-        )
+        raise UsageError(f'"{operator}" of the filter on {quoted(key)} takes a number or a string, not {quoted(value)}')
     return Condition(key, operator, value)
 
 
 def _check_key(key: Any) -> None:
     if not isinstance(key, str) or not 0 < len(key) <= MAX_CHARACTERS or not is_storable(key):
-        raise UsageError(f"a metadata key is a string of 1 to {MAX_CHARACTERS} characters, not {_quoted(key)}")
+        raise UsageError(f"a metadata key is a string of 1 to {MAX_CHARACTERS} characters, not {quoted(key)}")
 
 
 def _check_scalar(key: str, value: Any) -> None:
@@ -166,10 +180,6 @@ def _check_scalar(key: str, value: Any) -> None:
     if isinstance(value, float) and math.isfinite(value):
         return
     raise UsageError(
-        f"{_quoted(key)} is {_quoted(value)}; it takes a string of at most {MAX_CHARACTERS} characters, "
+        f"{quoted(key)} is {quoted(value)}; it takes a string of at most {MAX_CHARACTERS} characters, "
         "a finite number (integers of 64 bits), true or false"
     )
-
-
-def _quoted(value: Any) -> str:
-    return ascii(value)[:80]

@@ -236,7 +236,7 @@ def face_row(face: int, person: int, fits: dict[str, str], vector: Float32) -> R
 def read_person(row: Row, faces: Sequence[int]) -> Person:
     """Return the person of a row."""
     name, metadata, created = json.loads(row["body"])
-    return Person(row["id"], name, metadata, tuple(sorted(faces)), created)
+    return Person(row["id"], name, metadata, tuple(sorted(faces)), created, revision=0)
 
 
 def read_vectors(vectors: Sequence[Any], dim: int) -> Float32:

@@ -6,6 +6,7 @@ A store's own files, snapshots, copies and exports never hold one, so a deleted 
 removed before the face is deleted, and a crash in between leaves a face without a thumbnail, never the reverse.
 """
 
+import os
 import re
 import shutil
 import sys
@@ -19,10 +20,12 @@ import torch
 
 from plsc.data.codec import encode_image
 from plsc.errors import NotFoundError
-from plsc.files import storage_errors, sync
-from plsc.gallery.store import NewPerson, Person, Store
+from plsc.files import make_private_folder, open_private, restrict, storage_errors, sync
+from plsc.gallery.store import IdempotentRequest, NewPerson, Person, Precondition, Store
+from plsc.gallery.validation import check_external_id
 
 _BUCKET_PERSONS = 1000  # of one folder: file systems and people dislike a million entries
+_EXPIRED_AT_ONCE = 100  # persons, so that changes do not wait long behind them
 _COLLECTION = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}@\d+")
 _NAME = re.compile(r"(\d+)-(\d+)\.jpg")
 
@@ -47,39 +50,92 @@ class ThumbnailStore:
         self.keeps = keep and folder is not None
         # A deletion must not come between an enrolment's commit and the writing of its thumbnails.
         self._lock: AbstractContextManager[object] = nullcontext() if folder is None else threading.Lock()
+        if folder is not None and folder.is_dir():
+            for path in folder.iterdir():
+                if _COLLECTION.fullmatch(path.name) and path.stat().st_mode & 0o077:
+                    restrict(path)
 
     def add_persons(
-        self, collection: str, persons: Sequence[NewPerson], contract_id: str, crops: Sequence[Sequence[Crop]]
+        self,
+        collection: str,
+        persons: Sequence[NewPerson],
+        contract_id: str,
+        crops: Sequence[Sequence[Crop]],
+        *,
+        idempotent: IdempotentRequest | None = None,
     ) -> list[Person]:
         """Enrol ``persons``; ``crops`` holds uint8 (3, S, S) for each face of each, None where there is no image."""
         with self._lock:
-            added = self._store.add_persons(collection, persons, contract_id)
+            added = self._store.add_persons(collection, persons, contract_id, idempotent=idempotent)
             for person, own in zip(added, crops, strict=True):
                 self._write(collection, person.id, person.faces, own)
         return added
 
+    def put_person(
+        self,
+        collection: str,
+        person: NewPerson,
+        contract_id: str,
+        crops: Sequence[Crop],
+        *,
+        precondition: Precondition | None = None,
+    ) -> tuple[Person, bool]:
+        """Enrol ``person``, or replace the one with its external id; returns True beside one that is new."""
+        with self._lock:
+            if self._folder is not None:
+                with suppress(NotFoundError):
+                    former = self._store.find_person(collection, check_external_id(person.external_id))
+                    _check(precondition, former)
+                    self._remove(self._folder, collection, former.id, former.faces)
+            put, is_new = self._store.put_person(collection, person, contract_id, precondition=precondition)
+            self._write(collection, put.id, put.faces, crops)
+        return put, is_new
+
     def add_faces(
-        self, collection: str, person: int, vectors: npt.ArrayLike, contract_id: str, crops: Sequence[Crop]
+        self,
+        collection: str,
+        person: int,
+        vectors: npt.ArrayLike,
+        contract_id: str,
+        crops: Sequence[Crop],
+        *,
+        idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
         """Add faces to a person; returns their ids. ``crops`` as for :meth:`add_persons`."""
         with self._lock:
-            faces = self._store.add_faces(collection, person, vectors, contract_id)
+            faces = self._store.add_faces(collection, person, vectors, contract_id, idempotent=idempotent)
             self._write(collection, person, faces, crops)
         return faces
 
-    def delete_person(self, collection: str, person: int) -> None:
+    def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
         """Delete a person with all faces and thumbnails."""
         with self._lock:
             if self._folder is not None:
-                self._remove(self._folder, collection, person, self._store.person(collection, person).faces)
-            self._store.delete_person(collection, person)
+                former = self._store.person(collection, person)
+                _check(precondition, former)
+                self._remove(self._folder, collection, person, former.faces)
+            self._store.delete_person(collection, person, precondition=precondition)
 
-    def delete_face(self, collection: str, person: int, face: int) -> None:
+    def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
         """Delete a face and its thumbnail."""
         with self._lock:
-            if self._folder is not None and face in self._store.person(collection, person).faces:
-                self._remove(self._folder, collection, person, [face])
-            self._store.delete_face(collection, person, face)
+            if self._folder is not None:
+                owner = self._store.person(collection, person)
+                if face in owner.faces:
+                    _check(precondition, owner)
+                    self._remove(self._folder, collection, person, [face])
+            self._store.delete_face(collection, person, face, precondition=precondition)
+
+    def delete_expired(self) -> dict[str, list[int]]:
+        """Delete some of the persons whose time has come, with their thumbnails; returns their ids by collection."""
+        gone: dict[str, list[int]] = {}
+        with self._lock:
+            for collection, persons in self._store.expired(_EXPIRED_AT_ONCE).items():
+                if self._folder is not None:
+                    for person in persons:
+                        self._remove(self._folder, collection, person.id, person.faces)
+                gone[collection] = self._store.delete_expired(collection, [person.id for person in persons])
+        return gone
 
     def delete_collection(self, collection: str) -> None:
         """Delete a collection with everybody and all thumbnails in it."""
@@ -107,13 +163,12 @@ class ThumbnailStore:
             return
         folder = self._collection_folder(self._folder, collection)
         try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
             for face, crop in zip(faces, crops, strict=True):
                 if crop is not None:
                     path = _path(folder, person, face)
-                    path.parent.mkdir(exist_ok=True)
-                    path.write_bytes(encode_image(crop))
+                    make_private_folder(path.parent)
+                    with os.fdopen(open_private(path), "wb") as file:
+                        file.write(encode_image(crop))
         except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
             print(f"plsc gallery: a thumbnail was not kept: {error.strerror}", file=sys.stderr, flush=True)
 
@@ -149,6 +204,12 @@ class ThumbnailStore:
         """The folder of a collection. Its name has the time of creation: a new collection of the name is another."""
         created = re.sub(r"\D", "", self._store.collection(collection).created)
         return root / f"{collection}@{created}"
+
+
+def _check(precondition: Precondition | None, person: Person) -> None:
+    """Fail before a thumbnail is removed where the store would refuse the change behind it."""
+    if precondition is not None:
+        precondition.check(person)
 
 
 def _path(folder: Path, person: int, face: int) -> Path:

@@ -1,18 +1,20 @@
 """Galleries to plain files and back, whatever store they live in: embedding sets, and copies of a server's store.
 
 **Embedding sets.** :func:`export_set` writes a collection as an embedding set with a row for each face: its
-id is the face's, its label the person, its key "person/ID/face/ID". Names and metadata lie beside it in persons.jsonl,
-a line {"id", "name", "metadata", "created"} for each label, whose hash the set's manifest holds under "gallery"; other
-readers see the names as class names, made unique. :func:`import_set` enrols such a set, or any other.
+id is the face's, its label the person, its key "person/ID/face/ID". What else is known of a person lies beside it in
+persons.jsonl, a line {"id", "name", "metadata", "created", "external_id", "expires"} for each label, whose hash the
+set's manifest holds under "gallery"; other readers see the names as class names, made unique. :func:`import_set` enrols
+such a set, or any other.
 
 **Copies.** Stores on a server write their snapshots as a folder of plain files, which :func:`copy_into` enrols:
 
 COPY/
   manifest.json              with its own digest: every collection with its figures, and {file: {"bytes", "sha256"}}
-  00000.persons.jsonl        a line {"id", "name", "metadata", "created", "faces": [ids]} for each person, by id
+  00000.persons.jsonl        a line of plsc.gallery.store.Person's fields for each person, by id; "faces" are ids
   00000.vectors.npy          (faces, dim) float32 of unit length, in the order of the persons' faces
 
-Either way enrolling gives new ids and new times.
+Either way enrolling gives new ids, times and revisions, and keeps external ids and expiry dates. Persons who expired
+are left out.
 """
 
 import json
@@ -36,22 +38,29 @@ from plsc.files import (
     atomic_replace_dir,
     describe_files,
     make_folder,
+    make_private_folder,
+    manifest_value,
     read_manifest,
+    restrict,
     storage_errors,
     verify_files,
     write_manifest,
 )
 from plsc.gallery.store import Collection, Float32, NewPerson, Person, Store
+from plsc.gallery.validation import MAX_ID
 from plsc.index.rows import Int64, Mask, searchable
 from plsc.progress import Progress
 
 PERSONS = "persons.jsonl"
 COPY_FORMAT = "plsc gallery copy"
-COPY_VERSION = 1
+COPY_VERSION = 2
+_OLDEST_COPY = 1  # its persons have neither external ids, revisions nor expiry dates
 _PAGE_PERSONS = 1000  # read from a store at once
 _SHARD_ROWS = 32768
 _IMPORT_BATCH_FACES = 2000  # of an import's transaction, at least
 _COPY_BATCH_PERSONS = 500  # of a transaction of copy_into
+
+_EXPORTED = ("id", "name", "metadata", "created", "external_id", "expires")
 
 PersonRows = Iterable[tuple[Person, Float32]]
 
@@ -71,18 +80,20 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
     target, info = Path(folder), store.collection(collection)
     if target.exists():
         raise ConflictError(f"{target} exists already; name a new folder")
+    expired = store.expired(MAX_ID).get(collection, [])
+    rows = info.faces - sum(len(person.faces) for person in expired)
     settings = {
         "contract_id": info.contract_id,
         "dim": info.dim,
         "dtype": "float32",
-        "rows": info.faces,
+        "rows": rows,
         "shard_rows": _SHARD_ROWS,
     }
     writer = SetWriter(target, settings)
     try:
         with storage_errors(target):
             writer.begin()
-            names = _write_rows(writer, store, collection, Progress("export", info.faces, "faces", quiet=quiet))
+            names = _write_rows(writer, store, collection, Progress("export", rows, "faces", quiet=quiet))
             origin = {"collection": collection, "persons": len(names)}
             writer.origin["gallery"] = {**origin, "files": describe_files(target, [PERSONS])}
             return writer.finish(names)
@@ -97,7 +108,7 @@ def _write_rows(writer: SetWriter, store: Store, collection: str, progress: Prog
     shards = _ShardBuffer(writer)
     with (writer.folder / PERSONS).open("w", encoding="utf-8") as file:
         for person in _all_persons(store, collection):
-            line = {name: getattr(person, name) for name in ("id", "name", "metadata", "created")}
+            line = {name: getattr(person, name) for name in _EXPORTED}
             file.write(json.dumps(line, allow_nan=False) + "\n")
             vectors = store.vectors(collection, person.id)
             if len(vectors) != len(person.faces):
@@ -233,7 +244,8 @@ def _new_persons(source: EmbeddingSet, usable: Mask) -> Iterator[NewPerson]:
         rows = order[ends[label + 1] : ends[label + 2]]
         if known is not None:
             line = next(known)
-            yield NewPerson(_read_rows(source, rows), line["name"], line["metadata"])
+            about = (line["name"], line["metadata"], line.get("external_id"), line.get("expires"))
+            yield NewPerson(_read_rows(source, rows), *about)
         elif len(rows):
             yield NewPerson(_read_rows(source, rows), name)
     for row in order[ends[0] : ends[1]].tolist():
@@ -279,11 +291,12 @@ def write_copy(target: Path, collections: Sequence[tuple[Collection, PersonRows]
     shutil.rmtree(tmp_path, ignore_errors=True)
     try:
         with storage_errors(target):
-            tmp_path.mkdir()
+            make_private_folder(tmp_path)
             infos = [_write_collection(tmp_path, index, *item) for index, item in enumerate(collections)]
             names = sorted(path.name for path in tmp_path.iterdir())
             content: Manifest = {"format": COPY_FORMAT, "version": COPY_VERSION, "collections": infos}
             write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, names)})
+            restrict(tmp_path)
             atomic_replace_dir(tmp_path, target)
     finally:
         shutil.rmtree(tmp_path, ignore_errors=True)
@@ -296,9 +309,12 @@ def read_copy(folder: Path) -> list[tuple[Collection, Iterator[tuple[Person, Flo
         DataError: ``folder`` holds no copy.
         IntegrityError: the copy is damaged; names the file.
     """
-    manifest = read_manifest(folder, COPY_FORMAT, COPY_VERSION)
-    verify_files(folder, manifest["files"])
-    infos = [Collection(**info) for info in manifest["collections"]]
+    manifest = read_manifest(folder, COPY_FORMAT, COPY_VERSION, oldest=_OLDEST_COPY)
+    verify_files(folder, manifest_value(folder, manifest, "files", dict))
+    try:
+        infos = [Collection(**info) for info in manifest_value(folder, manifest, "collections", list)]
+    except TypeError as error:
+        raise IntegrityError(f"{folder} lists its collections wrongly ({error}); use another copy") from None
     return [(info, _read_collection(folder, index, info)) for index, info in enumerate(infos)]
 
 
@@ -319,7 +335,10 @@ def _enrol_collection(store: Store, info: Collection, rows: Iterator[tuple[Perso
     store.create_collection(info.name, info.dim, info.contract_id)
     try:
         while batch := list(islice(rows, _COPY_BATCH_PERSONS)):
-            new = [NewPerson(vectors, person.name, person.metadata) for person, vectors in batch]
+            new = [
+                NewPerson(vectors, person.name, person.metadata, person.external_id, person.expires)
+                for person, vectors in batch
+            ]
             store.add_persons(info.name, new, info.contract_id)
     except BaseException:
         store.delete_collection(info.name)

@@ -1,25 +1,28 @@
 """Validation of names, vectors, metadata and searches, which every store applies before it touches a row."""
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import numpy as np
 
-from plsc.errors import ConflictError, UsageError
+from plsc.errors import ConflictError, UsageError, quoted
 from plsc.gallery.filters import Filter, check_metadata, is_storable
-from plsc.gallery.store import Collection, Float32, NewPerson
+from plsc.gallery.store import KEEP, Collection, Float32, NewPerson, Person
 from plsc.index.rows import unit_vectors
 
 MAX_DIM = 16_384
 MAX_ID = 2**63 - 1
 MAX_NAME = 1024  # characters of a person's name
+MAX_EXTERNAL_ID = 128  # characters
 COLLECTION_NAME = r"^[A-Za-z][A-Za-z0-9_.\-]{0,63}$"
 COLLECTION_NAME_RULE = "a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most"
 _COLLECTION = re.compile(COLLECTION_NAME)
+_RFC_3339 = re.compile(r"\d{4}-\d\d-\d\d([Tt ]\d\d:\d\d:\d\d(\.\d{1,9})?([Zz]|[+-]\d\d:\d\d))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -29,17 +32,24 @@ class ValidPerson:
     vectors: Float32
     name: str | None
     metadata: dict[str, Any]
+    external_id: str | None = None
+    expires: str | None = None
 
 
-def now() -> str:
-    """Return the time as ISO 8601, UTC, to the millisecond."""
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+def now(later: timedelta = timedelta()) -> str:
+    """Return the time, or a later one, as ISO 8601, UTC, to the millisecond: such texts sort as their times do."""
+    return _utc(datetime.now(UTC) + later)
+
+
+def is_expired(expires: str | None) -> bool:
+    """Return True if the time at which something expires (None: never) has come."""
+    return expires is not None and expires <= now()
 
 
 def check_collection(name: str, dim: int, contract_id: str) -> None:
     """Raise :class:`UsageError` unless a collection may have this name, dimension and contract id."""
     if not isinstance(name, str) or not _COLLECTION.fullmatch(name):
-        raise UsageError(f"no collection can be named {ascii(name)[:80]}: {COLLECTION_NAME_RULE}")
+        raise UsageError(f"no collection can be named {quoted(name)}: {COLLECTION_NAME_RULE}")
     if not _is_integer(dim) or not 1 <= dim <= MAX_DIM:
         raise UsageError(f"a collection's dim is 1 to {MAX_DIM}, not {ascii(dim)[:80]}")
     if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not is_storable(contract_id):
@@ -59,19 +69,93 @@ def check_name(name: Any) -> str | None:
     """Return a person's name; :class:`UsageError` unless it is None or a string of at most 1,024 characters."""
     if name is None or (isinstance(name, str) and len(name) <= MAX_NAME and is_storable(name)):
         return name
-    raise UsageError(f"a person's name is a string of at most {MAX_NAME} characters, not {ascii(name)[:80]}")
+    raise UsageError(f"a person's name is a string of at most {MAX_NAME} characters, not {quoted(name)}")
+
+
+def check_external_id(external_id: Any) -> str:
+    """Return an external id; :class:`UsageError` unless it is a string of 1 to 128 printable characters.
+
+    "." and ".." are refused: they are no segments of a URL.
+    """
+    is_printable = isinstance(external_id, str) and external_id.isprintable()
+    if is_printable and 0 < len(external_id) <= MAX_EXTERNAL_ID and external_id not in (".", ".."):
+        return str(external_id)
+    raise UsageError(
+        f"an external id is a string of 1 to {MAX_EXTERNAL_ID} printable characters, neither . nor .., "
+        f"not {quoted(external_id)}"
+    )
+
+
+def check_expires(expires: Any) -> str | None:
+    """Return the time at which a person expires as :func:`now` writes times; None: never.
+
+    A date is the beginning of that day in UTC. Fractions of a millisecond are dropped.
+
+    Raises:
+        UsageError: it is neither a date nor a date-time of RFC 3339.
+    """
+    if expires is None:
+        return None
+    try:
+        if not isinstance(expires, str) or not _RFC_3339.fullmatch(expires):
+            raise ValueError
+        moment = datetime.fromisoformat(expires.upper())
+        return _utc(moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC))
+    except (ValueError, OverflowError):
+        raise UsageError(
+            "expires is a date or a date-time with its offset (2030-01-31, 2030-01-31T12:00:00Z), "
+            f"not {quoted(expires)}"
+        ) from None
+
+
+def _utc(moment: datetime) -> str:
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def check_persons(persons: Sequence[NewPerson], dim: int) -> list[ValidPerson]:
     """Return ``persons`` ready to be stored; :class:`UsageError` names the first invalid one by its index."""
     checked = []
+    external_ids = set[str]()
     for index, person in enumerate(persons):
         try:
-            vectors = unit_vectors(person.vectors, dim)
-            checked.append(ValidPerson(vectors, check_name(person.name), check_metadata(person.metadata)))
+            checked.append(_check_person(person, dim))
+            external_id = checked[-1].external_id
+            if external_id in external_ids:
+                raise UsageError(f"its external id {external_id!a} is given twice; it names one person")
+            if external_id is not None:
+                external_ids.add(external_id)
         except UsageError as error:
             raise UsageError(f"person {index} of {len(persons)}: {error}" if len(persons) > 1 else str(error)) from None
     return checked
+
+
+def _check_person(person: NewPerson, dim: int) -> ValidPerson:
+    return ValidPerson(
+        unit_vectors(person.vectors, dim),
+        check_name(person.name),
+        check_metadata(person.metadata),
+        None if person.external_id is None else check_external_id(person.external_id),
+        check_expires(person.expires),
+    )
+
+
+def check_fields(**fields: Any) -> dict[str, Any]:
+    """Return the fields of an update but for those to :data:`~plsc.gallery.store.KEEP`, ready to be stored."""
+    checks = {"name": check_name, "metadata": check_metadata, "expires": check_expires}
+    return {name: checks[name](value) for name, value in fields.items() if value is not KEEP}
+
+
+def same_content(one: Person, other: Person) -> bool:
+    """Return True if two persons have the same name, expiry and metadata: to Python alone, 1 equals True and 1.0."""
+    first, second = (json.dumps([person.name, person.expires, dict(person.metadata)]) for person in (one, other))
+    return first == second
+
+
+def taken_external_id(collection: str, external_id: str) -> ConflictError:
+    """Return the error for an enrolment under an external id that a person has."""
+    return ConflictError(
+        f"{collection} has a person with the external id {external_id!a} already; put a person to replace it"
+    )
 
 
 def check_search(k: int, threshold: float, filter: Filter | None) -> None:

@@ -13,7 +13,8 @@ again at any point: rows that a later journal sets wrongly the second time are s
 are removed from the newest on.
 
 A record is synced to disk before the table's rows change, and the table before a journal is dropped: a power cut leaves
-the same as ``kill -9``. The header's ``end`` tells a damaged record from one that was never finished.
+the same as ``kill -9``. :mod:`plsc.head.undo_records` has the journals' format, :mod:`plsc.head.saved_rows` reads a
+savepoint without going back to it.
 """
 
 import contextlib
@@ -21,7 +22,6 @@ import os
 import re
 import secrets
 import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,15 +30,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, IntegrityError, UsageError
+from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, read_json, sync, write_json
 from plsc.head.host_memory import Column
+from plsc.head.undo_records import END_OFFSET, HEADER, NUMBER_BYTES, RecordLayout
 
 FORMAT = 1
-_MAGIC = b"plscundo"
-_HEADER = struct.Struct("<8sQQQ")  # magic, rows of the table, bytes of a row in all columns, end of the last record
-_END_OFFSET = 24  # of ``end`` in it
-_RECORD = struct.Struct("<II")  # CRC-32 of what follows, number of rows; then their numbers (int64), then the columns
 _NAME = re.compile(r"undo-(\d{8,})")
 
 
@@ -102,20 +99,13 @@ class UndoJournal:
             DataError: there is no such savepoint.
             IntegrityError: a journal is damaged; nothing was changed.
         """
-        journals = self._journals()
-        if step not in journals:
-            steps = ", ".join(f"{each:,}" for each in sorted(journals)) or "none"
-            raise DataError(
-                f"{self._prefix}.* holds no table of step {step:,}, but of {steps}: resume one of these, or remove the "
-                "files and begin anew"
-            )
-        newest_first = [path for each, path in sorted(journals.items(), reverse=True) if each >= step]
+        newest_first = journals_back_to(step, self._prefix)
         for path in newest_first:
-            for _ in self._records(path):  # all are checked before a row is changed
+            for _ in self._layout.read(path):  # all are checked before a row is changed
                 pass
         self._is_undoing = True
         for path in newest_first:
-            for rows, values in self._records(path):
+            for rows, values in self._layout.read(path):
                 for name, (column, _) in self._columns.items():
                     column.write(rows, values[name], ahead=True)
         self._is_undoing = False
@@ -175,14 +165,14 @@ class UndoJournal:
         return self._rows
 
     @property
-    def bytes_per_row_kept(self) -> int:
-        """Bytes that a row takes in a journal, once between two savepoints."""
-        return 8 + self.row_bytes
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row in all columns."""
-        return sum(column.row_bytes for column, _ in self._columns.values())
+        return self._layout.row_bytes
+
+    @property
+    def _layout(self) -> RecordLayout:
+        values = {name: column.values for name, (column, _) in self._columns.items()}
+        return RecordLayout(self._rows, {name: (each.dtype, each.shape[1:]) for name, each in values.items()})
 
     @property
     def _description(self) -> Path:
@@ -201,14 +191,7 @@ class UndoJournal:
         self.identity = found["id"]
 
     def _journals(self) -> dict[int, Path]:
-        """The savepoints' journals by step."""
-        start = f"{self._prefix.name}."
-        found = {}
-        for path in self._prefix.parent.glob("*.undo-*"):
-            match = _NAME.fullmatch(path.name.removeprefix(start))
-            if path.name.startswith(start) and match:
-                found[int(match[1])] = path
-        return found
+        return journals_of(self._prefix)
 
     def _path(self, step: int) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.undo-{step:08d}")
@@ -217,20 +200,20 @@ class UndoJournal:
         """Write to an empty journal of ``step`` from now on."""
         path = self._path(step)
         with _disk_errors(path), atomic_write(path) as tmp_path:
-            tmp_path.write_bytes(_HEADER.pack(_MAGIC, self._rows, self.row_bytes, _HEADER.size))
+            tmp_path.write_bytes(self._layout.header())
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._end = os.open(path, os.O_RDWR), _HEADER.size
+        self._descriptor, self._end = os.open(path, os.O_RDWR), HEADER.size
         self._kept = np.zeros(-(-self._rows // 8), dtype=np.uint8)
         self.step = step
 
     def _record(self, rows: Tensor) -> bytearray:
-        record = bytearray(_RECORD.size + len(rows) * self.bytes_per_row_kept)
-        numbers, values = self._views(record, _RECORD.size, len(rows))
+        layout = self._layout
+        record, numbers, values = layout.begin(len(rows))
         numbers.copy_(rows)
         for name, (column, _) in self._columns.items():
             column.read(rows, values[name], ahead=False)  # an update has just read them
-        _RECORD.pack_into(record, 0, zlib.crc32(memoryview(record)[_RECORD.size :]), len(rows))
+        layout.finish(record)
         return record
 
     def _append(self, record: bytearray) -> None:
@@ -241,54 +224,47 @@ class UndoJournal:
                 view, position = view[count:], position + count
             os.fdatasync(self._descriptor)
         self._end = position
-        os.pwrite(self._descriptor, struct.pack("<Q", position), _END_OFFSET)
+        os.pwrite(self._descriptor, struct.pack("<Q", position), END_OFFSET)
 
-    def _records(self, path: Path) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-        """Rows and their values by column, record by record, of a journal.
 
-        Raises:
-            IntegrityError: it is damaged.
-        """
-        damaged = IntegrityError(f"{path} is corrupt: resume a later checkpoint, or remove the table and begin anew")
-        with path.open("rb") as file:
-            size, header = path.stat().st_size, file.read(_HEADER.size)
-            if len(header) < _HEADER.size or header[:_END_OFFSET] != self._header_start():
-                raise damaged
-            (end,) = struct.unpack("<Q", header[_END_OFFSET:])
-            while file.tell() < size:
-                start = file.tell()
-                crc, count = _RECORD.unpack(file.read(_RECORD.size).ljust(_RECORD.size, b"\0"))
-                length = count * self.bytes_per_row_kept
-                content = bytearray(file.read(length) if count and file.tell() + length <= size else b"")
-                rows, values = self._views(content, 0, count if content else 0)
-                if not content or zlib.crc32(content) != crc or not self._are_rows(rows):
-                    if start < end:
-                        raise damaged
-                    return  # it was never finished, and the table's rows are as they were
-                yield rows, values
-            if size < end:
-                raise damaged
+def journals_of(prefix: Path) -> dict[int, Path]:
+    """The journals of a rank's savepoints by step."""
+    start = f"{prefix.name}."
+    found = {}
+    for path in prefix.parent.glob("*.undo-*"):
+        match = _NAME.fullmatch(path.name.removeprefix(start))
+        if path.name.startswith(start) and match:
+            found[int(match[1])] = path
+    return found
 
-    def _header_start(self) -> bytes:
-        return _HEADER.pack(_MAGIC, self._rows, self.row_bytes, 0)[:_END_OFFSET]
 
-    def _are_rows(self, rows: Tensor) -> bool:
-        return bool((rows >= 0).all()) and bool((rows < self._rows).all())
+def journals_back_to(step: int, prefix: Path) -> list[Path]:
+    """The journals from the newest to that of ``step``: applied in turn, they give the table of that step.
 
-    def _views(self, record: bytearray, start: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The parts of a record as tensors over its memory: numbers of rows (n,), and each column's values (n, …)."""
-        if not count:
-            return torch.empty(0, dtype=torch.int64), {}
-        numbers = torch.frombuffer(record, dtype=torch.int64, count=count, offset=start)
-        start += 8 * count
-        values: dict[str, Tensor] = {}
-        for name in sorted(self._columns, key=lambda name: (-self._columns[name][0].values.itemsize, name)):
-            like = self._columns[name][0].values  # wide types first, so that all are aligned
-            shape = (count, *like.shape[1:])
-            flat = torch.frombuffer(record, dtype=like.dtype, count=like[:1].numel() * count, offset=start)
-            values[name] = flat.view(shape)
-            start += flat.nbytes
-        return numbers, values
+    Raises:
+        DataError: there is no such savepoint.
+    """
+    journals = journals_of(prefix)
+    if step not in journals:
+        steps = ", ".join(f"{each:,}" for each in sorted(journals)) or "none"
+        raise DataError(
+            f"{prefix}.* holds no table of step {step:,}, but of {steps}: take one of these, or remove the files and "
+            "begin anew"
+        )
+    return [path for each, path in sorted(journals.items(), reverse=True) if each >= step]
+
+
+def journal_bytes(rows: int, row_bytes: int, share: float, steps: int) -> int:
+    """About the bytes of the journal between two savepoints.
+
+    Args:
+        rows: of the table.
+        row_bytes: of a row in all columns.
+        share: of the rows that a step changes, others in each.
+        steps: between the savepoints; 0: any number.
+    """
+    changed = 1 - (1 - share) ** steps if steps else 1.0
+    return int(rows * changed * (NUMBER_BYTES + row_bytes))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from plsc.errors import UsageError
+from plsc.errors import IntegrityError, UsageError, first_line
 from plsc.index.exact import ExactSearcher, knn, load_faiss, merge_topk
 from plsc.index.recall import Recall, RecallMonitor, RecallTarget, recall_of
 from plsc.index.rows import Float32, Int64, Mask, RowSource
@@ -337,14 +337,32 @@ def load(path: Path, kind: Kind, parameters: dict[str, int], base: RowArray) -> 
     """Read the structure over ``base`` (N, D) and set its effort.
 
     The caller has verified the file's hash: faiss itself reads a damaged file without complaint, or crashes.
+
+    Raises:
+        IntegrityError: it is no structure of faiss, or of other rows.
     """
     faiss = load_faiss()
-    with stdout_to_stderr():
-        index = faiss.read_index(str(path), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
-    structure = Reranked(index, base) if kind == "pq" else index
-    set_effort(structure, kind, parameters["efSearch" if kind == "hnsw" else "nprobe"])
-    disable_prefetch(structure)
+    # What a file announces is allocated before it is read, so nothing in it may announce much more than the files hold.
+    # The tables that it computes for product quantisation are up to 32 times the centroids that they are made of.
+    held = 32 * sum(file.stat().st_size for file in path.parent.glob(f"{path.stem}.*")) + (64 << 20)
+    if hasattr(faiss, "set_deserialization_vector_byte_limit"):  # earlier versions have a limit of 1 TB
+        faiss.set_deserialization_vector_byte_limit(held)
+    try:
+        with stdout_to_stderr():
+            index = faiss.read_index(str(path), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
+        structure = Reranked(index, base) if kind == "pq" else index
+        if (index.ntotal, index.d) != base.shape:
+            raise IntegrityError(f"{path} holds {index.ntotal} rows of {index.d} and not {base.shape}; build it again")
+        set_effort(structure, kind, parameters["efSearch" if kind == "hnsw" else "nprobe"])
+        disable_prefetch(structure)
+    except (RuntimeError, MemoryError, AttributeError, TypeError) as error:  # faiss' own, and of another structure
+        raise IntegrityError(f"{path} is corrupt: {_reason(error)}; use another copy") from None
     return structure
+
+
+def _reason(error: Exception) -> str:
+    """The last part of faiss' message, behind its C++ names and places."""
+    return first_line(error).rpartition(": ")[2]
 
 
 def disable_prefetch(structure: Any) -> None:

@@ -15,6 +15,7 @@ again at any time, on the queries that the tuning used.
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -27,19 +28,29 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.embedding.columns import open_array, open_strings, string_files
-from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.embedding_set import LARGEST_DIM, EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
-from plsc.errors import UsageError
-from plsc.files import atomic_replace_dir, holds_manifest, make_folder, read_manifest, verify_files
+from plsc.errors import IntegrityError, UsageError
+from plsc.files import (
+    MANIFEST,
+    atomic_replace_dir,
+    holds_manifest,
+    make_folder,
+    manifest_value,
+    read_manifest,
+    verify_files,
+)
 from plsc.index import ann
 from plsc.index.exact import ExactSearch, knn, merge_topk
 from plsc.index.on_disk import LISTS_FILE
 from plsc.index.rows import Float32, Int64, unit_vectors
+from plsc.signing import VERIFY_KEY, require_signed
 
 FORMAT = "plsc index"
 UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
 VERSION = 1
 FAISS_FILE = "index.faiss"
+KINDS = ("exact", "ivf", "hnsw", "pq")
 COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *string_files("class_names"))
 
 
@@ -85,7 +96,10 @@ class Index:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
+        require_signed(self.folder)
+        verify = verify or bool(os.environ.get(VERIFY_KEY))  # else the signature is of hashes that nobody compares
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
+        self._check_manifest()
         files = self.manifest["files"]
         hashed = files if verify else {name: files[name] for name in files if name in (FAISS_FILE, LISTS_FILE)}
         verify_files(self.folder, hashed)
@@ -99,10 +113,29 @@ class Index:
         self.labels: Int64 = open_array(self.folder / "labels.npy", (rows,), "int64")
         self.keys: Sequence[str] = open_strings(self.folder, "keys", rows)
         self.class_names: Sequence[str] = open_strings(self.folder, "class_names", self.manifest["classes"])
+        if verify and len(self.labels) and not -1 <= self.labels.min() <= self.labels.max() < self.manifest["classes"]:
+            raise IntegrityError(
+                f"{self.folder} holds labels outside its {self.manifest['classes']} classes; build it again"
+            )
         self._exact = ExactSearch(self.vectors)
         self.structure: Any = None
         if self.kind != "exact":
             self.structure = ann.load(self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base)
+
+    def _check_manifest(self) -> None:
+        """Check what the manifest's digest does not: whoever writes a manifest writes its digest."""
+        files = manifest_value(self.folder, self.manifest, "files", dict)
+        manifest_value(self.folder, self.manifest, "contract_id", str)
+        kind = manifest_value(self.folder, self.manifest, "kind", str)
+        numbers = ("rows", "dim", "held_out", "classes")
+        rows, dim, held_out, _ = (manifest_value(self.folder, self.manifest, name, int) for name in numbers)
+        expected = {*COLUMN_FILES, *({FAISS_FILE} if kind != "exact" else {})}
+        known = kind in KINDS and 0 < dim <= LARGEST_DIM and held_out <= rows and rows > 0
+        if not known or files.keys() - {LISTS_FILE} != expected:
+            raise IntegrityError(f"{self.folder / MANIFEST} does not describe an index; use another copy")
+        if kind != "exact":
+            effort = "efSearch" if kind == "hnsw" else "nprobe"
+            manifest_value(self.folder, manifest_value(self.folder, self.manifest, "parameters", dict), effort, int)
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = True) -> Index:

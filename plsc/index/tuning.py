@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.errors import UsageError
+from plsc.errors import PlscError, UsageError
 from plsc.index import ann
 from plsc.index.ann import ApproximateSearch
 from plsc.index.exact import ExactSearch, ExactSearcher, UncopiedSearch
@@ -27,6 +27,23 @@ KINDS: tuple[ann.Kind, ...] = ("ivf", "hnsw")  # tried in this order: IVF is bui
 ORACLE_QUERIES = 100  # queries that check the exact search against float64
 
 Search = Callable[[Float32, int], tuple[Float32, Int64]]
+
+
+class PlanningStopped(PlscError):
+    """A plan was given up because its result is not wanted any more."""
+
+
+class _StoppableRows(SelectedRows):
+    """Rows that raise :class:`PlanningStopped` once ``stopped`` is true: a build reads them part by part."""
+
+    def __init__(self, source: RowSource, rows: Int64, stopped: Callable[[], bool]) -> None:
+        super().__init__(source, rows)
+        self._stopped = stopped
+
+    def __getitem__(self, key: slice | Int64) -> Float32:
+        if self._stopped():
+            raise PlanningStopped("nobody waits for the structure any more")
+        return super().__getitem__(key)
 
 
 @dataclass(frozen=True)
@@ -121,6 +138,7 @@ def plan_search(
     recall_at: int = 10,
     seed: int = 0,
     quiet: bool = True,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> ApproximateSearch | None:
     """Build an approximate search over ``vectors`` (N, D) where the exact one is slower than wanted.
 
@@ -133,10 +151,14 @@ def plan_search(
         recall_at: 1 to ask that of the nearest row alone, 10 of the ten nearest too.
         seed: of k-means and of the choice of held-out rows.
         quiet: print no progress.
+        stopped: asked between the parts of the work, which end when it is true.
 
     Returns:
         The first structure that meets the latency, else the fastest; None where the exact search meets it, or no
         structure is faster than that at this recall.
+
+    Raises:
+        PlanningStopped: ``stopped`` became true.
     """
     held_out = choose_held_out(labels, HELD_OUT, seed)
     if not len(held_out):
@@ -149,7 +171,7 @@ def plan_search(
     inside = np.ones(len(vectors), dtype=bool)
     inside[held_out] = False
     truth = exact.search(queries, 10, allowed=inside)[0]
-    base = SelectedRows(source, np.flatnonzero(inside))
+    base = _StoppableRows(source, np.flatnonzero(inside), stopped)
     target = RecallTarget(recall, recall_at)
     best = _first_fast_enough(latency_ms, base, queries, truth, target, seed, quiet=quiet)
     if best is None or best.milliseconds >= exact_ms:

@@ -57,14 +57,15 @@ class BackboneMemory:
 
 @dataclass(frozen=True)
 class GatheredUnit:
-    """What fsdp gathers together, in bytes: its ``weights``, ``trained`` ones among them.
+    """What fsdp gathers together, in bytes: its ``weights``, ``trained`` ones among them, as they are gathered.
 
-    ``alive`` activations are there when its backward pass begins, which adds ``backward``, gradients included, and
-    leaves ``entered``.
+    ``gradients`` are those of the trained ones, without what fills up the ranks' shares. ``alive`` activations are
+    there when its backward pass begins, which adds ``backward``, gradients included, and leaves ``entered``.
     """
 
     weights: int
     trained: int
+    gradients: int
     alive: int
     backward: int
     entered: int
@@ -99,7 +100,7 @@ def backbone_memory(setup: PlanConfig, profile: BackboneProfile, device: Device,
 
 def stage_of(setup: PlanConfig, profile: BackboneProfile, number: int) -> Stage:
     """The share of a rank in the pipeline's stage of this number."""
-    one = _micro_batch_of(profile, setup.tp, setup.pp, number)
+    one = _micro_batch_of(profile, setup.tp, setup.pp, setup.shard_ranks if is_sharded(setup) else 1, number)
     activations = int(one.activations * _in_flight(setup, number))
     return replace(one, activations=activations, received=_received(setup, profile, number))
 
@@ -114,11 +115,12 @@ def _received(setup: PlanConfig, profile: BackboneProfile, stage: int) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, number: int) -> Stage:
+def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, shards: int, number: int) -> Stage:
     """What a stage holds with one micro-batch under way."""
     blocks, transient = profile.blocks, profile.peak - profile.activations
     if not blocks or tp * pp == 1:
-        return Stage(profile.parameters, profile.activations, transient, _units(profile, profile.parameters, 1))
+        units = _units(profile, profile.parameters, 1, shards)
+        return Stage(profile.parameters, profile.activations, transient, units)
     stages = dict(zip((block.name for block in blocks), stages_of(len(blocks), pp), strict=True))
     kept = sum(_kept(block, tp) for block in blocks if stages[block.name] == number)
     kept += blocks[0].entered - _split_input(blocks[0], tp) if number == 0 else 0
@@ -127,26 +129,30 @@ def _micro_batch_of(profile: BackboneProfile, tp: int, pp: int, number: int) -> 
         kept += behind if blocks[0].tokens % tp else behind // tp
     held = (each for each in profile.parameters if _stage_of_parameter(each, stages, pp) == number)
     parameters = tuple(_split(each, tp) for each in held)
-    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp) if pp == 1 else ())
+    return Stage(parameters, kept, transient // tp, _units(profile, parameters, tp, shards) if pp == 1 else ())
 
 
-def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int) -> tuple[GatheredUnit, ...]:
+def _units(profile: BackboneProfile, parameters: Iterable[Parameter], tp: int, shards: int) -> tuple[GatheredUnit, ...]:
     """The units in the order of the forward pass, with ``parameters`` as tensor parallelism leaves them."""
-    weights, trained = Counter[str | None](), Counter[str | None]()
+    weights, gathered, gradients, trained = (Counter[str | None]() for _ in range(4))
     for parameter in parameters:
+        whole = gathered_bytes([parameter], shards)
         weights[parameter.unit] += parameter.nbytes
-        trained[parameter.unit] += parameter.nbytes * parameter.is_trained
-    whole = Counter[str | None]()
+        gathered[parameter.unit] += whole
+        gradients[parameter.unit] += parameter.nbytes * parameter.is_trained
+        trained[parameter.unit] += whole * parameter.is_trained
+    unsplit = Counter[str | None]()
     for parameter in profile.parameters:
-        whole[parameter.unit] += parameter.nbytes
+        unsplit[parameter.unit] += parameter.nbytes
     less = _split_input(profile.blocks[0], tp) if profile.blocks else 0  # activations, than without tensor parallelism
     units = []
     for unit in profile.units:
         name, is_block = unit.name, unit.is_block and tp > 1
         kept, output = (_kept(unit, tp), unit.output // tp) if is_block else (unit.kept, unit.output)
         entered = unit.entered - less
-        backward = unit.backward * weights[name] // max(whole[name], 1)
-        units.append(GatheredUnit(weights[name], trained[name], entered + kept + output, backward, entered))
+        backward = unit.backward * weights[name] // max(unsplit[name], 1)
+        alive = entered + kept + output
+        units.append(GatheredUnit(gathered[name], trained[name], gradients[name], alive, backward, entered))
         less += unit.kept - kept
     return tuple(units)
 
@@ -209,6 +215,11 @@ def nbytes(parameters: Iterable[Parameter], ranks: int = 1) -> int:
     )
 
 
+def gathered_bytes(parameters: Iterable[Parameter], ranks: int) -> int:
+    """Bytes of weights that are gathered from ``ranks``: FSDP2 fills their shares up to the largest."""
+    return nbytes(parameters, ranks) * ranks
+
+
 def is_sharded(setup: PlanConfig) -> bool:
     """True where fully_shard gathers weights and sums gradients onto shards, perhaps of one rank."""
     return setup.strategy in ("fsdp", "hsdp") or (setup.tp > 1 and setup.data_ranks > 1)
@@ -255,7 +266,7 @@ def _sharded(setup: PlanConfig, profile: BackboneProfile, stage: Stage) -> Backb
     # gradients of micro-batches add up before a sum
     whole = nbytes(stage.trained) if setup.micro_batches > 1 or setup.pp > 1 else 0
     # gathered from the forward pass to the backward's end: of a pipeline's stage everything
-    root = nbytes(p for p in stage.parameters if p.unit is None or setup.pp > 1)
+    root = gathered_bytes((p for p in stage.parameters if p.unit is None or setup.pp > 1), ranks)
     root += stage.received
     if setup.pp > 1:
         backward = stage.activations + stage.transient + whole
@@ -290,10 +301,10 @@ def _gathered_peak(stage: Stage, whole: int, ranks: int) -> int:
         ahead = following.weights if following is not None else 0
         begin = unit.alive + 2 * unit.weights + summed
         middle = unit.alive + unit.backward + unit.weights + ahead + summed
-        end = unit.entered + 2 * unit.trained + ahead
+        end = unit.entered + unit.gradients + unit.trained + ahead
         shards = done // ranks if ranks else 0
         peak = max(peak, max(begin, middle, end) + shards + max(whole - done, 0))
-        summed, done = unit.trained, done + unit.trained
+        summed, done = unit.trained, done + unit.gradients
     return peak
 
 

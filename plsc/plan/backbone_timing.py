@@ -10,9 +10,9 @@ a rank moves in a step
   and G·(s − 1)/s for the reduce-scatter of the last: 1.5 times ddp's (Rajbhandari et al., ZeRO, SC 2020, section 7.2).
 - hsdp: the same within its s ranks, and 2·(G/s)·(r − 1)/r for the all-reduce over its r = d/s replicas.
 - tp = K: two all-gathers and two reduce-scatters of a block's tokens in each pass (Korthikanti et al., 2022, section
-  4.2.2), which nothing hides.
-- pp = K: a block's output and its gradient over K − 1 boundaries; and the bubble, (K − 1)/(v·m) of the time of m
-  micro-batches, v parts of the backbone to a rank (Narayanan et al., 2021, section 2.2).
+  4.2.2), half of them in float32, as norms give the tokens and take their gradients; nothing hides them.
+- pp = K: a block's output, and the gradient of its input, of each of a rank's parts; and the bubble, (K − 1)/(v·m) of
+  the time of m micro-batches, v parts of the backbone to a rank (Narayanan et al., 2021, section 2.2).
 """
 
 import functools
@@ -23,6 +23,7 @@ from plsc.plan.backbone import BackboneProfile, Operation
 from plsc.plan.backbone_memory import (
     INTERLEAVED_PARTS,
     Stage,
+    gathered_bytes,
     gathered_together,
     is_sharded,
     largest_partition,
@@ -79,7 +80,8 @@ def plan_backbone_time(
     setup: PlanConfig, profile: BackboneProfile, device: Device, links: Links, efficiency: Efficiency = DEFAULT
 ) -> BackboneTime:
     """The parts of a step's backbone on the slowest rank."""
-    stage = _busiest_stage(setup, profile)
+    number = _busiest_stage(setup, profile)
+    stage = stage_of(setup, profile, number)
     passes, bubble = _passes(setup, profile, device, efficiency)
     gathered, reduced = _gathered(setup, stage, links), _reduced(setup, stage, links)
     backward = passes / setup.micro_batches * BACKWARD_SHARE
@@ -90,7 +92,7 @@ def plan_backbone_time(
         "backbone, forward and backward": passes,
         "pipeline, bubble": bubble,
         "pipeline, sends": _sends(setup, profile, links),
-        "tensor parallel, collectives": _tensor_collectives(setup, profile, links),
+        "tensor parallel, collectives": _tensor_collectives(setup, profile, links, is_first=number == 0),
         "backbone, weights gathered, not hidden": gather_waits,
         f"backbone, {_exchange(setup)} not hidden": reduce_waits,
         "backbone, gradients compressed": _compressed(setup, stage, device),
@@ -156,10 +158,9 @@ def _passes(setup: PlanConfig, profile: BackboneProfile, device: Device, efficie
     return busy, busy * (setup.pp - 1) / (parts * setup.pipeline_micro_batches)
 
 
-def _busiest_stage(setup: PlanConfig, profile: BackboneProfile) -> Stage:
-    """The stage with most weights to exchange."""
-    stages = [stage_of(setup, profile, number) for number in {0, setup.pp - 1}]
-    return max(stages, key=lambda stage: nbytes(stage.trained))
+def _busiest_stage(setup: PlanConfig, profile: BackboneProfile) -> int:
+    """The number of the stage with most weights to exchange: the first or the last."""
+    return max({0, setup.pp - 1}, key=lambda number: nbytes(stage_of(setup, profile, number).trained))
 
 
 def _exposed(seconds: float, beside: float) -> float:
@@ -178,11 +179,12 @@ def _gathered(setup: PlanConfig, stage: Stage, links: Links) -> float:
     if not is_sharded(setup):
         return 0.0
     ranks, per_node, tp = setup.shard_ranks, setup.per_node, setup.tp
-    units = [nbytes(unit) for unit in gathered_together(stage)]
-    root = nbytes(stage.parameters) - sum(units)
-    passes = 1 if setup.pp > 1 else 2  # a pipeline's stage keeps what it gathered for the backward passes
-    moved = setup.micro_batches * (passes * sum(units) + root)
-    calls = setup.micro_batches * (passes * len(units) + 1)
+    units = [gathered_bytes(unit, ranks) for unit in gathered_together(stage)]
+    root = gathered_bytes(stage.parameters, ranks) - sum(units)
+    # a pipeline's stage keeps what it gathered for all micro-batches
+    passes, times = (1, setup.config.optim.accumulate) if setup.pp > 1 else (2, setup.micro_batches)
+    moved = times * (passes * sum(units) + root)
+    calls = times * (passes * len(units) + 1)
     seconds = links.seconds(moved * (ranks - 1) / ranks, ranks, per_node, stride=tp, calls=calls)
     return seconds + (moved / ranks / links.bus if setup.config.parallel.offload else 0.0)
 
@@ -198,9 +200,10 @@ def _reduced(setup: PlanConfig, stage: Stage, links: Links) -> float:
     shards = setup.shard_ranks
     replicas = ranks // shards
     calls = len(gathered_together(stage)) + 1
-    scattered = sent * (shards - 1) / shards
+    filled = sent * gathered_bytes(stage.trained, shards) / max(nbytes(stage.trained), 1)
+    scattered = filled * (shards - 1) / shards
     seconds = links.seconds(scattered, shards, per_node, collective="reduce_scatter", stride=tp, calls=calls)
-    across = 2 * sent / shards * (replicas - 1) / replicas
+    across = 2 * filled / shards * (replicas - 1) / replicas
     seconds += links.seconds(across, replicas, per_node, collective="all_reduce", stride=tp * shards, calls=calls)
     return seconds + (nbytes(stage.trained, shards) / links.bus if setup.config.parallel.offload else 0.0)
 
@@ -214,7 +217,9 @@ def _shards_copied(setup: PlanConfig, stage: Stage) -> int:
     """Bytes: FSDP2 copies what it gathers out of the collective's buffer, and gradients into that of theirs."""
     if not is_sharded(setup):
         return 0
-    return 4 * setup.micro_batches * nbytes(stage.parameters) + 2 * nbytes(stage.trained)
+    ranks = setup.shard_ranks
+    gathered, summed = gathered_bytes(stage.parameters, ranks), gathered_bytes(stage.trained, ranks)
+    return 4 * setup.micro_batches * gathered + 2 * summed
 
 
 def _broadcast(setup: PlanConfig, stage: Stage, links: Links) -> float:
@@ -237,22 +242,25 @@ def _update(setup: PlanConfig, stage: Stage, device: Device) -> float:
     return moved / speed
 
 
-def _tensor_collectives(setup: PlanConfig, profile: BackboneProfile, links: Links) -> float:
-    """Seconds of the collectives within the blocks of one stage, in the precision of the products."""
+def _tensor_collectives(setup: PlanConfig, profile: BackboneProfile, links: Links, *, is_first: bool) -> float:
+    """Seconds of the collectives within a stage's blocks, and of the first stage's split of the tokens."""
     ranks = setup.tp
     if ranks == 1:
         return 0.0
     blocks = -(-len(profile.blocks) // setup.pp) * setup.micro_batches
-    moved = 8 * blocks * profile.blocks[0].input * (ranks - 1) / ranks
-    return links.seconds(moved, ranks, setup.per_node, calls=8 * blocks)
+    block = profile.blocks[0]
+    splits = setup.micro_batches if is_first else 0  # gradients of the first block's input are gathered
+    moved = (4 * (block.input + block.output) * blocks + block.output * splits) * (ranks - 1) / ranks
+    return links.seconds(moved, ranks, setup.per_node, calls=8 * blocks + splits)
 
 
 def _sends(setup: PlanConfig, profile: BackboneProfile, links: Links) -> float:
-    """Seconds of one boundary's activations and their gradients, which lie as many ranks apart as a stage has."""
+    """Seconds of what the busiest rank sends: outputs and gradients, to ranks that lie a stage's number apart."""
     if setup.pp == 1:
         return 0.0
     parts = INTERLEAVED_PARTS if setup.schedule == "interleaved" else 1
-    calls = 2 * parts * setup.micro_batches
-    moved = calls * profile.blocks[0].output
+    ends = int(setup.pp == 2)  # each of two ranks has one end of the backbone, to which nothing is sent
+    calls = (2 * parts - ends) * setup.micro_batches
+    moved = calls * profile.blocks[0].output / setup.tp
     stride = setup.world // setup.pp
     return links.seconds(moved, 2, setup.per_node, collective="send", stride=stride, calls=calls)

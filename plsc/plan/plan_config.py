@@ -117,6 +117,12 @@ class PlanConfig:
         return min(max(round(rate * owned), min(positives, owned)), owned) * centers
 
     @property
+    def updated_rows(self) -> int:
+        """Rows of this rank that any of a step's micro-batches visits, each of which draws its own."""
+        missed = 1 - self.visited_rows / max(self.rows, 1)
+        return round(self.rows * (1 - missed**self.micro_batches))
+
+    @property
     def backbone_states(self) -> int:
         """Numbers that the backbone's optimizer keeps for each weight: adafactor at most, muon of each matrix."""
         optim = self.config.optim

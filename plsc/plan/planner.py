@@ -22,7 +22,7 @@ from plsc.plan.advice import (
     storages,
 )
 from plsc.plan.backbone_timing import BACKBONE_SHARE, HEAD_SHARE
-from plsc.plan.memory import row_bytes
+from plsc.plan.memory import plan_disk, row_bytes
 from plsc.plan.plan_config import PlanConfig, check_ranks, plan_config
 from plsc.plan.strategy_choice import choose_strategy, comparison, label
 from plsc.train.components import strategy_options
@@ -63,6 +63,7 @@ class Plan:
             "backbone_flops_per_image": profile.flops / profile.images,
             "activation_bytes_per_image": profile.activations / profile.images,
             "configured": self.configured.as_dict(),
+            "disk": plan_disk(setup, profile).as_dict(),
             "recommended": {**self.advice.choice.as_dict(), "why": self.advice.why},
             "strategies": [each.as_dict() for each in self.strategies],
             "strategy_why": list(self.strategy_why),
@@ -134,6 +135,7 @@ def as_text(plan: Plan) -> str:
     blocks = [
         _heading(plan),
         _memory(plan),
+        _disk(plan),
         _time(plan),
         _strategies(plan),
         _recommended(plan),
@@ -201,6 +203,19 @@ def _memory(plan: Plan) -> Iterable[str]:
     yield _line("a checkpoint's copy, in its host's memory", amount(memory.checkpoint))
     phases = ", ".join(f"{name} {amount(size).strip()}" for name, size in memory.phases.items())
     yield f"  (a step holds on top, in turn: {phases})"
+
+
+def _disk(plan: Plan) -> Iterable[str]:
+    setup = plan.configured.setup
+    disk = plan_disk(setup, profile_of(setup))
+    yield _line("Disk, as configured", f"  {'GB':>9}").removeprefix("  ")
+    if disk.table:
+        yield _line("the table's files, of each rank", f"{disk.table / 1e9:9,.3f}")
+    if disk.journals:
+        name = f"what they held at {setup.config.checkpoint.keep.last + 1} savepoints, about"
+        yield _line(name, f"{disk.journals / 1e9:9,.3f}   of each rank")
+    count = f"{disk.checkpoints} checkpoints, the next one among them"
+    yield _line(count, f"{disk.checkpoints * disk.checkpoint / 1e9:9,.3f}   {disk.checkpoint / 1e9:,.3f} each")
 
 
 def _time(plan: Plan) -> Iterable[str]:

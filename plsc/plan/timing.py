@@ -7,14 +7,10 @@ from plsc.head.class_table import OVERLAPPED_CHUNKS
 from plsc.plan.backbone import BackboneProfile
 from plsc.plan.backbone_timing import HEAD_SHARE, plan_backbone_time
 from plsc.plan.devices import Collective, Links
-from plsc.plan.memory import clips_head, fused_block, has_fused_passes, row_bytes, stores_gradient
+from plsc.plan.head_traffic import head_traffic
+from plsc.plan.memory import clips_head, row_bytes
 from plsc.plan.plan_config import PlanConfig
 
-# Bytes read and written for each number of the gathered embeddings: 128 in the step that `tests/gpu_trace` counts at
-# 1,024 ranks, where they are most of the traffic (both passes, the targets' rows, the features' gradient).
-SAMPLE_TRAFFIC = 128
-BLOCK_TRAFFIC = 27 * 4  # likewise for each float32 logit of passes that store them
-DRAW_TRAFFIC = 21  # likewise for each row among which some are drawn
 LABEL_BYTES = 8  # gathered with a sample's features, in one all-gather
 SUM_BYTES = 8  # a float64 of each sample in either of two all-reduces; the third one is the vote on the step
 
@@ -40,10 +36,11 @@ class Timing:
 
 def head_seconds(setup: PlanConfig, device: Device) -> dict[str, float]:
     """The class head's own work in a step of ``setup`` on one rank, by part: without its collectives."""
+    traffic = head_traffic(setup, device)
     return {
         "head, products": _products(setup, device),
-        "head, table traffic": _table_traffic(setup, device),
-        "head, samples' traffic": _samples_traffic(setup, device),
+        "head, table traffic": traffic.table / device.bandwidth,
+        "head, samples' traffic": traffic.samples / device.bandwidth,
     }
 
 
@@ -73,7 +70,7 @@ def plan_time(setup: PlanConfig, profile: BackboneProfile, device: Device, links
 def _products(setup: PlanConfig, device: Device) -> float:
     """Two products in each pass: 8·B·C·D over all, shared out between the ranks."""
     samples = setup.group_batch * setup.micro_batches
-    flops = 8 * samples * setup.visited_rows * setup.config.embedding_dim
+    flops = 4 * samples * (setup.visited_rows + setup.updated_rows) * setup.config.embedding_dim
     return flops / (_product_speed(setup, device) * HEAD_SHARE)
 
 
@@ -83,37 +80,6 @@ def _product_speed(setup: PlanConfig, device: Device) -> float:
         return device.products["bf16"]
     speeds = {"ieee": device.products["fp32"], "tf32": device.products["tf32"], "bf16x3": device.products["bf16"] / 3}
     return speeds[setup.config.head.fp32_precision]
-
-
-def _table_traffic(setup: PlanConfig, device: Device) -> float:
-    """The first pass reads weights, once per micro-batch; the second reads and writes all of a row.
-
-    Where the update is not part of pass 2, the float32 gradient is written and read, and weights are read again; where
-    the head's norm is clipped, all of that once more, without the update. Passes without Triton's kernels read and
-    write (rows, B) blocks of logits; sampling draws a number for each row, and sorts.
-    """
-    row, gradient = row_bytes(setup.config), 8 * setup.config.embedding_dim
-    weights = row["class weights"]
-    per_row = setup.micro_batches * weights + 2 * sum(row.values())
-    is_fused = has_fused_passes(setup, device)
-    if stores_gradient(setup) or not is_fused:
-        per_row += gradient + weights
-    if not is_fused:
-        per_row += BLOCK_TRAFFIC * setup.group_batch * setup.micro_batches
-    if clips_head(setup):
-        per_row += gradient + 2 * weights
-    drawn = 0
-    if setup.config.head.sample_rate < 1:
-        per_row += weights  # the second pass finds its rows by their numbers, and reads them once more
-        drawn = DRAW_TRAFFIC * setup.rows
-    return (per_row * setup.visited_rows + drawn) / device.bandwidth
-
-
-def _samples_traffic(setup: PlanConfig, device: Device) -> float:
-    """Gathered embeddings and their gradients, and the parts of a sum that Triton's first pass writes and adds up."""
-    numbers = setup.group_batch * setup.config.embedding_dim
-    parts = 2 * fused_block(setup, setup.visited_rows, passes=1) if has_fused_passes(setup, device) else 0
-    return setup.micro_batches * (SAMPLE_TRAFFIC * numbers + parts) / device.bandwidth
 
 
 def _head_collectives(setup: PlanConfig, links: Links) -> dict[str, float]:
@@ -135,7 +101,8 @@ def _head_collectives(setup: PlanConfig, links: Links) -> dict[str, float]:
 def _replicas_sum(setup: PlanConfig, links: Links) -> float:
     """Seconds per step of the sum of a replicated table's gradients over its replicas."""
     copies = setup.replicas
-    moved = 8 * setup.config.embedding_dim * setup.visited_rows * (copies - 1) / copies
+    passes = 2 if clips_head(setup) else 1  # the norm is that of the sum
+    moved = passes * 8 * setup.config.embedding_dim * setup.updated_rows * (copies - 1) / copies
     return links.seconds(moved, copies, setup.per_node, collective="all_reduce", stride=setup.head_ranks)
 
 

@@ -3,56 +3,31 @@
 import asyncio
 import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plsc.serve.access import LOCAL, Caller, Permission, set_caller
+from plsc.serve.audit import MAX_IDS, Event
+from plsc.serve.connections import Connection
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.observability import Metrics
-from plsc.serve.routing import required_role
+from plsc.serve.rate_limits import Allowance, RateLimiter, set_allowance
+from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
-from plsc.serve.settings import Limits, Settings, is_loopback
-from plsc.serve.tokens import Role, TokenBook, includes
+from plsc.serve.settings import HOST, Limits, Settings, is_loopback
+from plsc.serve.token_book import TokenBook
+from plsc.serve.turns import Turns
 
 # Headers that decide about a request. Were one sent twice, a proxy might have judged by the other.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
+_PROXY_HEADERS = (b"forwarded", b"via", b"x-real-ip")
+_HTTP_PORT = 80
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_REFUSED = (401, 403, 429)
+OPEN, ANY = Permission(None), Permission("search")
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for callers that went away before the answer
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The name of the caller's token, None without tokens, and its role."""
-
-    name: str | None
-    role: Role
-
-
-LOCAL = Caller(None, "admin")
-
-
-class Connection:
-    """The connection of a request, in ``scope["state"]["connection"]``; the server's protocol says when it is lost.
-
-    ASGI's ``http.disconnect`` would need a task for each request to wait for it, and uvicorn sends it to the last of
-    several pipelined requests alone.
-    """
-
-    __slots__ = ("is_lost", "on_lost")
-
-    def __init__(self) -> None:
-        self.is_lost = False
-        self.on_lost: Callable[[], None] | None = None
-
-    def lose(self) -> None:
-        """Say that the connection is lost, once."""
-        if not self.is_lost:
-            self.is_lost = True
-            if self.on_lost is not None:
-                self.on_lost()
 
 
 class RequestContext:
@@ -66,19 +41,22 @@ class RequestContext:
     __slots__ = (
         "_admission",
         "_body_due",
-        "_connection",
         "_empty_body_read",
         "_limits",
         "_receive",
         "_send",
         "_task",
+        "allowance",
         "begun",
         "body_bytes",
         "body_complete",
+        "caller",
+        "collection",
+        "connection",
         "disconnected",
         "headers",
         "is_counted",
-        "role",
+        "permission",
         "scope",
         "status",
     )
@@ -92,20 +70,28 @@ class RequestContext:
         self._empty_body_read = False
         self.body_bytes = 0
         self.is_counted, self.disconnected = False, False
-        self.role: Role | None = None
+        self.permission = OPEN
+        self.allowance: Allowance | None = None
+        self.caller: Caller | None = None
+        self.collection: str | None = None
         self.status = 0  # of the answer, once it has begun
         self._task = asyncio.current_task()
-        self._connection: Connection | None = scope.setdefault("state", {}).get("connection")
+        self.connection: Connection | None = scope.setdefault("state", {}).get("connection")
 
     def announces_body(self) -> bool:
         """True if the head says that a body follows."""
         return b"transfer-encoding" in self.headers or self.headers.get(b"content-length", b"0") != b"0"
 
-    def admitted(self, role: Role | None) -> None:
-        """Set the role that the request needs; from the end of its body, ``read`` requests end with their caller."""
-        self.role = role
+    def admitted(self, permission: Permission) -> None:
+        """Set what the request needed; from the end of its body, one that changes nothing ends with its caller."""
+        self.permission = permission
         if self.body_complete:
             self._cancel_on_disconnect()
+
+    def identify_connection(self) -> None:
+        """Say that the caller is known; :class:`ApiError` 503 if known callers have all their connections."""
+        if self.connection is not None and not self.connection.identify():
+            raise ApiError(503, f"{self._limits.connections} connections are open already; ask again in a moment")
 
     async def receive(self) -> Message:
         """Next part of the body; an empty one first where there is none, then ``http.disconnect`` when that happens."""
@@ -124,20 +110,22 @@ class RequestContext:
         """Pass a message of the answer on, the first one with the headers that every answer has."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            self._admission.audit(self)
+            await self._admission.audit(self)
             headers = list(message["headers"])
             if self.scope["path"].startswith(("/v1", "/v2")):
                 headers.append((b"cache-control", b"no-store"))
+            if self.allowance is not None:
+                headers += self.allowance.headers()
             if not self.body_complete:  # the rest of the body is not waited for
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        if self._connection is None or not self._connection.is_lost:  # uvloop raises where a lost one is written to
+        if self.connection is None or not self.connection.is_lost:  # uvloop raises where a lost one is written to
             await self._send(message)
 
     def close(self) -> None:
         """Stop watching the connection: the next request on it is another."""
-        if self._connection is not None:
-            self._connection.on_lost = None
+        if self.connection is not None:
+            self.connection.on_lost = None
 
     async def _receive_in_time(self) -> Message:
         try:
@@ -162,9 +150,9 @@ class RequestContext:
         return message
 
     def _cancel_on_disconnect(self) -> None:
-        """Watch for the caller's end: nobody waits for what a ``read`` request computes; writes are finished."""
-        if self.role == "read" and self._connection is not None:
-            self._connection.on_lost = self._cancel
+        """Watch for the caller's end: nobody waits for the answer; what changes something is finished."""
+        if self.permission.role is not None and not self.permission.changes and self.connection is not None:
+            self.connection.on_lost = self._cancel
 
     def _cancel(self) -> None:
         self.disconnected = True
@@ -181,11 +169,12 @@ class RequestContext:
 class Admission:
     """ASGI middleware: admits requests by their head, and counts and audits them.
 
-    Adds to ``scope["state"]``: "caller" (:class:`Caller`) and "service" (:class:`plsc.serve.service.Service`), where
-    the route needs a role. Takes "ids" from it, which routes that write set for the audit log.
+    Where the route needs a role, sets :func:`plsc.serve.access.current_caller`, and "service"
+    (:class:`plsc.serve.service.Service`) in ``scope["state"]``. Takes "ids" from it, which routes that write set for
+    the audit log.
 
     Args:
-        app: the application; ``routes`` are its routes, each of which declares its role (``routing.requires``).
+        app: the application; ``routes`` are its routes, each of which declares what it needs (``routing.requires``).
         tokens: None serves this machine alone.
     """
 
@@ -199,10 +188,14 @@ class Admission:
         metrics: Metrics,
     ) -> None:
         self._app, self._lifecycle, self._tokens, self._metrics = app, lifecycle, tokens, metrics
-        self._limits = settings.limits
-        self._routes = [(route, required_role(route)) for route in routes]
+        self._limits, self._audited = settings.limits, settings.audit_events
+        self._rates = RateLimiter(settings.rate_limits, metrics.throttled)
+        self._turns, self._health_turns = Turns(), Turns()  # of unknown callers; who asks for health waits for no other
+        self._routes = [(route, permission_of(route)) for route in routes]
         self._in_flight = 0  # requests of callers who may do more than what is open to anyone
         self._body_bytes = 0  # of all requests in flight
+        metrics.watch_limits({name: value for name, value in vars(settings.limits).items() if value is not None})
+        metrics.watch_limits({f"{rate.kind}_per_second": rate.count / rate.seconds for rate in settings.rate_limits})
         metrics.watch_requests(lambda: self._in_flight)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -214,7 +207,7 @@ class Admission:
             await self._answer(context)
         except asyncio.CancelledError:
             if not context.swallow_cancellation():
-                raise
+                await self._end_early(context)
         finally:
             context.close()
             self._in_flight -= context.is_counted
@@ -229,15 +222,22 @@ class Admission:
         if self._body_bytes > self._limits.memory_bytes:
             raise ApiError(503, "the bodies of other requests fill the memory set aside; ask again in a moment")
 
-    def audit(self, context: RequestContext) -> None:
-        """Write the audit line of a write, before its caller hears of it."""
-        scope = context.scope
-        if context.role in (None, "read") or scope["method"] in ("GET", "HEAD"):
+    async def audit(self, context: RequestContext) -> None:
+        """Write the audit line of a request with its status; that of a write is on disk before its caller hears."""
+        event, scope = _audit_event(context), context.scope
+        if event is None or event not in self._audited:
             return
-        caller, route = scope["state"].get("caller"), scope.get("route")
-        if caller is not None and route is not None:
-            collection, ids = scope.get("path_params", {}).get("collection"), scope["state"].get("ids", [])
-            self._lifecycle.audit(caller.name, route.name, collection, ids, context.status)
+        caller, client = context.caller, scope.get("client")
+        entry = {
+            "token": None if caller is None else caller.name,
+            "operation": getattr(scope.get("route"), "name", None),
+            "collection": context.collection,
+            "ids": scope["state"].get("ids", [])[:MAX_IDS],
+            "status": context.status,
+        }
+        if event == "refusal":
+            entry["client"] = None if client is None else client[0]
+        await self._lifecycle.audit(event, durable=event == "write" and context.status < 400, **entry)
 
     async def _answer(self, context: RequestContext) -> None:
         scope = context.scope
@@ -245,39 +245,72 @@ class Admission:
             self._admit(context)
         except ApiError as error:
             self._metrics.refused(str(error.status_code))
+            await self._wait_for_turn(context)
             await to_response(scope["path"], error)(scope, context.receive, context.send)
             return
-        await self._app(scope, context.receive, context.send)
+        if await self._wait_for_turn(context):
+            await self._app(scope, context.receive, context.send)
+
+    async def _wait_for_turn(self, context: RequestContext) -> bool:
+        """Let known callers go first; False if the connection was lost meanwhile."""
+        connection = context.connection
+        if self._tokens is None or context.caller is not None or connection is None or connection.is_identified:
+            return True
+        is_health = context.scope["path"].startswith(("/health/", "/v2/health/"))
+        await (self._health_turns if is_health else self._turns).wait(connection)
+        return not connection.is_lost
+
+    async def _end_early(self, context: RequestContext) -> None:
+        """Answer a request that is cancelled because the time to finish what had begun is over."""
+        task = asyncio.current_task()
+        if self._lifecycle.status != "stopping" or task is None:
+            raise asyncio.CancelledError
+        task.uncancel()
+        if not context.status:
+            error = ApiError(503, "the service is stopping, and this was not finished in time; ask another, or later")
+            await to_response(context.scope["path"], error)(context.scope, context.receive, context.send)
 
     def _admit(self, context: RequestContext) -> None:
         """Check everything that the head says; :class:`ApiError` if the request is not admitted."""
         scope, headers = context.scope, context.headers
         _check_head(scope, headers, self._limits)
         if self._tokens is None:
-            _check_origin(headers)
-        role = self._match(scope)
-        if role is None:
+            _check_is_direct(scope, headers)
+            _check_origin(headers, scope["server"])
+        permission, collection = self._match(scope)
+        context.collection = collection
+        if permission.role is None:
             if context.announces_body():  # an unknown caller: nothing is kept for them
                 raise ApiError(400, f"{scope['path'][:80]} takes no body; send the request without one")
         else:
-            scope["state"]["caller"] = self._identify(headers, role)
+            context.caller = caller = self._identify(headers)
+            context.identify_connection()
+            caller.check(permission, collection)
+            set_caller(caller)
+            context.allowance = self._rates.admit(
+                caller.name or "", caller.rates, permission.rate_kind(scope["method"])
+            )
+            set_allowance(context.allowance)
             scope["state"]["service"] = self._lifecycle.service
             if self._in_flight >= self._limits.requests:
                 raise ApiError(503, f"{self._limits.requests} requests are in flight already; ask again in a moment")
             self._in_flight += 1
             context.is_counted = True
-        context.admitted(role)
+            for turns in (self._turns, self._health_turns):
+                turns.known(context.begun)
+        context.admitted(permission)
 
-    def _match(self, scope: Scope) -> Role | None:
-        """The role of the route that will answer; ``read`` where none does: who is unknown learns of no 404."""
-        for route, role in self._routes:
-            match, _ = route.matches(scope)
+    def _match(self, scope: Scope) -> tuple[Permission, str | None]:
+        """What the route that will answer needs, and its collection. Where none does, any role: the unknown learn of no
+        404."""
+        for route, permission in self._routes:
+            match, child = route.matches(scope)
             if match is Match.FULL:
                 scope["route"] = route
-                return role
-        return "read"
+                return permission, child["path_params"].get("collection")
+        return ANY, None
 
-    def _identify(self, headers: dict[bytes, bytes], required: Role) -> Caller:
+    def _identify(self, headers: dict[bytes, bytes]) -> Caller:
         if self._tokens is None:
             return LOCAL
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
@@ -285,9 +318,22 @@ class Admission:
         if token is None:
             message = "a token is needed: send Authorization: Bearer TOKEN, with a token that the service knows"
             raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
-        if not includes(token.role, required):
-            raise ApiError(403, f"the token {token.name} may {token.role}; this needs {required}")
-        return Caller(token.name, token.role)
+        if time.time() >= token.expiry:
+            message = f"the token {token.name} has expired ({token.expires}); ask for another"
+            raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
+        return token.caller
+
+
+def _audit_event(context: RequestContext) -> Event | None:
+    """What the audit log calls a request; None for what is open to anyone."""
+    if context.status in _REFUSED:
+        return "refusal"
+    permission = context.permission
+    if permission.role is None:
+        return None
+    if permission.changes and context.scope["method"] not in ("GET", "HEAD"):
+        return "write"
+    return "search" if permission.counts_as == "searches" else "read"
 
 
 def body_too_large(limits: Limits) -> ApiError:
@@ -305,33 +351,39 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes], limits: Limits) -> No
                 raise ApiError(400, f"the header {name.decode()} was sent {names.count(name)} times; send it once")
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ApiError(415, "the body is compressed; send it as it is")
-    if int(headers.get(b"content-length", b"0")) > limits.body_bytes:
+    if int(headers.get(b"content-length", b"0").lstrip(b"0") or b"0") > limits.body_bytes:  # int takes 4,300 digits
         raise body_too_large(limits)
 
 
-def _check_origin(headers: dict[bytes, bytes]) -> None:
+def _check_is_direct(scope: Scope, headers: dict[bytes, bytes]) -> None:
+    """:class:`ApiError` 403 for a request that came through a proxy, which makes any caller one of this machine.
+
+    A proxy that is told nothing shows in HTTP/1.0, which nginx long spoke by default, and nobody else speaks.
+    """
+    shown = [name.decode("latin-1") for name in headers if name in _PROXY_HEADERS or name.startswith(b"x-forwarded-")]
+    if scope["http_version"] == "1.0":
+        shown.append("HTTP/1.0")
+    if shown:
+        raise ApiError(403, f"the request came through a proxy ({shown[0][:40]}); behind one, give plsc serve --tokens")
+
+
+def _check_origin(headers: dict[bytes, bytes], server: tuple[str, int | None] | None) -> None:
     """:class:`ApiError` 403 for a web page of another site: without tokens, being on this machine is what admits.
 
     A name made to resolve to 127.0.0.1 (DNS rebinding) shows in Host, another page's script in Origin and
-    Sec-Fetch-Site.
+    Sec-Fetch-Site; a proxy that sends no Host of its own, in the port.
     """
     host = headers.get(b"host", b"").decode("latin-1").lower()
-    if not is_loopback(_without_port(host)):
+    found = HOST.fullmatch(host)
+    if found is None or not is_loopback(found["name"]):
         raise ApiError(403, "without tokens only this machine is served: call it 127.0.0.1, or set tokens up")
+    port = server[1] if server is not None else None
+    if port is not None and int(found["port"] or _HTTP_PORT) != port:
+        raise ApiError(
+            403, f"Host names another port than {port}, where this service listens; call it there, or set tokens up"
+        )
     origin = headers.get(b"origin")
     if origin is not None and origin.decode("latin-1").lower() not in (f"http://{host}", f"https://{host}"):
         raise ApiError(403, "a page of another origin may not call this service; call it from its own page")
     if headers.get(b"sec-fetch-site", b"none") not in (b"none", b"same-origin"):
         raise ApiError(403, "a page of another site may not call this service")
-
-
-def _without_port(host: str) -> str:
-    if host.startswith("["):
-        return host.partition("]")[0] + "]"
-    return host.partition(":")[0]
-
-
-def caller_of(scope: Scope) -> Caller:
-    """The caller of an admitted request."""
-    caller: Any = scope["state"].get("caller", LOCAL)
-    return caller  # type: ignore[no-any-return]

@@ -7,22 +7,23 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from plsc.errors import PlscError
 from plsc.serve.admission import Admission
 from plsc.serve.errors import answer_error
 from plsc.serve.observability import Metrics
-from plsc.serve.routes import admin, gallery, kserve, model, page, search
-from plsc.serve.routing import required_role, requires
+from plsc.serve.routes import admin, gallery, kserve, model, page, persons, search
+from plsc.serve.routing import permission_of, requires
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import Settings
-from plsc.serve.tokens import TokenBook
+from plsc.serve.token_book import TokenBook
 
 # Routes are tried in this order, by admission and by the router: the most frequent one stands first.
-ROUTERS = (search.router, gallery.router, model.router, admin.router, kserve.router, page.router)
+ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.router, kserve.router, page.router)
 _PARSED_BY_ENDPOINTS: tuple[type[BaseModel], ...] = (search.SearchBody, kserve.InferRequest)
 
 description = APIRouter(include_in_schema=False)
@@ -30,9 +31,9 @@ description = APIRouter(include_in_schema=False)
 
 @description.api_route("/openapi.json", methods=["GET", "HEAD"])
 @requires(None)
-async def openapi(request: Request) -> JSONResponse:
+async def openapi(request: Request) -> Response:
     """The OpenAPI description."""
-    return JSONResponse(request.app.state.description)
+    return Response(request.app.state.description, media_type="application/json")
 
 
 def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> ASGIApp:
@@ -45,8 +46,8 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
         version=__version__,
         description=(
             "Search a gallery of persons by pictures or vectors. Scores are cosines; `same_person` says whether a "
-            "score reaches the service's threshold: a possible match, for people to judge. `x-role` of an operation "
-            "is the role that a token needs for it."
+            "score reaches the service's threshold: a possible match, for people to judge. `x-role` and `x-right` "
+            "of an operation are the role and the right that a token needs for it."
         ),
         openapi_url=None,
         redirect_slashes=False,
@@ -54,12 +55,17 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
         exception_handlers=dict.fromkeys((HTTPException, PlscError, RequestValidationError, Exception), answer_error),
     )
     app.state.lifecycle = lifecycle
-    app.state.description = describe(app)
+    lifecycle.tokens = tokens
+    app.state.description = to_json(describe(app, with_tokens=tokens is not None))
     return Admission(app, routes, lifecycle, settings, tokens, metrics)
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """OpenAPI 3.1: with the role that each operation needs, Bearer tokens, and errors of our shape alone."""
+def describe(app: FastAPI, *, with_tokens: bool = True) -> dict[str, Any]:
+    """OpenAPI 3.1: with the role that each operation needs, Bearer tokens, and errors of our shape alone.
+
+    Args:
+        with_tokens: the service asks for tokens; without, operations name no security.
+    """
     description = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = description.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
@@ -67,22 +73,35 @@ def describe(app: FastAPI) -> dict[str, Any]:
         schema = parsed.model_json_schema(ref_template="#/components/schemas/{model}")
         schemas.update(schema.pop("$defs", {}))
         schemas[parsed.__name__] = schema
-    components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    if with_tokens:
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     for route in app.routes:
         if isinstance(route, APIRoute) and route.include_in_schema:
             for method in route.methods or ():
-                _complete(description["paths"][route.path][method.lower()], route)
+                _complete(description["paths"][route.path_format][method.lower()], route, with_tokens)
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     return description
 
 
-def _complete(operation: dict[str, Any], route: APIRoute) -> None:
-    role = required_role(route)
+def _complete(operation: dict[str, Any], route: APIRoute, with_tokens: bool) -> None:
+    permission = permission_of(route)
     operation["operationId"] = route.name
-    operation["x-role"] = role
-    operation["security"] = [] if role is None else [{"token": []}]
+    operation["x-role"] = permission.role
+    if permission.right is not None:
+        operation["x-right"] = permission.right
+    operation["security"] = [{"token": []}] if with_tokens and permission.role is not None else []
+    for parameter in operation.get("parameters", []):
+        _never_null(parameter.get("schema", {}))
     responses = operation["responses"]
     content = responses.get("422", {}).get("content", {}).get("application/json", {})
     if content.get("schema", {}).get("$ref", "").endswith("HTTPValidationError"):
         del responses["422"]  # FastAPI's own shape: here such requests get 400 in ours
+
+
+def _never_null(schema: dict[str, Any]) -> None:
+    """Take null out of a parameter's schema: one that is None is not sent, and the text "null" is no null."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != {"type": "null"}]
+    if len(kinds) == 1:
+        del schema["anyOf"]
+        schema.update(kinds[0])

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from plsc.errors import PlscError
-from plsc.gallery.filters import Filter
+from plsc.gallery.filters import Filter, PreparedFilter
 from plsc.gallery.store import Match, Store
 from plsc.serve.errors import ApiError
 from plsc.serve.inputs import Float32
@@ -324,7 +324,8 @@ class Searcher:
         groups: dict[Any, list[int]] = defaultdict(list)
         for index, search in enumerate(searches):
             # By its text: filters on 1 and on true are equal to Python, and mean different things.
-            groups[search.collection, search.k, search.threshold, repr(search.filter)].append(index)
+            matching = search.filter.key if isinstance(search.filter, PreparedFilter) else repr(search.filter)
+            groups[search.collection, search.k, search.threshold, matching].append(index)
         results: list[Any] = [None] * len(searches)
         for indices in groups.values():
             found = self._search_group([searches[index] for index in indices])
@@ -350,7 +351,9 @@ class Searcher:
         size = 0
         for start in range(0, len(ids), _NAMED_TOGETHER):
             for person, named in self._store.person_summaries(collection, ids[start : start + _NAMED_TOGETHER]).items():
-                persons[person] = orjson.dumps(named)
+                shown = {"id": named.id, "name": named.name, "metadata": named.metadata}
+                external = {} if named.external_id is None else {"external_id": named.external_id}
+                persons[person] = orjson.dumps(shown | external)
                 size += len(persons[person])
             if size > self._max_bytes:
                 raise answer_too_large(self._max_bytes)

@@ -1,5 +1,6 @@
 """Errors as HTTP responses: ``{"error": {"code", "message"}}``, one line that states the problem and the fix."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -9,8 +10,20 @@ from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
-from plsc.errors import ConflictError, DataError, NotFoundError, PlscError, StorageError, UsageError
+from plsc.errors import (
+    ConflictError,
+    DataError,
+    DeadlineError,
+    NotFoundError,
+    PlscError,
+    PreconditionError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+    quoted,
+)
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 
 Code = Literal[
@@ -20,36 +33,67 @@ Code = Literal[
     "not_found",
     "method_not_allowed",
     "conflict",
+    "precondition_failed",
     "too_large",
     "unsupported_type",
     "unprocessable",
     "too_many",
     "internal",
+    "not_implemented",
     "unavailable",
     "deadline",
+    "quota_exceeded",
 ]
-_STATUSES = (400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 500, 503, 504)
+_STATUSES = (400, 401, 403, 404, 405, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
 CODES: dict[int, str] = dict(zip(_STATUSES, get_args(Code), strict=True))
 RETRY_SECONDS = 1
+FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
 _STATUS_OF: tuple[tuple[type[PlscError], int], ...] = (
     (NotFoundError, 404),
+    (PreconditionError, 412),
     (ConflictError, 409),
     (StorageError, 503),
+    (DeadlineError, 504),
+    (UnsupportedError, 501),
     (UsageError, 400),
     (DataError, 422),
 )
+_INTERNAL = {
+    500: "the stored data are damaged; see the server's log",
+    503: "the store cannot be read or written at the moment; see the server's log",
+}
 _DESCRIPTIONS = {
     400: "Invalid request",
     401: "No token, or an unknown one",
     403: "The token's role does not suffice",
     404: "Not found",
-    409: "It exists already, or belongs to another model",
+    409: "It exists already, belongs to another model, or a request with its Idempotency-Key is in progress",
+    412: "The person was changed since it was read",
     413: "Larger than allowed",
     415: "Unsupported content type",
-    422: "An image or vector that cannot be used",
+    422: "An image or vector that cannot be used, or an Idempotency-Key of another request",
+    429: "More than the caller's rate limits allow",
     500: "Internal error, or the stored data is damaged",
+    501: "The store cannot do this",
     503: "Busy, loading, stopping, or the store is unreachable",
     504: "Deadline exceeded",
+    507: "More than the operator's quotas allow",
+}
+
+
+def _header(description: str, **schema: Any) -> dict[str, Any]:
+    return {"required": True, "description": description, "schema": schema}
+
+
+_RETRY_AFTER = {"Retry-After": _header("Seconds", type="integer", minimum=1)}
+_HEADERS = {  # that every answer with such a status has
+    401: {"WWW-Authenticate": _header("Bearer", type="string")},
+    429: {
+        **_RETRY_AFTER,
+        "RateLimit-Policy": _header("The limit that was reached", type="string"),
+        "RateLimit": _header("What is left of it, and until when", type="string"),
+    },
+    503: _RETRY_AFTER,
 }
 
 
@@ -86,16 +130,42 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = ApiError(400, first_error(error.errors()))
     elif isinstance(error, PlscError):
-        error = as_api_error(error)
+        error = as_api_error(error, request.app.state.lifecycle.private_paths)
+    elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        error = _of_router(request, error)
     elif not isinstance(error, HTTPException):  # starlette raises it again after this answer, and uvicorn logs it
         error = ApiError(500, "internal server error; see the server's log")
     return to_response(request.url.path, error)
 
 
-def as_api_error(error: PlscError) -> ApiError:
-    """Map an exception of the library to its HTTP status."""
+def _of_router(request: Request, error: HTTPException) -> HTTPException:
+    """The router's own errors in words; it names the methods of one route where several share a path."""
+    path = quoted(request.url.path)
+    if error.status_code == 404:
+        return ApiError(404, f"there is no {path}; GET /openapi.json describes all there is")
+    if error.status_code != 405:
+        return error
+    matching = (route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE)
+    methods = ", ".join(sorted({method for route in matching for method in route.methods}))
+    return ApiError(405, f"{path} takes {methods}", {"Allow": methods})
+
+
+def as_api_error(error: PlscError, private_paths: Sequence[str] = ()) -> ApiError:
+    """Map an exception of the library to its HTTP status.
+
+    What is wrong with the service itself is told in the server's log: to callers it would name files and folders.
+
+    Args:
+        private_paths: texts that no caller is told.
+    """
     status = next((status for kind, status in _STATUS_OF if isinstance(error, kind)), 500)
-    return ApiError(status, str(error))
+    message = str(error)
+    if any(path in message for path in private_paths):
+        status = 500 if status == 500 else 503
+    elif status not in _INTERNAL:
+        return ApiError(status, message)
+    print(f"plsc serve: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return ApiError(status, _INTERNAL[status])
 
 
 def to_response(path: str, error: HTTPException) -> Response:
@@ -111,8 +181,9 @@ def first_error(problems: Sequence[Any]) -> str:
     """The first of pydantic's errors as one line that names its location."""
     first = problems[0]
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == COLLECTION_NAME:
-        return f"{COLLECTION_NAME_RULE}, unlike {ascii(first['input'])[:80]}"
-    location = ".".join(str(part) for part in first["loc"] if part != "body")
+        return f"{COLLECTION_NAME_RULE}, unlike {quoted(first['input'])}"
+    parts = (str(part) for part in first["loc"] if part != "body")
+    location = ".".join(part[:80] for part in parts if not part.startswith(FORM))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return f"{location + ': ' if location else ''}{first['msg'].removeprefix('Value error, ')}{more}"[:500]
 
@@ -120,6 +191,6 @@ def first_error(problems: Sequence[Any]) -> str:
 def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's ``responses``: those of ``statuses``, and those that every operation with a role may give."""
     return {
-        status: {"model": model, "description": _DESCRIPTIONS[status]}
-        for status in sorted({400, 401, 403, 500, 503, *statuses})
+        status: {"model": model, "description": _DESCRIPTIONS[status], "headers": _HEADERS.get(status, {})}
+        for status in sorted({400, 401, 403, 429, 500, 503, *statuses})
     }

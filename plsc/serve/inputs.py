@@ -10,11 +10,13 @@ import pybase64
 import torch
 
 from plsc.data.alignment import align_face
-from plsc.data.codec import decode_image, resize_image
+from plsc.data.codec import resize_image
 from plsc.embedding.detector import Detector
 from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, UsageError
+from plsc.image_files import TooLargeError
 from plsc.models.preprocessing import Preprocessing, check_square
+from plsc.serve.decoding import DecodeProcess
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
@@ -38,11 +40,12 @@ def image_bytes(item: Input, name: str) -> bytes:
 
 
 def decode(
-    data: bytes, name: str, contract: Preprocessing, max_pixels: int, landmarks: Any, detector: Detector | None
+    process: DecodeProcess, data: bytes, name: str, contract: Preprocessing, landmarks: Any, detector: Detector | None
 ) -> DecodedImage:
     """Decode a JPEG, PNG or WEBP file as the model expects it.
 
     Args:
+        process: where the file is decoded; its pixels are aligned or resized here.
         contract: the model's, which says what size it takes.
         landmarks: (5, 2) points to align by; without them ``detector`` finds the main face, and without that the
             image is taken as an aligned crop and resized, with warnings where it does not look like one.
@@ -53,9 +56,9 @@ def decode(
     check_format(data, name)
     size = contract.image_size
     try:
-        image = decode_image(data, name, max_pixels=max_pixels)
+        image = torch.from_numpy(process.decode(data, name)).permute(2, 0, 1)
     except DataError as error:
-        raise ApiError(413 if "allowed" in str(error) else 422, str(error)) from None
+        raise ApiError(413 if isinstance(error, TooLargeError) else 422, str(error)) from None
     try:
         if landmarks is not None:
             return DecodedImage(align_face(image, landmarks, check_square(size, "aligning by landmarks"), name), ())

@@ -1,16 +1,11 @@
-"""Prometheus metrics on a port of their own, and the audit log of writes."""
+"""Prometheus metrics, on a port of their own."""
 
 import contextlib
-import errno
-import json
 import math
-import os
 import socket
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
@@ -19,11 +14,13 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
-from plsc.errors import PlscError, UsageError
+from plsc.errors import PlscError
+from plsc.serve.settings import HOST, is_loopback
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _SOCKET_SECONDS = 5.0  # of one read or write of a scrape
+_CONNECTION_SECONDS = 10.0  # of a whole scrape: a byte now and then must not hold a connection
 _MAX_SCRAPES = 16
 
 Statistics = Callable[[], dict[str, dict[str, float]]]
@@ -43,6 +40,7 @@ class Metrics:
         self._batch = Histogram("plsc_batch_rows", "Rows of a device batch", ["kind"], buckets=_BATCHES, **options)
         self._dropped = Counter("plsc_dropped", "Let go without computing", ["kind", "why"], **options)
         self._refused = Counter("plsc_refused", "Refused before the body was read", ["why"], **options)
+        self._throttled = Counter("plsc_throttled", "Refused by a rate limit", ["token", "kind"], **options)
         self._labelled: dict[tuple[str, str, int], tuple[Any, Any]] = {}
         self._stages: dict[str, Any] = {}
 
@@ -65,9 +63,22 @@ class Metrics:
         """Count a request that was not admitted."""
         self._refused.labels(why).inc()
 
+    def throttled(self, token: str, kind: str) -> None:
+        """Count a request that a rate limit refused; ``token`` is its name, empty without tokens."""
+        self._throttled.labels(token, kind).inc()
+
+    def watch_limits(self, limits: Mapping[str, float]) -> None:
+        """Export limits, which do not change."""
+        for name, value in limits.items():
+            Gauge(f"plsc_limit_{name}", f"Limit of {name.replace('_', ' ')}", registry=self.registry).set(value)
+
+    def watch_audit(self, sequence: Callable[[], float]) -> None:
+        """Export the number of the audit log's newest line."""
+        Gauge("plsc_audit_sequence", "Newest line of the audit log", registry=self.registry).set_function(sequence)
+
     def watch_requests(self, in_flight: Callable[[], float]) -> None:
         """Export the number of requests in flight."""
-        Gauge("plsc_in_flight", "Requests in hand", registry=self.registry).set_function(in_flight)
+        Gauge("plsc_in_flight", "Requests in flight", registry=self.registry).set_function(in_flight)
 
     def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
         """See :class:`plsc.serve.batching.Observer`."""
@@ -122,6 +133,9 @@ class MetricsServer:
         show = make_wsgi_app(metrics.registry)
 
         def app(environ: Any, start_response: Any) -> Any:
+            if is_loopback(host) and not _names_this_machine(environ.get("HTTP_HOST", "")):
+                start_response("403 Forbidden", [("Content-Type", "text/plain")])
+                return [b"metrics are shown to this machine alone: call it 127.0.0.1\n"]
             if environ["PATH_INFO"] != "/metrics" or environ["REQUEST_METHOD"] != "GET":
                 start_response("404 Not Found", [("Content-Type", "text/plain")])
                 return [b"only /metrics is here\n"]
@@ -141,24 +155,39 @@ class MetricsServer:
 
 
 class _Server(ThreadingWSGIServer):
-    """At most ``_MAX_SCRAPES`` connections: one more closes the oldest, so that slow readers keep nobody out."""
+    """At most ``_MAX_SCRAPES`` connections, each for ``_CONNECTION_SECONDS``: so slow ones keep nobody out.
+
+    One more than that many closes the oldest.
+    """
 
     block_on_close = False
 
     def __init__(self, *args: Any, **keywords: Any) -> None:
-        self._open: list[socket.socket] = []
+        self._open: list[tuple[float, socket.socket]] = []
         super().__init__(*args, **keywords)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Answer in a thread."""
-        self._open = [*(known for known in self._open if known.fileno() >= 0), request]
-        if len(self._open) > _MAX_SCRAPES:
-            with contextlib.suppress(OSError):  # it has just ended by itself
-                self._open.pop(0).shutdown(socket.SHUT_RDWR)  # its thread's read or write ends, and closes it
+        self._open.append((time.monotonic(), request))
+        self.service_actions()
         super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Close connections that are too old, or too many; called twice a second."""
+        self._open = [(since, known) for since, known in self._open if known.fileno() >= 0]
+        oldest = time.monotonic() - _CONNECTION_SECONDS
+        while self._open and (len(self._open) > _MAX_SCRAPES or self._open[0][0] < oldest):
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                self._open.pop(0)[1].shutdown(socket.SHUT_RDWR)  # its thread's read or write ends, and closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Drop the traceback of a scrape that timed out or was cut off."""
+
+
+def _names_this_machine(host: str) -> bool:
+    """True if a Host header can only mean this machine: another name could have been made to resolve to it."""
+    found = HOST.fullmatch(host.lower())
+    return found is not None and is_loopback(found["name"])
 
 
 class _Server6(_Server):
@@ -170,56 +199,3 @@ class _Handler(WSGIRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not logged."""
-
-
-class Audit:
-    """Append a line of JSON per write: time, token, operation, ids and status; never a vector or a name.
-
-    Args:
-        path: the log, created readable by its owner alone; None writes to standard error.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._descriptor = sys.stderr.fileno() if path is None else _open_log(path)
-        self._owned = path is not None
-        self._is_torn = False  # the file ends in a part of a line
-
-    def write(self, token: str | None, operation: str, collection: str | None, ids: Sequence[int], status: int) -> None:
-        """Append one line by one write, which O_APPEND keeps whole.
-
-        The operation is done already: where the file takes no more (a full disk), standard error gets the line.
-        """
-        entry = {
-            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
-            "token": token,
-            "operation": operation,
-            "collection": collection,
-            "ids": list(ids),
-            "status": status,
-        }
-        line = json.dumps(entry)
-        try:
-            self._append(f"{line}\n".encode())
-        except OSError as error:
-            message = f"plsc serve: the audit log takes no lines ({error.strerror}); free its disk. It lacks: {line}"
-            print(message, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._owned:
-            os.close(self._descriptor)
-
-    def _append(self, line: bytes) -> None:
-        if self._is_torn:
-            line = b"\n" + line
-        written = os.write(self._descriptor, line)
-        self._is_torn = written < len(line)
-        if self._is_torn:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _open_log(path: Path) -> int:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    except OSError as error:
-        raise UsageError(f"cannot write the audit log {path}: {error.strerror}; name another file") from None

@@ -1,4 +1,4 @@
-"""Declarations of routes: their role, their service, their parameters, and JSON bodies read fast and strictly."""
+"""Declarations of routes: what a caller needs, their service and parameters, and JSON bodies read fast and strictly."""
 
 import functools
 from collections.abc import Callable, Coroutine, Sequence
@@ -14,33 +14,44 @@ from starlette.routing import BaseRoute
 from starlette.types import Scope
 
 from plsc.gallery.validation import COLLECTION_NAME
+from plsc.serve.access import Permission, Right, Role
 from plsc.serve.errors import ApiError
+from plsc.serve.rate_limits import Kind
 from plsc.serve.service import Service
-from plsc.serve.tokens import Role
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else
+SEGMENT = r"^[^\x00-\x1f\x7f]+$"  # of a path: admission refuses control characters
 _SCANNED = 1 << 16  # bytes of JSON counted together
+_CONTAINER_VALUES = 16  # as many values as a list or an object counts for: it takes a hundred bytes or two
+
+# Of JSON with characters beyond ASCII: one of them makes every character of its text take up to four bytes.
+_WIDE_BYTES = 12 << 20
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
-def requires(role: Role | None) -> Callable[[Endpoint], Endpoint]:
-    """Declare the least role that may call an endpoint; None opens it to anyone. Every endpoint declares one."""
+def requires(
+    role: Role | None,
+    right: Right | None = None,
+    *,
+    all_collections: bool = False,
+    counts_as: Kind | None = None,
+) -> Callable[[Endpoint], Endpoint]:
+    """Declare what an endpoint needs of its caller, see :class:`Permission`. Every endpoint declares it."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
-        endpoint.required_role = role  # type: ignore[attr-defined]
+        endpoint.permission = Permission(role, right, all_collections, counts_as)  # type: ignore[attr-defined]
         return endpoint
 
     return declare
 
 
-def required_role(route: BaseRoute) -> Role | None:
-    """The role that a route's endpoint declares; :class:`TypeError` if it declares none."""
-    endpoint: Any = getattr(route, "endpoint", None)
-    if not hasattr(endpoint, "required_role"):
+def permission_of(route: BaseRoute) -> Permission:
+    """What a route's endpoint declares; :class:`TypeError` if it declares nothing."""
+    permission = getattr(getattr(route, "endpoint", None), "permission", None)
+    if not isinstance(permission, Permission):
         raise TypeError(f"{route} declares no role; put requires(...) on its endpoint")
-    role: Role | None = endpoint.required_role
-    return role
+    return permission
 
 
 def get_service(scope: Scope) -> Service:
@@ -59,7 +70,7 @@ Id = Annotated[int, Path(ge=1, le=LARGEST_ID, examples=[1])]
 
 
 def record_ids(request: Request, ids: Sequence[int]) -> None:
-    """Set the ids of the persons or faces that a write touched, for the audit log."""
+    """Set the ids of the persons or faces that a request touched or found, for the audit log."""
     request.scope["state"]["ids"] = list(ids)
 
 
@@ -79,19 +90,24 @@ def require_json(kind: str) -> None:
         raise ApiError(415, f"the body is {kind or 'of no type'}; send it with Content-Type: application/json")
 
 
-def read_json(body: bytes, max_values: int) -> Any:
+def read_json(body: bytes, max_values: int, what: str = "the body") -> Any:
     """Parse JSON, five times as fast as the standard library; NaN and infinities are not JSON.
+
+    Args:
+        what: names the text in errors.
 
     Raises:
         ApiError: 400 for what is not JSON, 413 for more than ``max_values`` values: three bytes of text can become an
-            object of 200.
+            object of 200, so lists and objects count for several. 413 too for large texts beyond ASCII.
     """
+    if len(body) > _WIDE_BYTES and (b"\\u" in body or not body.isascii()):
+        raise ApiError(413, f"JSON with characters beyond ASCII has at most {_WIDE_BYTES:,} bytes; send less at a time")
     if len(body) > max_values and _count_values(body, max_values) > max_values:
         raise ApiError(413, f"the JSON holds more than {max_values:,} values; send less, or vectors as vector_b64")
     try:
         return pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"{what} is not JSON: {error}") from None
 
 
 def read_body(body: bytes, service: Service) -> Any:
@@ -106,11 +122,12 @@ def read_body(body: bytes, service: Service) -> Any:
 
 
 def _count_values(body: bytes, stop: int) -> int:
-    """Upper bound of the number of values in a JSON text, by its separators and brackets; ends beyond ``stop``."""
+    """Upper bound of the values in a JSON text, by its separators and brackets; ends beyond ``stop``."""
     count, characters = 1, np.frombuffer(body, dtype=np.uint8)
     for start in range(0, len(characters), _SCANNED):
         part = characters[start : start + _SCANNED]
-        count += sum(int(np.count_nonzero(part == ord(mark))) for mark in ",[{")
+        separators, *brackets = (int(np.count_nonzero(part == ord(mark))) for mark in ",[{")
+        count += separators + _CONTAINER_VALUES * sum(brackets)
         if count > stop:
             break
     return count
@@ -149,7 +166,14 @@ class DirectRoute(APIRoute):
         return endpoint
 
 
-def query_parameters(model: type[BaseModel]) -> list[dict[str, Any]]:
-    """OpenAPI's ``parameters`` for the fields of a model that is read from the query string."""
+def query_parameters(model: type[BaseModel], **described: dict[str, Any]) -> list[dict[str, Any]]:
+    """OpenAPI's ``parameters`` for the fields of a model that is read from the query string.
+
+    Args:
+        described: the parameters of fields that are more than their schema says.
+    """
     fields = model.model_json_schema()["properties"]
-    return [{"name": name, "in": "query", "required": False, "schema": schema} for name, schema in fields.items()]
+    return [
+        described.get(name, {"name": name, "in": "query", "required": False, "schema": schema})
+        for name, schema in fields.items()
+    ]

@@ -2,10 +2,18 @@
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
-from plsc.errors import UsageError
-from plsc.gallery.filters import Filter, check_metadata
+from plsc.errors import UsageError, quoted
+from plsc.gallery.filters import (
+    COMPARISONS,
+    MAX_CHARACTERS,
+    MAX_CONDITIONS,
+    MAX_ENTRIES,
+    MAX_IN_VALUES,
+    Filter,
+    check_metadata,
+)
 
 # A picture of 16 x 16 pixels in PNG.
 IMAGE = (
@@ -27,13 +35,53 @@ def _check_metadata(value: Any) -> Any:
         raise ValueError(str(error)) from None
 
 
-Metadata = Annotated[dict[str, Scalar], BeforeValidator(_check_metadata), Field(examples=[{"city": "Bern", "age": 31}])]
-FilterBody = Annotated[dict[str, Any], Field(examples=[FILTER], description="Conditions that all must hold")]
+# What the description says of texts that stores take, of metadata and of filters; their parsers decide.
+STORABLE = r"^[^\x00]*$"
+_TEXT = {"type": "string", "maxLength": MAX_CHARACTERS, "pattern": STORABLE}
+_NUMBER = {"type": "number"}
+_SCALAR = {"anyOf": [_TEXT, _NUMBER, {"type": "boolean"}]}
+_METADATA = {
+    "type": "object",
+    "maxProperties": MAX_ENTRIES,
+    "propertyNames": {**_TEXT, "minLength": 1},
+    "additionalProperties": _SCALAR,
+    "examples": [{"city": "Bern", "age": 31}],
+}
+_TESTS = {
+    **dict.fromkeys(("eq", "ne"), _SCALAR),
+    **{operator: {"anyOf": [_TEXT, _NUMBER]} for operator in COMPARISONS},
+    "in": {"type": "array", "items": _SCALAR, "maxItems": MAX_IN_VALUES},
+    "exists": {"type": "boolean"},
+}
+_CONDITION = {"type": "object", "minProperties": 1, "properties": _TESTS, "additionalProperties": False}
+FILTER_SCHEMA = {
+    "type": "object",
+    "description": "Conditions that all must hold",
+    "maxProperties": MAX_CONDITIONS,
+    "propertyNames": {**_TEXT, "minLength": 1},
+    "additionalProperties": {"anyOf": [_SCALAR, _CONDITION]},
+    "examples": [FILTER],
+}
+FILTER_PARAMETER = {
+    "name": "filter",
+    "in": "query",
+    "required": False,
+    "description": "A filter as JSON text",
+    "content": {"application/json": {"schema": {"anyOf": [FILTER_SCHEMA, {"type": "null"}]}, "example": FILTER}},
+}
+_BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
+_IN_BASE64: dict[str, Any] = {"contentEncoding": "base64", "minLength": 4, "pattern": _BASE64}
+
+Metadata = Annotated[dict[str, Scalar], BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)]
+FilterBody = Annotated[dict[str, Any], WithJsonSchema(FILTER_SCHEMA)]
 Warnings = Annotated[
     list[str], Field(description="What is probably not what was meant, a line each; left out where there is nothing")
 ]
 Answer = TypeVar("Answer", bound=BaseModel)
 Point = Annotated[list[float], Field(min_length=2, max_length=2, fail_fast=True)]
+
+
+_LONGEST_KEY = 64  # characters, of those that pydantic may quote: it copies a key several times
 
 
 class Body(BaseModel):
@@ -47,18 +95,49 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _limit_keys(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > len(cls.model_fields):
+        if not isinstance(value, dict):
+            return value
+        if len(value) > len(cls.model_fields) or any(len(key) > _LONGEST_KEY for key in value):
             unknown = next(key for key in value if key not in cls.model_fields)
-            raise ValueError(f"the key {ascii(unknown)[:80]} is not known; leave it out")
+            raise ValueError(f"the key {quoted(unknown)} is not known; leave it out")
         return value
+
+
+def exactly_one(*names: str, alone: dict[str, tuple[str, ...]] | None = None) -> list[Any]:
+    """JSON Schema's ``oneOf`` for an object with exactly one of some keys that is not null.
+
+    Args:
+        alone: further keys that have to be null beside a key.
+    """
+    null = {"type": "null"}
+    return [
+        {
+            "required": [name],
+            "properties": {
+                name: {"not": null},
+                **{other: null for other in (*names, *(alone or {}).get(name, ())) if other != name},
+            },
+        }
+        for name in names
+    ]
+
+
+_INPUT: dict[str, Any] = {
+    "examples": [{"image": IMAGE}, {"vector": list(VECTOR)}],
+    "oneOf": exactly_one(
+        "image", "vector", "vector_b64", alone=dict.fromkeys(("vector", "vector_b64"), ("landmarks",))
+    ),
+}
 
 
 class Input(Body):
     """An image or a vector: exactly one of ``image``, ``vector`` and ``vector_b64``."""
 
-    model_config = ConfigDict(json_schema_extra={"examples": [{"image": IMAGE}, {"vector": list(VECTOR)}]})
+    model_config = ConfigDict(json_schema_extra=_INPUT)
 
-    image: str | None = Field(None, description="A JPEG, PNG or WEBP file in base64")
+    image: Annotated[str, Field(json_schema_extra=_IN_BASE64)] | None = Field(
+        None, description="A JPEG, PNG or WEBP file in base64"
+    )
     landmarks: list[Point] | None = Field(
         None,
         fail_fast=True,
@@ -66,8 +145,10 @@ class Input(Body):
         max_length=5,
         description="Eyes, nose and mouth corners, [x, y] in pixels of the image, which is then aligned",
     )
-    vector: list[float] | None = Field(None, fail_fast=True, description="An embedding of the service's model")
-    vector_b64: str | None = Field(
+    vector: Annotated[list[float], Field(json_schema_extra={"minItems": 1})] | None = Field(
+        None, fail_fast=True, description="An embedding of the service's model"
+    )
+    vector_b64: Annotated[str, Field(json_schema_extra=_IN_BASE64)] | None = Field(
         None, description="The same as little-endian float32 in base64: a quarter of the bytes"
     )
 

@@ -1,32 +1,34 @@
-"""The process: bind sockets, answer while loading, serve, shut down gracefully; and limits of its connections."""
+"""The process: bind sockets, answer while loading, serve, shut down gracefully."""
 
 import asyncio
 import contextlib
 import gc
+import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from importlib.util import find_spec
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from plsc.errors import UsageError
-from plsc.serve.admission import Connection
 from plsc.serve.app import build_app
+from plsc.serve.connections import ConnectionBudget, LimitedProtocol
 from plsc.serve.observability import Metrics, MetricsServer
 from plsc.serve.service import Lifecycle, Service
 from plsc.serve.settings import Limits, Settings, is_loopback
-from plsc.serve.tokens import TokenBook
+from plsc.serve.token_book import TokenBook
 
 KEEP_ALIVE_SECONDS = 75  # longer than the usual reverse proxy's 60: the proxy closes first, and no request is lost
-MAX_HEAD_BYTES = 65_536
-MAX_HEADERS = 256
+_FILES_KEPT_BACK = 192  # of the store, the audit log, snapshots, tokens, pictures' processes and metrics
 MAX_PORT = 65_535
+_LEAST_CONNECTIONS = 16
+_BACKLOG = 1024  # connections that the system holds until they are accepted
 
 Load = Callable[[Metrics], Service]
 
@@ -43,15 +45,16 @@ class Server:
     """
 
     def __init__(self, settings: Settings) -> None:
+        settings = replace(settings, limits=_with_files(settings.limits))
         self.settings = settings
         tokens = None if settings.tokens is None else TokenBook(settings.tokens)
         if tokens is None and not is_loopback(settings.host):
             raise UsageError(
                 f"--host {settings.host} lets other machines call, and there are no tokens to know them by; make some "
-                "with plsc tokens add NAME --role read, and give --tokens FILE"
+                "with plsc tokens add NAME --role search, and give --tokens FILE"
             )
         self._metrics, self._lifecycle = Metrics(), Lifecycle()
-        self._listener = _listen(settings.host, settings.port, settings.limits.connections)
+        self._listener = _listen(settings.host, settings.port)
         try:
             self._metrics_server = _metrics_server(settings, self._metrics)
         except UsageError:
@@ -103,124 +106,6 @@ class Server:
                 await asyncio.to_thread(service.close)
 
 
-class LimitedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with limits on heads, trailers, connections, and callers who do not read.
-
-    Built on the callbacks of asyncio.Protocol and of httptools alone; requests find their :class:`Connection` in
-    ``scope["state"]``, where ASGI puts what the server's lifespan shares with them. A request's head has
-    ``limits.head_seconds`` to arrive, from the connection or from its first byte; between requests uvicorn's keep-alive
-    time-out holds.
-    ``connected`` holds the open connections of a server.
-    """
-
-    limits: Limits
-    connected: "set[LimitedProtocol]"
-
-    def __init__(self, **keywords: Any) -> None:
-        self._connection = Connection()
-        keywords["app_state"] = {**keywords["app_state"], "connection": self._connection}
-        super().__init__(**keywords)
-        self._loop = asyncio.get_running_loop()
-        self._wire: asyncio.Transport
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._send_timer: asyncio.TimerHandle | None = None
-        self._unparsed = 0  # bytes since the parser last finished a head, a chunk's size or a piece of body
-        self._headers, self._header_bytes, self._in_trailers = 0, 0, False
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection, or close it at once where there are too many."""
-        super().connection_made(transport)
-        self._wire = transport
-        self.connected.add(self)
-        if len(self.connected) > self.limits.connections:
-            self._abort()
-        else:
-            self._start_head_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request in progress, and forget the connection."""
-        self.connected.discard(self)
-        self._connection.lose()
-        self._stop_head_timer()
-        self.resume_writing()
-        super().connection_lost(exc)
-
-    def data_received(self, data: bytes) -> None:
-        """Parse data; abort a connection that sends more than a head's worth of what is neither head nor body."""
-        self._unparsed += len(data)
-        super().data_received(data)
-        if self._unparsed > MAX_HEAD_BYTES:  # trailers, or a chunk's extensions: httptools would go on gathering them
-            self._abort()
-
-    def pause_writing(self) -> None:
-        """Start the clock: the caller does not read."""
-        super().pause_writing()
-        if self._send_timer is None:
-            self._send_timer = self._loop.call_later(self.limits.send_seconds, self._abort)
-
-    def resume_writing(self) -> None:
-        """Stop the clock: the caller has read nearly everything."""
-        if self._send_timer is not None:
-            self._send_timer.cancel()
-            self._send_timer = None
-        super().resume_writing()
-
-    def on_message_begin(self) -> None:
-        """Start a request."""
-        self._headers, self._header_bytes, self._in_trailers = 0, 0, False
-        if self._head_timer is None:
-            self._start_head_timer()
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; drop a trailer: uvicorn would append it to the headers, where it replaces those admitted."""
-        if self._in_trailers:
-            return
-        self._headers += 1
-        self._header_bytes += len(name) + len(value)
-        if self._headers > MAX_HEADERS or self._header_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the head is too large")  # which httptools reports as an invalid request: 400
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """End a head: what comes as a header from here on is a trailer."""
-        self._unparsed, self._in_trailers = 0, True
-        self._stop_head_timer()
-        super().on_headers_complete()
-
-    def on_chunk_header(self) -> None:
-        """Read a chunk's size."""
-        self._unparsed = 0
-
-    def on_body(self, body: bytes) -> None:
-        """Take a piece of body."""
-        self._unparsed = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        """End a request."""
-        self._unparsed = 0
-        super().on_message_complete()
-
-    def _start_head_timer(self) -> None:
-        self._head_timer = self._loop.call_later(self.limits.head_seconds, self._end_head_time)
-
-    def _end_head_time(self) -> None:
-        if self._wire.is_reading():
-            self._abort()
-        else:  # uvicorn reads no further while earlier requests of this connection wait for their answers
-            self._start_head_timer()
-
-    def _abort(self) -> None:
-        self._connection.lose()  # before connection_lost: from here on writing fails
-        self._wire.abort()
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-
 class _GracefulServer(uvicorn.Server):
     """uvicorn's server, for which a signal starts the shutdown and is not raised again after it."""
 
@@ -248,7 +133,9 @@ class _GracefulServer(uvicorn.Server):
 
 
 def _config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    protocol = type("Protocol", (LimitedProtocol,), {"limits": settings.limits, "connected": set()})
+    limits = settings.limits
+    budget = ConnectionBudget(limits.connections, limits.anonymous_connections)
+    protocol = type("Protocol", (LimitedProtocol,), {"limits": limits, "budget": budget})
     return uvicorn.Config(
         app,
         http=protocol,
@@ -256,7 +143,7 @@ def _config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
         loop="none",
         ws="none",
         access_log=False,
-        log_level="warning",
+        log_level="error",  # warnings tell of requests that are no HTTP: a line each, for whoever likes to fill a disk
         server_header=False,
         headers=[("X-Content-Type-Options", "nosniff")],
         proxy_headers=False,
@@ -274,11 +161,43 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+def _with_files(limits: Limits) -> Limits:
+    """Let this process open as many files as it may; take fewer connections where its own files need the rest."""
+    try:
+        import resource
+    except ImportError:  # Windows, whose sockets are no files
+        return limits
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses more than the kernel has
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    wanted = limits.connections + limits.anonymous_connections
+    spare = soft - _open_files() - _FILES_KEPT_BACK
+    if soft == resource.RLIM_INFINITY or wanted <= spare:
+        return limits
+    anonymous = max(min(limits.anonymous_connections, spare // 4), _LEAST_CONNECTIONS)
+    known = max(min(limits.connections, spare - anonymous), _LEAST_CONNECTIONS)
+    print(
+        f"plsc serve: this process may open {soft:,} files: it takes {known:,} connections of known callers and "
+        f"{anonymous:,} of others; raise ulimit -n to {wanted + soft - spare:,} for all",
+        file=sys.stderr,
+        flush=True,
+    )
+    return replace(limits, connections=known, anonymous_connections=anonymous)
+
+
+def _open_files() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))  # noqa: PTH208 (a Path for each would cost more than the question)
+    except OSError:
+        return 0
+
+
 def _url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _listen(host: str, port: int, backlog: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     listener = None
     if not 0 <= port <= MAX_PORT:  # getaddrinfo would take its last 16 bits
         raise UsageError(f"--port {port}: a port lies between 0 and {MAX_PORT}")
@@ -288,7 +207,7 @@ def _listen(host: str, port: int, backlog: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol_number)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(backlog)
+        listener.listen(_BACKLOG)
     except (OSError, OverflowError) as error:
         if listener is not None:
             listener.close()

@@ -1,6 +1,7 @@
 """Shared state of the routes: model, store, device worker, threads for decoding and storing; and its lifecycle."""
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,19 +16,28 @@ import torch
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
 from plsc.gallery.filters import Filter
+from plsc.gallery.retention import Retention
 from plsc.gallery.store import Collection, Store
 from plsc.gallery.thumbnails import ThumbnailStore
+from plsc.serve.access import current_caller
 from plsc.serve.answer_warnings import filter_warnings
+from plsc.serve.audit import AuditLog, Event
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
+from plsc.serve.decoding import DecodeProcess, Decoders
 from plsc.serve.errors import ApiError
+from plsc.serve.idempotency import IdempotencyKeys
 from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
-from plsc.serve.observability import Audit, Metrics
+from plsc.serve.observability import Metrics
+from plsc.serve.quotas import with_quotas
 from plsc.serve.schemas import Input
 from plsc.serve.settings import Settings
 from plsc.serve.snapshots import Snapshots
+from plsc.serve.token_book import TokenBook
 
 Result = TypeVar("Result")
 STORE_THREADS = 8
+FILTER_THREADS = 2  # at most so many look through all persons at a time
+MAX_FILTERED = 32  # searches whose matching rows are held in memory, a byte for each face
 _REMEMBERED_SECONDS = 1.0  # other processes may share a remote store: what is known of a collection may be so old
 _STORE_SECONDS = 2.0  # a store that takes longer to say what it holds is lost
 _VALUES_BESIDE_VECTOR = 256  # landmarks, name and metadata of an input
@@ -54,6 +64,7 @@ class Service:
     def __init__(
         self, embedder: Embedder, store: Store, settings: Settings, metrics: Metrics, detector: Any = None
     ) -> None:
+        store = with_quotas(store, settings.limits)
         self.embedder, self.store, self.settings, self.metrics = embedder, store, settings, metrics
         self.detector = detector
         self.contract_id = contract_of(embedder, settings.flip)
@@ -61,9 +72,14 @@ class Service:
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
         self.thumbnails = ThumbnailStore(store, settings.thumbnails, keep=settings.keep_thumbnails)
         self.snapshots = Snapshots(store, settings.snapshots)
-        self.audit = Audit(settings.audit)
-        self._decoders = ThreadPoolExecutor(settings.decode_threads, "plsc-decode")
+        self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
+        metrics.watch_audit(lambda: self.audit.head.sequence)
+        self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels)
+        self.idempotency = IdempotencyKeys(store, self.in_store)
+        self.retention = Retention(store, self.thumbnails, self._audit_expiry)
         self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")
+        self._filterers = ThreadPoolExecutor(FILTER_THREADS, "plsc-filter")
+        self._filtering = asyncio.Semaphore(MAX_FILTERED)
         self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
         searcher = Searcher(store, settings.limits.answer_bytes)
         self.worker = DeviceWorker(
@@ -72,6 +88,9 @@ class Service:
             max_wait=settings.max_wait_ms / 1000,
             capacity=settings.limits.queue,
             observer=metrics,
+        )
+        self.private_paths = _written(
+            getattr(store, "folder", None), settings.snapshots, settings.thumbnails, settings.audit, settings.tokens
         )
         for kind in ("embed", "search"):
             metrics.watch_queue(kind, partial(self.worker.waiting, kind))
@@ -90,7 +109,7 @@ class Service:
         """Vectors of inputs, images embedded.
 
         Raises:
-            ApiError: an input that cannot be used, by its name.
+            ApiError: an input that cannot be used, by its name; 403 for vectors of a caller who may send none.
         """
         dim = self.embedder.embedding_dim
         vectors = [
@@ -98,6 +117,8 @@ class Service:
             for item, name in zip(inputs, names, strict=True)
         ]
         images = [index for index, vector in enumerate(vectors) if vector is None]
+        if len(images) < len(inputs):
+            current_caller().require("vectors")
         warnings: list[str] = []
         crops: list[torch.Tensor | None] = [None] * len(inputs)
         if images:
@@ -114,16 +135,16 @@ class Service:
         Raises:
             ApiError: an image that cannot be used, by its name.
         """
-        loop = asyncio.get_running_loop()
-        decoding = [
-            loop.run_in_executor(self._decoders, self._decode, data, name, landmarks, deadline)
+        works = [
+            partial(self._decode, data=data, name=name, landmarks=landmarks, deadline=deadline)
             for (data, landmarks), name in zip(images, names, strict=True)
         ]
+        decoding = self.decoders.submit(current_caller().name, works)
         try:
             decoded = await asyncio.gather(*decoding)
         finally:
             for future in decoding:
-                future.cancel()  # those still queued, where one failed or the caller disconnected
+                future.cancel()  # those that wait or run, where one failed or the caller disconnected
         pixels = torch.stack([image.pixels for image in decoded])
         vectors = await self.worker.submit("embed", pixels, len(pixels), deadline)
         for vector, name in zip(vectors, names, strict=True):
@@ -137,7 +158,33 @@ class Service:
 
     def search(self, search: Search, deadline: float) -> Awaitable[SearchAnswer]:
         """Matches of each query, with their persons."""
+        if search.filter is not None and hasattr(self.store, "prepare_filter"):
+            return self._search_filtered(search, search.filter, deadline)
         return self.worker.submit("search", search, len(search.queries), deadline)
+
+    async def in_filter(self, deadline: float, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
+        """Call ``function``, which looks persons up by a filter, in one of few threads; others do not wait for it.
+
+        Raises:
+            DeadlineError, ApiError: the deadline passed, and the store looks no further.
+        """
+        is_gone = False
+
+        def call() -> Result:
+            if time.monotonic() > deadline:
+                raise ApiError(504, "the deadline passed before the filter's turn came; allow more time")
+            limit = getattr(self.store, "stopping_when", lambda stop: contextlib.nullcontext())
+            with limit(lambda: is_gone or time.monotonic() > deadline):
+                return function(*args, **keywords)
+
+        begun = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._filterers, call)
+        except asyncio.CancelledError:
+            is_gone = True
+            raise
+        finally:
+            self.metrics.stage("store", time.monotonic() - begun)
 
     async def require_collection(self, name: str) -> Collection:
         """A collection whose vectors are of this service's model; :class:`PlscError` if there is none."""
@@ -157,7 +204,9 @@ class Service:
 
     async def filter_warnings(self, collection: str, filter: Filter | None) -> list[str]:
         """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.filter_warnings`."""
-        return [] if filter is None else await self.in_store(filter_warnings, self.store, collection, filter)
+        if filter is None:
+            return []
+        return await self.in_filter(self.deadline(None), filter_warnings, self.store, collection, filter)
 
     def forget(self, collection: str) -> None:
         """Drop what is remembered of a collection, which was created or deleted."""
@@ -176,11 +225,18 @@ class Service:
 
     def close(self) -> None:
         """Finish what runs, then release threads and store."""
-        self._decoders.shutdown(cancel_futures=True)
+        self.decoders.close()
         self.worker.close()
         self._storers.shutdown()
+        self._filterers.shutdown(cancel_futures=True)
+        self.retention.close()
         self.store.close()
         self.audit.close()
+
+    def _audit_expiry(self, collection: str, persons: Sequence[int]) -> None:
+        if "write" in self.settings.audit_events:
+            expired = {"operation": "delete_expired", "collection": collection, "ids": list(persons), "status": 204}
+            self.audit.write("write", token=None, **expired)
 
     def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         now = time.monotonic()
@@ -199,14 +255,29 @@ class Service:
         if failed and self._remembered.get(key, (0.0, None))[1] is asking:
             del self._remembered[key]
 
-    def _decode(self, data: bytes, name: str, landmarks: Any, deadline: float) -> DecodedImage:
+    def _decode(self, process: DecodeProcess, data: bytes, name: str, landmarks: Any, deadline: float) -> DecodedImage:
         begun = time.monotonic()
         if begun > deadline:
             raise ApiError(504, f"the deadline passed before {name} was decoded; allow more time, or ask for less")
-        max_pixels = self.settings.limits.image_pixels
-        image = decode(data, name, self.embedder.preprocessing, max_pixels, landmarks, self.detector)
+        image = decode(process, data, name, self.embedder.preprocessing, landmarks, self.detector)
         self.metrics.stage("decode", time.monotonic() - begun)
         return image
+
+    async def _search_filtered(self, search: Search, filter: Filter, deadline: float) -> SearchAnswer:
+        """Search with a filter whose matches are looked up before the device's turn."""
+        prepare: Callable[[str, Filter], Filter] = self.store.prepare_filter  # type: ignore[attr-defined]
+        try:
+            async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
+                await self._filtering.acquire()
+        except TimeoutError:
+            raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
+        try:
+            prepared = await self.in_filter(deadline, prepare, search.collection, filter)
+            ready = search._replace(filter=prepared)
+            answer: SearchAnswer = await self.worker.submit("search", ready, len(search.queries), deadline)
+            return answer
+        finally:
+            self._filtering.release()
 
     def _embed_batch(self, batches: list[torch.Tensor]) -> list[Any]:
         images = torch.cat(batches)
@@ -220,6 +291,7 @@ class Lifecycle:
 
     def __init__(self) -> None:
         self.status = "loading"
+        self.tokens: TokenBook | None = None
         self._service: Service | None = None
 
     @property
@@ -234,12 +306,19 @@ class Lifecycle:
         self._service = service
         self.status = "ready"
 
+    @property
+    def private_paths(self) -> Sequence[str]:
+        """Files and folders of the service, which no answer names."""
+        return () if self._service is None else self._service.private_paths
+
     async def readiness(self) -> str:
         """ "ready", or the reason why requests are not served."""
         try:
             service = self.service
         except ApiError:
             return self.status
+        if self.tokens is not None and not self.tokens.is_current():
+            return "without its tokens"
         try:
             async with asyncio.timeout(_STORE_SECONDS):
                 await service.statistics("")
@@ -247,7 +326,17 @@ class Lifecycle:
             return "without its store"
         return "ready"
 
-    def audit(self, token: str | None, operation: str, collection: str | None, ids: list[int], status: int) -> None:
-        """Write an audit line, once there is a service."""
-        if self._service is not None:
-            self._service.audit.write(token, operation, collection, ids, status)
+    async def audit(self, event: Event, *, durable: bool, **entry: Any) -> None:
+        """Write an audit line, once there is a service; a durable one is on disk when this returns."""
+        if self._service is None:
+            return
+        if durable:
+            await self._service.audit.write_durably(event, **entry)
+        else:
+            self._service.audit.write(event, **entry)
+
+
+def _written(*paths: Path | None) -> tuple[str, ...]:
+    """The forms in which messages may name files; a single word would be found in messages about other things."""
+    given = [path for path in paths if path is not None]
+    return tuple({*(str(path.absolute()) for path in given), *(f"{path}/" for path in given)})

@@ -1,11 +1,15 @@
 """Settings of a service: address, threshold, batching and limits."""
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+from plsc.serve.rate_limits import RateLimit
+
 MIB = 2**20
+HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:(?P<port>[0-9]{1,5}))?")  # the header, in lower case
 
 
 @dataclass(frozen=True)
@@ -14,15 +18,19 @@ class Limits:
 
     Attributes:
         body_bytes: body of one request.
-        memory_bytes: bodies of all requests in flight.
+        memory_bytes: bodies of all requests in flight; and answers that their callers have not taken.
         image_pixels: width x height of an image, read from its header.
         inputs: images and vectors of one request.
         k: matches of one query.
         matches: queries x k of one request.
         answer_bytes: one answer about persons, whose metadata may be long.
         collections: in the store.
+        persons: of a collection; None is no limit.
+        store_bytes: of the store's files, without snapshots and thumbnails; None is no limit.
+        metadata_bytes: of one person, as JSON; None leaves it to the limits of metadata's keys and texts.
         queue: rows that wait for the device.
-        connections: open at once.
+        connections: open at once, of callers with a good token, or without tokens of this machine's.
+        anonymous_connections: open at once besides those.
         requests: in flight at once, of callers who may do more than what is open to anyone.
         head_seconds: until a request's head has arrived.
         body_seconds: until its body has arrived.
@@ -30,16 +38,20 @@ class Limits:
         deadline_seconds: for the whole request.
     """
 
-    body_bytes: int = 32 * MIB
+    body_bytes: int = 16 * MIB
     memory_bytes: int = 512 * MIB
-    image_pixels: int = 25_000_000
+    image_pixels: int = 12_000_000
     inputs: int = 256
     k: int = 1000
     matches: int = 50_000
     answer_bytes: int = 16 * MIB
     collections: int = 1000
+    persons: int | None = None
+    store_bytes: int | None = None
+    metadata_bytes: int | None = None
     queue: int = 4096
     connections: int = 1024
+    anonymous_connections: int = 2048
     requests: int = 512
     head_seconds: float = 10.0
     body_seconds: float = 30.0
@@ -52,7 +64,12 @@ class Settings:
     """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder.
 
     ``thumbnails`` is the folder of thumbnails, which are deleted with their faces also by a service that keeps none;
+    ``score_step`` is what scores are multiples of for callers who may not send vectors, 0 leaves them exact.
+    ``rate_limits`` are those of every caller, for kinds of which its token has none.
+    ``audit_events`` are the events of :mod:`plsc.serve.audit` that get a line; of its rotated files, ``audit_keep`` are
+    kept, None keeps all.
     ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
+    ``decode_processes`` decode pictures for one caller at a time; one more is kept for the others.
     """
 
     host: str = "127.0.0.1"
@@ -61,13 +78,18 @@ class Settings:
     tokens: Path | None = None
     threshold: float | None = None
     false_match_rate: float | None = None
+    score_step: float = 0.01
+    rate_limits: tuple[RateLimit, ...] = ()
     flip: bool = False
     max_batch: int = 64
     max_wait_ms: float = 2.0
-    decode_threads: int = 2
+    decode_processes: int = 2
     drain_seconds: float = 20.0
     snapshots: Path | None = None
     audit: Path | None = None
+    audit_events: frozenset[str] = frozenset({"write"})
+    audit_rotated_bytes: int = 64 * MIB
+    audit_keep: int | None = None
     link_key: str | None = None
     thumbnails: Path | None = None
     keep_thumbnails: bool = False

@@ -1,5 +1,6 @@
 """Snapshots of a store: consistent copies taken while it works; plsc gallery restore restores them offline."""
 
+import contextlib
 import re
 import shutil
 import threading
@@ -9,10 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from plsc.errors import NotFoundError, UsageError
-from plsc.files import make_folder
-from plsc.gallery.store import Store
+from plsc.files import make_private_folder, remove_leftovers, restrict, storage_errors
+from plsc.gallery.store import IdempotentRequest, Store
 
 _ID = re.compile(r"\d{8}T\d{6}\d{6}Z")
+_LEFTOVER = re.compile(r"\.\d{8}T\d{6}\d{6}Z\.(deleted|\d+\.tmp)")
 _FORMAT = "%Y%m%dT%H%M%S%fZ"
 
 
@@ -31,27 +33,62 @@ class Snapshots:
     def __init__(self, store: Store, folder: Path | None) -> None:
         self._store, self._folder = store, folder
         self._lock = threading.Lock()
+        if folder is not None and folder.is_dir():
+            self._remove_leftovers(folder)
+            restrict(*self._paths())
 
-    def take(self) -> Snapshot:
-        """Take a snapshot; :class:`StorageError` if the store cannot write it."""
-        folder = make_folder(self._require_folder())
+    def take(self, idempotent: IdempotentRequest | None = None) -> Snapshot:
+        """Take a snapshot; :class:`StorageError` if the store cannot write it.
+
+        The answer to ``idempotent`` is the id alone, and is stored first: however this ends, :meth:`finish` knows it.
+        """
+        self._require_folder()
         with self._lock:
             name = datetime.now(UTC).strftime(_FORMAT)
-            self._store.snapshot(folder / name)
+            if idempotent is not None:
+                self._store.store_answer(idempotent, name)
+        return self.finish(name)
+
+    def finish(self, name: str) -> Snapshot:
+        """Return the snapshot ``name``, an id that :meth:`take` chose; takes it if it is not there."""
+        folder = self._require_folder()
+        with self._lock:
+            with storage_errors(folder):
+                make_private_folder(folder)
+            if not (folder / name).is_dir():
+                self._store.snapshot(folder / name)
         return _describe(folder / name)
 
     def list(self) -> Sequence[Snapshot]:
         """All snapshots, oldest first."""
-        return [] if self._folder is None else [_describe(path) for path in self._paths()]
+        found = []
+        for path in self._paths():
+            with contextlib.suppress(FileNotFoundError):  # it is being deleted
+                described = _describe(path)
+                found += [described] if path.is_dir() else []
+        return found
 
     def delete(self, name: str) -> None:
         """Delete one; :class:`NotFoundError` if there is none of this id."""
+        missing = NotFoundError(f"there is no snapshot {ascii(name)[:80]}; GET /v1/snapshots lists them")
         found = [path for path in self._paths() if path.name == name]  # a caller's text never becomes a path
         if not found:
-            raise NotFoundError(f"there is no snapshot {ascii(name)[:80]}; GET /v1/snapshots lists them")
+            raise missing
         tmp_path = found[0].with_name(f".{found[0].name}.deleted")
-        found[0].replace(tmp_path)  # half a snapshot never stands under its name
+        try:
+            found[0].replace(tmp_path)  # half a snapshot never stands under its name
+        except FileNotFoundError:  # another request was faster
+            raise missing from None
         shutil.rmtree(tmp_path)
+
+    def _remove_leftovers(self, folder: Path) -> None:
+        """Remove what a killed service was writing or deleting: unlisted, and with faces that were deleted since."""
+        for path in folder.glob(".*"):
+            if _LEFTOVER.fullmatch(path.name):
+                if path.suffix == ".tmp":
+                    remove_leftovers(path.with_name(path.name[1:].split(".")[0]))
+                else:
+                    shutil.rmtree(path)
 
     def _require_folder(self) -> Path:
         if self._folder is None:

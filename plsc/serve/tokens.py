@@ -1,52 +1,73 @@
-"""Bearer tokens and roles: a TOML file of names, roles and the SHA-256 of each secret, which itself is stored nowhere.
+"""Bearer tokens: a TOML file of names, what each may do, and the SHA-256 of each secret, which is itself not stored.
 
 [[token]]
 name = "camera-1"
-role = "read"
+role = "search"
 sha256 = "64 hexadecimal digits"
 created = "2026-11-21T08:00:00Z"
+allow = ["vectors"]                 # rights besides the role; none where it is left out
+collections = ["staff"]             # all where it is left out
+rates = ["searches=50/s"]           # the service's where it is left out
+expires = "2027-01-01"              # never where it is left out
 """
 
 import hashlib
 import hmac
 import json
+import math
 import re
 import secrets
-import sys
-import threading
-import time
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.files import atomic_write
-
-Role = Literal["read", "write", "admin"]
-ROLES: tuple[Role, ...] = ("read", "write", "admin")  # each includes those before it
+from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
+from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
+from plsc.serve.rate_limits import parse_rate_limits
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_KEYS = {"name", "role", "sha256", "created"}
-_REREAD_SECONDS = 1.0
+_NEEDED_KEYS = ("name", "role", "sha256", "created")
+_LIST_KEYS = ("allow", "collections", "rates")
 
 
 @dataclass(frozen=True)
 class Token:
-    """A caller: ``name`` appears in the audit log, ``sha256`` is that of the secret, in hexadecimal."""
+    """A caller: ``name`` appears in the audit log, ``sha256`` is that of the secret, in hexadecimal.
+
+    Attributes:
+        allow: rights besides the role.
+        collections: those it may know of; None is all.
+        rates: limits as :func:`plsc.serve.rate_limits.parse_rate_limit` reads them.
+        expires: a date, or a time in ISO 8601, from which the token is refused; in UTC where it names no time zone.
+    """
 
     name: str
     role: Role
     sha256: str
     created: str
+    allow: tuple[Right, ...] = ()
+    collections: tuple[str, ...] | None = None
+    rates: tuple[str, ...] = ()
+    expires: str | None = None
 
+    @cached_property
+    def caller(self) -> Caller:
+        """Who calls with this token; an admin has every right."""
+        rights = RIGHTS if self.role == "admin" else self.allow
+        seen = None if self.collections is None else frozenset(self.collections)
+        return Caller(self.name, self.role, frozenset(rights), seen, parse_rate_limits(self.rates))
 
-def includes(role: Role, required: Role) -> bool:
-    """True if ``role`` allows what needs ``required``."""
-    return ROLES.index(role) >= ROLES.index(required)
+    @cached_property
+    def expiry(self) -> float:
+        """The time from which the token is refused, in seconds since 1970."""
+        return math.inf if self.expires is None else _parse_time(self.name, self.expires)
 
 
 def read_tokens(path: Path) -> list[Token]:
@@ -72,10 +93,12 @@ def read_tokens(path: Path) -> list[Token]:
     return tokens
 
 
-def add_token(path: Path, name: str, role: str) -> str:
-    """Add a token and return its secret; the file is created if need be, readable by its owner alone."""
-    if role not in ROLES:
-        raise UsageError(f"a role is one of {', '.join(ROLES)}, not {role!r}")
+def add_token(path: Path, name: str, role: str, **options: Any) -> str:
+    """Add a token and return its secret; the file is created if need be, readable by its owner alone.
+
+    Args:
+        options: further attributes of the :class:`Token`.
+    """
     if not _NAME.fullmatch(name):
         raise UsageError(f"a token's name is 1 to 64 letters, digits, _ - or ., beginning with a letter, not {name!r}")
     tokens = read_tokens(path) if path.exists() else []
@@ -83,61 +106,42 @@ def add_token(path: Path, name: str, role: str) -> str:
         raise ConflictError(f"{path} has a token {name} already; remove it first, or choose another name")
     secret = _PREFIX + secrets.token_urlsafe(32)
     created = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    _write(path, [*tokens, Token(name, role, _digest(secret.encode()), created)])
+    added = {"name": name, "role": role, "sha256": _digest(secret.encode()), "created": created, **options}
+    _write(path, [*tokens, _checked(added)])
     return secret
+
+
+def change_token(path: Path, name: str, **changes: Any) -> Token:
+    """Change what a token may do; its secret stays. ``changes`` are attributes of the :class:`Token`."""
+    tokens = read_tokens(path)
+    former = _find(path, tokens, name)
+    changed = _checked({**_attributes(former), **changes})
+    _write(path, [changed if token is former else token for token in tokens])
+    return changed
 
 
 def remove_token(path: Path, name: str) -> None:
     """Remove a token; a running service follows within a second."""
     tokens = read_tokens(path)
-    if all(token.name != name for token in tokens):
-        raise NotFoundError(f"{path} has no token {name}; plsc tokens list shows those it has")
-    _write(path, [token for token in tokens if token.name != name])
+    removed = _find(path, tokens, name)
+    _write(path, [token for token in tokens if token is not removed])
 
 
-class TokenBook:
-    """The tokens of a file, reread when it changes: a removed token is refused without a restart."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lock = threading.Lock()
-        self._stamp = self._reported = _stamp(path)
-        self._tokens: Sequence[Token] = read_tokens(path)
-        self._checked = time.monotonic()
-
-    def find(self, secret: bytes) -> Token | None:
-        """The token with this secret, or None; takes the same time for every secret."""
-        self._reload_if_changed()
-        digest = _digest(secret)
-        found = None
-        for token in self._tokens:
-            if hmac.compare_digest(token.sha256, digest):
-                found = token
-        return found
-
-    def _reload_if_changed(self) -> None:
-        with self._lock:
-            if time.monotonic() - self._checked < _REREAD_SECONDS:
-                return
-            self._checked = time.monotonic()
-            stamp = _stamp(self._path)
-            if stamp == self._stamp:
-                return
-            try:
-                self._tokens = read_tokens(self._path)
-                self._stamp = stamp  # only now: a file that cannot be read at the moment is tried again
-            except (DataError, UsageError) as error:  # a half-edited file must neither open nor close the doors
-                if stamp != self._reported:
-                    print(f"plsc serve: the tokens read before stay in force: {error}", file=sys.stderr, flush=True)
-                self._reported = stamp
+def find_token(tokens: Sequence[Token], secret: bytes) -> Token | None:
+    """The token with this secret, or None; takes the same time for every secret."""
+    digest = _digest(secret)
+    found = None
+    for token in tokens:
+        if hmac.compare_digest(token.sha256, digest):
+            found = token
+    return found
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_mtime_ns, status.st_size, status.st_ino
+def _find(path: Path, tokens: Sequence[Token], name: str) -> Token:
+    for token in tokens:
+        if token.name == name:
+            return token
+    raise NotFoundError(f"{path} has no token {name}; plsc tokens list shows those it has")
 
 
 def _digest(secret: bytes) -> str:
@@ -145,20 +149,67 @@ def _digest(secret: bytes) -> str:
 
 
 def _token(path: Path, entry: Any) -> Token:
-    if not isinstance(entry, dict) or set(entry) != _KEYS or not all(isinstance(v, str) for v in entry.values()):
-        raise DataError(f"{path}: a [[token]] has the strings {', '.join(sorted(_KEYS))} and nothing else")
-    if entry["role"] not in ROLES or not _NAME.fullmatch(entry["name"]):
-        raise DataError(f"{path}: {ascii(entry['name'])[:80]} is no usable name, or its role is not one of {ROLES}")
+    try:
+        return _checked(entry)
+    except UsageError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def _checked(entry: Any) -> Token:
+    """A token of a table's values; :class:`UsageError` names what is wrong."""
+    if not isinstance(entry, dict) or not set(_NEEDED_KEYS) <= set(entry) <= {field.name for field in fields(Token)}:
+        known = ", ".join(field.name for field in fields(Token))
+        raise UsageError(f"a [[token]] has the keys {known}, of which the first four are needed")
+    if not all(isinstance(entry[key], str) for key in _NEEDED_KEYS) or not _NAME.fullmatch(entry["name"]):
+        raise UsageError(f"{ascii(entry['name'])[:80]} is no usable name, or the role, sha256 or created is no string")
+    name = entry["name"]
+    if entry["role"] not in ROLES:
+        raise UsageError(f"the role of {name} is {ascii(entry['role'])[:80]}; a role is one of {', '.join(ROLES)}")
     if not re.fullmatch(r"[0-9a-f]{64}", entry["sha256"]):
-        raise DataError(f"{path}: sha256 of {entry['name']} is not 64 hexadecimal digits in lower case")
-    return Token(**entry)
+        raise UsageError(f"sha256 of {name} is not 64 hexadecimal digits in lower case")
+    lists = {key: _strings(name, key, entry[key]) for key in _LIST_KEYS if entry.get(key) is not None}
+    for right in lists.get("allow", ()):
+        if right not in RIGHTS:
+            raise UsageError(f"{name} may not be allowed {ascii(right)[:80]}; the rights are {' and '.join(RIGHTS)}")
+    if lists.get("collections") == ():
+        raise UsageError(f"{name} is for no collection; name some, or leave collections out for all")
+    for collection in lists.get("collections", ()):
+        if not re.fullmatch(COLLECTION_NAME, collection):
+            raise UsageError(f"{COLLECTION_NAME_RULE}, unlike {ascii(collection)[:80]} of {name}")
+    parse_rate_limits(lists.get("rates", ()))
+    if entry.get("expires") is not None:
+        _parse_time(name, entry["expires"])
+    return Token(**{**entry, **lists})
 
 
-def _write(path: Path, tokens: list[Token]) -> None:
-    tables = [
-        "\n".join(["[[token]]", *(f"{key} = {json.dumps(value)}" for key, value in vars(token).items())])
-        for token in tokens
-    ]
+def _parse_time(name: str, text: Any) -> float:
+    try:
+        time = datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{name} expires at {ascii(text)[:80]}, which is no date; write 2027-01-01 or 2027-01-01T18:00Z"
+        ) from None
+    return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp()
+
+
+def _strings(name: str, key: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise UsageError(f"{key} of {name} is no list of strings")
+    return tuple(value)
+
+
+def _write(path: Path, tokens: Sequence[Token]) -> None:
+    tables = ["\n".join(["[[token]]", *_lines(token)]) for token in tokens]
     with atomic_write(path) as tmp_path:
         tmp_path.touch(mode=0o600)
         tmp_path.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+
+
+def _lines(token: Token) -> list[str]:
+    """The token's attributes in TOML, whose strings and lists of strings are written as JSON's; without empty ones."""
+    values = _attributes(token).items()
+    return [f"{key} = {json.dumps(value)}" for key, value in values if value is not None and value != ()]
+
+
+def _attributes(token: Token) -> dict[str, Any]:
+    return {field.name: getattr(token, field.name) for field in fields(Token)}

@@ -9,13 +9,15 @@ import dataclasses
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 import torch
 
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
 from plsc.files import MANIFEST, atomic_write, check_output
+from plsc.head.host_memory import mapped_file
+from plsc.head.saved_rows import SavedRows, open_saved_rows
 from plsc.models import Backbone
 from plsc.models.wrappers import RotationTTA
 from plsc.parallel import Mesh
@@ -105,7 +107,10 @@ def read_backbone(path: Path, *, average: bool = False) -> Backbone:
     stored = StoredCheckpoint(path, _ALONE, prefixes=(prefix,))
     if average and not any(name.startswith(prefix) for name in stored.stored):
         raise UsageError(f"{path} holds no moving average (ema_decay is 0); leave --ema out")
-    config = dataclasses.replace(stored_config(_taken(stored, "config", dict)), recompute="none", init_weights="")
+    try:
+        config = dataclasses.replace(stored_config(_taken(stored, "config", dict)), recompute="none", init_weights="")
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
     shapes = {name.removeprefix(prefix): entry.size for name, entry in stored.stored.items() if name.startswith(prefix)}
     try:
         with torch.device("meta"):  # first without memory: the sizes are the checkpoint's own
@@ -123,33 +128,77 @@ def write_centres(path: Path, out: Path) -> dict[str, Any]:
     """Write the class table as a float32 array (C, D), or (C, K, D) where classes have K sub-centres, into ``out``.
 
     Rows are as trained, not normalised; class numbers are those of RUN/classes.json. One stored piece after another is
-    read, so that the table may be larger than the memory.
+    read, so that the table may be larger than the memory. A table in mapped files (``head.journal``) is read there, as
+    it was at the checkpoint; the files are not changed, and the run may be training.
 
     Args:
         path: the checkpoint.
         out: a .npy file.
 
     Raises:
-        DataError: the checkpoint holds no class table, or ``out`` cannot be written.
-        IntegrityError: the checkpoint is corrupt.
+        DataError: the checkpoint holds no class table, its files are not there, or ``out`` cannot be written.
+        IntegrityError: the checkpoint, or a journal, is corrupt.
     """
     stored = StoredCheckpoint(path, _ALONE, prefixes=(_CENTRES,))
-    entry = stored.stored.get(_CENTRES)
+    rows, dim = _saved_size(stored) if stored.state.get("savepoints") else _stored_size(stored)
     classes = _taken(stored, "data.classes", int)
-    if stored.state.get("savepoints"):
-        placement = _taken(stored, "config.head.placement", str)
-        raise DataError(f"{path} holds no class centres: they lie in the files of {placement}; leave them out")
-    if entry is None or len(entry.size) != 2 or classes < 1 or entry.size[0] % classes:
+    if classes < 1 or rows < 1 or rows % classes:
         raise DataError(f"{path} holds no table of its {classes:,} classes")
-    shape = [classes, *([entry.size[0] // classes] if entry.size[0] != classes else []), entry.size[1]]
+    shape = [classes, *([rows // classes] if rows != classes else []), dim]
     header = {"descr": np.lib.format.dtype_to_descr(np.dtype("<f4")), "fortran_order": False, "shape": tuple(shape)}
-    with write_errors(str(out)), atomic_write(out) as tmp_path, tmp_path.open("wb") as file:
+    with write_errors(str(out)), atomic_write(out) as tmp_path, tmp_path.open("w+b") as file:
         np.lib.format.write_array_header_1_0(file, header)
-        for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[0]):
-            rows = torch.empty(chunk.sizes)
-            stored.load_into({_CENTRES: TensorShard.of_rows(rows, chunk.offsets[0], entry.size[0])})
-            file.write(rows.numpy().data.cast("B"))
+        if stored.state.get("savepoints"):
+            _write_saved_rows(stored, file, rows, dim)
+        else:
+            _write_stored_rows(stored, file)
     return {"file": str(out), "shape": shape}
+
+
+def _stored_size(stored: StoredCheckpoint) -> tuple[int, int]:
+    """(Rows, D) of the class table in the checkpoint; (0, 0) without one."""
+    entry = stored.stored.get(_CENTRES)
+    return (entry.size[0], entry.size[1]) if entry is not None and len(entry.size) == 2 else (0, 0)
+
+
+def _write_stored_rows(stored: StoredCheckpoint, file: BinaryIO) -> None:
+    entry = stored.stored[_CENTRES]
+    for chunk in sorted(entry.chunks, key=lambda chunk: chunk.offsets[0]):
+        rows = torch.empty(chunk.sizes)
+        stored.load_into({_CENTRES: TensorShard.of_rows(rows, chunk.offsets[0], entry.size[0])})
+        file.write(rows.numpy().data.cast("B"))
+
+
+def _saved_size(stored: StoredCheckpoint) -> tuple[int, int]:
+    """(Rows, D) of the class table in the files that go with the checkpoint."""
+    ranks = _saved_rows(stored)
+    dims = {saved.dim for saved in ranks} or {0}
+    return sum(saved.rows for saved in ranks), dims.pop() if len(dims) == 1 else 0
+
+
+def _saved_rows(stored: StoredCheckpoint) -> list[SavedRows]:
+    identities = _taken(stored, "savepoints", list)
+    placement = _taken(stored, "config.head.placement", str)
+    file = mapped_file(placement) if placement.startswith("mmap:") else None
+    if file is None or not all(isinstance(each, str | None) for each in identities):
+        raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
+    return open_saved_rows(file, identities)
+
+
+def _write_saved_rows(stored: StoredCheckpoint, file: BinaryIO, rows: int, dim: int) -> None:
+    """Write the rows as they are, then over them what the journals hold."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    dtype = names.get(_taken(stored, "config.head.weight_dtype", str))
+    if dtype is None or dim < 1:
+        raise IntegrityError(f"{stored.path} names no type of its class table; it is the checkpoint of another program")
+    start = file.tell()
+    file.truncate(start + rows * dim * 4)
+    centres = np.memmap(file, np.float32, "r+", start, (rows, dim))
+    for saved in _saved_rows(stored):
+        own = centres[saved.first_row : saved.first_row + saved.rows]
+        for index, values in saved.weights(stored.step, dtype):
+            own[index if isinstance(index, slice) else index.numpy()] = values.float().numpy()
+    centres.flush()
 
 
 def check_outputs(*paths: Path | None, overwrite: bool) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from plsc.config import Config, DataConfig
 from plsc.files import AppendFile
 from plsc.head.replica_averaging import average_bytes
+from plsc.head.undo_journal import journal_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
 from plsc.models.recompute import recomputed_blocks
@@ -244,8 +245,8 @@ def _table_files(components: TrainComponents) -> dict[str, str]:
     if journal is None:
         return {}
     steps = 0 if checkpoint.every_minutes else checkpoint.every_steps
-    changed = journal.num_rows * (1 - (1 - head.sample_rate) ** steps if steps else 1.0)
-    between, kept = changed * journal.bytes_per_row_kept, checkpoint.keep.last + 1
+    between = journal_bytes(journal.num_rows, journal.row_bytes, head.sample_rate, steps)
+    kept = checkpoint.keep.last + 1
     free = shutil.disk_usage(journal.folder).free
     missing = "; that is too little, save more often or keep fewer" if free < kept * between else ""
     return {

@@ -8,7 +8,7 @@ from plsc.config import Config, make_margin
 from plsc.errors import UsageError
 from plsc.optim.schedules import Factor, advance, schedule, scheduler
 from plsc.progress import counted
-from plsc.strict_toml import toml_value
+from plsc.toml_keys import toml_value
 from plsc.train.components import TrainComponents, frozen_parts, peak_rates
 from plsc.train.state import Position, steps_per_epoch
 

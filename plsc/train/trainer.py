@@ -17,6 +17,7 @@ from plsc.parallel.rank_monitor import RankMonitor
 from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeline, step_part
 from plsc.train.async_checkpoint import AsyncCheckpointer
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
+from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import build, open_training_data, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import MODEL, RunEvaluation, check_sets, weights_writer
@@ -128,39 +129,56 @@ class Trainer:
         self.components = build(config, dataset, mesh)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         stored = find_checkpoint(out, resume, self.checkpoints)  # a wrong one leaves no empty folder
-        self.position = Position()
-        if stored is not None:
-            self.position = raise_on_all_ranks(mesh, lambda: restore(self.components, stored))
-        else:
-            raise_on_all_ranks(mesh, lambda: begin_tables(self.components, goes_on=resume is not None))
-        is_of_this_run = stored is not None and stored.path.parent.resolve() == self.checkpoints.folder.resolve()
-        self._saved = self._state_to_save() if is_of_this_run else None
+        self._restore(stored, resume)
         self.schedule = RunSchedule(self.components, self.position)
         superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
         raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
         raise_on_all_ranks(mesh, lambda: write_descriptions(out, self.components, launch) if mesh.is_main else None)
-        self.stepper = Stepper(self.components)
-        self.timeline = StepTimeline(mesh.device)
+        self._make_reports(quiet, loggers)
+        for line in notes:
+            self.report.line(line)
+        self._report_start(stored, restarted, superseded)
+        self._make_step_parts()
+
+    def _restore(self, stored: StoredCheckpoint | None, resume: str | None) -> None:
+        """Take the state of ``stored``, or begin the table's files."""
+        self.position = Position()
+        if stored is not None:
+            self.position = raise_on_all_ranks(self.mesh, lambda: restore(self.components, stored))
+        else:
+            raise_on_all_ranks(self.mesh, lambda: begin_tables(self.components, goes_on=resume is not None))
+        is_of_this_run = stored is not None and stored.path.parent.resolve() == self.checkpoints.folder.resolve()
+        self._saved = self._state_to_save() if is_of_this_run else None
+
+    def _make_reports(self, quiet: bool, loggers: Sequence[Logger]) -> None:
+        """Open what the run is reported to: train.log, metrics.jsonl, and the meters of its parts."""
+        self.timeline = StepTimeline(self.mesh.device)
         self.efficiency = EfficiencyMeter(self.components, self.timeline)
-        self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
+        self.report = RunReport(self.out, enabled=self.mesh.is_main, quiet=quiet)
         self.metrics = MetricsLog(
-            out,
+            self.out,
             step=self.position.step,
-            tensorboard=config.log.tensorboard,
-            enabled=mesh.is_main,
+            tensorboard=self.config.log.tensorboard,
+            enabled=self.mesh.is_main,
             loggers=loggers,
             warn=self.report.line,
         )
-        for line in notes:
-            self.report.line(line)
-        if mesh.is_main:  # other ranks may hold nothing of the head that it describes
+
+    def _report_start(self, stored: StoredCheckpoint | None, restarted: bool, superseded: list[Path]) -> None:
+        """Write the head of train.log."""
+        if self.mesh.is_main:  # other ranks may hold nothing of the head that it describes
             work = self.efficiency.describe()
-            start = start_text(config, stored, restarted)
+            start = start_text(self.config, stored, restarted)
             for line in header(self.components, self.schedule.last_step, start, self.schedule.plan.described(), work):
                 self.report.line(line)
         if stored is not None:
             for line in resumption_lines(stored, self.components, superseded, self._steps_left):
                 self.report.line(line)
+
+    def _make_step_parts(self) -> None:
+        """Make what steps, saves and evaluates."""
+        config, mesh = self.config, self.mesh
+        self.stepper = Stepper(self.components)
         self.checkpointer = AsyncCheckpointer(
             self.checkpoints,
             self.report.line,
@@ -169,7 +187,7 @@ class Trainer:
         )
         self.profiler = StepProfiler(
             self.timeline,
-            out / PROFILE,
+            self.out / PROFILE,
             steps=config.log.profile if mesh.is_main else 0,
             left=self._steps_left,
             device=mesh.device,
@@ -177,9 +195,9 @@ class Trainer:
         )
         self._monitor: RankMonitor | None = None
         self._slow_ranks = SlowRanks(self.report.line)
-        kept = KeptBatches(out, self.components.loader.dataset, mesh, config.non_finite_kept)
+        kept = KeptBatches(self.out, self.components.loader.dataset, mesh, config.non_finite_kept)
         self.results = StepResults(config, self.position, kept, self.report.line, self.checkpointer.wait)
-        self.evaluation = RunEvaluation(self.components, self.position, out, self.metrics, self.report.line)
+        self.evaluation = RunEvaluation(self.components, self.position, self.out, self.metrics, self.report.line)
 
     @contextlib.contextmanager
     def monitored(self, on_hang: Callable[[PlscError], None] | None) -> Iterator[None]:

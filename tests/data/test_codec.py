@@ -14,8 +14,9 @@ import torch
 from PIL import Image
 
 from plsc.data import decode_image, read_image
-from plsc.data.codec import _jpeg_size, encode_image, image_pixels, resize_image, suffix_of
+from plsc.data.codec import encode_image, image_pixels, resize_image, suffix_of
 from plsc.errors import DataError
+from plsc.image_files import MAX_SCANS, decode_rgb, jpeg_size
 
 
 def stored(image: Any, kind: str, **options: Any) -> bytes:
@@ -155,7 +156,7 @@ def test_no_images(data: bytes) -> None:
 def test_jpeg_header_agrees_with_pillow() -> None:
     for options in ({}, {"progressive": True}, {"exif": b"Exif\0\0" + bytes(500)}, {"comment": b"\xff\xc0" * 40}):
         data = stored(gradient(31, 7), "JPEG", **options)
-        assert _jpeg_size(data) == (31, 7)
+        assert jpeg_size(data) == (31, 7)
 
 
 def test_read_image(tmp_path: Path) -> None:
@@ -172,3 +173,28 @@ def test_resize_and_encode() -> None:
     assert torch.equal(same, image[:, :, :20])
     assert torch.equal(decode_image(encode_image(image, "png"), "x"), image)
     assert (decode_image(encode_image(image, "jpeg"), "x").int() - image.int()).abs().float().mean() < 2
+
+
+def scans(count: int, tail: bytes = b"") -> bytes:
+    """A progressive JPEG whose last scan occurs ``count`` times more; ``tail`` follows its end."""
+    data = stored(gradient(), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    return data[:-2] + data[last:-2] * count + data[-2:] + tail
+
+
+def test_scans_of_a_jpeg_are_limited() -> None:
+    for decode in (lambda data: decode_image(data, "x"), lambda data: decode_rgb(data, "x", 10_000)):
+        assert decode(scans(MAX_SCANS // 2)) is not None
+        with pytest.raises(DataError, match="x is a JPEG of more than 100 scans"):
+            decode(scans(MAX_SCANS + 1))
+        # what follows the end, as a film behind a phone's still, is no scan of this image
+        assert decode(scans(0, tail=b"\xff\xda\0\x02" * 1000)) is not None
+        # nor is what stands in a comment
+        assert decode(stored(gradient(), "JPEG", comment=b"\xff\xda" * 1000)) is not None
+
+
+def test_the_first_frame_counts() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue", "lime")]
+    for kind in ("WEBP", "PNG", "GIF"):
+        data = stored(frames[0], kind, save_all=True, append_images=frames[1:], duration=10)
+        assert decode_image(data, "x")[:, 4, 4].tolist()[0] > 250

@@ -65,6 +65,7 @@ SETTINGS = {
             '("resnet8"': f'("resnet8", image_size={page_files.SIDE}',
         },
     ),
+    "untrusted-files.md": Setting(files="model.safetensors photos/"),
     "serving.md": Setting(
         files="model.safetensors ada.jpg unknown.jpg",
         replaced={"112": str(page_files.SIDE)},  # a small model

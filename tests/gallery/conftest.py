@@ -1,11 +1,14 @@
-"""A kit for each kind of store; tests that take ``kit`` or ``store`` run over all of them."""
+"""A kit for each kind of store; tests that take ``kit`` or ``store`` run over all of them; and encrypted stores."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from support.stores import DIM, GALLERY, KINDS, MODEL, Kit, Servers
+from support import encrypted_store
+from support.stores import DIM, GALLERY, KINDS, MODEL, Kit, Servers, new_key_file
 
-from plsc.gallery.store import Store
+from plsc.gallery.sqlite.store import SqliteStore
+from plsc.gallery.store import Person, Store
 
 SLOW_KINDS = {"milvus": pytest.mark.slow}  # its server on one machine takes as long as all others together
 
@@ -30,3 +33,18 @@ def store(kit: Kit) -> Store:
     store = kit.fresh()
     store.create_collection(GALLERY, DIM, MODEL)
     return store
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    return new_key_file(tmp_path / "gallery.key")
+
+
+@pytest.fixture
+def sealed(tmp_path: Path, key_file: Path) -> tuple[Path, list[Person]]:
+    """A closed store of ten persons, with the snapshot ``one`` of all of them."""
+    store = SqliteStore(tmp_path / "store", key_file=key_file)
+    made = encrypted_store.enrol(store, 10)
+    store.snapshot(store.folder / "snapshots" / "one")
+    store.close()
+    return store.folder, made

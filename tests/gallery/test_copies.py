@@ -1,5 +1,6 @@
 """Copies in plain files: written whole or not at all, hashed, and enrolled into any store."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,11 @@ def gallery() -> MemoryStore:
     random = np.random.default_rng(0)
     store.create_collection("people", 3, "m")
     store.create_collection("empty", 5, "n")
-    new = [NewPerson(random.standard_normal((n % 3, 3)), f"né{n}\n", {"n": n, "x": 1.5}) for n in range(1200)]
+    new = [
+        NewPerson(random.standard_normal((n % 3, 3)), f"né{n}\n", {"n": n, "x": 1.5}, f"é/{n}" if n % 2 else None)
+        for n in range(1200)
+    ]
+    new[7] = replace(new[7], expires="2990-01-01")
     store.add_persons("people", new, "m")
     return store
 
@@ -41,6 +46,7 @@ def test_a_copy_enrols_everybody_into_another_store(tmp_path: Path) -> None:
     pairs = zip(source.persons("people", limit=10**9), target.persons("people", limit=10**9), strict=True)
     for one, other in pairs:
         assert (one.name, one.metadata, len(one.faces)) == (other.name, other.metadata, len(other.faces))
+        assert (one.external_id, one.expires) == (other.external_id, other.expires)
         np.testing.assert_allclose(source.vectors("people", one.id), target.vectors("people", other.id), atol=1e-7)
     with pytest.raises(ConflictError, match="collection empty already"):
         copy_into(target, tmp_path / "copy")

@@ -37,23 +37,29 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     assert gallery("check", store, "--json", report, "--overwrite") == 0
     assert json.loads(report.read_text())["forgotten"] == 3
     told = capsys.readouterr().out
-    assert "1 collection, 3 persons, 5 faces, 3 deleted faces still in the store's files until the next" in told
+    assert (
+        "1 collection, 3 persons, 5 faces, 0 persons expired, 3 deleted faces still in the store's files until the next"
+        in told
+    )
     assert gallery("compact", store, "--collection", "people") == 0
     assert gallery("compact", store) == 0
     assert gallery("check", store, "--json", report, "--overwrite") == 0
     assert json.loads(report.read_text()) == {
         "store": str(store),
+        "version": 2,
         "collections": 1,
         "persons": 3,
         "faces": 5,
+        "expired": 0,
         "forgotten": 0,
         "snapshots": 0,
         "forgotten_in_snapshots": 0,
+        "unfinished_snapshots": 0,
     }
     capsys.readouterr()
     assert gallery("snapshot", store, "--out", tmp_path / "copy") == 0
     assert gallery("check", tmp_path / "copy") == 0
-    assert "a sound snapshot; people: 3 persons, 5 faces" in capsys.readouterr().out
+    assert "a sound snapshot; version 2; people: 3 persons, 5 faces" in capsys.readouterr().out
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "new") == 0
     assert (
         gallery("export", tmp_path / "new", "people", "--out", tmp_path / "new.emb", "--json", report, "--overwrite")
@@ -61,6 +67,38 @@ def test_a_gallery_goes_round(tmp_path: Path, people: Path, capsys: pytest.Captu
     )
     assert json.loads(report.read_text()) == {"out": str(tmp_path / "new.emb"), "faces": 5, "persons": 3}
     assert list(EmbeddingSet(tmp_path / "new.emb", verify=True).class_names)[:2] == ["B", "C"]
+
+
+def test_external_ids_and_expiry_go_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = SqliteStore(tmp_path / "store")
+    store.create_collection("people", 3, "m")
+    new = [
+        NewPerson(np.eye(3)[:1], "Ada", {}, "E-1", "2990-01-01"),
+        NewPerson(np.eye(3)[1:], "Gone", {}, "E-2", "2001-01-01"),
+        NewPerson(np.eye(3)[2:], "Eve"),
+    ]
+    store.add_persons("people", new, "m")
+    store.close()
+    assert gallery("check", tmp_path / "store") == 0
+    assert "3 persons, 4 faces, 1 person expired" in capsys.readouterr().out
+    assert gallery("export", tmp_path / "store", "people", "--out", tmp_path / "people.emb") == 0
+    assert gallery("import", tmp_path / "new", "people", tmp_path / "people.emb") == 0
+    again = SqliteStore(tmp_path / "new")
+    about = [(one.name, one.external_id, one.expires, len(one.faces)) for one in again.persons("people")]
+    assert about == [("Ada", "E-1", "2990-01-01T00:00:00.000Z", 1), ("Eve", None, None, 1)]
+    again.close()
+    capsys.readouterr()
+    assert gallery("import", tmp_path / "new", "people", tmp_path / "people.emb") == 2
+    assert "people has a person with the external id 'E-1' already" in capsys.readouterr().err
+    assert gallery("compact", tmp_path / "store") == 0
+    assert gallery("snapshot", tmp_path / "store", "--out", tmp_path / "copy") == 0
+    assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "restored") == 0
+    capsys.readouterr()
+    assert gallery("check", tmp_path / "restored") == 0
+    assert "2 persons, 2 faces, 0 persons expired, 0 deleted faces" in capsys.readouterr().out
+    restored = SqliteStore(tmp_path / "restored")
+    assert restored.find_person("people", "E-1").name == "Ada"
+    restored.close()
 
 
 def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +128,7 @@ def test_a_servers_copy_goes_into_a_folder(tmp_path: Path, capsys: pytest.Captur
         (["export", "store", "people", "--out", "people.emb"], 2, "people.emb exists already"),
         (["import", "store", "people", "nowhere"], 2, "there is no folder nowhere"),
         (["import", "store", "1 a", "people.emb"], 2, "no collection can be named"),
-        (["import", "people.emb", "people", "people.emb"], 2, "holds no gallery"),
+        (["import", "people.emb", "people", "people.emb"], 2, "people.emb is no store"),
     ],
 )
 def test_a_wrong_request_gets_one_line(

@@ -1,18 +1,19 @@
 """A flipped bit, a missing file, a full disk: named, mended where SQLite can mend it, and nothing half done."""
 
+import errno
 import random
 import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from support.waiting import wait_until
 
 from plsc.errors import IntegrityError, PlscError, StorageError
 from plsc.gallery.sqlite import RESERVE
@@ -275,15 +276,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    """Until it holds; half a minute is for a machine that does much else."""
-    for _ in range(3000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it never came about")
-
-
 def fill(path: Path) -> None:
     with path.open("ab", buffering=0) as file:
         size = 1 << 20
@@ -332,10 +324,43 @@ def test_a_full_disk_refuses_what_adds_takes_what_deletes_and_loses_nothing(smal
     store.close()
 
 
+def test_a_store_that_found_no_room_to_rewrite_its_file_opens_and_still_forgets(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plsc.gallery.sqlite.compaction._MIN_ERASED", 100)
+    monkeypatch.setattr("plsc.gallery.sqlite.maintenance._RETRY_SECONDS", 0.05)
+    store = SqliteStore(small_disk / "store")
+    store.create_collection(GALLERY, 512, MODEL)
+    wide = np.random.default_rng(1).standard_normal((600, 512)).astype(np.float32)
+    made = store.add_persons(GALLERY, [NewPerson(vector[None]) for vector in wide], MODEL)
+    for person in made[:450]:
+        store.delete_person(GALLERY, person.id)
+
+    def fail(database: object) -> None:
+        fill(small_disk / "filler")
+        raise StorageError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("plsc.gallery.sqlite.database.Database.vacuum", fail)
+        with pytest.raises(StorageError, match="full"):
+            store.compact()
+        store.close()
+        store = SqliteStore(small_disk / "store")
+        wait_until(lambda: "put off" in capsys.readouterr().err)
+        assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[450:]]
+        store.delete_person(GALLERY, made[500].id)
+        assert made[500].id not in [match.person for match in store.search(GALLERY, wide[500:501], k=5)[0]]
+    size = (store.folder / "gallery.sqlite").stat().st_size  # before there is room: the next try comes at once
+    (small_disk / "filler").unlink()
+    wait_until(lambda: (store.folder / "gallery.sqlite").stat().st_size < size / 2)
+    store.check()
+    store.close()
+
+
 def test_a_compaction_without_room_is_put_off_and_tried_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.sqlite.compaction._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("plsc.gallery.sqlite.maintenance._RETRY_SECONDS", 0.05)
     store = SqliteStore(small_disk / "store")
     store.create_collection(GALLERY, DIM, MODEL)
     store.add_persons(GALLERY, [NewPerson(faces(4000))], MODEL)
@@ -346,10 +371,10 @@ def test_a_compaction_without_room_is_put_off_and_tried_again(
     assert store.search(GALLERY, faces(1), k=1)[0][0].score > 0.999
     monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 100)
     store._maintenance.wake()
-    wait_for(lambda: store.statistics()[GALLERY]["failed_compactions"])
+    wait_until(lambda: store.statistics()[GALLERY]["failed_compactions"])
     assert "put off" in capsys.readouterr().err
     (small_disk / "filler").unlink()
-    wait_for(lambda: store.statistics()[GALLERY]["base"])
+    wait_until(lambda: store.statistics()[GALLERY]["base"])
     store.check()
     store.close()
 
@@ -394,7 +419,7 @@ def test_a_limit_on_files_is_like_a_full_disk(tmp_path: Path) -> None:
 def test_a_damaged_row_does_not_end_the_compactions_for_good(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("plsc.gallery.sqlite.compaction._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("plsc.gallery.sqlite.maintenance._RETRY_SECONDS", 0.05)
     store = SqliteStore(folder)
 
     def figures() -> dict[str, float]:
@@ -408,9 +433,31 @@ def test_a_damaged_row_does_not_end_the_compactions_for_good(
         monkeypatch.setattr("plsc.gallery.sqlite.collection_state.MIN_CHANGES", 3)
         monkeypatch.setattr("plsc.gallery.sqlite.collection_state.COMPACTION_DIVISOR", 10)
         store._maintenance.wake()
-        wait_for(lambda done=done: not figures()["delta"] if done else figures()["failed_compactions"])
+        wait_until(lambda done=done: not figures()["delta"] if done else figures()["failed_compactions"])
     connection.close()
     assert "put off" in capsys.readouterr().err
     verify_found(store)
     store.check()
+    store.close()
+
+
+def test_a_compaction_that_failed_leaves_no_reader_of_an_earlier_moment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SqliteStore(folder)
+    store.add_persons(GALLERY, [NewPerson(vector[None]) for vector in faces(40, 7)], MODEL)
+
+    def fill_the_disk(folder: Path, rows: int, dim: int, batches: Iterator[object]) -> None:
+        next(batches)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("plsc.gallery.sqlite.segments._write_columns", fill_the_disk)
+        patch.setattr("plsc.gallery.sqlite.records._FETCH_ROWS", 10)
+        with pytest.raises(StorageError, match="No space") as caught:
+            store.compact()
+    (made,) = store.add_persons(GALLERY, [NewPerson(faces(1, 8), "late")], MODEL)
+    assert store.person(GALLERY, made.id).name == "late"
+    store.compact()
+    assert caught.value, "whoever keeps the error keeps no moment of the store"
     store.close()

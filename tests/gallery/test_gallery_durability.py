@@ -11,11 +11,15 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gallery_durability.py"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["--full-disk"]], ids=["plain", "full disk"])
+@pytest.mark.parametrize(
+    "more",
+    [[], ["--full-disk"], ["--encrypt"], ["--encrypt", "--full-disk"]],
+    ids=["plain", "full disk", "encrypted", "encrypted on a full disk"],
+)
 def test_three_kills_lose_nothing_that_was_acknowledged(more: list[str], tmp_path: Path) -> None:
-    if more and subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
-        pytest.skip("mounting a small disk needs root")
-    if more:
+    if "--full-disk" in more:
+        if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", tmp_path], capture_output=True).returncode:
+            pytest.skip("mounting a small disk needs root")
         subprocess.run(["umount", tmp_path], check=True)
     command = [sys.executable, str(SCRIPT), "--rounds", "3", "--seconds", "1", "--seed", "5", *more]
     done = subprocess.run(command, capture_output=True, text=True)

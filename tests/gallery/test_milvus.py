@@ -128,7 +128,7 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
             again.delete_person(name_of(again), made.id)
             check_either(seen(again), before, operation, acknowledged)
             again.check()
-            assert again._rows.keys() == {entry.key for entry in again._entries()}, "nothing is left behind"
+            assert again._rows.keys() == {entry.key for entry in again._reads.entries()}, "nothing is left behind"
             again.close()
             store.close()
         if reached < number:
@@ -200,8 +200,8 @@ def test_no_room_for_large_metadata(uri: str) -> None:
 def test_more_rows_than_one_request_takes(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plsc.gallery.milvus_client._BATCH_BYTES", 2000)
     monkeypatch.setattr("plsc.gallery.milvus_client.MAX_ROWS", 40)
-    monkeypatch.setattr("plsc.gallery.milvus.MAX_ROWS", 40)
-    monkeypatch.setattr("plsc.gallery.milvus._PAGE_PERSONS", 16)
+    monkeypatch.setattr("plsc.gallery.milvus_reads.MAX_ROWS", 40)
+    monkeypatch.setattr("plsc.gallery.milvus_reads._PAGE_PERSONS", 16)
     store = filled(uri)
     crowd = np.array([1, 0, 0, 0]) + 0.01 * vectors(150, 1)
     new = [NewPerson(crowd), *(NewPerson(vectors(1, n), None, {"n": 77}) for n in range(120))]

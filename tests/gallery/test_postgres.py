@@ -11,13 +11,12 @@ from support.stores import Servers
 
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
-from plsc.gallery.postgres import (
-    PostgresStore,
+from plsc.gallery.postgres import PostgresStore, open_postgres
+from plsc.gallery.postgres_rows import (
     check_rows,
     filter_clause,
     find_collection,
     metadata_json,
-    open_postgres,
 )
 from plsc.gallery.store import NewPerson
 from plsc.gallery.transfer import read_copy
@@ -160,7 +159,7 @@ def test_dims_beyond_pgvector(store: PostgresStore) -> None:
 
 
 def test_damage_is_named(store: PostgresStore) -> None:
-    assert store.check() == {"collections": 1, "persons": 4, "faces": 8, "checksums": False}
+    assert store.check() == {"collections": 1, "persons": 4, "faces": 8, "expired": 0, "checksums": False}
     for statement, message in (
         ("UPDATE plsc_faces SET embedding = '[1,2,3,4]' WHERE id = 3", "face 3 of collection people"),
         ("UPDATE plsc_faces SET embedding = '[1,0,0]' WHERE id = 5", "face 5 of collection people"),

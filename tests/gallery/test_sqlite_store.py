@@ -1,9 +1,6 @@
-"""The folder store alone: segments, compaction, one owner, erased vectors, snapshots, latency."""
+"""The folder store alone: segments, compaction, erased vectors, snapshots, latency."""
 
 import itertools
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import wait_until
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
@@ -141,6 +139,26 @@ def test_snapshots_hold_nothing_that_was_deleted_before_and_the_check_counts_wha
     assert files_holding(store.folder / "snapshots", since)
     checked = store.check()
     assert (checked["snapshots"], checked["forgotten_in_snapshots"]) == (1, 1)
+    store.close()
+
+
+def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tmp_path: Path) -> None:
+    """The process ended between taking overwritten rows out and writing the file without their neighbours' traces."""
+    store = open_people(tmp_path / "store")
+    made = enrol(store, faces(200))
+    for person in made[:20]:
+        store.delete_person(GALLERY, person.id)
+    store.compact()
+    with store._database.writing() as db:
+        assert compaction.count_erased(db) == 20
+        compaction.purge_erased(db)
+    store.close()
+    store = SqliteStore(tmp_path / "store", compact_within=0.1)
+    with store._database.reading() as db:
+        assert compaction.count_erased(db) == 0
+        wait_until(lambda: not compaction.is_vacuum_pending(db))
+    assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[20:]]
+    store.check()
     store.close()
 
 
@@ -275,94 +293,6 @@ def test_a_thousand_faces_of_one_person_hide_nobody(tmp_path: Path) -> None:
     found = store.search(GALLERY, centre, k=21)[0]
     assert found[0].person == first.id
     assert {match.person for match in found} == {first.id, *(one.id for one in others)}
-    store.close()
-
-
-# --- whose store it is -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_one_process_has_a_store_and_the_other_is_told_which(tmp_path: Path) -> None:
-    store = open_people(tmp_path / "store")
-    with pytest.raises(ConflictError, match=f"process {os.getpid()}"):
-        SqliteStore(tmp_path / "store")
-    code = f"from plsc.gallery.store import open_store; open_store({str(tmp_path / 'store')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert f"in use by process {os.getpid()}" in done.stderr
-    store.close()
-    open_people(tmp_path / "store").close()
-
-
-def test_other_folders_and_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "photo.jpg").write_bytes(b"x")
-    with pytest.raises(UsageError, match="not empty"):
-        open_store(tmp_path / "full")
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["photo.jpg"]
-    with pytest.raises(UsageError, match="is a file"):
-        open_store(tmp_path / "full" / "photo.jpg")
-    with pytest.raises(UsageError, match="no store is named"):
-        open_store("")
-    import sqlite3
-
-    (tmp_path / "other").mkdir()
-    connection = sqlite3.connect(tmp_path / "other" / "gallery.sqlite")
-    connection.execute("CREATE TABLE mine (x)")
-    connection.close()
-    with pytest.raises(DataError, match="no gallery"):
-        open_store(tmp_path / "other")
-    store = open_people(tmp_path / "store")
-    store.close()
-    connection = sqlite3.connect(tmp_path / "store" / "gallery.sqlite")
-    connection.execute("PRAGMA user_version = 99")
-    connection.close()
-    with pytest.raises(DataError, match="version 99"):
-        open_store(tmp_path / "store")
-
-
-def test_a_closed_store_says_so(tmp_path: Path) -> None:
-    store = open_people(tmp_path / "store")
-    store.close()
-    with pytest.raises(UsageError, match="is closed"):
-        store.persons(GALLERY)
-    with pytest.raises(UsageError, match="is closed"):
-        enrol(store, faces(1))
-
-
-def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
-    store = open_people(tmp_path / "store")
-    enrol(store, faces(10))
-    store.compact()
-    store.close()
-    collections = tmp_path / "store" / "collections"
-    for left in ("1/.base-2.tmp", "1/base-2", "9/base-1"):
-        (collections / left).mkdir(parents=True)
-        (collections / left / "vectors.npy").write_bytes(b"half")
-    (tmp_path / "store" / "snapshots" / ".one.7.tmp").mkdir(parents=True)
-    store = SqliteStore(tmp_path / "store")
-    assert sorted(str(path.relative_to(collections)) for path in collections.glob("*/*")) == ["1/base-1"]
-    assert not (collections / "9").exists()
-    assert not list((tmp_path / "store" / "snapshots").iterdir())
-    store.close()
-
-
-def test_a_file_that_was_to_be_written_anew_is_when_the_store_is_opened_again(tmp_path: Path) -> None:
-    """The process ended between taking overwritten rows out and writing the file without their neighbours' traces."""
-    store = open_people(tmp_path / "store")
-    made = enrol(store, faces(200))
-    for person in made[:20]:
-        store.delete_person(GALLERY, person.id)
-    store.compact()
-    with store._database.writing() as db:
-        assert compaction.count_erased(db) == 20
-        compaction.purge_erased(db)
-    store.close()
-    store = SqliteStore(tmp_path / "store")
-    with store._database.reading() as db:
-        assert compaction.count_erased(db) == 0
-        assert not compaction.is_vacuum_pending(db)
-    assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[20:]]
-    store.check()
     store.close()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from support.stores import CLOSE, DIM, GALLERY, MODEL, agree, enrol, faces, twin, units
 
-from plsc.gallery.filters import Filter
+from plsc.gallery.filters import MAX_CONDITIONS, Filter
 from plsc.gallery.store import NewPerson, Store
 from plsc.serve.answer_warnings import filter_warnings
 
@@ -212,7 +212,7 @@ def test_filters_mean_the_same_in_every_store(store: Store) -> None:
         ({"n": {"gt": 5}, "city": "Rome", "member": False}, []),
         # the first four fields alone: each costs a look at every person
         (
-            {f"x{number}": number for number in range(64)},
+            {f"x{number}": number for number in range(MAX_CONDITIONS)},
             ['no person has a field "x0" or "x1" or "x2" or "x3"; fields: city, member, n'],
         ),
     ],

@@ -26,9 +26,10 @@ TOLERANCE = {
     "bytes per class": 0.005,
     "peak memory, MiB": 0.002,
 }
-# Places whose bytes grow with the classes of a shard, and are counted by class; smaller shares of a total are left out.
-TABLE = ("plsc/head/", "plsc/optim/head_optimizers.py")
+# Places of the class head, whose bytes are counted by class; smaller shares of a total go together.
+TABLE = ("plsc/head/", "plsc/losses/", "plsc/optim/head_optimizers.py")
 SMALLEST_SHARE = 0.001
+SMALLER = "all smaller ones"
 OWN = ("host waits", "collectives", "collectives, bytes", "Triton launches")
 
 
@@ -67,8 +68,9 @@ def summary(traced: Mapping[str, Any], rows: int) -> dict[str, dict[str, float]]
     for collective in (Collective(*fields) for fields in traced["collectives"]):
         kinds[str(collective)] += 1
         sizes[str(collective)] += collective.size
-    moved = {place: size / rows for place, size in traced["moved"].items() if place.startswith(TABLE)}
+    moved = {place: size / rows for place, size in head_traffic(traced).items()}
     least = SMALLEST_SHARE * sum(moved.values())
+    moved[SMALLER] = sum(size for size in moved.values() if size < least)
     return {
         "host waits": traced["waits"],
         "asynchronous copies, bytes": traced["copies"],
@@ -76,9 +78,16 @@ def summary(traced: Mapping[str, Any], rows: int) -> dict[str, dict[str, float]]
         "collectives, bytes": dict(sizes),
         "launches": _by_part(traced["launches"]),
         "Triton launches": traced["triton"],
-        "bytes per class": {place: round(size) for place, size in sorted(moved.items()) if size >= least},
+        "bytes per class": {
+            place: round(size, 2) for place, size in sorted(moved.items()) if size >= least or place == SMALLER
+        },
         "peak memory, MiB": {"device": round(traced["peak"] / 2**20)},
     }
+
+
+def head_traffic(traced: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes of device memory that a traced rank's head reads and writes, by place and operation."""
+    return {place: size for place, size in traced["moved"].items() if place.startswith(TABLE)}
 
 
 def compare(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
@@ -111,7 +120,7 @@ def _difference(label: str, before: Mapping[str, float], after: Mapping[str, flo
 
 
 def _number(value: float) -> str:
-    return f"{value:,}"
+    return f"{value:,.2f}".rstrip("0").rstrip(".")
 
 
 def _part(place: str) -> str:

@@ -50,7 +50,8 @@ class Scenario:
         settings: configuration keys; the others are those of ``SMALL``, and int8 momentum.
         traced_ranks: whose collectives are compared; all counts are those of the first.
         sizes: batch sizes that differ from the configuration's, by data rank.
-        planned: whether ``plsc plan`` knows the step's peak within 3%.
+        planned: whether ``plsc plan`` knows the step's peak, traffic and collectives within 3%: it takes all batches as
+            large as the configuration's.
         steps: to take, until memory in use no longer grows.
     """
 
@@ -126,9 +127,8 @@ SCENARIOS: dict[str, Scenario] = {
         {**VIT, "parallel.tp": 4, "parallel.strategy": "hsdp", "parallel.shard_ranks": 4, "optim.clip_norm": 5.0},
         (0, 1, 4, 63),
     ),
-    # gathered weights are alive in the head's pass here, which the plan leaves out: 7% of the peak
     "tp of 8, fsdp, adamw, 1,024 ranks": Scenario(
-        1024, 1_000_000, {**VIT, **ADAMW, "parallel.tp": 8, "parallel.strategy": "fsdp"}, (0, 1023), planned=False
+        1024, 1_000_000, {**VIT, **ADAMW, "parallel.tp": 8, "parallel.strategy": "fsdp"}, (0, 1023)
     ),
     "pp of 4, 1f1b, 8 ranks": Scenario(8, 1_000_000, {**VIT, "parallel.pp": 4}, (0, 2, 4, 6, 7)),
     "pp of 2, interleaved, adamw, clipped, 64 ranks": Scenario(
@@ -145,6 +145,26 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "adamw, 50M classes, 1 rank": Scenario(1, 50_000_000, ADAMW),
     "sampled at 0.1, 50M classes, 1 rank": Scenario(1, 50_000_000, {"head.sample_rate": 0.1}),
+    "host memory, sampled at 0.01, 1 rank": Scenario(
+        1, 2_000_000, {"head.placement": "host", "head.sample_rate": 0.01}, steps=6
+    ),
+    "host memory, clipped, 1 rank": Scenario(
+        1,
+        500_000,
+        {**ADAMW, "head.placement": "host", "optim.clip_norm": 5.0, "optim.clip_head": True},
+        steps=3,
+    ),
+    "sampled at 0.01, accumulate 2, 8 ranks": Scenario(8, 8_000_000, {"head.sample_rate": 0.01, "optim.accumulate": 2}),
+    "float32, sampled at 0.01, clipped, 2 ranks": Scenario(
+        2,
+        1_000_000,
+        {
+            "head.weight_dtype": "float32",
+            "head.sample_rate": 0.01,
+            "optim.clip_norm": 5.0,
+            "optim.clip_head": True,
+        },
+    ),
     "float32 in bf16x3, 50M classes, 1 rank": Scenario(
         1,
         50_000_000,
@@ -158,8 +178,7 @@ SCENARIOS: dict[str, Scenario] = {
         (0, 7),
     ),
     **{
-        # the plan leaves out what curricularface keeps of its negatives: 5% of the peak here
-        f"{margin}, 8 ranks": Scenario(8, 1_000_000, {"head.margin": margin}, planned=margin != "curricularface")
+        f"{margin}, 8 ranks": Scenario(8, 1_000_000, {"head.margin": margin})
         for margin in margin_keys()
         if margin != "arcface"
     },

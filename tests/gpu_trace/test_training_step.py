@@ -60,6 +60,18 @@ def test_the_plan_knows_the_peak_of_device_memory(traced: Traced, name: str):
         assert estimate(setup, hardware).memory.computed == pytest.approx(peak, rel=0.03)
 
 
+@pytest.mark.parametrize("name", [name for name in PLANNED if SCENARIOS[name].config.parallel.pp > 1])
+def test_the_plan_knows_what_the_busiest_rank_of_a_pipeline_sends(traced: Traced, name: str):
+    scenario = SCENARIOS[name]
+    hardware = Hardware(named_device("h100"), parse_memory("80GB"), Links(1e3, 1e3))  # no latency counts
+    with short_vit():
+        setup = plan_config(scenario.config, scenario.classes, scenario.ranks, per_node=scenario.ranks)
+        planned = estimate(setup, hardware).timing.parts["pipeline, sends"] * 1e3
+    ranks = [map(Collective._make, counts["collectives"]) for counts in traced[name].values()]
+    sent = [sum(each.size for each in collectives if each.name == "send") for collectives in ranks]
+    assert planned == pytest.approx(max(sent), rel=0.03)
+
+
 def test_a_tensor_of_the_host_is_named(traced: Traced):
     assert any(
         "inverse_norm" in problem and "is on cpu" in problem for problem in traced["a CPU tensor"][0]["problems"]
@@ -75,7 +87,7 @@ def test_an_int32_offset_is_named(traced: Traced):
     ("fault", "says"),
     [
         ("an extra item", r"host waits \d+ -> \d+: plsc/train/step.py:Stepper._loss item 0 -> 1"),
-        ("a doubled copy", r"bytes per class [\d,]+ -> [\d,]+: plsc/head/.*clone 0 -> 2,048"),
+        ("a doubled copy", r"bytes per class [\d,.]+ -> [\d,.]+: .*plsc/head/.*clone 0 -> 2,048"),
     ],
 )
 def test_a_fault_that_costs_fails_the_ratchet(traced: Traced, fault: str, says: str):

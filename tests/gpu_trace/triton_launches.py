@@ -47,9 +47,22 @@ def _record(tracer: Tracer, kernel: Any, arguments: dict[str, Any], grid: tuple[
         return
     for argument, access in _accesses(kernel, *_signature(kernel, arguments), grid).items():
         tensor = tensors[argument]
-        counts.moved[f"{place()} {name}"] += access.elements(tensor.numel()) * tensor.element_size()
+        reached = access.elements(_reachable(tensor, tensors))
+        counts.moved[f"{place()} {name}"] += reached * tensor.element_size()
         if access.wraps:
             tracer.problem(f"{name}({argument}): on the way to an address, {access.wraps}")
+
+
+def _reachable(tensor: Tensor, tensors: Mapping[str, Tensor]) -> int:
+    """Elements of an operand that a launch can touch: of a table's columns no more than the rows of its ``index``.
+
+    Intervals know nothing of the numbers in a list. It has no repeats, and programs that take the same rows follow each
+    other, so that the cache serves them.
+    """
+    index, table = tensors.get("index"), tensors.get("weight")
+    if index is None or table is None or not len(table) or tensor is index or tensor.shape[:1] != table.shape[:1]:
+        return tensor.numel()
+    return min(len(index), len(table)) * (tensor.numel() // len(table))
 
 
 def _signature(

@@ -11,7 +11,7 @@ from plsc.index import Index, ann
 from plsc.index.ann import ApproximateSearch
 from plsc.index.check import check
 from plsc.index.scan import ExactScan
-from plsc.index.tuning import plan_search
+from plsc.index.tuning import PlanningStopped, plan_search
 from plsc.tools.entry import main
 
 ROWS, PER_PERSON, DIM = 3000, 10, 24
@@ -97,6 +97,12 @@ def test_nothing_allowed_and_a_structure_of_other_rows(search, gallery):
 def test_exact_is_kept_where_it_is_quick_enough(gallery):
     assert plan_search(ExactScan(gallery[0]), *gallery, 10_000.0) is None
     assert plan_search(Slow(gallery[0][:5]), gallery[0][:5], gallery[1][:5], 1.0) is None, "too few to hold any out"
+
+
+def test_a_plan_that_nobody_waits_for_ends_with_the_next_rows(gallery):
+    asked = iter([False])
+    with pytest.raises(PlanningStopped):
+        plan_search(Slow(gallery[0]), *gallery, 10.0, stopped=lambda: next(asked, True))
 
 
 def test_exact_is_kept_where_nothing_is_quicker(gallery, monkeypatch):

@@ -53,7 +53,8 @@ def visit(chromium: Any, service: PageService) -> Iterator[Callable[..., Any]]:
         context = chromium.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce", **options})
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(30_000)
+        expect.set_options(timeout=30_000)  # a loaded machine is slow: a wait that ends early costs nothing
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("dialog", lambda dialog: troubles.append(f"a dialog: {dialog.message}"))
         page.on("console", lambda message: _listen(message, troubles))

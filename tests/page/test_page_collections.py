@@ -113,4 +113,4 @@ def test_the_services_figures_are_shown(visit: Any, people: str, service: PageSe
     row = page.locator("#service-collections tbody tr").filter(has=page.get_by_text(people, exact=True))
     expect(row.locator("td").nth(0)).to_have_text("4")
     expect(row.locator("td").nth(1)).to_have_text("5")
-    expect(page.locator("#service-limits")).to_contain_text("32 MiB")
+    expect(page.locator("#service-limits")).to_contain_text("16 MiB")

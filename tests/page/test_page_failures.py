@@ -129,6 +129,27 @@ def test_tokens_wrong_reading_and_writing(visit: Any, tmp_path: Path) -> None:
         service.stop()
 
 
+def test_a_token_that_may_only_search_is_told_what_it_may_not(visit: Any, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    camera = add_token(tokens, "camera", "search")
+    service = PageService(tmp_path, tokens=tokens)
+    try:
+        service.enrol(service.collection("staff"), "Ada", [ADA])
+        page = visit(at=service)
+        page.get_by_label("Token", exact=True).fill(camera)
+        page.get_by_label("Token", exact=True).press("Enter")
+        page.locator("#search-picture input").set_input_files(chosen(ADA))
+        expect(page.locator("#matches > li")).to_contain_text("Ada")
+        expect(page.locator("#matches button")).to_have_count(0)
+        page.get_by_role("tab", name="Browse").click()
+        expect(page.locator("#browse-summary")).to_contain_text("may only search")
+        expect(page.locator("#browse-error")).to_be_hidden()
+        page.get_by_role("tab", name="Enrol").click()
+        expect(page.locator("#enrol-done")).to_contain_text("may only search")
+    finally:
+        service.stop()
+
+
 def test_a_service_that_is_gone_is_told_and_its_return_noticed(visit: Any, tmp_path: Path) -> None:
     service = PageService(tmp_path)
     try:

@@ -19,11 +19,11 @@ def live(tmp_path: Path) -> Iterator[Live]:
         yield running
 
 
-def search_request(place: int, *headers: str) -> bytes:
+def search_request(live: Live, place: int, *headers: str) -> bytes:
     """A search, as bytes, that finds the person of that name."""
     body = json.dumps({"query": {"vector": vectors(5)[place].tolist()}, "k": 1}).encode()
     head = ["POST /v1/collections/staff/search HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json"]
-    return "\r\n".join([*head, f"Content-Length: {len(body)}", *headers, "", ""]).encode() + body
+    return live.addressed("\r\n".join([*head, f"Content-Length: {len(body)}", *headers, "", ""]).encode()) + body
 
 
 def answers(wire: socket.socket, count: int) -> tuple[list[dict[str, str]], list[str]]:
@@ -41,15 +41,15 @@ def answers(wire: socket.socket, count: int) -> tuple[list[dict[str, str]], list
 @pytest.mark.slow
 def test_requests_sent_behind_each_other_are_answered_in_turn(live: Live) -> None:
     with live.connect() as wire:
-        wire.sendall(b"".join(map(search_request, (3, 1, 4, 0))))
+        wire.sendall(b"".join(search_request(live, place) for place in (3, 1, 4, 0)))
         assert answers(wire, 4)[1] == ["3", "1", "4", "0"]
-        wire.sendall(search_request(2))
+        wire.sendall(search_request(live, 2))
         assert answers(wire, 1)[1] == ["2"]
 
 
 @pytest.mark.slow
 def test_a_body_may_come_in_parts(live: Live) -> None:
-    request = search_request(3)
+    request = search_request(live, 3)
     with live.connect() as wire:
         for cut in (10, request.index(b"\r\n\r\n") + 4, len(request) - 1):
             wire.sendall(request[:cut])
@@ -61,7 +61,7 @@ def test_a_body_may_come_in_parts(live: Live) -> None:
 @pytest.mark.slow
 def test_an_answer_says_what_every_answer_says(live: Live) -> None:
     with live.connect() as wire:
-        wire.sendall(search_request(1))
+        wire.sendall(search_request(live, 1))
         (head,), _ = answers(wire, 1)
     assert re.fullmatch(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT", head.pop("date"))
     assert int(head.pop("content-length")) > 0
@@ -75,7 +75,7 @@ def test_an_answer_says_what_every_answer_says(live: Live) -> None:
 @pytest.mark.slow
 def test_a_connection_ends_after_the_answer_where_the_caller_says_so(live: Live) -> None:
     with live.connect() as wire:
-        wire.sendall(search_request(2, "Connection: close"))
+        wire.sendall(search_request(live, 2, "Connection: close"))
         (head,), names = answers(wire, 1)
         assert names == ["2"]
         assert head["connection"] == "close"

@@ -6,7 +6,9 @@ import socket
 import ssl
 import subprocess
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -29,6 +31,7 @@ def test_every_operation_is_shown(tmp_path):
     for path, methods in operations.items():
         written = re.sub(r"\{snapshot\}", r"\\$ID", re.sub(r"\{(person|face)\}", r"\\d", path))
         written = written.replace("{collection}", "staff").replace("{model}", "model").replace("{version}", "1")
+        written = written.replace("{external_id}", "E-1234")
         shown = re.search(rf"\$URL{written}(?=[\s?\"|)]|$)", script, flags=re.MULTILINE)
         assert shown, f"{path} {list(methods)} is not shown"
 
@@ -51,13 +54,7 @@ def test_nginx_serves_it_as_written(tmp_path):
         for line, port in ports.items():
             config = config.replace(line, line.replace("80", f"127.0.0.1:{port}").replace("443", f"127.0.0.1:{port}"))
         config = config.replace("/etc/ssl", str(tmp_path)).replace("/var/log/nginx", str(tmp_path))
-        own = f"pid {tmp_path}/pid; error_log {tmp_path}/error.log; daemon off; events {{}}\n"
-        temporary = "".join(
-            f"{name}_temp_path {tmp_path}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
-        )
-        (tmp_path / "nginx.conf").write_text(f"{own}http {{\n{temporary}{config}}}\n")
-        nginx = subprocess.Popen(["nginx", "-p", tmp_path, "-c", tmp_path / "nginx.conf"], stderr=subprocess.PIPE)
-        try:
+        with nginx_running(tmp_path, config):
             url = f"https://127.0.0.1:{ports['listen 443 ssl;']}"
             context = ssl.create_default_context(cafile=str(certificate))
             with httpx.Client(base_url=url, verify=context, headers={"Authorization": f"Bearer {secret}"}) as client:
@@ -72,9 +69,49 @@ def test_nginx_serves_it_as_written(tmp_path):
                 assert statuses == {200, 429}
             moved = httpx.get(f"http://127.0.0.1:{ports['listen 80;']}/docs")
             assert (moved.status_code, moved.headers["location"]) == (301, "https://127.0.0.1/docs")
-        finally:
-            nginx.terminate()
-            nginx.communicate(timeout=20)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="needs nginx")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "",
+        "proxy_set_header Host $host;",
+        "proxy_http_version 1.1; proxy_set_header Host $host;",
+        "proxy_http_version 1.1; proxy_set_header X-Forwarded-For $remote_addr;",
+    ],
+)
+def test_a_proxy_opens_no_service_without_tokens(tmp_path, settings):
+    """To such a service everybody behind a proxy is this machine."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as free:
+        port = free.getsockname()[1]
+    with live_service(tmp_path) as live:
+        config = f"server {{ listen 127.0.0.1:{port}; location / {{ proxy_pass {live.server.address}; {settings} }} }}"
+        with nginx_running(tmp_path, config):
+            client = httpx.Client(base_url=f"http://127.0.0.1:{port}", headers={"Host": "faces.example.org"})
+            with client:
+                wait_for(client)
+                refused = client.post("/v1/collections", json={"name": "staff"})
+                assert refused.status_code == 403
+                assert "tokens" in refused.text
+        assert live.ask("GET", "/v1/collections").json()["collections"] == []
+
+
+@contextmanager
+def nginx_running(folder: Path, config: str) -> Iterator[None]:
+    """nginx with ``config`` inside its http block, all of its files in ``folder``."""
+    own = f"pid {folder}/pid; error_log {folder}/error.log; daemon off; events {{}}\n"
+    temporary = "".join(
+        f"{name}_temp_path {folder}/{name};\n" for name in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(f"{own}http {{\naccess_log off;\n{temporary}{config}}}\n")
+    nginx = subprocess.Popen(["nginx", "-p", folder, "-c", folder / "nginx.conf"], stderr=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        nginx.terminate()
+        nginx.communicate(timeout=20)
 
 
 def wait_for(client: httpx.Client) -> None:

@@ -6,15 +6,28 @@ from typing import Any
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
     response_schema_conformance,
     status_code_conformance,
 )
 from support.live_service import Live, live_service
 
-CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
+from plsc.serve.settings import Limits
+from plsc.serve.tokens import add_token
+
+CHECKS = (
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +70,7 @@ def test_examples_of_bodies_work_as_they_stand(live):
     for method, path, operation in operations(described):
         content = operation.get("requestBody", {}).get("content", {}).get("application/json", {})
         for example in content.get("examples", {}).values():
-            given = path.format(collection="staff", person=1, model="linear")
+            given = path.format(collection="staff", person=1, model="linear", external_id="E-1")
             answer = live.ask(method, given, example["value"])
             assert answer.is_success, (path, answer.text)
             tried += 1
@@ -65,30 +78,100 @@ def test_examples_of_bodies_work_as_they_stand(live):
     assert tried >= 10
 
 
+def requests_of(live: Live) -> list[Any]:
+    """Strategies of requests as described, and of requests against the description, for every operation."""
+    schema = schemathesis.openapi.from_url(f"{live.server.address}/openapi.json")
+    operations = [result.ok() for result in schema.get_all_operations()]
+    assert len(operations) >= 25
+    right = [operation.as_strategy(generation_mode=GenerationMode.POSITIVE) for operation in operations]
+    wrong = [
+        operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
+        for operation in operations
+        if operation.body or any(parameters for parameters in (operation.path_parameters, operation.query))
+    ]
+    return right + wrong
+
+
+def try_out(live: Live, cases: Any, secret: str | None, examples: int) -> None:
+    """Send a few requests, and check the answers."""
+    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def check(case: Any) -> None:
+        if case.path.startswith("/v1/snapshots") and case.method == "POST":
+            return  # each would copy the store
+        answer = case.call(headers=headers)
+        case.validate_response(answer, checks=CHECKS, headers=headers)
+        told = answer.content + str(answer.headers).encode()
+        for secret in (str(live.folder), "Traceback", "site-packages", *headers.values()):
+            assert secret.removeprefix("Bearer ").encode() not in told
+
+    check()
+
+
 @pytest.mark.slow
 def test_no_request_breaks_it_or_gets_an_undescribed_answer(live):
-    schema = schemathesis.openapi.from_url(f"{live.server.address}/openapi.json")
+    for cases in requests_of(live):
+        try_out(live, cases, None, 4)
 
-    def try_out(operation: Any) -> None:
-        @settings(
-            max_examples=6,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=operation.as_strategy())
-        def check(case: Any) -> None:
-            if case.path.startswith("/v1/snapshots") and case.method == "POST":
-                return  # each would copy the store
-            case.validate_response(case.call(), checks=CHECKS)
 
-        check()
+@pytest.mark.slow
+def test_nor_does_one_with_any_token(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    kinds: dict[str, dict[str, Any]] = {
+        "camera": {"role": "search", "collections": ["staff"]},
+        "reader": {"role": "read", "allow": ["vectors", "embeddings"]},
+        "writer": {"role": "write", "collections": ["staff"], "rates": ["writes=5/s", "searches=1/h"]},
+        "admin": {"role": "admin"},
+    }
+    secrets = {name: add_token(tokens, name, **options) for name, options in kinds.items()}
+    with live_service(tmp_path, tokens=tokens, threshold=0.3, limits=Limits(persons=3, metadata_bytes=100)) as live:
+        live.http.headers["Authorization"] = f"Bearer {secrets['admin']}"
+        live.collection("staff")
+        for cases in requests_of(live):
+            for secret in (None, *secrets.values()):
+                try_out(live, cases, secret, 1)
 
-    names = []
-    for result in schema.get_all_operations():
-        operation = result.ok()
-        names.append(operation.label)
-        try_out(operation)
-    assert len(names) >= 25
+
+def test_without_tokens_none_is_described(live, tmp_path):
+    described = live.ask("GET", "/openapi.json").json()
+    assert all(operation["security"] == [] for _, _, operation in operations(described))
+    assert "securitySchemes" not in described["components"]
+    tokens = tmp_path / "tokens.toml"
+    add_token(tokens, "camera", "search")
+    with live_service(tmp_path, tokens=tokens) as guarded:
+        for _, path, operation in operations(guarded.ask("GET", "/openapi.json").json()):
+            assert operation["security"] == ([{"token": []}] if operation["x-role"] else []), path
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed"),
+    [
+        ("/v1/collections", "GET, POST"),
+        ("/v1/collections/staff", "DELETE, GET"),
+        ("/v1/collections/staff/persons/by-external-id/E-1", "DELETE, GET, PUT"),
+        ("/v1/collections/staff/persons/1", "DELETE, GET, PATCH"),
+        ("/v1/info", "GET"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_ones(live, path, allowed):
+    answer = live.ask("OPTIONS", path)
+    assert (answer.status_code, answer.headers["Allow"]) == (405, allowed)
+    assert allowed in answer.json()["error"]["message"]
+
+
+def test_an_error_tells_of_the_form_that_was_meant(live):
+    for body, told in (
+        ({"persons": [{"name": 3}]}, "persons.0.name: Input should be a valid string"),
+        ({"faces": [{}]}, "faces.0: an input has exactly one of image, vector and vector_b64"),
+    ):
+        answer = live.ask("POST", "/v1/collections/staff/persons", body)
+        assert (answer.status_code, answer.json()["error"]["message"]) == (400, told)

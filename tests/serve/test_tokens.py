@@ -1,9 +1,13 @@
 """Who may call: tokens with roles, checked before the body; without tokens this machine alone, and no web page."""
 
+import contextlib
 import json
+import os
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,40 +15,46 @@ from starlette.routing import Route
 from support.live_service import DIM, Live, live_service
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
-from plsc.serve import tokens
-from plsc.serve.routing import required_role
+from plsc.serve import token_book
+from plsc.serve.access import RIGHTS, ROLES
+from plsc.serve.errors import ApiError
+from plsc.serve.routing import permission_of
 from plsc.serve.server import Server
 from plsc.serve.settings import Settings
-from plsc.serve.tokens import ROLES, TokenBook, add_token, read_tokens, remove_token
+from plsc.serve.token_book import TokenBook
+from plsc.serve.tokens import add_token, read_tokens, remove_token
 from plsc.tools.entry import main
 
 NEEDED = {
-    "list_collections": "read",
+    "list_collections": "search",
     "create_collection": "write",
-    "get_collection": "read",
+    "get_collection": "search",
     "delete_collection": "admin",
-    "compact_collection": "admin",
+    "compact_collection": "write",
     "list_persons": "read",
     "add_persons": "write",
     "get_person": "read",
+    "put_person": "write",
+    "get_person_by_external_id": "read",
+    "delete_person_by_external_id": "write",
     "update_person": "write",
     "delete_person": "write",
     "add_faces": "write",
     "delete_face": "write",
     "get_thumbnail": "read",
-    "search": "read",
-    "info": "read",
-    "compare": "read",
-    "embeddings": "read",
+    "search": "search",
+    "info": "search",
+    "compare": "search",
+    "embeddings": "search",
     "list_snapshots": "admin",
     "take_snapshot": "admin",
     "delete_snapshot": "admin",
-    "model_metadata": "read",
-    "model_ready": "read",
-    "infer": "read",
-    "version_metadata": "read",
-    "version_ready": "read",
-    "version_infer": "read",
+    "model_metadata": "search",
+    "model_ready": "search",
+    "infer": "search",
+    "version_metadata": "search",
+    "version_ready": "search",
+    "version_infer": "search",
     "server_metadata": None,
     "server_live": None,
     "server_ready": None,
@@ -52,12 +62,22 @@ NEEDED = {
     "ready": None,
 }
 
+NEEDED_RIGHTS = {"embeddings": "embeddings", "infer": "embeddings", "version_infer": "embeddings"}
+FOR_ALL_COLLECTIONS = {"create_collection", "list_snapshots", "take_snapshot", "delete_snapshot"}
+SEEN = {"all": None, "own": ["c"], "other": ["staff", "guests"]}
+
 
 @pytest.fixture(scope="module")
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """A token of each role; "" is the file."""
+    """Tokens of each role: for all collections, for "c", for others, and with each right; "" is the file."""
     path = tmp_path_factory.mktemp("tokens") / "tokens.toml"
-    return {"": str(path), **{role: add_token(path, f"the-{role}", role) for role in ROLES}}
+    found = {"": str(path), **{role: add_token(path, f"the-{role}", role) for role in ROLES}}
+    for role in ROLES:
+        for name in ("own", "other"):
+            found[f"{role}-{name}"] = add_token(path, f"{role}-{name}", role, collections=SEEN[name])
+        for right in RIGHTS:
+            found[f"{role}-{right}"] = add_token(path, f"{role}-{right}", role, allow=[right])
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +110,11 @@ def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path):
     assert [token.name for token in read_tokens(path)] == ["desk"]
 
 
+def entry(line: str) -> str:
+    """A token file with one token, whose table ends with ``line``."""
+    return f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'a' * 64}'\ncreated = ''\n{line}\n"
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -98,6 +123,12 @@ def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path):
         "x = 1",
         "[[token",
         "[[token]]\nname = 'a'\nrole = 'king'\nsha256 = ''\ncreated = ''",
+        entry("allow = ['king']"),
+        entry("allow = 'vectors'"),
+        entry("collections = []"),
+        entry("collections = ['a b']"),
+        entry("collections = [1]"),
+        entry("colections = ['staff']"),
         f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'A' * 64}'\ncreated = ''",
     ],
 )
@@ -108,36 +139,107 @@ def test_a_file_that_is_off_is_refused(tmp_path, text):
         read_tokens(path)
 
 
-def test_a_running_service_follows_the_file(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tokens, "_REREAD_SECONDS", 0.0)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The clock of token books: a list of the one time that it shows."""
+    shown = [1000.0]
+    monkeypatch.setattr(token_book.time, "monotonic", lambda: shown[0])
+    return shown
+
+
+def closed(book: TokenBook, secret: str) -> bool:
+    try:
+        book.find(secret.encode())
+    except ApiError as error:
+        return error.status_code == 503
+    return False
+
+
+def test_a_running_service_follows_the_file(tmp_path, clock):
     path = tmp_path / "tokens.toml"
     secret = add_token(path, "a", "read")
     book = TokenBook(path)
     late = add_token(path, "b", "read")
+    remove_token(path, "a")
+    clock[0] += 1.0
     assert book.find(late.encode())
-    path.write_text("half an ed", encoding="utf-8")
-    assert book.find(secret.encode())
-    assert "stay in force" in capsys.readouterr().err
-    path.write_text("", encoding="utf-8")
     assert book.find(secret.encode()) is None
 
 
-def test_a_removed_token_is_refused_though_the_file_could_not_be_read_at_first(tmp_path, monkeypatch, capsys):
-    """Else a moment without file descriptors would leave a removed token valid for ever."""
-    monkeypatch.setattr(tokens, "_REREAD_SECONDS", 0.0)
+@pytest.mark.parametrize("how", ["gone", "half an edit", "no permission"])
+def test_a_file_that_cannot_be_read_closes_the_service_after_a_moment(tmp_path, clock, capsys, how):
+    path = tmp_path / "tokens.toml"
+    secret = add_token(path, "a", "read")
+    book, content = TokenBook(path), path.read_text(encoding="utf-8")
+    if how == "half an edit":
+        path.write_text("[[tok", encoding="utf-8")
+    else:
+        path.unlink()
+    if how == "no permission":
+        path.mkdir()  # the tests' user may be root, who reads what has no permission, but no folder
+    for later in (1.0, 4.9):
+        clock[0] += later
+        assert not closed(book, secret)
+    clock[0] += 1.0
+    assert closed(book, secret)
+    assert not book.is_current()
+    assert closed(book, "plsc_wrong")
+    assert capsys.readouterr().err.count("then all are refused") == 1
+    if path.is_dir():
+        path.rmdir()
+    path.write_text(content, encoding="utf-8")
+    clock[0] += 1.0
+    assert book.find(secret.encode())
+    assert book.is_current()
+
+
+def test_a_removed_token_is_refused_when_file_descriptors_are_exhausted(tmp_path, clock):
+    """Else a flood of connections would keep a removed token valid."""
+    path = tmp_path / "tokens.toml"
+    secret, kept = add_token(path, "a", "read"), add_token(path, "b", "read")
+    book = TokenBook(path)
+    remove_token(path, "a")
+    clock[0] += 1.0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        assert taken
+        assert book.find(secret.encode()) is None
+        assert book.find(kept.encode())
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_open_to_others_is_warned_of(tmp_path, clock, capsys):
     path = tmp_path / "tokens.toml"
     secret = add_token(path, "a", "read")
     book = TokenBook(path)
-    add_token(path, "b", "read")
-    remove_token(path, "a")
-    with monkeypatch.context() as unreadable:
-        unreadable.setattr(
-            Path, "read_text", lambda *_, **__: (_ for _ in ()).throw(OSError(24, "Too many open files"))
-        )
-        assert book.find(secret.encode())
-        assert book.find(secret.encode())
-    assert capsys.readouterr().err.count("stay in force") == 1
-    assert book.find(secret.encode()) is None
+    assert capsys.readouterr().err == ""
+    path.chmod(0o640)
+    clock[0] += 1.0
+    assert book.find(secret.encode())
+    assert f"(mode 0640); close it: chmod 600 {path}" in capsys.readouterr().err
+
+
+def test_readiness_tells_of_a_token_file_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_book, "_REREAD_SECONDS", 0.0)
+    monkeypatch.setattr(token_book, "_GRACE_SECONDS", 0.0)
+    tokens = tmp_path / "tokens.toml"
+    secret = add_token(tokens, "a", "admin")
+    with live_service(tmp_path, tokens=tokens) as live:
+        assert live.ask("GET", "/v1/info", headers=bearer(secret)).status_code == 200
+        tokens.unlink()
+        refused = live.ask("GET", "/v1/info", headers=bearer(secret))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+        ready = live.ask("GET", "/health/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "without its tokens"})
+        assert live.ask("GET", "/health/live").status_code == 200
 
 
 def test_the_command(tmp_path, capsys):
@@ -153,27 +255,52 @@ def test_the_command(tmp_path, capsys):
     assert main(["tokens", "list", "--file", str(tmp_path / "none.toml")]) == 2
 
 
-@pytest.mark.slow
-def test_each_operation_needs_its_role(live, secrets):
-    described = live.ask("GET", "/openapi.json").json()
-    operations = {
+def operations(live: Live) -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Method, path and description of every operation that is described, by name."""
+    return {
         operation["operationId"]: (method.upper(), path, operation)
-        for path, methods in described["paths"].items()
+        for path, methods in live.ask("GET", "/openapi.json").json()["paths"].items()
         for method, operation in methods.items()
     }
-    assert {name: operation["x-role"] for name, (_, _, operation) in operations.items()} == NEEDED
-    for name, (method, path, _) in operations.items():
-        path = path.format(collection="c", person=1, face=1, snapshot="s", model="m", version="1")
-        for role in (None, "wrong", *ROLES):
-            secret = "plsc_x" if role == "wrong" else secrets.get(role or "")
-            status = live.ask(method, path, headers={} if role is None else bearer(str(secret))).status_code
-            needed = NEEDED[name]
-            if needed is None:
-                assert status in (200, 503), name
-            elif role in (None, "wrong"):
-                assert status == 401, (name, role)
-            else:
-                assert (status == 403) == (ROLES.index(role) < ROLES.index(needed)), (name, role, status)
+
+
+def filled(path: str) -> str:
+    return path.format(collection="c", person=1, face=1, snapshot="s", model="m", version="1", external_id="E-1")
+
+
+@pytest.mark.slow
+def test_each_operation_needs_its_role_right_and_collection(live, secrets):
+    described = operations(live)
+    assert {name: operation["x-role"] for name, (_, _, operation) in described.items()} == NEEDED
+    for name, (method, path, operation) in described.items():
+        assert operation.get("x-right") == NEEDED_RIGHTS.get(name)
+        needed = NEEDED[name]
+        for secret in (None, "plsc_x"):
+            status = live.ask(method, filled(path), headers={} if secret is None else bearer(secret)).status_code
+            assert status in (200, 503) if needed is None else status == 401, name
+        if needed is None:
+            continue
+        for role in ROLES:
+            for seen in SEEN:
+                refused = (
+                    ROLES.index(role) < ROLES.index(needed)
+                    or (name in NEEDED_RIGHTS and role != "admin")
+                    or ("{collection}" in path and seen == "other")
+                    or (name in FOR_ALL_COLLECTIONS and seen != "all")
+                )
+                secret = secrets[role if seen == "all" else f"{role}-{seen}"]
+                status = live.ask(method, filled(path), headers=bearer(secret)).status_code
+                assert (status == 403) == refused, (name, role, seen, status)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ROLES)
+def test_each_right_opens_what_it_is_for(live, secrets, role):
+    for name, (method, path, _) in operations(live).items():
+        if name in NEEDED_RIGHTS:
+            for right in RIGHTS:
+                status = live.ask(method, filled(path), headers=bearer(secrets[f"{role}-{right}"])).status_code
+                assert (status == 403) == (right != NEEDED_RIGHTS[name] and role != "admin"), (name, right)
 
 
 @pytest.mark.parametrize("tail", ["%0A", "%0a", "%0D%0A", "%00", "%7F"])
@@ -229,7 +356,7 @@ def test_the_audit_names_the_token(live, secrets):
     live.ask("DELETE", "/v1/collections/by-token", headers=bearer(secrets["write"]))
     live.ask("DELETE", "/v1/collections/by-token", headers=bearer(secrets["admin"]))
     lines = [json.loads(line) for line in (live.folder / "audit.jsonl").read_text(encoding="utf-8").splitlines()]
-    done = [(line["token"], line["operation"], line["status"]) for line in lines if "the-" in (line["token"] or "")]
+    done = [(line["token"], line["operation"], line["status"]) for line in lines if "the-" in (line.get("token") or "")]
     assert done[-2:] == [("the-write", "create_collection", 201), ("the-admin", "delete_collection", 204)]
 
 
@@ -237,7 +364,10 @@ def test_the_page_and_health_are_open_and_the_role_is_told(live, secrets):
     assert live.ask("GET", "/health/ready").status_code == 200
     assert live.ask("GET", "/").status_code == 200
     for role in ROLES:
-        assert live.ask("GET", "/v1/info", headers=bearer(secrets[role])).json()["role"] == role
+        told = live.ask("GET", "/v1/info", headers=bearer(secrets[role])).json()
+        assert (told["role"], told["collections"]) == (role, None)
+        assert told["rights"] == (sorted(RIGHTS) if role == "admin" else [])
+        assert told["score_step"] == (0 if role == "admin" else 0.01)
     assert live.ask("GET", "/v1/info", headers={**bearer(secrets["read"]), "Host": "faces.example"}).status_code == 200
 
 
@@ -247,8 +377,24 @@ def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
         for headers, status in (
             ({}, 200),
             ({"Host": f"localhost:{port}"}, 200),
-            ({"Host": "[::1]:80"}, 200),
-            ({"Host": "127.0.0.9"}, 200),
+            ({"Host": f"[::1]:{port}"}, 200),
+            ({"Host": f"127.0.0.9:{port}"}, 200),
+            ({"Host": "127.0.0.1"}, 403),
+            ({"Host": "127.0.0.1:80"}, 403),
+            ({"Host": f"[::1]evil.example:{port}"}, 403),
+            ({"Host": f"127.0.0.1:80@evil.example:{port}"}, 403),
+            ({"Host": f"127.0.0.1:{port}@evil.example"}, 403),
+            ({"Host": f"127.0.0.1:0{port}0"}, 403),
+            *(
+                ({name: value}, 403)
+                for name, value in (
+                    ("Forwarded", "for=192.0.2.1"),
+                    ("X-Forwarded-For", "192.0.2.1"),
+                    ("X-Forwarded-Proto", "https"),
+                    ("X-Real-IP", "192.0.2.1"),
+                    ("Via", "1.1 proxy"),
+                )
+            ),
             ({"Host": "evil.example"}, 403),
             ({"Host": f"evil.example:{port}"}, 403),
             ({"Host": ""}, 403),
@@ -305,4 +451,4 @@ def test_an_endpoint_without_a_role_is_no_route():
     async def forgotten() -> None: ...
 
     with pytest.raises(TypeError, match="declares no role"):
-        required_role(Route("/forgotten", forgotten))
+        permission_of(Route("/forgotten", forgotten))

@@ -50,7 +50,7 @@ class PageService:
     """A service in a thread over a store of its own; it can be stopped, and started again at its address."""
 
     def __init__(self, folder: Path, **changes: Any) -> None:
-        given = {"port": 0, "threshold": 0.5, "false_match_rate": 1e-3, "decode_threads": 1, "drain_seconds": 1.0}
+        given = {"port": 0, "threshold": 0.5, "false_match_rate": 1e-3, "decode_processes": 1, "drain_seconds": 1.0}
         self._folder = folder
         self._settings = Settings(audit=folder / "audit.jsonl", **{**given, **changes})
         self.start()

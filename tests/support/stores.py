@@ -1,5 +1,6 @@
 """The stores under test: a kit for each kind, the servers they need, and data and comparisons that the suites share."""
 
+import base64
 import importlib.util
 import os
 import socket
@@ -19,7 +20,7 @@ import pytest
 from plsc.gallery.store import NewPerson, Person, Store, open_store
 from support.memory_store import MemoryStore
 
-KINDS = ("memory", "sqlite", "postgres", "milvus")
+KINDS = ("memory", "sqlite", "encrypted", "postgres", "milvus")
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64
 GALLERY = "people"
@@ -183,6 +184,9 @@ class Servers:
         """The kit of ``kind``; skips the test, saying why, if it cannot be had."""
         if kind == "memory":
             return Kit(kind, lambda: "", lambda _: MemoryStore())
+        if kind == "encrypted":
+            key_file = new_key_file(self._folder / "store.key")
+            return Kit(kind, self._sqlite, lambda spec: open_store(spec, key_file=key_file))
         scheme = "" if kind == "sqlite" else f"{kind}:"
         return Kit(kind, lambda: scheme + self.address(kind), open_store)
 
@@ -227,6 +231,13 @@ class Servers:
         if not importlib.util.find_spec("milvus_lite"):
             pytest.skip("needs Milvus: pip install --no-deps milvus-lite, or its URI in PLSC_TEST_MILVUS")
         return self._exits.enter_context(milvus_server(self._folder / "milvus"))
+
+
+def new_key_file(path: Path) -> Path:
+    """A key file as ``openssl rand -base64 32 > path`` with a umask of 077 makes it."""
+    path.write_text(base64.b64encode(os.urandom(32)).decode() + "\n", encoding="ascii")
+    path.chmod(0o600)
+    return path
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.tiny_runs import TINY, Killable, losses, register_tiny, run, run_until
@@ -10,7 +11,8 @@ from support.tiny_runs import TINY, Killable, losses, register_tiny, run, run_un
 from plsc import config
 from plsc.errors import DataError, UsageError
 from plsc.parallel import Mesh
-from plsc.train.checkpoint_inspection import describe_checkpoint, write_centres
+from plsc.tools.entry import main
+from plsc.train.checkpoint_inspection import describe_checkpoint
 
 ONE = Mesh(0, 1, 0, torch.device("cpu"))
 SAMPLED = {
@@ -73,8 +75,91 @@ def test_a_checkpoint_and_its_files_belong_together(tmp_path):
     assert re.search(r"files +a rank's table takes .* GB in .*files, and what it held at", log(tmp_path / "run"))
     last = tmp_path / "run" / "checkpoints" / "step-00000006"
     assert describe_checkpoint(last)["table_files"] == changes["head.placement"]
-    with pytest.raises(DataError, match="holds no class centres: they lie in the files of mmap:"):
-        write_centres(last, tmp_path / "centres.npy")
+
+
+EXPORTED = {
+    **SAMPLED,
+    "epochs": None,
+    "steps": 12,
+    "checkpoint.keep.last": 9,
+    "embedding_dim": 24,
+    "data.train": "avatars:23x6",
+}
+
+
+def centres_of(path: Path, out: Path, code: int = 0) -> np.ndarray:
+    """What ``plsc checkpoint export --centres`` writes, or nothing where it is to fail with ``code``."""
+    register_tiny()
+    words = ["checkpoint", "export", str(path), str(out / "weights.safetensors"), "--centres", str(out / "centres.npy")]
+    assert main([*words, "--overwrite"]) == code
+    return np.zeros(0) if code else np.load(out / "centres.npy")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "keys"),
+    [(1, {}), (2, {"head.centers": 2, "head.weight_dtype": "float32"})],
+    ids=["one rank", "two ranks"],
+)
+def test_the_centres_of_a_killed_run_are_exported(tmp_path, world, keys):
+    assert Killable(world, tmp_path / "whole", {**EXPORTED, **keys}).wait() == [0] * world
+    changes = {**EXPORTED, **keys, **{k: v for k, v in journaled(tmp_path / "files").items() if k not in SAMPLED}}
+    killable = Killable(world, tmp_path / "killed", changes)
+    killable.wait_for_step(7)
+    killable.kill(list(range(world)))
+    killable.wait()
+    before = contents(tmp_path / "files")
+    checkpoints = sorted((tmp_path / "killed" / "checkpoints").glob("step-*"))
+    assert checkpoints
+    exported = [centres_of(path, tmp_path) for path in checkpoints]
+    for path, centres in zip(checkpoints, exported, strict=True):
+        expected = centres_of(tmp_path / "whole" / "checkpoints" / path.name, tmp_path)
+        assert centres.shape == expected.shape
+        assert (centres == expected).all()
+    assert all((centres != exported[0]).any() for centres in exported[1:])
+    assert contents(tmp_path / "files") == before
+    assert Killable(world, tmp_path / "killed", changes, resume="auto").wait() == [0] * world
+
+
+@pytest.mark.slow
+def test_centres_whose_files_are_not_those_of_the_checkpoint_are_refused(tmp_path, capsys):
+    changes = {**EXPORTED, **journaled(tmp_path / "files"), "steps": 6, "epochs": None}
+    run(ONE, tmp_path / "run", changes)
+    prefix = tmp_path / "files" / "table.rank0-of-1"
+    journal, weight = Path(f"{prefix}.undo-00000003"), Path(f"{prefix}.weight")
+    first = tmp_path / "run" / "checkpoints" / "step-00000003"
+    assert len(centres_of(first, tmp_path)) == 23
+
+    def refused(words: str, path: Path, content: bytes | None) -> None:
+        whole = path.read_bytes()
+        path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        capsys.readouterr()
+        centres_of(first, tmp_path, code=1)
+        error = capsys.readouterr().err
+        path.write_bytes(whole)
+        assert error.count("\n") == 1
+        assert re.search(words, error)
+        assert path.name.partition(".")[0] in error
+
+    held = bytearray(journal.read_bytes())
+    held[60] ^= 1
+    refused("is corrupt", journal, bytes(held))
+    refused("holds no table of step 3, but of 6", journal, None)
+    refused("has another size than 23 rows", weight, weight.read_bytes()[:-1])
+    refused("bring it back", weight, None)
+    described = Path(f"{prefix}.json")
+    refused("bring it back", described, None)
+    refused("describes another table", described, described.read_bytes().replace(b'"id": "', b'"id": "0'))
+    refused(
+        "holds no number of first_row", described, described.read_bytes().replace(b'"first_row": 0', b'"first_row": -1')
+    )
+    assert len(centres_of(first, tmp_path)) == 23
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ STORE/
   gallery.sqlite    every row (plsc.gallery.sqlite.database), with its write-ahead log beside it
   collections/      a sealed segment per collection (plsc.gallery.sqlite.segments): derived, rebuilt when damaged
   snapshots/        snapshots that the service was asked for (plsc.gallery.sqlite.backup)
+  keys              of an encrypted store: a key for each person (plsc.gallery.sqlite.keys); its segments are in memory
 """
 
 LOCK = "lock"
@@ -13,3 +14,4 @@ RESERVE = "reserve"
 SQLITE = "gallery.sqlite"
 COLLECTIONS = "collections"
 SNAPSHOTS = "snapshots"
+KEYS = "keys"

@@ -11,28 +11,39 @@ import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from plsc.errors import ConflictError, UsageError
+from plsc.errors import ConflictError, IntegrityError, UsageError
 from plsc.files import (
     Manifest,
     atomic_replace_dir,
     describe_files,
+    make_private_folder,
+    manifest_value,
     read_manifest,
+    restrict,
     storage_errors,
     verify_files,
     write_manifest,
 )
-from plsc.gallery.sqlite import SQLITE, records
-from plsc.gallery.sqlite.compaction import clear_vacuum_pending, erase, orphaned_collections, tombstones
+from plsc.gallery.sqlite import KEYS, SQLITE, records
+from plsc.gallery.sqlite.compaction import (
+    clear_deletion_time,
+    clear_vacuum_pending,
+    erase,
+    orphaned_collections,
+    tombstones,
+)
 from plsc.gallery.sqlite.database import Database, translate_errors
+from plsc.gallery.sqlite.encrypted_snapshot import finish_copy, leave_out, open_keys
 from plsc.gallery.validation import now
 
 FORMAT = "plsc gallery snapshot"
-VERSION = 1
+VERSION = 2  # that of the SQLite file in it
+_OLDEST_VERSION = 1  # a restored store is migrated when it is opened
 # Ids of a restored store begin this much higher, so that none is given again that was given after the snapshot.
 IDS_SKIPPED = 1_000_000_000
 
@@ -63,32 +74,55 @@ def read_snapshot(folder: Path) -> Manifest:
     """
     if not folder.is_dir():
         raise UsageError(f"there is no snapshot {folder}")
-    manifest = read_manifest(folder, FORMAT, VERSION)
-    verify_files(folder, manifest["files"])
+    manifest = read_manifest(folder, FORMAT, VERSION, oldest=_OLDEST_VERSION)
+    manifest_value(folder, manifest, "created", str)
+    for info in manifest_value(folder, manifest, "collections", list):
+        if not isinstance(info, dict):
+            raise IntegrityError(f"{folder} lists its collections wrongly; use another copy")
+        manifest_value(folder, info, "name", str)
+        for name in ("persons", "faces"):
+            manifest_value(folder, info, name, int)
+    verify_files(folder, manifest_value(folder, manifest, "files", dict))
     return manifest
 
 
-def restore(snapshot: str | Path, store: str | Path) -> dict[str, Any]:
+def restore(
+    snapshot: str | Path, store: str | Path, *, key_file: Path | None = None, keys: Path | None = None
+) -> dict[str, Any]:
     """Create the new store ``store`` from a snapshot.
 
     Ids continue a billion higher: ids given after the snapshot may be known to others, and must not mean someone else.
 
+    Args:
+        snapshot: its folder.
+        store: a new folder.
+        key_file: of an encrypted snapshot, and of the new store.
+        keys: the file of keys of the snapshot's store; None: of the store that the snapshot lies in.
+
     Returns:
-        {"store", "created" (when the snapshot was taken), "collections"}.
+        {"store", "created" (when the snapshot was taken), "collections", "left_out" (of an encrypted one: persons
+        whose keys were erased since)}.
 
     Raises:
         ConflictError: ``store`` exists.
-        UsageError, DataError, IntegrityError: see :func:`read_snapshot`.
+        UsageError, DataError, IntegrityError: see :func:`read_snapshot` and
+            :func:`plsc.gallery.sqlite.encrypted_snapshot.open_keys`.
     """
     source, target = Path(snapshot), Path(store)
     manifest = read_snapshot(source)
     _require_new(target)
-    with _atomic_folder(target) as tmp_path:
+    table = open_keys(source, key_file, keys)
+    result = {"store": str(target), "created": manifest["created"]}
+    with nullcontext() if table is None else closing(table), _atomic_folder(target) as tmp_path:
         shutil.copyfile(source / SQLITE, tmp_path / SQLITE)
         verify_files(tmp_path, manifest["files"])  # the copy, too: it is what will be used
         with _opened(tmp_path / SQLITE) as db:
+            left_out = {} if table is None else {"left_out": leave_out(db, table)}
             _skip_ids(db)
-    return {"store": str(target), "created": manifest["created"], "collections": manifest["collections"]}
+            collections = [asdict(stored.info) for stored in records.all_collections(db)] if left_out else None
+        if table is not None:
+            finish_copy(tmp_path / SQLITE, table, tmp_path / KEYS)
+    return {**result, "collections": manifest["collections"] if collections is None else collections, **left_out}
 
 
 def _require_new(target: Path) -> None:
@@ -103,10 +137,11 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
     tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     with storage_errors(target):
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(target.parent)
             shutil.rmtree(tmp_path, ignore_errors=True)
-            tmp_path.mkdir(mode=0o700)  # biometric data: readable by the owner alone
+            make_private_folder(tmp_path)
             yield tmp_path
+            restrict(tmp_path)
             atomic_replace_dir(tmp_path, target)
         finally:
             shutil.rmtree(tmp_path, ignore_errors=True)
@@ -134,6 +169,7 @@ def _erase_deleted(db: sqlite3.Connection) -> list[dict[str, Any]]:
         erase(db, tombstones(db, number))
     db.execute("UPDATE collections SET base = 0, seal = '', covered = 0")
     clear_vacuum_pending(db)
+    clear_deletion_time(db)
     return [asdict(stored.info) for stored in found]
 
 

@@ -5,11 +5,13 @@ object to the end. A writer prepares a new view after its commit and publishes i
 readers see whole or not at all.
 """
 
+import atexit
 import contextlib
 import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +23,10 @@ from plsc.errors import PlscError, UsageError
 from plsc.gallery.sqlite.records import Faces, StoredCollection
 from plsc.gallery.sqlite.segments import GrowingSegment, SealedSegment, SegmentView
 from plsc.gallery.store import Collection, PersonSummary
-from plsc.gallery.validation import is_id
+from plsc.gallery.validation import is_expired, is_id
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64
-from plsc.index.tuning import plan_search
+from plsc.index.tuning import PlanningStopped, plan_search
 
 MIN_CHANGES = 4096  # rows added or deleted before compaction is considered: fewer cost a search next to nothing
 COMPACTION_DIVISOR = 8  # compact when an eighth of the sealed segment was added or deleted
@@ -45,7 +47,9 @@ class CollectionState:
         number, info: the collection; the counts in ``info`` are those at opening.
         segment: number of the current sealed segment.
         deleted: True once the collection was deleted; a thread may still hold this object then.
+        deleted_at: ``time.monotonic()`` of the first deletion whose vectors may still be in a file, if there is one.
         ann_considered: the sealed segment that approximate search was last considered for.
+        next_expiry: no person expires before this time; None: none expires. Set before the view shows the person.
     """
 
     def __init__(
@@ -57,7 +61,9 @@ class CollectionState:
         self.segment = stored.segment
         self.persons = PersonCache()
         self.deleted = False
+        self.deleted_at: float | None = time.monotonic() if len(deleted) else None
         self.ann_considered: SealedSegment | None = None
+        self.next_expiry: str | None = None
         self._growing = GrowingSegment(self.info.dim)
         self.view = self._new_view(sealed, newer, deleted)
 
@@ -72,7 +78,25 @@ class CollectionState:
 
     def publish_deleted(self, faces: Sequence[int]) -> None:
         """Let no search find ``faces``."""
+        if self.deleted_at is None:
+            self.deleted_at = time.monotonic()
         self.view = self.view.without(faces)
+
+    def publish_replaced(self, added: Faces, gone: Sequence[int]) -> None:
+        """Let searches find ``added`` in place of ``gone``: one view has the former, the next one the latter."""
+        view = self.view.without(gone) if len(gone) else self.view
+        self._growing.append(added)
+        self.view = view.with_growing(self._growing.rows)
+
+    def note_expiry(self, expires: str | None) -> None:
+        """Take into account that a person expires at a time, before the change that says so is committed."""
+        if expires is not None and (self.next_expiry is None or expires < self.next_expiry):
+            self.next_expiry = expires
+
+    @property
+    def has_expired(self) -> bool:
+        """True if a person may have expired that was not deleted yet."""
+        return is_expired(self.next_expiry)
 
     def publish_changed(self) -> None:
         """Let filters see changed metadata."""
@@ -107,6 +131,10 @@ class CollectionState:
             return []
         faces: list[int] = view.sealed.faces[~view.alive].tolist()
         return faces
+
+    def is_due(self, age: float) -> bool:
+        """True when compaction pays, or a deletion is older than ``age`` seconds."""
+        return self.needs_compaction or (self.deleted_at is not None and time.monotonic() - self.deleted_at >= age)
 
     @property
     def needs_compaction(self) -> bool:
@@ -230,6 +258,7 @@ class AnnPlanner:
         self._latency_ms, self._publish = latency_ms, publish
         self._waiting: queue.SimpleQueue[tuple[CollectionState, SealedSegment] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._closing = threading.Event()
         self._published: list[tuple[CollectionState, ApproximateSearch]] = []
 
     def consider(self, state: CollectionState) -> None:
@@ -241,13 +270,28 @@ class AnnPlanner:
         self._waiting.put((state, sealed))
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._run, args=(self._latency_ms,), name="gallery ANN planner", daemon=True
+                target=self._work, args=(self._latency_ms,), name="gallery ANN planner", daemon=True
             )
+            atexit.register(self._end)
             self._thread.start()
 
     def close(self) -> None:
-        """Tell the thread to end after its current plan, without waiting for it."""
+        """Tell the thread to end, without waiting for it: faiss goes on until its next rows are read."""
+        self._closing.set()
         self._waiting.put(None)
+
+    def _end(self) -> None:
+        """Wait for the thread at the process's end, which aborts where it finds a thread in faiss's C++."""
+        self.close()
+        assert self._thread is not None, "it was started"
+        self._thread.join()
+
+    def _work(self, latency_ms: float) -> None:
+        try:
+            self._run(latency_ms)
+        finally:
+            self._published.clear()
+            atexit.unregister(self._end)
 
     def _run(self, latency_ms: float) -> None:
         while True:
@@ -256,7 +300,7 @@ class AnnPlanner:
             except queue.Empty:
                 self._measure_recall()
                 continue
-            if job is None:
+            if job is None or self._closing.is_set():
                 return
             state, sealed = job
             if state.view.sealed is not sealed:
@@ -276,7 +320,9 @@ class AnnPlanner:
 
     def _plan(self, sealed: SealedSegment, latency_ms: float) -> ApproximateSearch | None:
         try:
-            return plan_search(sealed.scan, sealed.vectors, sealed.persons, latency_ms)
+            return plan_search(sealed.scan, sealed.vectors, sealed.persons, latency_ms, stopped=self._closing.is_set)
+        except PlanningStopped:
+            return None
         except (PlscError, MemoryError) as error:
             print(f"plsc gallery: searching stays exact: {error or type(error).__name__}", file=sys.stderr, flush=True)
             return None

@@ -4,11 +4,13 @@ A deleted vector's way out of the files, each step durable before the next begin
 
 1. ``delete_person`` deletes the rows and writes a tombstone per face (table ``forgotten``), in one transaction; the
    published view masks the faces, so no search finds them. Their vectors are still in two files.
-2. A rebuild publishes a segment without them, lets SQLite point to it, and removes the former segment.
+2. A rebuild publishes a segment without them, lets SQLite point to it, and removes the former segment. In an encrypted
+   store, whose segments are in memory, the person's key is erased in place of this, before the deletion is answered.
 3. ``erase`` overwrites the vectors in SQLite's file with zeros, in place, and deletes their tombstones.
 4. ``reclaim_space`` truncates the write-ahead log, the last place with former pages. Once half of the vectors in the
    file are erased it also deletes their rows and rewrites the file (VACUUM).
 
+All of this happens by itself within the time that the store promises (``compact_within``), sooner after many changes.
 A process that is killed in between leaves tombstones, which the next compaction continues from. Snapshots taken before
 the deletion still hold the vectors; ``plsc gallery check`` counts them.
 """
@@ -18,20 +20,28 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from plsc.errors import IntegrityError, PlscError
+from plsc.errors import IntegrityError
 from plsc.files import storage_errors
 from plsc.gallery.sqlite import SQLITE, records
 from plsc.gallery.sqlite.collection_state import CollectionState, compaction_threshold
-from plsc.gallery.sqlite.database import ERASED, Database
+from plsc.gallery.sqlite.database import ERASED, Database, corrupt_row
 from plsc.gallery.sqlite.records import StoredCollection
-from plsc.gallery.sqlite.segments import SealedSegment, open_segment, segment_folder, write_segment
+from plsc.gallery.sqlite.segments import (
+    SealedSegment,
+    open_segment,
+    segment_folder,
+    segment_in_memory,
+    write_segment,
+)
 
 _ERASE_BATCH = 512  # vectors per transaction: the longest that a write waits for an erasure
 _MIN_ERASED = 4096  # erased vectors that are worth rewriting the file
-_RETRY_SECONDS = 30.0
+_ERASE_SINCE = "erase since "  # a row of the table "unfinished", with a time behind it
 
 
 class Rebuilt(NamedTuple):
@@ -53,6 +63,11 @@ class Compactor:
         self._database, self._collections, self._write_lock = database, collections, write_lock
         self._precision = precision
 
+    @property
+    def _in_memory(self) -> bool:
+        """True where no file may hold a plain vector."""
+        return self._database.codec.has_keys
+
     # --- opening ---
 
     def open_collections(self) -> dict[str, CollectionState]:
@@ -61,9 +76,7 @@ class Compactor:
             all_stored = records.all_collections(db)
         with storage_errors(self._collections):
             self._remove_unreferenced(all_stored)
-            states = {stored.info.name: self._open_collection(stored) for stored in all_stored}
-        self._finish_vacuum()
-        return states
+            return {stored.info.name: self._open_collection(stored) for stored in all_stored}
 
     def _remove_unreferenced(self, all_stored: list[StoredCollection]) -> None:
         """Remove segments that SQLite does not point to: unfinished, replaced, or of deleted collections."""
@@ -79,12 +92,19 @@ class Compactor:
         stored, sealed = self._open_or_rebuild(stored)
         with self._database.snapshot() as db:
             newer = list(records.read_faces(db, stored.number, stored.watermark, stored.info.dim))
-            deleted = tombstones(db, stored.number)
-        return CollectionState(stored, sealed, newer, deleted)
+            deleted, since = tombstones(db, stored.number), deletions_since(db)
+        state = CollectionState(stored, sealed, newer, deleted)
+        if state.deleted_at is not None and since is not None:
+            state.deleted_at -= max((datetime.now(UTC) - since).total_seconds(), 0.0)
+        return state
 
     def _open_or_rebuild(self, stored: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
         """Open the segment; rebuild it if it is damaged, or if so many newer faces would make opening slow."""
         sealed = None
+        if self._in_memory:
+            rebuilt = self._build_segment(stored.number)
+            assert rebuilt is not None, "nobody else has the store"
+            return rebuilt.stored, rebuilt.sealed
         if stored.segment:
             try:
                 sealed = open_segment(self._collections, stored, self._precision)
@@ -111,7 +131,7 @@ class Compactor:
             return
         if not state.is_compacted:
             with storage_errors(self._collections):
-                rebuilt = self._build_segment(state.number)
+                rebuilt = self._rebuild_in_memory(state) if self._in_memory else self._build_segment(state.number)
                 if rebuilt is not None and self._swap_segment(state, rebuilt):
                     self._remove_other_segments(state.number, rebuilt.stored.segment)
         self._erase(state.number, state.deleted_in_segment)
@@ -127,9 +147,23 @@ class Compactor:
             count, watermark = records.count_faces(db, number), records.last_id(db, "faces")
             if not count:
                 return Rebuilt(StoredCollection(number, former.info, 0, "", watermark), None, deleted)
-            batches = records.read_faces(db, number, 0, former.info.dim)
-            stored = write_segment(self._collections, former, watermark, count, batches)
+            # Closed also where the disk is full: the error's traceback would keep the reading, and its moment, alive.
+            with closing(records.read_faces(db, number, 0, former.info.dim)) as batches:
+                if self._in_memory:
+                    sealed = segment_in_memory(count, former.info.dim, batches, self._precision)
+                    return Rebuilt(StoredCollection(number, former.info, 0, "", watermark), sealed, deleted)
+                stored = write_segment(self._collections, former, watermark, count, batches)
         return Rebuilt(stored, open_segment(self._collections, stored, self._precision, verify=False), deleted)
+
+    def _rebuild_in_memory(self, state: CollectionState) -> Rebuilt:
+        """Make a segment of what searches see at this moment: nothing has to be read or decrypted again."""
+        with self._write_lock:
+            view = state.view
+            with self._database.reading() as db:
+                deleted, watermark = set(tombstones(db, state.number)), records.last_id(db, "faces")
+        count, dim = view.remaining_count, state.info.dim
+        sealed = segment_in_memory(count, dim, view.remaining(), self._precision) if count else None
+        return Rebuilt(StoredCollection(state.number, state.info, 0, "", watermark), sealed, deleted)
 
     def _swap_segment(self, state: CollectionState, rebuilt: Rebuilt) -> bool:
         """Make the segment the current one, in SQLite and then in memory; False if the collection was deleted."""
@@ -175,9 +209,11 @@ class Compactor:
         erased = _ERASE_BATCH
         while erased == _ERASE_BATCH:
             with self._write_lock, self._database.writing() as db:
+                self._database.codec.sync_erased()  # before the tombstones go that tell which keys to erase
                 kept = set(in_segment())
                 faces = [face for face in tombstones(db, number) if face not in kept][:_ERASE_BATCH]
                 erase(db, faces)
+                clear_deletion_time(db)
             erased = len(faces)
 
     def reclaim_space(self) -> None:
@@ -188,52 +224,20 @@ class Compactor:
             if erased > max(_MIN_ERASED, vectors // 2):
                 with self._database.writing() as db:
                     purge_erased(db)
-            self._finish_vacuum()
+            if self.is_unfinished:
+                self._database.vacuum()
+                with self._database.writing() as db:
+                    clear_vacuum_pending(db)
             self._database.truncate_log()
 
-    def _finish_vacuum(self) -> None:
-        """Rewrite SQLite's file if rows were purged: stale copies of their neighbours may lie in the freed space."""
-        with self._write_lock:
-            with self._database.reading() as db:
-                if not is_vacuum_pending(db):
-                    return
-            self._database.vacuum()
-            with self._database.writing() as db:
-                clear_vacuum_pending(db)
+    @property
+    def is_unfinished(self) -> bool:
+        """True while SQLite's file has to be rewritten: the room of purged rows holds stale copies of neighbours.
 
-
-class MaintenanceThread:
-    """A thread that runs ``work`` when woken, and again after a pause when it failed (on a full disk, say)."""
-
-    def __init__(self, work: Callable[[], None], failed: Callable[[Exception], None]) -> None:
-        self._work, self._failed = work, failed
-        self._due = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="gallery maintenance", daemon=True)
-        self._thread.start()
-
-    def wake(self) -> None:
-        """Request a run."""
-        self._due.set()
-
-    def close(self) -> None:
-        """Wait for the current run and end the thread."""
-        self._closing.set()
-        self._due.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            self._due.wait()
-            if self._closing.is_set():
-                return
-            self._due.clear()  # before the work: a wake during it leads to another run
-            try:
-                self._work()
-            except (PlscError, MemoryError) as error:
-                self._failed(error)
-                self._closing.wait(_RETRY_SECONDS)
-                self._due.set()
+        That needs disk space. Until there is some the store works all the same.
+        """
+        with self._database.reading() as db:
+            return is_vacuum_pending(db)
 
 
 # --- tombstones in SQLite ---
@@ -284,12 +288,36 @@ def purge_erased(db: sqlite3.Connection) -> None:
 
 def is_vacuum_pending(db: sqlite3.Connection) -> bool:
     """Return True if rows were purged and the file was not vacuumed since."""
-    return bool(db.execute("SELECT count(*) FROM unfinished").fetchone()[0])
+    return bool(db.execute("SELECT count(*) FROM unfinished WHERE work = 'vacuum'").fetchone()[0])
 
 
 def clear_vacuum_pending(db: sqlite3.Connection) -> None:
     """Note that the file was vacuumed."""
-    db.execute("DELETE FROM unfinished")
+    db.execute("DELETE FROM unfinished WHERE work = 'vacuum'")
+
+
+def note_deletion_time(db: sqlite3.Connection) -> None:
+    """Note that vectors have to be erased, and since when, unless an earlier deletion noted it."""
+    if deletions_since(db) is None:
+        db.execute("INSERT INTO unfinished VALUES (?)", (f"{_ERASE_SINCE}{datetime.now(UTC).isoformat()}",))
+
+
+def deletions_since(db: sqlite3.Connection) -> datetime | None:
+    """Return the time of the first deletion whose vectors may still be in a file, as far as it was noted."""
+    row = db.execute("SELECT work FROM unfinished WHERE work GLOB ?", (f"{_ERASE_SINCE}*",)).fetchone()
+    if row is None:
+        return None
+    try:
+        return datetime.fromisoformat(row[0].removeprefix(_ERASE_SINCE)).astimezone(UTC)
+    except ValueError:
+        raise corrupt_row(db, "the time of its deletions is not what was written") from None
+
+
+def clear_deletion_time(db: sqlite3.Connection) -> None:
+    """Forget the time once nothing is left to erase."""
+    db.execute(
+        "DELETE FROM unfinished WHERE work GLOB ? AND NOT EXISTS (SELECT 1 FROM forgotten)", (f"{_ERASE_SINCE}*",)
+    )
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The SQLite file that holds a gallery's rows: schema, connections, and the meaning of its errors.
+"""The SQLite file that holds a gallery's rows: connections, and the meaning of its errors.
 
 Deleted vectors must leave no copy in the file. SQLite's ``secure_delete`` zeroes pages that it frees, but not the stale
 copies that remain when it moves a row between pages. So vectors live in a table of their own that only grows: a row is
@@ -6,70 +6,85 @@ never moved, and erasing a vector overwrites it in place with zeros of the same 
 pages either, so every row carries a checksum of its content (plsc.gallery.sqlite.records).
 """
 
+import os
 import queue
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
+from plsc.errors import (
+    ConflictError,
+    DataError,
+    DeadlineError,
+    IntegrityError,
+    NotFoundError,
+    PlscError,
+    StorageError,
+    UsageError,
+)
+from plsc.gallery.sqlite.schema import SCHEMAS, SETTINGS, VERSION, create, migrate, read_settings, statements
+from plsc.gallery.sqlite.vector_codec import PLAIN, VectorCodec
 
 APPLICATION_ID = 0x706C7363  # "plsc"
-VERSION = 1
 PAGE_BYTES = 16384  # seven vectors of 512 numbers per page; SQLite's default of 4 KiB would waste half of each page
 ERASED = bytes(5)  # the checksum column of an erased vector; vector_checksum never returns it
 _BUSY_TIMEOUT_SECONDS = 30.0
 _MAX_IDLE_READERS = 16
+_STEPS_BETWEEN_LOOKS = 50_000  # of SQLite's machine, about a millisecond
 
-# The column names belong to the file format. `base` is the number of the current sealed segment (0: none), `seal` its
-# manifest's digest, `covered` its watermark (the largest face id that it accounts for), `forgotten` the tombstones.
-SCHEMA = (
-    """CREATE TABLE collections (
-        number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, dim INTEGER NOT NULL,
-        contract_id TEXT NOT NULL, created TEXT NOT NULL, checksum INTEGER NOT NULL,
-        persons INTEGER NOT NULL DEFAULT 0, faces INTEGER NOT NULL DEFAULT 0,
-        base INTEGER NOT NULL DEFAULT 0, seal TEXT NOT NULL DEFAULT '', covered INTEGER NOT NULL DEFAULT 0)""",
-    """CREATE TABLE persons (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, collection INTEGER NOT NULL REFERENCES collections (number),
-        name TEXT, metadata TEXT NOT NULL, created TEXT NOT NULL, checksum INTEGER NOT NULL)""",
-    "CREATE INDEX persons_of_collection ON persons (collection)",
-    """CREATE TABLE faces (
-        id INTEGER PRIMARY KEY AUTOINCREMENT, collection INTEGER NOT NULL REFERENCES collections (number),
-        person INTEGER NOT NULL REFERENCES persons (id), checksum INTEGER NOT NULL)""",
-    "CREATE INDEX faces_of_collection ON faces (collection)",
-    "CREATE INDEX faces_of_person ON faces (person)",
-    # face is no foreign key: the row outlives the face until it is erased, and keeps its space after that
-    "CREATE TABLE vectors (face INTEGER PRIMARY KEY, checksum BLOB NOT NULL, vector BLOB NOT NULL)",
-    "CREATE INDEX erased ON vectors (face) WHERE checksum = x'0000000000'",
-    # tombstones: deleted faces whose vectors are still in a sealed segment or in this file
-    "CREATE TABLE forgotten (face INTEGER PRIMARY KEY, collection INTEGER NOT NULL)",
-    "CREATE INDEX forgotten_of_collection ON forgotten (collection)",
-    # metadata as filters compare it; kind is a plsc.gallery.filters.Kind
-    """CREATE TABLE attributes (
-        collection INTEGER NOT NULL, key TEXT NOT NULL, kind INTEGER NOT NULL, value NOT NULL, person INTEGER NOT NULL,
-        PRIMARY KEY (collection, key, kind, value, person)) WITHOUT ROWID""",
-    "CREATE TABLE unfinished (work TEXT PRIMARY KEY) WITHOUT ROWID",
-)
+
+class StoreConnection(sqlite3.Connection):
+    """A connection that knows how its store's vectors are stored."""
+
+    codec: VectorCodec = PLAIN
+
+
+def codec_of(connection: sqlite3.Connection) -> VectorCodec:
+    """Return how the vectors of the store of ``connection`` are stored."""
+    return connection.codec if isinstance(connection, StoreConnection) else PLAIN
 
 
 class Database:
     """Connections to the SQLite file at ``path``: one writer, and a pool of readers used by one thread at a time each.
 
     Callers serialise their writes. Every method translates SQLite's errors with :func:`translate_errors`.
+
+    Attributes:
+        migrated_from: the version that the file was of until this opening; None: the present one.
+        settings: what the table of this name says.
+        codec: how vectors are stored; set by :meth:`use`.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path`` or create it; :class:`DataError` if it is another program's file or a later version's."""
-        self.path = path
+    def __init__(self, path: Path, settings: Mapping[str, str] | None = None) -> None:
+        """Open ``path``, create or migrate it.
+
+        Args:
+            path: the file.
+            settings: of a new file. One that exists has to be encrypted where these are of an encrypted one.
+
+        Raises:
+            DataError: it is another program's or a later version's.
+            UsageError: it is encrypted and should not be, or the reverse.
+        """
+        self.path, self.codec = path, PLAIN
         self._closed = False
-        self._idle: queue.LifoQueue[sqlite3.Connection] = queue.LifoQueue()
+        self._idle: queue.LifoQueue[StoreConnection] = queue.LifoQueue()
+        self._thread = threading.local()  # "stop": when this thread's reading ends
         with translate_errors(path):
+            _create_private(path)
             self._writer = _connect(path)
             try:
-                _prepare(self._writer, path)
+                self.migrated_from = _prepare(self._writer, path, settings or {})
+                self.settings = read_settings(self._writer)
             except BaseException:
                 self._writer.close()
                 raise
+
+    def use(self, codec: VectorCodec) -> None:
+        """Store vectors as ``codec`` does; called before the first reading."""
+        self.codec = self._writer.codec = codec
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -80,10 +95,28 @@ class Database:
                 connection = self._idle.get_nowait()
             except queue.Empty:
                 connection = _connect(self.path)
+                connection.codec = self.codec
+            stop: Callable[[], bool] | None = getattr(self._thread, "stop", None)
+            connection.set_progress_handler(stop, _STEPS_BETWEEN_LOOKS)
             try:
                 yield connection
-            finally:
+            except (NotFoundError, ConflictError):
                 self._release(connection)
+                raise
+            except BaseException:
+                # Somebody whom the error's traceback keeps may be reading yet: the next reader would see that moment.
+                connection.close()
+                raise
+            self._release(connection)
+
+    @contextmanager
+    def stopping_when(self, stop: Callable[[], bool]) -> Iterator[None]:
+        """End what this thread reads in the block as soon as ``stop`` says so, by :class:`DeadlineError`."""
+        self._thread.stop = stop
+        try:
+            yield
+        finally:
+            self._thread.stop = None
 
     @contextmanager
     def snapshot(self) -> Iterator[sqlite3.Connection]:
@@ -100,14 +133,18 @@ class Database:
         """Run a transaction: committed and synced to disk after the block, rolled back if anything in it fails."""
         with translate_errors(self.path):
             self._require_open()
+            self.codec.begin()
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
+                self.codec.prepare_commit(self._writer)
                 self._writer.execute("COMMIT")
             except BaseException:
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
+                self.codec.rolled_back()
                 raise
+            self.codec.committed()
 
     def truncate_log(self) -> None:
         """Checkpoint the write-ahead log into the file and truncate it: neither then holds superseded pages."""
@@ -117,9 +154,19 @@ class Database:
             raise StorageError(f"{self.path}: a long read keeps the write-ahead log in use; try again later")
 
     def vacuum(self) -> None:
-        """Rewrite the file without its free space. Needs as much disk space again while it runs."""
+        """Rewrite the file without its free space.
+
+        Needs the file's size twice more while it runs: in SQLite's folder of temporary files (SQLITE_TMPDIR, else
+        TMPDIR, /var/tmp or /tmp), and in the write-ahead log.
+        """
         with translate_errors(self.path):
-            self._writer.execute("VACUUM")
+            self._require_open()
+            connection = _connect(self.path)
+            try:
+                connection.execute("PRAGMA temp_store = FILE")  # in memory the whole file would have to fit there
+                connection.execute("VACUUM")
+            finally:
+                connection.close()
 
     def close(self) -> None:
         """Close all idle connections; one in use is closed when it is returned."""
@@ -127,12 +174,13 @@ class Database:
         while not self._idle.empty():
             self._idle.get_nowait().close()
         self._writer.close()
+        self.codec.close()
 
     def _require_open(self) -> None:
         if self._closed:
             raise UsageError(f"the store {self.path.parent} is closed; open it again")
 
-    def _release(self, connection: sqlite3.Connection) -> None:
+    def _release(self, connection: StoreConnection) -> None:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         if self._closed or self._idle.qsize() >= _MAX_IDLE_READERS:
@@ -152,6 +200,12 @@ def translate_errors(path: Path) -> Iterator[None]:
         raise _corrupt(path, "its schema is not what was written") from None
 
 
+def _create_private(path: Path) -> None:
+    """Create the file, if there is none, readable by its owner alone; SQLite gives its log the same rights."""
+    with suppress(OSError):  # SQLite says why it cannot be written
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
 def corrupt_row(connection: sqlite3.Connection, what: str) -> IntegrityError:
     """Return the error for damaged content: it names the file of ``connection`` and ``what`` is wrong in it."""
     path = connection.execute("PRAGMA database_list").fetchone()[2]
@@ -164,6 +218,8 @@ def _corrupt(path: Path, what: object) -> IntegrityError:
 
 def _translated(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits say where it happened
+    if code == sqlite3.SQLITE_INTERRUPT:
+        return DeadlineError("the deadline passed before the store had looked at all persons; allow more time")
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error):
         return _corrupt(path, error)
     if code in (
@@ -181,9 +237,15 @@ def _translated(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
     return error
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> StoreConnection:
     # isolation_level None: we issue BEGIN and COMMIT ourselves. Readers move between threads, one at a time.
-    connection = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(
+        path,
+        timeout=_BUSY_TIMEOUT_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
+        factory=StoreConnection,
+    )
     connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
     connection.execute("PRAGMA synchronous = FULL")  # COMMIT returns after the log is synced: that is what "durable" is
     connection.execute("PRAGMA foreign_keys = ON")
@@ -197,34 +259,55 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _prepare(connection: sqlite3.Connection, path: Path) -> None:
-    application, version = (
-        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
-    )
+def _prepare(connection: sqlite3.Connection, path: Path, settings: Mapping[str, str]) -> int | None:
+    """Create, check or migrate the file; returns the version that it was migrated from."""
+    application, version = _identity(connection)
     tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
     if not application and not version and not tables:
         connection.execute("PRAGMA journal_mode = WAL")
-        _create(connection)
-    elif application != APPLICATION_ID:
-        raise DataError(f"{path} is no gallery; name another folder")
-    elif version != VERSION:
-        raise DataError(f"{path} is a gallery of version {version}; this plsc reads version {VERSION}")
-    elif sorted(_statements(connection)) != sorted(SCHEMA):
-        raise corrupt_row(connection, "its schema is not what was written")
+        create(connection, APPLICATION_ID, settings)
+        version = VERSION
+    else:
+        check_schema(connection, path)
+        _check_settings(read_settings(connection), settings, path)
     if connection.execute("PRAGMA journal_mode = WAL").fetchone()[0] != "wal":
         raise StorageError(f"{path}: this file system does not support a write-ahead log; use a local disk")
+    if version != VERSION:
+        migrate(connection)
+    return None if version == VERSION else version
 
 
-def _statements(connection: sqlite3.Connection) -> list[str]:
-    rows = connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'")
-    return [row[0] for row in rows]
+def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Return the numbers of the program and of the version that a file says it is of."""
+    names = ("application_id", "user_version")
+    application, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+    return application, version
 
 
-def _create(connection: sqlite3.Connection) -> None:
-    """Create the schema in one transaction: a process killed here leaves an empty file, which is created again."""
-    connection.execute("BEGIN IMMEDIATE")
-    for statement in SCHEMA:
-        connection.execute(statement)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {VERSION}")
-    connection.execute("COMMIT")
+def check_schema(connection: sqlite3.Connection, path: Path) -> None:
+    """Verify that the file at ``path`` has the tables of a gallery, and nothing else.
+
+    Raises:
+        DataError: it is another program's or a later version's.
+        IntegrityError: its tables are others.
+    """
+    application, version = _identity(connection)
+    if application != APPLICATION_ID:
+        raise DataError(f"{path} is no gallery; name another folder")
+    if version not in SCHEMAS:
+        raise DataError(f"{path} is a gallery of version {version}; this plsc reads up to version {VERSION}: update it")
+    if sorted(statements(connection)) != sorted(SCHEMAS[version]):
+        raise _corrupt(path, "its schema is not what was written")
+
+
+def _check_settings(stored: Mapping[str, str], expected: Mapping[str, str], path: Path) -> None:
+    """Refuse a file that is read otherwise than the caller would, before anything in it is changed."""
+    unknown = sorted(stored.keys() - SETTINGS)
+    if unknown:
+        raise DataError(f"{path} has the setting {unknown[0]}, which this plsc does not know: update plsc")
+    if "encryption" in stored and "encryption" not in expected:
+        raise UsageError(f"{path} is encrypted; name its key file: --encrypt KEYFILE")
+    if "encryption" in expected and "encryption" not in stored:
+        raise UsageError(
+            f"{path} is not encrypted; leave --encrypt out, or export its collections and import them into a new store"
+        )

@@ -5,6 +5,7 @@
 
 import sqlite3
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.errors import DataError, IntegrityError
-from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, records
+from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, reads, records
 from plsc.gallery.sqlite.backup import read_snapshot
 from plsc.gallery.sqlite.compaction import tombstones
 from plsc.gallery.sqlite.database import Database, corrupt_row
+from plsc.gallery.sqlite.encrypted_snapshot import reading_snapshot, store_id_of
+from plsc.gallery.sqlite.encryption import EncryptedVectors, keys_of_faces
+from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.records import StoredCollection
+from plsc.gallery.sqlite.schema import VERSION
 from plsc.gallery.sqlite.segments import segment_folder, verify_segment
+from plsc.gallery.validation import now
 from plsc.index.rows import Int64, Mask
 
 Words = npt.NDArray[np.uint32]
@@ -30,12 +36,18 @@ _WAL_MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}  # the byte order of the wor
 _FRAMES_AT_ONCE = 1024
 
 
-def check_store(database: Database, folder: Path) -> dict[str, Any]:
-    """Verify everything in ``folder``, as it is at one moment; writes go on.
+def check_store(database: Database, folder: Path, snapshots: Path | None = None) -> dict[str, Any]:
+    """Verify everything in ``folder``, as it is at one moment, and its snapshots; writes go on.
+
+    Args:
+        snapshots: a folder of snapshots beside the store's own.
 
     Returns:
-        {"collections", "persons", "faces", "forgotten" (deleted faces whose vectors are in a file until the next
-        compaction), "snapshots", "forgotten_in_snapshots" (deleted faces that snapshots still hold)}.
+        {"version", "migrated_from" (left out unless this opening migrated the store), "collections", "persons",
+        "faces", "expired" (persons whom nothing finds any more), "forgotten" (deleted faces whose vectors are in a
+        file until the next compaction), "encrypted" (left out unless it is), "snapshots", "forgotten_in_snapshots"
+        (deleted faces that snapshots still hold, of an encrypted store those that can be read),
+        "unfinished_snapshots" (what a killed process left of one, with faces unknown)}.
 
     Raises:
         IntegrityError: names the first thing that is damaged.
@@ -46,13 +58,19 @@ def check_store(database: Database, folder: Path) -> dict[str, Any]:
         alive = [_check_collection(db, folder / COLLECTIONS, collection) for collection in stored]
         _check_vectors(db)
         figures = {
+            "version": VERSION,
+            **({} if database.migrated_from is None else {"migrated_from": database.migrated_from}),
             "collections": len(stored),
             "persons": sum(collection.info.persons for collection in stored),
             "faces": sum(collection.info.faces for collection in stored),
+            "expired": sum(len(reads.find_expired(db, one.number, now())) for one in stored),
             "forgotten": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
         }
     faces = np.concatenate([*alive, np.empty(0, dtype=np.int64)])
-    return {**figures, **_check_snapshots(folder / SNAPSHOTS, faces)}
+    folders = [folder / SNAPSHOTS, *([] if snapshots is None else [snapshots])]
+    if not isinstance(database.codec, EncryptedVectors):
+        return {**figures, **_check_snapshots(folders, faces, None)}
+    return {**figures, "encrypted": True, **_check_snapshots(folders, faces, database.codec.table)}
 
 
 def _check_pages(db: sqlite3.Connection) -> None:
@@ -111,27 +129,30 @@ def _check_vectors(db: sqlite3.Connection) -> None:
         raise corrupt_row(db, f"it holds a vector of face {stray[0]}, which was deleted")
 
 
-def _check_snapshots(folder: Path, alive: Int64) -> dict[str, int]:
+def _check_snapshots(folders: Sequence[Path], alive: Int64, keys: KeyTable | None) -> dict[str, int]:
     """Hash the snapshots that the store keeps, and count their faces that were deleted since."""
-    count, deleted = 0, np.empty(0, dtype=np.int64)
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name.startswith(".") or not path.is_dir():
+    count, unfinished, deleted = 0, 0, np.empty(0, dtype=np.int64)
+    for path in [path for folder in folders if folder.is_dir() for path in sorted(folder.iterdir()) if path.is_dir()]:
+        if path.name.startswith("."):
+            unfinished += 1
             continue
         try:
             read_snapshot(path)
         except DataError as error:
             raise IntegrityError(str(error)) from None
         count += 1
-        deleted = np.union1d(deleted, np.setdiff1d(_faces_in(path / SQLITE), alive))
-    return {"snapshots": count, "forgotten_in_snapshots": len(deleted)}
+        deleted = np.union1d(deleted, np.setdiff1d(_faces_in(path, keys), alive))
+    return {"snapshots": count, "forgotten_in_snapshots": len(deleted), "unfinished_snapshots": unfinished}
 
 
-def _faces_in(path: Path) -> Int64:
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
-    try:
-        return np.fromiter((row[0] for row in connection.execute("SELECT id FROM faces")), np.int64)
-    finally:
-        connection.close()
+def _faces_in(snapshot: Path, keys: KeyTable | None) -> Int64:
+    """Return the faces of a snapshot; of one that ``keys`` decrypt, those whose keys are not erased."""
+    with reading_snapshot(snapshot) as db:
+        if keys is None or keys.store_id.hex() != store_id_of(snapshot):
+            return np.fromiter((row[0] for row in db.execute("SELECT id FROM faces")), np.int64)
+        faces, slots = keys_of_faces(db)
+    erased = keys.erased()
+    return faces[(slots < len(erased)) & ~erased[np.minimum(slots, len(erased) - 1)]]
 
 
 # --- the write-ahead log ---

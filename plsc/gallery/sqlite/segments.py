@@ -3,6 +3,8 @@
 As in Lucene or Milvus, a sealed segment never changes after it is published; later faces go to the growing segment, and
 deletions are masks over both. Segments are derived from SQLite, so a damaged one is rebuilt rather than repaired.
 
+An encrypted store has its sealed segments in memory alone, of what SQLite's rows decrypt to; of others they are files:
+
 STORE/collections/<collection's number>/base-<n>/
   manifest.json    with its own digest: the collection, n, rows, dim, watermark, and {file: {"bytes", "sha256"}}; SQLite
                    stores the digest too, so that no other segment can stand in this one's place
@@ -13,7 +15,7 @@ STORE/collections/<collection's number>/base-<n>/
 
 import functools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +24,17 @@ import numpy as np
 
 from plsc.embedding.columns import open_array, save_array
 from plsc.errors import DataError, IntegrityError
-from plsc.files import Manifest, atomic_replace_dir, describe_files, digest, read_manifest, verify_files, write_manifest
+from plsc.files import (
+    Manifest,
+    atomic_replace_dir,
+    describe_files,
+    digest,
+    make_private_folder,
+    read_manifest,
+    restrict,
+    verify_files,
+    write_manifest,
+)
 from plsc.gallery.sqlite.records import Faces, StoredCollection
 from plsc.gallery.store import Float32
 from plsc.index.ann import ApproximateSearch
@@ -33,6 +45,7 @@ FORMAT = "plsc gallery base"
 VERSION = 1
 FILES = ("vectors.npy", "faces.npy", "persons.npy")
 _INITIAL_ROWS = 64  # of a growing segment
+_BATCH_ROWS = 4096  # copied at once
 _SCORES_IN_MEMORY = 1 << 22  # of a scan of the growing segment
 _FLOAT32_ERROR = 2.0**-23  # twice the unit roundoff, per addition
 _MAX_CACHED_FILTERS = 8
@@ -151,6 +164,23 @@ class SegmentView:
         """Return this view with an empty mask cache: metadata changed, so filters match other persons."""
         return replace(self, masks={})
 
+    def remaining(self) -> Iterator[Faces]:
+        """Yield the faces that are not deleted, in batches by ascending id."""
+        parts = [(self.growing.ids, self.growing.persons, self.growing.vectors, self.masks_of(None).growing)]
+        if self.sealed is not None:
+            parts.insert(0, (self.sealed.faces, self.sealed.persons, self.sealed.vectors, self.alive))
+        for ids, persons, vectors, alive in parts:
+            for start in range(0, len(ids), _BATCH_ROWS):
+                rows = slice(start, start + _BATCH_ROWS)
+                kept = slice(None) if alive is None else alive[rows]
+                yield Faces(ids[rows][kept], persons[rows][kept], vectors[rows][kept])
+
+    @property
+    def remaining_count(self) -> int:
+        """Number of faces that are not deleted."""
+        sealed = 0 if self.sealed is None else len(self.sealed) - self.sealed_deleted
+        return sealed + len(self.growing.ids) - len(self.growing_deleted)
+
     def without(self, faces: Sequence[int]) -> "SegmentView":
         """Return this view without ``faces``; ids that it does not have are ignored."""
         deleted = np.sort(np.asarray(faces, dtype=np.int64))
@@ -264,7 +294,7 @@ def write_segment(
     folder = segment_folder(collections, former.number, segment)
     tmp_path = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(tmp_path, ignore_errors=True)
-    tmp_path.mkdir(parents=True)
+    make_private_folder(tmp_path)
     try:
         _write_columns(tmp_path, rows, dim, batches)
         content: Manifest = {
@@ -279,6 +309,7 @@ def write_segment(
             "files": describe_files(tmp_path, list(FILES)),
         }
         write_manifest(tmp_path, content)
+        restrict(tmp_path)
         atomic_replace_dir(tmp_path, folder)  # syncs the files before the rename: a crash leaves all of it or none
     finally:
         shutil.rmtree(tmp_path, ignore_errors=True)
@@ -303,6 +334,19 @@ def open_segment(collections: Path, stored: StoredCollection, precision: str, *,
         finally:
             for check in checks:
                 check.result()
+
+
+def segment_in_memory(rows: int, dim: int, batches: Iterable[Faces], precision: str) -> SealedSegment:
+    """Make a segment of ``rows`` faces by ascending id that is in no file, as encrypted stores have them."""
+    vectors = np.empty((rows, dim), dtype=np.float32)
+    faces, persons = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    row = 0
+    for batch in batches:
+        part = slice(row, row + len(batch.ids))
+        vectors[part], faces[part], persons[part] = batch.vectors, batch.ids, batch.persons
+        row = part.stop
+    assert row == rows, f"{row} faces were read where {rows} had been counted"
+    return SealedSegment(faces, persons, vectors, max_count(persons), ExactScan(vectors, precision=precision))
 
 
 def verify_segment(collections: Path, stored: StoredCollection) -> tuple[Int64, Int64]:

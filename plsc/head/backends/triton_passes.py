@@ -62,14 +62,12 @@ def first_pass(
     size, device = len(features), features.device
     tile = choose_tile("first", rows, device, precision)
     blocks, step = -(-size // tile.samples), tile.classes(rows.centers)
-    most_parts = _most_parts(blocks, _processors(device))
+    processors = _processors(device)
     total = torch.zeros(size, dtype=torch.float64, device=device)
     grad: Tensor | None = None
-    at_once = most_parts * _MOST_CLASSES
+    at_once = _most_parts(blocks, processors) * _MOST_CLASSES
     for chunk in rows.chunks(min(chunk_size, at_once) if rows.is_streamed else at_once):
-        count = chunk.stop - chunk.start
-        share = -(-count // (most_parts * step)) * step
-        parts = -(-count // share)
+        share, parts = class_parts(chunk.stop - chunk.start, blocks, step, processors)
         totals = torch.empty(parts, size, dtype=torch.float64, device=device)
         pulls = torch.empty(parts, *features.shape, dtype=torch.float32, device=device) if with_grad else None
         _launch(
@@ -229,6 +227,19 @@ def _most_parts(blocks: int, processors: int) -> int:
     return max(_PROGRAMS * processors // blocks, 1)
 
 
+def class_parts(classes: int, blocks: int, step: int, processors: int) -> tuple[int, int]:
+    """How pass 1 divides the classes: (how many to a part, parts).
+
+    Args:
+        classes: at least one.
+        blocks: of samples, each of which has every part for itself.
+        step: classes that a program takes at a time.
+        processors: of the device.
+    """
+    share = -(-classes // (_most_parts(blocks, processors) * step)) * step
+    return share, -(-classes // share)
+
+
 def _parks(processors: int, tile: Tile, dim: int, programs: int) -> int:
     """How many programs of pass 2 may be between product and update at a time; others wait."""
     fitting = _PARKED_BYTES // (tile.slots * dim * 4)
@@ -248,7 +259,7 @@ def scratch_bytes(
         processors: of the device.
     """
     first, second = tiles
-    parts = min(_most_parts(-(-samples[0] // first.samples), processors), max(classes // first.slots, 1))
+    _, parts = class_parts(max(classes, 1), -(-samples[0] // first.samples), first.slots, processors)
     summed = samples[0] * dim * (parts * 4 + (8 + 4 if parts > 1 else 0))  # in float32, float64 and float32
     parked = _parks(processors, second, dim, -(-classes // second.slots)) * second.slots * dim * 4
     return summed, parked

@@ -4,7 +4,7 @@ import { arrowKeyNav, byId, day, element, pluralize, runWithErrors, showWarnings
 import { personHead } from "./person.js";
 import { readFilter, writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
-import { on, state } from "./state.js";
+import { hasRole, on, state } from "./state.js";
 
 const PAGE = 25;      // persons shown at once
 const BATCH = 100;    // persons asked for at once while a name is looked for
@@ -54,6 +54,7 @@ async function load() {
   const { signal } = running;
   byId("browse-title").textContent = state.collection === null ? "Persons" : `Persons in ${state.collection}`;
   if (state.collection === null) return empty("There is no collection yet; create one first.");
+  if (!hasRole("read")) return empty("Your token may only search: looking through persons needs one with the role read.");
   list.setAttribute("aria-busy", "true");
   let found = null;
   await runWithErrors(error, async () => {

@@ -55,5 +55,5 @@ function show() {
   const options = state.collections.map(({ name }) => element("option", { value: name, selected: name === state.collection }, name));
   select.replaceChildren(...(options.length ? options : [element("option", { value: "" }, state.info === null ? "–" : "none yet")]));
   select.disabled = options.length === 0;
-  byId("new-collection").hidden = !hasRole("write");
+  byId("new-collection").hidden = !hasRole("write") || state.info?.collections !== null;
 }

@@ -12,6 +12,10 @@ const LIMITS = {
   k: ["One search", (k) => `${grouped(k)} matches`],
   matches: ["Searches at once", (many) => `${grouped(many)} matches together`],
   collections: ["Collections", grouped],
+  persons: ["Persons of a collection", grouped],
+  store_bytes: ["The store", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
+  metadata_bytes: ["Metadata of a person", (bytes) => `${grouped(bytes)} bytes`],
+  answer_bytes: ["One answer", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
 };
 const WORDS = { asking: "asking…", ready: "ready", busy: "not ready", gone: "not answering" };
 let refresh = async () => {};
@@ -57,7 +61,7 @@ function show() {
     "Your role": info.role,
     "Version": info.version,
   });
-  fill("service-limits", Object.fromEntries(Object.entries(info.limits).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
+  fill("service-limits", Object.fromEntries(Object.entries(info.limits).filter(([, value]) => value !== null).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
   byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
   byId("kept").textContent = info.thumbnails
     ? "The service keeps a small crop of each enrolled picture, until its face is deleted."

@@ -126,11 +126,12 @@ function initials(name) {
 
 /** The beginning of a row: the thumbnail of `face` or initials, and the name as a button that opens the person. */
 export function personHead(person, face, ...facts) {
-  const open = element("button", { type: "button", class: "name", onclick: () => openPerson(person.id) }, isolated(displayName(person)));
+  const open = { type: "button", class: "name", onclick: () => openPerson(person.id) };
+  const name = element(hasRole("read") ? "button" : "strong", hasRole("read") ? open : {}, isolated(displayName(person)));
   return [
     portrait(person.id, face, initials(person.name)),
     element("div", { class: "who" },
-      element("div", { class: "line" }, open, element("span", { class: "facts" }, [`#${person.id}`, ...facts].join(" · "))),
+      element("div", { class: "line" }, name, element("span", { class: "facts" }, [`#${person.id}`, ...facts].join(" · "))),
       metadataLine(person.metadata)),
   ];
 }

@@ -9,7 +9,7 @@ export const state = {
   tried: null,         // a threshold that is tried out, null while the service's own judges
 };
 
-const RANKS = ["read", "write", "admin"];
+const RANKS = ["search", "read", "write", "admin"];
 
 export function on(name, act) {
   bus.addEventListener(name, (event) => act(event.detail));

@@ -7,8 +7,9 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
+from plsc.serve import idempotency
 from plsc.serve.errors import RETRY_SECONDS, error_responses
-from plsc.serve.routing import JsonRoute, Served, requires
+from plsc.serve.routing import SEGMENT, JsonRoute, Served, requires
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -51,18 +52,29 @@ async def ready(request: Request) -> JSONResponse:
 
 
 @router.get("/v1/snapshots", tags=["snapshots"], responses=error_responses())
-@requires("admin")
+@requires("admin", all_collections=True)
 async def list_snapshots(service: Served) -> SnapshotsView:
     """All snapshots, oldest first."""
     found = await service.in_store(service.snapshots.list)
     return SnapshotsView(snapshots=[SnapshotView(**asdict(snapshot)) for snapshot in found])
 
 
-@router.post("/v1/snapshots", status_code=201, tags=["snapshots"], responses=error_responses())
-@requires("admin")
-async def take_snapshot(service: Served) -> SnapshotView:
+@router.post(
+    "/v1/snapshots",
+    status_code=201,
+    tags=["snapshots"],
+    responses=error_responses(409, 422, 501),
+    openapi_extra=idempotency.DESCRIBED,
+)
+@requires("admin", all_collections=True)
+async def take_snapshot(service: Served, request: Request, response: Response) -> SnapshotView:
     """Take a snapshot of the whole store."""
-    return SnapshotView(**asdict(await service.in_store(service.snapshots.take)))
+    async with service.idempotency.claim(request) as claim:
+        if claim.stored is not None:
+            snapshot = await service.in_store(service.snapshots.finish, claim.replay(response))
+        else:
+            snapshot = await service.in_store(service.snapshots.take, claim.request(str))
+        return SnapshotView(**asdict(snapshot))
 
 
 @router.delete(
@@ -72,9 +84,14 @@ async def take_snapshot(service: Served) -> SnapshotView:
     responses=error_responses(404),
     response_class=Response,
 )
-@requires("admin")
+@requires("admin", all_collections=True)
 async def delete_snapshot(
-    snapshot: Annotated[str, Path(description="A snapshot's id", examples=["20261121T080000000000Z"])],
+    snapshot: Annotated[
+        str,
+        Path(
+            description="A snapshot's id", examples=["20261121T080000000000Z"], json_schema_extra={"pattern": SEGMENT}
+        ),
+    ],
     service: Served,
 ) -> Response:
     """Delete a snapshot."""

@@ -3,6 +3,7 @@
 Tensors are in the JSON, or raw bytes behind it (binary tensor data).
 """
 
+import asyncio
 import functools
 import itertools
 import math
@@ -10,19 +11,22 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
-from plsc.serve.errors import ApiError, error_responses, first_error
+from plsc.serve.errors import RETRY_SECONDS, ApiError, error_responses, first_error
 from plsc.serve.inputs import Float32
-from plsc.serve.routing import Served, read_json, requires
+from plsc.serve.rate_limits import charge
+from plsc.serve.routing import SEGMENT, Served, read_json, requires
 from plsc.serve.service import Service
 
 INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
 LENGTH_HEADER = "Inference-Header-Content-Length"
+MAX_ID = 1024  # characters of a request's id, which its answer repeats
 MAX_NUMBERS = 2**21  # values in the JSON: a Python object each until it is a byte. Raw tensors are bound by the body
+_DEPTH = 4  # of nested data: images, channels, rows, pixels
 _NOT_PIXELS = f"{INPUT} holds more than whole numbers from 0 to 255 in rows of one length"
 
 
@@ -69,10 +73,10 @@ class InferRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    id: str | None = None
+    id: str | None = Field(None, max_length=MAX_ID)
     parameters: RequestParameters = Field(default_factory=RequestParameters)
-    inputs: list[InputTensor] = Field(fail_fast=True)
-    outputs: list[RequestedOutput] | None = Field(None, fail_fast=True)
+    inputs: list[InputTensor] = Field(fail_fast=True, max_length=1)
+    outputs: list[RequestedOutput] | None = Field(None, fail_fast=True, max_length=1)
 
 
 class OutputTensor(BaseModel):
@@ -146,7 +150,11 @@ class ModelMetadata(BaseModel):
 
 
 _responses = functools.partial(error_responses, model=InferenceError)
-JsonLength = Annotated[str | None, Header(description="Bytes of JSON before raw tensors")]
+JsonLength = Annotated[
+    str | None,
+    Header(description="Bytes of JSON before raw tensors", json_schema_extra={"pattern": "^[0-9]{1,12}$"}),
+]
+Segment = Annotated[str, Path(json_schema_extra={"pattern": SEGMENT})]
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 _BODY = {
     "required": True,
@@ -178,12 +186,14 @@ async def server_live() -> ServerLive:
 async def server_ready(request: Request) -> JSONResponse:
     """The model can be asked."""
     is_ready = await request.app.state.lifecycle.readiness() == "ready"
-    return JSONResponse({"ready": is_ready}, 200 if is_ready else 503)
+    if is_ready:
+        return JSONResponse({"ready": True})
+    return JSONResponse({"ready": False}, 503, {"Retry-After": str(RETRY_SECONDS)})
 
 
 @router.get("/models/{model}", responses=_responses(404))
-@requires("read")
-async def model_metadata(model: str, service: Served) -> ModelMetadata:
+@requires("search")
+async def model_metadata(model: Segment, service: Served) -> ModelMetadata:
     """The model's input and output."""
     _check_model(service, model)
     shape, dim = service.embedder.preprocessing.shape, service.embedder.embedding_dim
@@ -197,24 +207,24 @@ async def model_metadata(model: str, service: Served) -> ModelMetadata:
 
 
 @router.get("/models/{model}/ready", responses=_responses(404))
-@requires("read")
-async def model_ready(model: str, service: Served) -> ModelReady:
+@requires("search")
+async def model_ready(model: Segment, service: Served) -> ModelReady:
     """The model is loaded."""
     _check_model(service, model)
     return ModelReady(name=model, ready=True)
 
 
 @router.get("/models/{model}/versions/{version}", responses=_responses(404))
-@requires("read")
-async def version_metadata(model: str, version: str, service: Served) -> ModelMetadata:
+@requires("search")
+async def version_metadata(model: Segment, version: Segment, service: Served) -> ModelMetadata:
     """The same, for callers that name the version."""
     _check_model(service, model, version)
     return await model_metadata(model, service)
 
 
 @router.get("/models/{model}/versions/{version}/ready", responses=_responses(404))
-@requires("read")
-async def version_ready(model: str, version: str, service: Served) -> ModelReady:
+@requires("search")
+async def version_ready(model: Segment, version: Segment, service: Served) -> ModelReady:
     """The same, for callers that name the version."""
     _check_model(service, model, version)
     return await model_ready(model, service)
@@ -226,9 +236,9 @@ async def version_ready(model: str, version: str, service: Served) -> ModelReady
     responses=_responses(404, 413, 415, 504),
     openapi_extra={"requestBody": _BODY},
 )
-@requires("read")
+@requires("search", "embeddings", counts_as="embeddings")
 async def infer(
-    model: str,
+    model: Segment,
     service: Served,
     request: Request,
     inference_header_content_length: JsonLength = None,
@@ -236,7 +246,9 @@ async def infer(
     """Embed images that are sized and aligned already: UINT8 [n, 3, H, W] to FP32 [n, D]."""
     _check_model(service, model)
     body, shape, max_images = await request.body(), service.embedder.preprocessing.shape, service.settings.limits.inputs
-    inference = read_inference(body, inference_header_content_length, shape, max_images)
+    # Two million numbers take a tenth of a second, in which others are answered.
+    inference = await asyncio.to_thread(read_inference, body, inference_header_content_length, shape, max_images)
+    charge(len(inference.images))
     vectors = await service.embed_pixels(inference.images, service.deadline(None))
     content, headers = write_inference(vectors, model, inference)
     return Response(content, headers=headers)
@@ -248,9 +260,13 @@ async def infer(
     responses=_responses(404, 413, 415, 504),
     openapi_extra={"requestBody": _BODY},
 )
-@requires("read")
+@requires("search", "embeddings", counts_as="embeddings")
 async def version_infer(
-    model: str, version: str, service: Served, request: Request, inference_header_content_length: JsonLength = None
+    model: Segment,
+    version: Segment,
+    service: Served,
+    request: Request,
+    inference_header_content_length: JsonLength = None,
 ) -> Response:
     """The same, for callers that name the version."""
     _check_model(service, model, version)
@@ -345,7 +361,7 @@ def _from_bytes(tensor: InputTensor, raw: bytes, count: int) -> bytes:
 def _from_numbers(tensor: InputTensor, raw: bytes, count: int) -> bytes:
     if not isinstance(tensor.data, list) or raw:
         raise ApiError(400, f"{INPUT} has neither a list of data nor a binary_data_size that announces raw bytes")
-    rows = _innermost(tensor.data)
+    rows = _innermost(tensor.data, math.prod(tensor.shape[:-1]))
     _check_count(sum(map(len, rows)), count)
     # Every type is checked before anything is converted: numpy would make a few long strings gigabytes wide.
     if len({len(row) for row in rows}) > 1 or any(set(map(type, row)) != {int} for row in rows):
@@ -361,11 +377,15 @@ def _check_count(values: int, count: int) -> None:
         raise ApiError(400, f"{INPUT} has {values} values, not the {count} of its shape")
 
 
-def _innermost(rows: list[Any]) -> list[list[Any]]:
-    """The lists at the bottom of nested lists of one depth."""
+def _innermost(rows: list[Any], most: int) -> list[list[Any]]:
+    """The lists at the bottom of nested lists of one depth, at most ``most`` at four levels."""
     nested = [rows]
-    while nested and nested[0] and isinstance(nested[0][0], list):
+    for _ in range(_DEPTH):
+        if not (nested and nested[0] and isinstance(nested[0][0], list)):
+            return nested
+        if sum(map(len, nested)) > most:
+            break
         nested = list(itertools.chain.from_iterable(nested))
         if not all(isinstance(row, list) for row in nested):
-            raise ApiError(400, _NOT_PIXELS)
-    return nested
+            break
+    raise ApiError(400, _NOT_PIXELS)

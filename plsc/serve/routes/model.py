@@ -1,19 +1,20 @@
 """/v1/info, /v1/compare and /v1/embeddings: the model itself, without a collection."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from fastapi import Body as BodyParameter
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from plsc.serve.admission import caller_of
+from plsc.serve.access import Right, Role, current_caller
 from plsc.serve.errors import error_responses
-from plsc.serve.routes.search import is_match
+from plsc.serve.rate_limits import charge, effective_limits
 from plsc.serve.routing import JsonRoute, Served, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, examples, with_warnings
+from plsc.serve.scores import ScoreView
 
 router = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["model"])
 
@@ -31,18 +32,26 @@ class ModelInfo(BaseModel):
 
 
 class LimitsInfo(BaseModel):
-    """Limits of one request."""
+    """Limits of one request, and of what is stored; null is none."""
 
     body_bytes: int
     image_pixels: int
     inputs: int
     k: int
     matches: int
+    answer_bytes: int
     collections: int
+    persons: int | None
+    store_bytes: int | None
+    metadata_bytes: int | None
 
 
 class Info(BaseModel):
-    """The service: its model, threshold and limits, and the caller's role."""
+    """The service: its model, threshold and limits, and what the caller may do.
+
+    ``score_step`` is what this caller's scores are multiples of, 0 where they are exact; ``collections`` null is all.
+    ``audit_head`` is the audit log's newest line, for admins of all collections: note it elsewhere to see cuts by it.
+    """
 
     version: str
     model: ModelInfo
@@ -52,7 +61,12 @@ class Info(BaseModel):
     detector: bool
     thumbnails: bool
     link_key: str | None
-    role: Literal["read", "write", "admin"]
+    role: Role
+    rights: list[Right]
+    collections: list[str] | None
+    score_step: float
+    rate_limits: list[str]
+    audit_head: str | None
 
 
 class CompareBody(Body):
@@ -68,7 +82,7 @@ class CompareView(BaseModel):
     score: float
     threshold: float | None
     same_person: bool | None
-    warnings: Warnings = Field(default_factory=list)
+    warnings: Warnings = []
 
 
 class EmbeddingsBody(Body):
@@ -83,16 +97,16 @@ class EmbeddingsView(BaseModel):
     contract_id: str
     dim: int
     embeddings: list[list[float]]
-    warnings: Warnings = Field(default_factory=list)
+    warnings: Warnings = []
 
 
 @router.get("/info", responses=error_responses())
-@requires("read")
-async def info(service: Served, request: Request) -> Info:
+@requires("search")
+async def info(service: Served) -> Info:
     """The service: what it embeds with, what it judges by, and what the caller may do."""
     from plsc import __version__
 
-    embedder, settings = service.embedder, service.settings
+    embedder, settings, caller = service.embedder, service.settings, current_caller()
     limits = {name: getattr(settings.limits, name) for name in LimitsInfo.model_fields}
     model = ModelInfo(
         source=service.model_name,
@@ -109,12 +123,17 @@ async def info(service: Served, request: Request) -> Info:
         detector=service.detector is not None,
         thumbnails=service.thumbnails.keeps,
         link_key=settings.link_key,
-        role=caller_of(request.scope).role,
+        role=caller.role,
+        rights=sorted(caller.rights),
+        collections=None if caller.collections is None else sorted(caller.collections),
+        audit_head=str(service.audit.head) if caller.role == "admin" and caller.collections is None else None,
+        rate_limits=[str(limit) for limit in effective_limits(caller.rates, settings.rate_limits)],
+        score_step=ScoreView.of(caller, settings).step,
     )
 
 
 @router.post("/compare", responses=error_responses(413, 415, 422, 504), response_model_exclude_unset=True)
-@requires("read")
+@requires("search", counts_as="searches")
 async def compare(
     body: Annotated[
         CompareBody,
@@ -126,18 +145,19 @@ async def compare(
     vectors, warnings, _ = await service.vectors([body.a, body.b], ["a", "b"], service.deadline(None))
     a, b = vectors.astype(np.float64)
     score = float(np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1))
-    threshold = service.settings.threshold
-    answer = CompareView(score=score, threshold=threshold, same_person=is_match(score, threshold))
+    view = ScoreView.of(current_caller(), service.settings)
+    answer = CompareView(score=view.score(score), threshold=view.threshold, same_person=view.same_person(score))
     return with_warnings(answer, warnings)
 
 
 @router.post("/embeddings", response_model=EmbeddingsView, responses=error_responses(413, 415, 422, 504))
-@requires("read")
+@requires("search", "embeddings", counts_as="embeddings")
 async def embeddings(
     body: Annotated[EmbeddingsBody, BodyParameter(openapi_examples=examples(a_picture={"inputs": [{"image": IMAGE}]}))],
     service: Served,
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
+    charge(len(body.inputs))
     names = [f"inputs[{index}]" for index in range(len(body.inputs))]
     vectors, warnings, _ = await service.vectors(body.inputs, names, service.deadline(None))
     answer = {

@@ -2,28 +2,48 @@
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.responses import Response
 
+from plsc.gallery.store import Match
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
+from plsc.serve.access import current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
 from plsc.serve.inputs import IMAGE_TYPES
-from plsc.serve.routes.gallery import read_filter
+from plsc.serve.rate_limits import charge
+from plsc.serve.routes.persons import read_filter
 from plsc.serve.routing import (
     DirectRoute,
     content_type,
     get_service,
     query_parameters,
     read_body,
+    read_json,
+    record_ids,
     require_json,
     requires,
 )
-from plsc.serve.schemas import FILTER, IMAGE, Body, FilterBody, Input, Scalar, Score, Warnings, examples, parse_filter
+from plsc.serve.schemas import (
+    FILTER,
+    FILTER_PARAMETER,
+    IMAGE,
+    Body,
+    FilterBody,
+    Input,
+    Scalar,
+    Score,
+    Warnings,
+    exactly_one,
+    examples,
+    parse_filter,
+)
+from plsc.serve.scores import ScoreView
 from plsc.serve.service import Service
 
 _IS_NAME = re.compile(COLLECTION_NAME).search
@@ -37,6 +57,8 @@ Form = TypeVar("Form", bound=BaseModel)
 
 class SearchBody(Body):
     """One ``query`` or several ``queries``."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": exactly_one("query", "queries")})
 
     query: Input | None = None
     queries: list[Input] | None = Field(None, fail_fast=True, min_length=1)
@@ -55,7 +77,7 @@ class SearchBody(Body):
 
 
 class SearchQuery(BaseModel):
-    """Options of a search whose body is an image; JSON has them in the body."""
+    """Options of a search in the query string, where an image is the body itself; those of a JSON body go before."""
 
     k: int = Field(10, ge=1)
     threshold: Score | None = None
@@ -69,6 +91,7 @@ class MatchedPerson(BaseModel):
     id: int
     name: str | None
     metadata: dict[str, Scalar]
+    external_id: str | None = Field(None, description="Left out where there is none")
 
 
 class MatchView(BaseModel):
@@ -96,7 +119,7 @@ class SearchView(BaseModel):
     threshold: float | None
     approximate: bool
     recall: float | None
-    warnings: Warnings = Field(default_factory=list)
+    warnings: Warnings = []
 
 
 _COLLECTION_PARAMETER = {
@@ -106,6 +129,7 @@ _COLLECTION_PARAMETER = {
     "schema": {"type": "string", "pattern": COLLECTION_NAME},
     "example": "staff",
 }
+_PARAMETERS = [_COLLECTION_PARAMETER, *query_parameters(SearchQuery, filter=FILTER_PARAMETER)]
 _BODY = {
     "required": True,
     "content": {
@@ -124,9 +148,12 @@ _BODY = {
     "/v1/collections/{collection}/search",
     responses=error_responses(404, 409, 413, 415, 422, 504),
     response_model=SearchView,
-    openapi_extra={"parameters": [_COLLECTION_PARAMETER, *query_parameters(SearchQuery)], "requestBody": _BODY},
+    openapi_extra={
+        "parameters": [_COLLECTION_PARAMETER, *query_parameters(SearchQuery, filter=FILTER_PARAMETER)],
+        "requestBody": _BODY,
+    },
 )
-@requires("read")
+@requires("search", counts_as="searches")
 async def search(request: Request) -> Response:
     """Find the persons who are most like each query: an image, or vectors, or a picture as the body itself."""
     service, collection = get_service(request.scope), request.path_params["collection"]
@@ -135,13 +162,18 @@ async def search(request: Request) -> Response:
     await service.require_collection(collection)
     read = _read_image if content_type(request.scope) in IMAGE_TYPES else _read_inputs
     search, warnings, deadline = await read(request, service, collection)
-    answer = await service.search(search, deadline)
+    view = ScoreView.of(current_caller(), service.settings)
+    shown = search._replace(threshold=view.search_threshold(search.threshold))
+    answer = await service.search(shown, deadline)
     statistics = await service.statistics(collection)
-    threshold = service.settings.threshold if search.threshold is None else search.threshold
     _check_size(answer, service.settings.limits.answer_bytes)
     if not any(answer.matches):
         warnings += await service.filter_warnings(collection, search.filter)
-    return Response(_to_json(answer, threshold, statistics, warnings), media_type="application/json")
+    if "search" in service.settings.audit_events:
+        record_ids(request, [match.person for matches in answer.matches for match in matches])
+    results = [_results(view.matches(matches, search.threshold), answer.persons) for matches in answer.matches]
+    threshold = view.threshold if search.threshold is None else search.threshold
+    return Response(_to_json(results, threshold, statistics, warnings), media_type="application/json")
 
 
 async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
@@ -156,13 +188,25 @@ async def _read_image(request: Request, service: Service, collection: str) -> tu
 async def _read_inputs(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
     """The search for inputs in a JSON body, warnings about them, and the deadline."""
     require_json(content_type(request.scope))
-    form = _parse(SearchBody, read_body(await request.body(), service))
+    body = read_body(await request.body(), service)
+    if request.scope["query_string"] and isinstance(body, dict):
+        body = {**_query_options(request), **body}
+    form = _parse(SearchBody, body)
     deadline, filter = service.deadline(form.deadline_ms), parse_filter(form.filter)
     inputs = [form.query] if form.query is not None else form.queries or []
     _check_k(service, form.k, len(inputs))
+    charge(len(inputs))
     names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
     vectors, warnings, _ = await service.vectors(inputs, names, deadline)
     return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
+
+
+def _query_options(request: Request) -> dict[str, Any]:
+    """What the query string gives as a JSON body would; :class:`ApiError` 400 for what it must not be."""
+    options = _parse(SearchQuery, dict(request.query_params)).model_dump(exclude_unset=True)
+    if options.get("filter") is not None:
+        options["filter"] = read_json(options["filter"].encode(), len(options["filter"]), "the filter")
+    return options
 
 
 def _parse(form: type[Form], value: Any) -> Form:
@@ -188,24 +232,24 @@ def _check_size(answer: SearchAnswer, limit: int) -> None:
         raise answer_too_large(limit)
 
 
-def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any, warnings: list[str]) -> bytes:
+def _results(matches: Sequence[tuple[Match, bool | None]], persons: Mapping[int, bytes]) -> dict[str, Any]:
+    """A :class:`MatchesView`; ``persons`` are JSON already."""
+    shown = [
+        {
+            "person": orjson.Fragment(person),
+            "face": match.face,
+            "score": match.score,
+            "same_person": same_person,
+        }
+        for match, same_person in matches
+        if (person := persons.get(match.person)) is not None
+    ]
+    return {"matches": shown}
+
+
+def _to_json(results: list[dict[str, Any]], threshold: float | None, statistics: Any, warnings: list[str]) -> bytes:
     """A :class:`SearchView` as JSON, past pydantic: its models would cost as much as the search."""
     recall = float(statistics.get("recall", math.nan))
-    results = [
-        {
-            "matches": [
-                {
-                    "person": orjson.Fragment(person),
-                    "face": match.face,
-                    "score": match.score,
-                    "same_person": is_match(match.score, threshold),
-                }
-                for match in matches
-                if (person := answer.persons.get(match.person)) is not None
-            ]
-        }
-        for matches in answer.matches
-    ]
     return orjson.dumps(
         {
             "results": results,
@@ -215,8 +259,3 @@ def _to_json(answer: SearchAnswer, threshold: float | None, statistics: Any, war
             **({"warnings": warnings} if warnings else {}),
         }
     )
-
-
-def is_match(score: float, threshold: float | None) -> bool | None:
-    """Compare a score with the threshold; None without one."""
-    return None if threshold is None else score >= threshold

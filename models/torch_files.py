@@ -1,0 +1,134 @@
+"""Checks of PyTorch's files before torch.load reads them: what they would take, and whether anything could be hidden.
+
+``weights_only`` keeps torch.load from running what a file asks for. It does not limit memory, since an archive may be
+compressed, nor time: the hash of t = (t, t), nested 60 deep in 300 bytes, takes 2^60 steps.
+"""
+
+import pickletools
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from torch import Tensor
+
+from plsc.errors import DataError
+
+_END, _END_BYTES = b"PK\5\6", 22  # of an archive's directory
+_LOCATOR, _LOCATOR_BYTES = b"PK\6\7", 20  # of the larger one of archives beyond 4 GiB,
+_LARGE_END_BYTES = 56  # which stands before it
+_LARGEST_PROGRAM = 64 << 20  # a pickle has some 200 bytes for each tensor
+_LARGEST_TUPLE = 10_000  # items, with all that lie in them
+_LEGACY_PICKLES = 5  # magic number, protocol, system, content, keys of the storages
+_SHARED = 4  # how many times a file's bytes may appear in its tensors
+
+
+def check_torch_file(path: Path) -> None:
+    """Check a file of torch.save, in the present form or that before torch 1.6.
+
+    Raises:
+        DataError: an archive is compressed, its members overlap or its directory is ambiguous; or a pickle nests tuples
+            so that their hash takes for ever.
+    """
+    if zipfile.is_zipfile(path):
+        for program in _archived_programs(path):
+            _check_tuples(program, path)
+        return
+    with path.open("rb") as file:
+        for _ in range(_LEGACY_PICKLES):
+            if not _check_tuples(file, path):
+                return
+
+
+def check_tensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise :class:`DataError` for a tensor that is more than the file holds, or holds nothing at all."""
+    total = 0
+    for key, tensor in tensors.items():
+        count = tensor.numel() * tensor.element_size()
+        plain = not (tensor.is_sparse or tensor.is_sparse_csr or tensor.is_quantized or tensor.is_nested)
+        if not plain or tensor.device.type != "cpu" or count > tensor.untyped_storage().nbytes():
+            raise DataError(f"{path} is no plain state_dict: {key!r} has no storage of its own; save it again")
+        total += count
+    if total > _SHARED * path.stat().st_size:
+        raise DataError(f"{path} is no plain state_dict: its tensors share their storage; save it again")
+
+
+def _archived_programs(path: Path) -> Iterator[bytes]:
+    """Check an archive, and yield its pickles."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise DataError(f"{path} is refused: it is compressed, as torch.save never does; save it again")
+            if sum(entry.file_size for entry in entries) > path.stat().st_size or not _has_plain_end(path):
+                raise DataError(f"{path} is refused: its members overlap, or it has two directories; save it again")
+            for entry in entries:
+                if entry.filename.endswith("data.pkl"):
+                    if entry.file_size > _LARGEST_PROGRAM:
+                        raise DataError(f"{path} is refused: its pickle has {entry.file_size:,} bytes")
+                    yield archive.read(entry)
+    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError, OverflowError) as error:
+        raise DataError(f"{path} is truncated or corrupt: {str(error)[:200]}") from None
+
+
+def _has_plain_end(path: Path) -> bool:
+    """Return whether every reader finds the directory that Python found: the file's last bytes say where it lies."""
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        tail_bytes = min(size, _END_BYTES + _LOCATOR_BYTES)
+        file.seek(size - tail_bytes)
+        tail = file.read(tail_bytes)
+    locator = tail[:-_END_BYTES]
+    if tail[-_END_BYTES:][:4] != _END:
+        return False
+    if locator[:4] != _LOCATOR:
+        return True
+    (place,) = struct.unpack("<Q", locator[8:16])
+    return bool(place == size - _END_BYTES - _LOCATOR_BYTES - _LARGE_END_BYTES)
+
+
+def _check_tuples(program: bytes | BinaryIO, path: Path) -> bool:
+    """Refuse tuples that hold others many times over; returns whether the pickle comes to its end.
+
+    The stack is followed with the number of items in each tuple, and in all tuples within; what is no pickle is left to
+    torch, which says so.
+    """
+    stack: list[int] = []
+    marks: list[int] = []
+    memo: dict[int, int] = {}
+    try:
+        for operation, argument, _ in pickletools.genops(program):
+            name = operation.name
+            if name == "MARK":
+                marks.append(len(stack))
+            elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
+                first = marks.pop() if name == "TUPLE" else len(stack) - int(name[-1])
+                stack[first:] = [1 + sum(stack[first:])]
+                if stack[-1] > _LARGEST_TUPLE:
+                    raise DataError(f"{path} is refused: it holds tuples in tuples, as no state_dict does")
+            elif name in ("GET", "BINGET", "LONG_BINGET"):
+                stack.append(memo[int(str(argument))])
+            elif name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
+                memo[len(memo) if argument is None else int(argument)] = stack[-1]
+            elif name == "DUP":
+                stack.append(stack[-1])
+            elif name == "STOP":
+                return True
+            else:
+                _follow(operation, stack, marks)
+    except (ValueError, LookupError, TypeError):
+        pass
+    return False
+
+
+def _follow(operation: pickletools.OpcodeInfo, stack: list[int], marks: list[int]) -> None:
+    """Take from the stack what an operation takes, and put a single item for each that it leaves."""
+    if pickletools.markobject in operation.stack_before:
+        below = operation.stack_before.index(pickletools.markobject)
+        del stack[marks.pop() :]
+    else:
+        below = len(operation.stack_before)
+    if below:
+        del stack[-below:]
+    stack += [1] * len(operation.stack_after)

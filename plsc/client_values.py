@@ -1,0 +1,217 @@
+"""What a :class:`plsc.Client` takes and returns, and the JSON of ``plsc serve`` that it stands for."""
+
+from __future__ import annotations  # signatures in help() then read as they are written here
+
+import base64
+import enum
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+
+from plsc.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+Scalar = str | int | float | bool
+Filter = Mapping[str, Any]
+
+
+class Unchanged(enum.Enum):
+    """The type of :data:`KEEP`."""
+
+    KEEP = "keep"
+
+
+KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where None would remove it
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face.
+
+    ``image`` is whatever picture a :class:`Client` takes.
+    """
+
+    image: str | Path | bytes | Image | NDArray[np.uint8]
+    landmarks: Sequence[Sequence[float]] | None = None
+
+
+Input: TypeAlias = "str | Path | bytes | Image | NDArray[Any] | Sequence[float] | Picture"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A collection; ``created`` is ISO 8601, UTC."""
+
+    name: str
+    dim: int
+    contract_id: str
+    persons: int
+    faces: int
+    created: str
+
+
+@dataclass(frozen=True)
+class NewPerson:
+    """A person to enrol.
+
+    Attributes:
+        external_id: your own id of the person, unique within the collection.
+        expires: a date or date-time (ISO 8601), from which on nothing finds the person, who is then deleted.
+    """
+
+    name: str | None = None
+    metadata: Mapping[str, Scalar] = field(default_factory=dict)
+    faces: Sequence[Input] = ()
+    external_id: str | None = None
+    expires: str | None = None
+
+
+@dataclass(frozen=True)
+class Person:
+    """An enrolled person; ``faces`` are ids. Those of matches have neither ``faces`` nor ``created`` nor ``expires``.
+
+    Attributes:
+        etag: names this state of the person, for ``if_match``; None in matches and lists.
+    """
+
+    id: int
+    name: str | None
+    metadata: Mapping[str, Scalar]
+    faces: tuple[int, ...] = ()
+    created: str | None = None
+    external_id: str | None = None
+    expires: str | None = None
+    etag: str | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Match:
+    """``score`` is the cosine of the person's best ``face``; ``same_person`` is None where no threshold is set."""
+
+    person: Person
+    face: int
+    score: float
+    same_person: bool | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The cosine of two inputs; ``warnings`` are the server's about pictures that seem to be no aligned crops."""
+
+    score: float
+    threshold: float | None
+    same_person: bool | None
+    warnings: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy of the store on the server's disk."""
+
+    id: str
+    created: str
+    bytes: int
+
+
+def input_as_json(item: Input) -> dict[str, Any]:
+    """An input as the service takes it.
+
+    Raises:
+        UsageError: it is neither a picture nor a vector.
+        DataError: a picture cannot be read.
+    """
+    if isinstance(item, Picture):
+        picture = _picture(item.image)
+        if picture is None:
+            raise UsageError(f"a Picture's image is a path, bytes or an image, not {_described(item.image)}")
+        return {"image": base64.b64encode(picture).decode(), **_landmarks(item)}
+    picture = _picture(item)
+    if picture is not None:
+        return {"image": base64.b64encode(picture).decode()}
+    return {"vector_b64": base64.b64encode(_vector(item).tobytes()).decode()}
+
+
+def inputs_as_json(name: str, items: Sequence[Input]) -> list[dict[str, Any]]:
+    """Several inputs, as :func:`input_as_json`; ``name`` is theirs in the error for what is no list."""
+    if isinstance(items, str | Path | bytes | Picture) or not isinstance(items, Sequence | np.ndarray):
+        raise UsageError(f"{name} are several: give a list, such as [{items!r:.80}]")
+    return [input_as_json(item) for item in items]
+
+
+def _landmarks(picture: Picture) -> dict[str, list[list[float]]]:
+    if picture.landmarks is None:
+        return {}
+    try:
+        return {"landmarks": [[float(x), float(y)] for x, y in picture.landmarks]}
+    except (TypeError, ValueError):
+        raise UsageError(f"landmarks are five points (x, y) in pixels, not {picture.landmarks!r:.80}") from None
+
+
+def _picture(item: Any) -> bytes | None:
+    """The encoded file of a picture; None of what is none."""
+    if isinstance(item, bytes):
+        return item
+    if isinstance(item, str | Path):
+        try:
+            return Path(item).read_bytes()
+        except OSError as error:
+            raise DataError(f"cannot read {item}: {error.strerror}") from None
+    if isinstance(item, np.ndarray) and item.ndim == 3 and item.shape[2] == 3 and item.dtype == np.uint8 and item.size:
+        from PIL import Image
+
+        item = Image.fromarray(np.ascontiguousarray(item))
+    if not hasattr(item, "getbands"):  # what Pillow's images have: Pillow is imported where it is used alone
+        return None
+    buffer = io.BytesIO()
+    try:
+        item.convert("RGB").save(buffer, "PNG")
+    except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
+        raise DataError(f"a Pillow image does not decode ({str(error)[:120]})") from None
+    return buffer.getvalue()
+
+
+def _vector(item: Any) -> NDArray[np.float32]:
+    """D numbers as little-endian float32."""
+    try:
+        vector = np.asarray(item)
+        shaped = vector.ndim == 1 or (vector.ndim == 2 and len(vector) == 1)
+        if not shaped or not vector.size or vector.dtype.kind not in "fiu":
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"an input is a picture (a path, bytes, a Pillow image, a uint8 array (H, W, 3)) or a vector of D numbers, "
+            f"not {_described(item)}"
+        ) from None
+    with np.errstate(over="ignore"):  # the server refuses infinity by name
+        return vector.astype("<f4").ravel()
+
+
+def _described(item: Any) -> str:
+    shape = getattr(item, "shape", None)
+    return f"{type(item).__name__}" + ("" if shape is None else f" of {item.dtype} {tuple(shape)}")
+
+
+def person_as_json(person: NewPerson) -> dict[str, Any]:
+    """A person to enrol, without what is None."""
+    about = {"name": person.name, "external_id": person.external_id, "expires": person.expires}
+    given = {name: value for name, value in about.items() if value is not None}
+    return {**given, "metadata": dict(person.metadata), "faces": inputs_as_json("faces", person.faces)}
+
+
+def read_person(view: Mapping[str, Any], etag: str | None = None) -> Person:
+    """The person that JSON of the service describes."""
+    faces = tuple(face["id"] for face in view.get("faces", ()))
+    about = (view["id"], view["name"], view["metadata"], faces, view.get("created"))
+    return Person(*about, view.get("external_id"), view.get("expires"), etag)
+
+
+def read_match(view: Mapping[str, Any]) -> Match:
+    """The match that JSON of the service describes."""
+    return Match(read_person(view["person"]), view["face"], view["score"], view["same_person"])

@@ -1,0 +1,107 @@
+"""The tables of a gallery's SQLite file, by version, and the migration of a former version's file.
+
+The column names belong to the file format. Of ``collections``, ``base`` is the number of the current sealed segment
+(0: none), ``seal`` its manifest's digest, ``covered`` its watermark (the largest face id that it accounts for).
+``forgotten`` holds the tombstones.
+
+A migration adds and never rewrites: a gallery of ten million persons opens as fast as before. Rows that a former
+version wrote keep their checksums, because columns with their default values do not enter them
+(plsc.gallery.sqlite.records).
+"""
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+
+VERSION = 2
+
+_PERSONS_1 = """CREATE TABLE persons (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, collection INTEGER NOT NULL REFERENCES collections (number),
+        name TEXT, metadata TEXT NOT NULL, created TEXT NOT NULL, checksum INTEGER NOT NULL)"""
+SCHEMA_1 = (
+    """CREATE TABLE collections (
+        number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, dim INTEGER NOT NULL,
+        contract_id TEXT NOT NULL, created TEXT NOT NULL, checksum INTEGER NOT NULL,
+        persons INTEGER NOT NULL DEFAULT 0, faces INTEGER NOT NULL DEFAULT 0,
+        base INTEGER NOT NULL DEFAULT 0, seal TEXT NOT NULL DEFAULT '', covered INTEGER NOT NULL DEFAULT 0)""",
+    _PERSONS_1,
+    "CREATE INDEX persons_of_collection ON persons (collection)",
+    """CREATE TABLE faces (
+        id INTEGER PRIMARY KEY AUTOINCREMENT, collection INTEGER NOT NULL REFERENCES collections (number),
+        person INTEGER NOT NULL REFERENCES persons (id), checksum INTEGER NOT NULL)""",
+    "CREATE INDEX faces_of_collection ON faces (collection)",
+    "CREATE INDEX faces_of_person ON faces (person)",
+    # face is no foreign key: the row outlives the face until it is erased, and keeps its space after that
+    "CREATE TABLE vectors (face INTEGER PRIMARY KEY, checksum BLOB NOT NULL, vector BLOB NOT NULL)",
+    "CREATE INDEX erased ON vectors (face) WHERE checksum = x'0000000000'",
+    # tombstones: deleted faces whose vectors are still in a sealed segment or in this file
+    "CREATE TABLE forgotten (face INTEGER PRIMARY KEY, collection INTEGER NOT NULL)",
+    "CREATE INDEX forgotten_of_collection ON forgotten (collection)",
+    # metadata as filters compare it; kind is a plsc.gallery.filters.Kind
+    """CREATE TABLE attributes (
+        collection INTEGER NOT NULL, key TEXT NOT NULL, kind INTEGER NOT NULL, value NOT NULL, person INTEGER NOT NULL,
+        PRIMARY KEY (collection, key, kind, value, person)) WITHOUT ROWID""",
+    "CREATE TABLE unfinished (work TEXT PRIMARY KEY) WITHOUT ROWID",
+)
+
+# Columns that version 2 adds to persons. A person's revision counts its changes; expires is a time as `created` is.
+_PERSONS_2 = ("external_id TEXT", "revision INTEGER NOT NULL DEFAULT 1", "expires TEXT")
+_ADDED_2 = (
+    "CREATE UNIQUE INDEX persons_by_external_id ON persons (collection, external_id) WHERE external_id IS NOT NULL",
+    "CREATE INDEX persons_by_expiry ON persons (collection, expires) WHERE expires IS NOT NULL",
+    # answers to requests with an Idempotency-Key; token is '' where the service has none, fingerprint of the request
+    """CREATE TABLE idempotency (
+        token TEXT NOT NULL, key TEXT NOT NULL, fingerprint BLOB NOT NULL, status INTEGER NOT NULL, body BLOB NOT NULL,
+        created TEXT NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY (token, key))""",
+    "CREATE INDEX idempotency_by_age ON idempotency (token, created)",
+    # what decides how the other tables are read, such as "encryption": a store with one not in SETTINGS is refused
+    "CREATE TABLE settings (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+)
+SCHEMA_2 = (
+    *(statement for statement in SCHEMA_1 if statement != _PERSONS_1),
+    _PERSONS_1.removesuffix(")") + "".join(f", {column}" for column in _PERSONS_2) + ")",  # as ALTER TABLE leaves it
+    *_ADDED_2,
+)
+SETTINGS = frozenset(("encryption", "store_id"))  # "1", and the id in hexadecimal that its file of keys has
+
+SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2}
+
+
+def create(connection: sqlite3.Connection, application_id: int, settings: Mapping[str, str]) -> None:
+    """Create the tables in one transaction: a process killed here leaves an empty file, which is created again."""
+    connection.execute("BEGIN IMMEDIATE")
+    tables = sorted(SCHEMA_2, key=lambda statement: "CREATE TABLE" not in statement)  # indexes come after their tables
+    for statement in tables:
+        connection.execute(statement)
+    connection.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
+    connection.execute(f"PRAGMA application_id = {application_id}")
+    connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.execute("COMMIT")
+
+
+def migrate(connection: sqlite3.Connection) -> None:
+    """Bring a file of version 1 to the present one, in one transaction: killed at any moment it is of either."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for column in _PERSONS_2:
+            connection.execute(f"ALTER TABLE persons ADD COLUMN {column}")
+        for statement in _ADDED_2:
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def statements(connection: sqlite3.Connection) -> list[str]:
+    """Return the statements that made the file's tables and indexes."""
+    rows = connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL AND name NOT LIKE 'sqlite_%'")
+    return [row[0] for row in rows]
+
+
+def read_settings(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return the settings by name; version 1 had none."""
+    if not connection.execute("SELECT count(*) FROM sqlite_schema WHERE name = 'settings'").fetchone()[0]:
+        return {}
+    return dict(connection.execute("SELECT name, value FROM settings ORDER BY name").fetchall())

@@ -1,0 +1,135 @@
+"""A savepoint of a table in mapped files, read from outside: nothing is changed, and its run may be training.
+
+The rows are read first, and the journals after them. A row's old values are in a journal before the row changes, so
+what was read of a row that changed meanwhile, even half of it, is overwritten by what it held at the savepoint.
+"""
+
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plsc.errors import DataError
+from plsc.files import read_json
+from plsc.head.undo_journal import FORMAT, journals_back_to
+from plsc.head.undo_records import RecordLayout
+
+_WEIGHT = "weight"
+_NUMBERS = ("_norm", "_scale")  # how the names of columns of one number for each row end
+_PART_BYTES = 16 << 20  # of the weights at a time
+_OPAQUE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """One rank's ``rows`` of ``total_rows``, from ``first_row`` on, in the files of ``prefix``."""
+
+    prefix: Path
+    rows: int
+    dim: int
+    first_row: int
+    total_rows: int
+    columns: tuple[str, ...]
+
+    def weights(self, step: int, dtype: torch.dtype) -> Iterator[tuple[slice | Tensor, Tensor]]:
+        """Give weights of savepoint ``step``, as (rows of this rank, values (n, D)); later ones replace earlier ones.
+
+        Raises:
+            DataError: there is no such savepoint, or a file is missing or of another size.
+            IntegrityError: a journal is damaged.
+        """
+        journals_back_to(step, self.prefix)  # refuses a step without a savepoint before gigabytes are read
+        if not self.rows:
+            return
+        layout = RecordLayout(self.rows, self._columns(dtype))
+        yield from self._present(dtype)
+        for path in journals_back_to(step, self.prefix):
+            for rows, values in layout.read(path):
+                yield rows, values[_WEIGHT]
+
+    def _present(self, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+        row_bytes = self.dim * dtype.itemsize
+        size = max(_PART_BYTES // row_bytes, 1)
+        with self._file(_WEIGHT).open("rb") as file:
+            for start in range(0, self.rows, size):
+                stop = min(start + size, self.rows)
+                part = bytearray(file.read((stop - start) * row_bytes))
+                if len(part) < (stop - start) * row_bytes:
+                    raise DataError(f"{self._file(_WEIGHT)} ends before row {stop:,}; bring the table's file back")
+                yield slice(start, stop), torch.frombuffer(part, dtype=dtype).view(-1, self.dim)
+
+    def _columns(self, dtype: torch.dtype) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """The types and shapes of the columns, by the sizes of their files; of others than the weights no more."""
+        found = {}
+        for name in self.columns:
+            size, rest = divmod(_size(self._file(name)), self.rows)
+            shape = torch.Size([] if name.endswith(_NUMBERS) else [self.dim])
+            kind = dtype if name == _WEIGHT else _OPAQUE.get(size // shape.numel())
+            if rest or kind is None or size != shape.numel() * kind.itemsize:
+                raise DataError(f"{self._file(name)} has another size than {self.rows:,} rows; bring the file back")
+            found[name] = kind, shape
+        return found
+
+    def _file(self, column: str) -> Path:
+        return self.prefix.with_name(f"{self.prefix.name}.{column}")
+
+
+def open_saved_rows(file: Path, identities: list[str | None]) -> list[SavedRows]:
+    """The rows of each rank of a table in ``FILE.rankR-of-W.*``, replicas left out, in the order of the table.
+
+    Args:
+        file: FILE.
+        identities: of each rank's table; None where a rank has none.
+
+    Raises:
+        DataError: the files are not there, or those of another table.
+    """
+    ranks: dict[int, SavedRows] = {}
+    for rank, identity in enumerate(identities):
+        if identity is not None:
+            saved = _open(file.with_name(f"{file.name}.rank{rank}-of-{len(identities)}"), identity)
+            if saved.rows:
+                ranks.setdefault(saved.first_row, saved)
+    ordered = [ranks[first] for first in sorted(ranks)]
+    ends = [0, *(saved.first_row + saved.rows for saved in ordered)]
+    total = {saved.total_rows for saved in ordered} or {0}
+    if [saved.first_row for saved in ordered] != ends[:-1] or total != {ends[-1]}:
+        raise DataError(f"{file}.rank*-of-{len(identities)}.* do not hold all rows of one table; bring all files back")
+    return ordered
+
+
+def _open(prefix: Path, identity: str) -> SavedRows:
+    described = prefix.with_name(f"{prefix.name}.json")
+    _size(described)
+    found = read_json(described)
+    if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("id") != identity:
+        raise DataError(f"{described} describes another table than the checkpoint's; bring the files back")
+    rows, dim, first, total = (_count(described, found, name) for name in ("rows", "dim", "first_row", "total_rows"))
+    columns = found.get("columns")
+    if not isinstance(columns, list) or not all(isinstance(name, str) and name.isidentifier() for name in columns):
+        raise DataError(f"{described} names no columns of a table; bring the files back")
+    if _WEIGHT not in columns or not dim:
+        raise DataError(f"{described} names no weights; bring the files back")
+    return SavedRows(prefix, rows, dim, first, total, tuple(columns))
+
+
+def _count(described: Path, found: Mapping[str, Any], name: str) -> int:
+    value = found.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(f"{described} holds no number of {name}; bring the files back")
+    return value
+
+
+def _size(path: Path) -> int:
+    """Bytes of an ordinary file."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"cannot read {path}, of the checkpoint's table: {error.strerror}; bring it back") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path} is no file; bring the table's files back")
+    return found.st_size

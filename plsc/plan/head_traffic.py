@@ -1,0 +1,307 @@
+"""Bytes of device memory that the class head reads and writes in a step, added up operation by operation.
+
+An operation reads and writes each of its operands once, as ``tests/gpu_trace`` counts the same step: what a cache
+serves is not counted, nor what collectives read and write. A list in a comment names operations in their order. Single
+numbers of a sample (its label, its loss) are left out: a fiftieth at 1,024 ranks, where they are most.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from plsc.config import make_margin
+from plsc.devices import Device
+from plsc.head.backends.torch_backend import is_bounded
+from plsc.head.backends.triton_passes import class_parts, scratch_bytes
+from plsc.plan.memory import (
+    PROCESSORS,
+    WRITES,
+    chunk_rows,
+    clips_head,
+    fused_tiles,
+    has_fused_passes,
+    row_bytes,
+    stores_gradient,
+)
+from plsc.plan.plan_config import PlanConfig
+
+_NUMBER = 8  # bytes of a class's number in a list, or of a float64
+_FLOAT = 4
+# Of each logit, in float32, that CurricularFace changes: cos > φ, t + cos, times cos, the choice of it or cos; 2·cos,
+# t + 2·cos, the choice of it or 1.
+_NEGATIVES = 5 + 8 + 12 + 13 + 8 + 8 + 9
+
+
+@dataclass(frozen=True)
+class HeadTraffic:
+    """Bytes of a step: of what grows with the ``table``, and with the ``samples``."""
+
+    table: int
+    samples: int
+
+
+def head_traffic(setup: PlanConfig, device: Device) -> HeadTraffic:
+    """Count the bytes of a step of ``setup`` on one rank."""
+    step = _Step(setup, device)
+    first = step.micro_batches * (_first_fused(step) if step.is_fused else _first_plain(step))
+    second = _second_updating(step) if step.updates_in_pass else _second_storing(step) + _updated(step)
+    clipped = _second_storing(step) + _gradient_norm(step) if clips_head(setup) else 0
+    return HeadTraffic(
+        first + second + clipped + _drawn(step) + _staged(step),
+        step.micro_batches * (_samples(step) + (_partial_sums(step) if step.is_fused else 0)) + _features_again(step),
+    )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What all counts depend on."""
+
+    setup: PlanConfig
+    device: Device
+
+    @property
+    def dim(self) -> int:
+        return self.setup.config.embedding_dim
+
+    @property
+    def width(self) -> int:
+        """Bytes of a weight."""
+        return self.setup.weight_width
+
+    @property
+    def micro_batches(self) -> int:
+        return self.setup.micro_batches
+
+    @property
+    def batch(self) -> int:
+        """Samples of pass 1; pass 2 has those of all micro-batches."""
+        return self.setup.group_batch
+
+    @property
+    def visited(self) -> int:
+        """Rows of pass 1."""
+        return self.setup.visited_rows
+
+    @property
+    def updated(self) -> int:
+        """Rows of pass 2, and of the update."""
+        return self.setup.updated_rows
+
+    @cached_property
+    def columns(self) -> dict[str, int]:
+        """Bytes of a row, by what holds them."""
+        return row_bytes(self.setup.config)
+
+    @property
+    def state(self) -> int:
+        """Bytes of a row with its norm and the optimizer's state."""
+        return sum(self.columns.values())
+
+    @property
+    def read(self) -> int:
+        """Bytes of a row's weights and norm."""
+        return self.columns["class weights"] + self.columns["1/norms"]
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.setup.config.head.sample_rate < 1
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether rows come from the host's memory."""
+        return self.setup.placement != "device"
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether each pass copies the whole table, chunk by chunk."""
+        return self.is_copied and not self.is_sampled
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether rows are found in the table by a list of their numbers."""
+        return self.is_sampled and not self.is_copied
+
+    @cached_property
+    def is_fused(self) -> bool:
+        return has_fused_passes(self.setup, self.device)
+
+    @property
+    def updates_in_pass(self) -> bool:
+        """Whether pass 2 updates rows before their gradient leaves the cache."""
+        return self.is_fused and not stores_gradient(self.setup)
+
+    def rows(self, passes: int) -> int:
+        """That pass 1, or pass 2, goes over."""
+        return self.updated if passes == 2 else self.visited
+
+    def chunks(self, passes: int) -> range:
+        """The first row of each chunk of a pass that stores something for every chunk."""
+        samples = self.batch * (self.micro_batches if passes == 2 else 1)
+        size = chunk_rows(self.setup, self.device, samples, passes=passes)
+        return range(0, self.rows(passes), max(size, 1))
+
+    def launches(self, passes: int) -> list[int]:
+        """Rows of each launch of a fused pass, which takes a whole table on the device."""
+        rows = self.rows(passes)
+        if not self.is_streamed:
+            return [rows]
+        starts = self.chunks(passes)
+        return [min(starts.step, rows - start) for start in starts]
+
+
+# The passes' rows.
+
+
+def _first_fused(step: _Step) -> int:
+    """Pass 1's kernel: rows, and their list."""
+    return step.visited * (step.read + _NUMBER * step.is_listed)
+
+
+def _first_plain(step: _Step) -> int:
+    """Pass 1 by PyTorch: its logits, and the rows that both products and the norms' two factors read."""
+    margin = make_margin(step.setup.config.head)
+    # the weighted logits are divided by norms; product read; exp, its sum
+    logit = _logits(step) + 8 + _rounded(step) + step.width + 8 + 4
+    logit += 0 if is_bounded(margin) else 4 + 8  # maximum, taken off
+    logit += 12 if margin.changes_negatives else 0  # times the slope
+    return step.visited * (logit * step.batch + step.columns["class weights"] + _listed_rows(step) + 2 * _FLOAT)
+
+
+def _second_updating(step: _Step) -> int:
+    """Pass 2's kernel with the update: all of a row there and back, and gradients between the two."""
+    copied = _local_numbers(step) if step.is_copied else _NUMBER * step.is_listed
+    parked = 2 * sum(_scratch(step, rows)[1] for rows in step.launches(2))
+    return step.updated * (2 * step.state + copied) + parked
+
+
+def _second_storing(step: _Step) -> int:
+    """Pass 2 with a gradient that is stored: by a kernel, or by PyTorch with its logits."""
+    gradient = step.dim * _FLOAT
+    if step.is_fused:
+        return step.updated * (step.read + _NUMBER * step.is_listed + gradient)
+    slope = 12 if make_margin(step.setup.config.head).changes_negatives else 0
+    # log Z taken off, exp, times the scale, the slope; rounded; product read
+    logit = _logits(step) + 8 + 8 + 8 + slope + _rounded(step) + step.width
+    return step.updated * (logit * step.batch * step.micro_batches + _listed_rows(step) + _FLOAT + gradient)
+
+
+def _updated(step: _Step) -> int:
+    """The update of rows whose gradient is stored: it, all of a row there and back, their numbers in the shard."""
+    return step.updated * (step.dim * _FLOAT + 2 * step.state + _local_numbers(step))
+
+
+def _gradient_norm(step: _Step) -> int:
+    """Through the norms of the rows, and the gradient's norm (plsc.head.backends.torch_backend)."""
+    row = 0 if step.width == _FLOAT else step.width + _FLOAT  # weights in float32
+    # times 1/norm, times the gradient, its sum, taken off, times 1/norm; the norm
+    row += 8 + 12 + 4 + 12 + 8 + 4
+    listed = _listed_rows(step) - step.columns["class weights"] if step.is_fused and step.is_listed else 0
+    return step.updated * (row * step.dim + 4 * _FLOAT + listed)
+
+
+def _logits(step: _Step) -> int:
+    """Of each logit of PyTorch's passes: product written, divided by norms, the margin of negatives, times s."""
+    changed = _NEGATIVES if make_margin(step.setup.config.head).changes_negatives else 0
+    return 4 + 8 + changed + 8
+
+
+def _rounded(step: _Step) -> int:
+    """Of each float32 logit that is rounded as a factor of a product."""
+    return 0 if step.width == _FLOAT else _FLOAT + step.width
+
+
+def _listed_rows(step: _Step) -> int:
+    """Of each row as the factor of a product: read, where it is listed after it was copied with its norm."""
+    weights = step.columns["class weights"]
+    return weights + (2 * step.read + 2 * _NUMBER if step.is_listed else 0)
+
+
+def _local_numbers(step: _Step) -> int:
+    """Of each row's number in the shard, by which its rounding is drawn: made, moved for a copied chunk, and read."""
+    if step.is_sampled:
+        return 2 * _NUMBER if step.is_listed else _NUMBER
+    return (4 if step.is_copied else 2) * _NUMBER
+
+
+def _scratch(step: _Step, rows: int) -> tuple[int, int]:
+    samples = step.batch, step.batch * step.micro_batches
+    return scratch_bytes(samples, rows, step.dim, fused_tiles(step.setup), PROCESSORS)
+
+
+# What surrounds the passes.
+
+
+def _drawn(step: _Step) -> int:
+    """Partial FC's draw: a number for every class, targets' raised, the largest found; sorted, and labels looked up."""
+    if not step.is_sampled:
+        return 0
+    owned = step.setup.rows // step.setup.config.head.centers
+    visited, updated = (rows // step.setup.config.head.centers for rows in (step.visited, step.updated))
+    drawn = (4 + 8 + 4) * owned + (12 + 24) * visited
+    looked_up = _NUMBER * (visited * step.micro_batches + updated)
+    # joined and sorted, and each searched for which samples visited it: a boolean that is written, and read by the pass
+    joined = updated * (4 * _NUMBER + 2 * step.batch * step.micro_batches) if step.micro_batches > 1 else 0
+    return step.micro_batches * drawn + looked_up + joined
+
+
+def _staged(step: _Step) -> int:
+    """Rows of a table in host memory that are written when they arrive, read when they return, and forwarded.
+
+    Updates are taken to be on their way back for as long as they may be (plsc.head.staging).
+    """
+    if not step.is_copied:
+        return 0
+    if not step.is_sampled:
+        passes = step.micro_batches + clips_head(step.setup)
+        chunks = step.chunks(2)
+        # a pass of few chunks is over before the updates of the last step have returned
+        late = step.state if len(chunks) <= WRITES + 1 else 0
+        last = step.updated - chunks[-min(WRITES, len(chunks))]
+        forwarded = 2 * last * (passes * step.read + late)
+        return step.setup.rows * (passes * step.read + 2 * step.state) + forwarded
+    share, stages = step.visited / step.setup.rows, WRITES + 1
+    # rows in common: looked up, bounded, taken, compared, found; their numbers there
+    common = (24 + 16 + 24 + 17 + 1) + (8 + 24) * share
+    forwarded = int(step.visited * stages * (common + share * (5 * step.state + 2 * _NUMBER * len(step.columns))))
+    return step.micro_batches * (step.visited * step.state + forwarded) + step.updated * (step.state + 2 * _NUMBER)
+
+
+# The samples.
+
+
+def _samples(step: _Step) -> int:
+    """Of a micro-batch's gathered embeddings: their unit vectors, their own classes' rows, and the gradient by them."""
+    width, centers = step.width, step.setup.config.head.centers
+    widened = 0 if width == _FLOAT else width + _FLOAT
+    number = 2 * width if step.setup.head_ranks > 1 else 0  # unpacked
+    number += centers * (2 * width + width + 8 + 8 + 8) + width + 8 + 8 + 8  # rows; both in float64, norms, product
+    number += 8 + 8  # divided by Z, times s/B
+    number += 2 * width + widened + 8 + 12 + 8  # rows, in float32, weighed, added, stored
+    number += 2 * width  # joined for pass 2
+    # this rank's own: norm, unit vector, rounded; norm, unit vector, gradient through the norm, times the loss's
+    own = 4 + 8 + 4 + width + 4 + 16 + 20 + 12 + 4 + 8
+    return step.dim * (step.batch * number + step.batch // step.setup.head_ranks * own)
+
+
+def _partial_sums(step: _Step) -> int:
+    """Of a micro-batch: pass 1's sums over parts of the classes, written by the kernel and added up."""
+    blocks, total = -(-step.batch // fused_tiles(step.setup)[0].samples), 0
+    for number, rows in enumerate(step.launches(1)):
+        tile, centers = fused_tiles(step.setup)[0], step.setup.config.head.centers
+        _, parts = class_parts(max(rows // centers, 1), blocks, tile.classes(centers), PROCESSORS)
+        added = 16 if number else 12  # to float32, or to what the chunks before gave
+        each = step.dim * (2 * _FLOAT * parts + 8 + added) if parts > 1 else step.dim * (_FLOAT + (12 if number else 0))
+        total += step.batch * (each + 2 * _NUMBER * parts)
+    return total
+
+
+def _features_again(step: _Step) -> int:
+    """The embeddings as the passes read them for each chunk, and what PyTorch's first pass adds for each."""
+    features = step.batch * step.micro_batches * step.dim * step.width
+    summed = step.batch * step.micro_batches * step.dim * (_FLOAT + 12)
+    storing = not step.updates_in_pass
+    if step.is_fused:
+        second = len(step.chunks(2)) if storing else len(step.launches(2))
+        clipped = len(step.chunks(2)) if clips_head(step.setup) else 0
+        return features * (len(step.launches(1)) + second + clipped)
+    passes = len(step.chunks(1)) + 2 * len(step.chunks(2)) * (1 + clips_head(step.setup))
+    return features * passes + summed * len(step.chunks(1))

@@ -1,0 +1,105 @@
+"""Who may what: roles are about persons, rights about vectors; and the caller of the current request.
+
+Scores of chosen vectors tell a stored template: whoever may send vectors, or gets the embeddings of the pictures that
+are searched for, can compute it from as many scores as it has numbers. Both therefore are rights of their own, and
+scores are exact only for callers with the right ``vectors``.
+"""
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from plsc.serve.errors import ApiError
+    from plsc.serve.rate_limits import Kind, RateLimit
+
+Role = Literal["search", "read", "write", "admin"]
+ROLES: tuple[Role, ...] = ("search", "read", "write", "admin")  # each includes those before it
+Right = Literal["vectors", "embeddings"]
+RIGHTS: tuple[Right, ...] = ("vectors", "embeddings")
+_MEANINGS = {"vectors": "send vectors; send pictures", "embeddings": "get embeddings; search and compare by pictures"}
+
+
+def includes(role: Role, required: Role) -> bool:
+    """True if ``role`` allows what needs ``required``."""
+    return ROLES.index(role) >= ROLES.index(required)
+
+
+@dataclass(frozen=True)
+class Permission:
+    """What an endpoint needs of its caller.
+
+    Attributes:
+        role: the least role; None opens the endpoint to anyone.
+        right: needed besides the role.
+        all_collections: tokens of single collections do not suffice.
+        counts_as: what limits of rates count its requests as; None where they are writes, or nothing but requests.
+    """
+
+    role: Role | None
+    right: Right | None = None
+    all_collections: bool = False
+    counts_as: "Kind | None" = None
+
+    def rate_kind(self, method: str) -> "Kind | None":
+        """What a request by ``method`` counts as besides "requests"."""
+        return "writes" if self.changes and method not in ("GET", "HEAD") else self.counts_as
+
+    @property
+    def changes(self) -> bool:
+        """True if such endpoints change something, or administer."""
+        return self.role in ("write", "admin")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks: the name of the token, None without tokens, and what it may do; ``collections`` None is all."""
+
+    name: str | None
+    role: Role
+    rights: frozenset[Right]
+    collections: frozenset[str] | None = None
+    rates: "tuple[RateLimit, ...]" = ()
+
+    def check(self, needed: Permission, collection: str | None) -> None:
+        """:class:`ApiError` 403 unless the caller may do what needs ``needed``, in ``collection`` if there is one."""
+        if needed.role is not None and not includes(self.role, needed.role):
+            raise _forbidden(f"the token {self.name} has the role {self.role}; this needs {needed.role}")
+        if needed.right is not None:
+            self.require(needed.right)
+        if collection is not None and not self.sees(collection):
+            raise _forbidden(f"the token {self.name} is for other collections; GET /v1/collections lists them")
+        if needed.all_collections and self.collections is not None:
+            raise _forbidden(f"the token {self.name} is for single collections; this needs one for all")
+
+    def require(self, right: Right) -> None:
+        """:class:`ApiError` 403 unless the caller has the right."""
+        if right not in self.rights:
+            raise _forbidden(
+                f"the token {self.name} has no right to {_MEANINGS[right]}, or allow it: plsc tokens change "
+                f"{self.name} --allow {right}"
+            )
+
+    def sees(self, collection: str) -> bool:
+        """True if the caller may know of ``collection``."""
+        return self.collections is None or collection in self.collections
+
+
+def _forbidden(message: str) -> "ApiError":
+    from plsc.serve.errors import ApiError  # here: plsc tokens needs this module's roles, and starts without FastAPI
+
+    return ApiError(403, message)
+
+
+LOCAL = Caller(None, "admin", frozenset(RIGHTS))
+_caller: ContextVar[Caller] = ContextVar("caller")  # requests run in tasks, each with a context of its own
+
+
+def set_caller(caller: Caller) -> None:
+    """Set the caller of the current request."""
+    _caller.set(caller)
+
+
+def current_caller() -> Caller:
+    """The caller of the current request; :class:`LookupError` outside of admitted requests."""
+    return _caller.get()

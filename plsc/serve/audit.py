@@ -1,0 +1,256 @@
+"""The audit log: who did, read and was refused what; in a chain of hashes, and on disk before a write is answered.
+
+A thread writes the lines, those of all requests that wait together, and syncs the file once for them. The form of the
+log is that of :mod:`plsc.serve.audit_chain`.
+"""
+
+import asyncio
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Literal
+
+from plsc.errors import UsageError, first_line
+from plsc.files import sync
+from plsc.gallery.validation import now
+from plsc.serve.audit_chain import BEGINNING, Head, numbered_files, parse_line
+
+Event = Literal["write", "read", "search", "refusal"]
+EVENTS: dict[str, Event] = {"writes": "write", "reads": "read", "searches": "search", "refusals": "refusal"}
+ROTATED_BYTES = 64 * 2**20
+MAX_IDS = 256  # in a line
+_REFUSALS_A_MINUTE = 60  # a flood of them must not fill the disk
+_TAIL_BYTES = 2**20  # searched for the last whole line; one has some kilobytes at most
+_TORN_BYTES = 4096  # of what a crash left, shown
+_CLOSING_SECONDS = 10.0
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+_sync = getattr(os, "fdatasync", os.fsync)  # not every system has the former
+
+
+class AuditLog:
+    """Append lines to the log; the methods may be called from any thread.
+
+    Args:
+        path: the log, created readable by its owner alone; None writes to standard error.
+        rotated_bytes: size from which the file is renamed and a new one begun.
+        keep: how many rotated files are kept, at least 1; None is all.
+    """
+
+    def __init__(self, path: Path | None, *, rotated_bytes: int = ROTATED_BYTES, keep: int | None = None) -> None:
+        self._path, self._rotated_bytes, self._keep = path, rotated_bytes, keep
+        self._waiting: list[tuple[dict[str, Any], Future[None] | None]] = []
+        self._wake = threading.Condition()
+        self._closed = False
+        self._refusals = _RefusalLimit()
+        self.head = BEGINNING
+        self._descriptor = sys.stderr.fileno() if path is None else _open_log(path)
+        self._is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode) and path is not None
+        self._go_on()
+        self._thread = threading.Thread(target=self._run, name="plsc-audit", daemon=True)
+        self._thread.start()
+
+    def write(self, event: Event, **entry: Any) -> None:
+        """Append a line soon; of refusals only so many a minute, which tell how many others there were."""
+        if event == "refusal":
+            suppressed = self._refusals.admit()
+            if suppressed is None:
+                return
+            entry["suppressed"] = suppressed
+        self._put(event, entry, None)
+
+    async def write_durably(self, event: Event, **entry: Any) -> None:
+        """Append a line, and return when it is on disk, or on standard error where the disk takes it no more."""
+        written: Future[None] = Future()
+        self._put(event, entry, written)
+        await asyncio.wrap_future(written)
+
+    def close(self) -> None:
+        """Write what waits, and close the file."""
+        if (suppressed := self._refusals.suppressed) > 0:
+            self._put("refusal", {"suppressed": suppressed}, None)
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(_CLOSING_SECONDS)
+        if self._path is not None and not self._thread.is_alive():
+            os.close(self._descriptor)
+
+    def _put(self, event: Event, entry: dict[str, Any], written: Future[None] | None) -> None:
+        line = {"time": now(), "event": event, **entry}
+        with self._wake:
+            self._waiting.append((line, written))
+            self._wake.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._waiting and not self._closed:
+                    self._wake.wait()
+                together, self._waiting = self._waiting, []
+            if not together:
+                return
+            try:
+                self._append([entry for entry, _ in together], durable=any(written for _, written in together))
+            except Exception as error:  # whoever waits for a line must not wait for ever
+                print(f"plsc serve: the audit log failed: {first_line(error)}", file=sys.stderr, flush=True)
+            for _, written in together:
+                if written is not None and written.set_running_or_notify_cancel():
+                    written.set_result(None)
+
+    def _append(self, entries: Sequence[dict[str, Any]], *, durable: bool) -> None:
+        """Write lines by one write, or where it does not take them all, each by its own."""
+        head, lines = self.head, []
+        for entry in entries:
+            line, head = head.line(entry)
+            lines.append(line)
+        try:
+            self._write(b"".join(line + b"\n" for line in lines))
+            self.head = head
+            if durable and self._is_file:
+                _sync(self._descriptor)
+            if self._is_file and os.fstat(self._descriptor).st_size >= self._rotated_bytes:
+                self._rotate()
+        except OSError as error:
+            if self.head == head:
+                _report(error, "its lines may be lost in a power cut")
+            elif len(entries) > 1:
+                for entry in entries:
+                    self._append([entry], durable=durable)
+            else:
+                _report(error, f"It lacks: {lines[0].decode()}")
+
+    def _write(self, data: bytes) -> None:
+        size = os.fstat(self._descriptor).st_size if self._is_file else 0
+        written = os.write(self._descriptor, data)
+        if written < len(data):
+            if self._is_file:
+                os.ftruncate(self._descriptor, size)  # half a line would end the chain
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _go_on(self) -> None:
+        """Find the last line, and write what has to stand before the next one."""
+        if self._path is None or not self._is_file:
+            self._append([{"time": now(), "event": "genesis"}], durable=False)
+            return
+        former = [other for _, other in numbered_files(self._path)]
+        last, torn = _last_line(self._path)
+        if last is None and former and not torn:  # killed between renaming the file and beginning a new one
+            last, _ = _last_line(former[-1])
+            self.head = last or BEGINNING
+            self._append([self._rotation(former[-1])], durable=True)
+        elif last is None:
+            entry = {"time": now(), "event": "genesis", **(_set_aside(self._path) if torn else {})}
+            if torn:
+                os.close(self._descriptor)
+                self._descriptor = _open_log(self._path)
+            self._append([entry], durable=True)
+        else:
+            self.head = last
+            if torn:
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - len(torn))
+                shown = torn[:_TORN_BYTES].decode("ascii", "backslashreplace")
+                recovered = {"time": now(), "event": "recovered", "torn_bytes": len(torn), "torn": shown}
+                self._append([recovered], durable=True)
+        sync(self._path.parent)
+
+    def _rotate(self) -> None:
+        assert self._path is not None, "standard error is not rotated"
+        numbered = numbered_files(self._path)
+        number = numbered[-1][0] + 1 if numbered else 1
+        _sync(self._descriptor)
+        target = self._path.with_name(f"{self._path.name}.{number}")
+        self._path.rename(target)
+        try:
+            descriptor = os.open(self._path, _FLAGS, 0o600)
+        except OSError:
+            target.rename(self._path)  # the next line tries again
+            raise
+        os.close(self._descriptor)
+        self._descriptor = descriptor
+        sync(self._path.parent)
+        self._append([self._rotation(target)], durable=True)
+        for _, old in numbered_files(self._path)[: -self._keep] if self._keep is not None else []:
+            old.unlink()
+
+    def _rotation(self, former: Path) -> dict[str, Any]:
+        """The first line of a file that follows ``former``."""
+        assert self._path is not None
+        numbered = [other for _, other in numbered_files(self._path)]
+        kept = numbered if self._keep is None else numbered[-self._keep :]
+        return {"time": now(), "event": "rotated", "former": former.name, "kept_from": _first_sequence(kept[0])}
+
+
+class _RefusalLimit:
+    """Which refusals get a line: at most ``_REFUSALS_A_MINUTE``."""
+
+    def __init__(self) -> None:
+        self._since, self._left = time.monotonic(), _REFUSALS_A_MINUTE
+        self.suppressed = 0
+
+    def admit(self) -> int | None:
+        """How many had no line since the last one that had, or None for one that has none."""
+        moment = time.monotonic()
+        if moment - self._since >= 60.0:
+            self._since, self._left = moment, _REFUSALS_A_MINUTE
+        if self._left == 0:
+            self.suppressed += 1
+            return None
+        self._left -= 1
+        suppressed, self.suppressed = self.suppressed, 0
+        return suppressed
+
+
+def audit_path(spec: Path) -> Path:
+    """The log that ``spec`` names: itself, or that of a store's folder."""
+    return spec / "audit.jsonl" if spec.is_dir() else spec
+
+
+def _open_log(path: Path) -> int:
+    try:
+        return os.open(path, _FLAGS, 0o600)
+    except OSError as error:
+        raise UsageError(f"cannot write the audit log {path}: {error.strerror}; name another file") from None
+
+
+def _last_line(path: Path) -> tuple[Head | None, bytes]:
+    """The head of the last whole line of a chain in a file, and what follows it."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _TAIL_BYTES, 0))
+        tail = file.read()
+    end = len(tail)
+    while (end := tail.rfind(b"\n", 0, end)) >= 0:
+        line = tail[tail.rfind(b"\n", 0, end) + 1 : end]
+        entry = parse_line(line)
+        if entry is not None:
+            return Head(entry["sequence"], hashlib.sha256(line).hexdigest()), tail[end + 1 :]
+    return None, tail
+
+
+def _first_sequence(path: Path) -> int:
+    with path.open("rb") as file:
+        entry = parse_line(file.readline().rstrip(b"\n"))
+    return 0 if entry is None else int(entry["sequence"])
+
+
+def _set_aside(path: Path) -> dict[str, str]:
+    """Rename a log without a chain; returns what the genesis says of it."""
+    target = path.with_name(f"{path.name}.unchained")
+    if target.exists():
+        raise UsageError(f"{path} is no audit log with a chain, and {target} exists already; move one of them away")
+    path.rename(target)
+    return {"unchained": target.name, "unchained_sha256": hashlib.sha256(target.read_bytes()).hexdigest()}
+
+
+def _report(error: OSError, lacks: str) -> None:
+    message = f"plsc serve: the audit log takes no lines ({error.strerror}); free its disk. {lacks}"
+    with contextlib.suppress(OSError):
+        print(message, file=sys.stderr, flush=True)

@@ -1,0 +1,132 @@
+"""The process that decodes callers' pictures: what a hostile file can do, it does here, within limits, and is killed.
+
+It reads jobs from its standard input and writes pixels to its standard output, imports no torch, holds no secret and
+opens no file. :class:`plsc.serve.decoding.DecodeProcess` is its other end.
+
+  job     JOB: bytes of the name, bytes of the file; then both
+  answer  ANSWER: a status, and for PIXELS height and width, otherwise 0 and the bytes of a message; then the content
+"""
+
+import io
+import math
+import os
+import signal
+import struct
+import sys
+from typing import BinaryIO
+
+from plsc.errors import DataError
+from plsc.image_files import Pixels, TooLargeError, decode_rgb, open_header
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
+
+JOB = struct.Struct("<II")
+ANSWER = struct.Struct("<BII")
+READY, PIXELS, UNUSABLE, TOO_LARGE = range(4)
+FORMATS = ("JPEG", "PNG", "WEBP")
+_PIPE_BYTES = 1 << 20
+_NICENESS = 5  # searches go first where processors are short: a hostile picture takes seconds of one
+_BASE_BYTES = 64 << 20
+_BYTES_PER_PIXEL = 32  # Pillow holds 4, a progressive JPEG's coefficients 6, and conversions a few copies
+
+
+def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, cpu_seconds: int) -> None:
+    """Decode until there are no more jobs."""
+    answers.write(ANSWER.pack(READY, 0, 0))
+    answers.flush()
+    while len(head := jobs.read(JOB.size)) == JOB.size:
+        name_size, size = JOB.unpack(head)
+        name = jobs.read(name_size).decode()
+        _limit_cpu(cpu_seconds)
+        try:
+            pixels = decode_rgb(jobs.read(size), name, max_pixels, FORMATS)
+        except DataError as error:
+            message = str(error).encode()
+            answers.write(ANSWER.pack(TOO_LARGE if isinstance(error, TooLargeError) else UNUSABLE, 0, len(message)))
+            answers.write(message)
+        else:
+            _write_pixels(answers, pixels)
+            del pixels  # before the next are decoded
+        answers.flush()
+
+
+def _write_pixels(answers: BinaryIO, pixels: Pixels) -> None:
+    height, width, _ = pixels.shape
+    answers.write(ANSWER.pack(PIXELS, height, width))
+    answers.write(pixels.data)
+
+
+def _limit_memory(max_pixels: int) -> None:
+    """Bound what decoding may take besides what the process has now."""
+    if resource is None:
+        return
+    budget = _BASE_BYTES + _BYTES_PER_PIXEL * max_pixels
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 (pathlib costs a tenth of the start)
+            taken = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + budget, taken + budget))
+    except (OSError, ValueError):  # not on macOS
+        return
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Let the system end this process after ``seconds``, at most one more, of processor time from here on."""
+    if resource is None:
+        return
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(usage.ru_utime + usage.ru_stime) + seconds, hard))
+
+
+def _prepare() -> tuple[BinaryIO, BinaryIO]:
+    """The two pipes; what a library prints goes nowhere, and an interrupt is the parent's affair."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):  # not on Windows
+        os.nice(_NICENESS)
+    answers = os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    for descriptor in (0, answers):
+        _widen(descriptor)
+    if resource is not None:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold pictures
+    return os.fdopen(0, "rb"), os.fdopen(answers, "wb")
+
+
+def _widen(descriptor: int) -> None:
+    """Let a large picture pass in fewer turns."""
+    try:
+        import fcntl
+
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    except (ImportError, AttributeError, OSError):  # Linux alone has it, and bounds it for each user
+        return
+
+
+def _import_decoders() -> None:
+    """Import all that decoding needs, before memory is limited and somebody waits."""
+    from PIL import Image
+
+    for kind in FORMATS:
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, kind)
+        with open_header(file.getvalue(), FORMATS) as image:
+            image.load()
+
+
+def main() -> None:
+    """Serve the parent: ``python -m plsc.serve.decode_process MAX_PIXELS CPU_SECONDS``."""
+    max_pixels, cpu_seconds = (int(value) for value in sys.argv[1:])
+    jobs, answers = _prepare()
+    _import_decoders()
+    _limit_memory(max_pixels)
+    try:
+        serve(jobs, answers, max_pixels, cpu_seconds)
+    except BrokenPipeError:  # the parent is gone
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,347 @@
+"""Decoding of callers' pictures in processes that are killed when a picture takes too much, in fair turns.
+
+A picture is decoded by a :class:`DecodeProcess`, within limits of memory and processor time. :class:`Decoders` gives
+the processes to callers in turn, a picture at a time, and keeps one of them for the others: 256 large pictures of one
+caller do not delay another's single one.
+"""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from plsc.errors import DataError
+from plsc.image_files import Pixels, TooLargeError
+from plsc.serve.decode_process import ANSWER, JOB, PIXELS, TOO_LARGE, UNUSABLE
+from plsc.serve.errors import ApiError
+
+Work = Callable[["DecodeProcess"], Any]
+
+_PIXELS_PER_CPU_SECOND = 6_000_000  # a tenth of what the slowest of usual encodings reach
+_MIN_CPU_SECONDS = 2
+_WALL_SECONDS = 5  # for each second of processor time: the machine may be busy
+_ABANDONED_SECONDS = 0.1  # that a decoding may go on whose caller is gone; starting a new process costs as much
+_WATCH_SECONDS = 0.05
+_ATTEMPTS = 2  # for a picture whose process the system killed (out of memory): others may have filled it
+_KILLED_BY_SYSTEM = -9  # SIGKILL, which Windows does not have
+_ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TMPDIR")  # no secret is passed on
+
+
+class DecodeProcess:
+    """A process that decodes one picture at a time; it is started when it is needed.
+
+    One thread at a time decodes; any thread may call :meth:`kill`.
+
+    Args:
+        max_pixels: of a picture.
+    """
+
+    def __init__(self, max_pixels: int) -> None:
+        self._max_pixels = max_pixels
+        self._cpu_seconds = max(_MIN_CPU_SECONDS, -(-max_pixels // _PIXELS_PER_CPU_SECOND))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._guard = threading.Lock()  # of the process and of what is known of it
+        self._killed, self._closed = False, False
+        self._decoding_since: float | None = None
+
+    @property
+    def runs(self) -> bool:
+        """True if the next picture needs no new process."""
+        return self._process is not None and not self._killed and self._process.poll() is None
+
+    @property
+    def seconds(self) -> float:
+        """For how long the present picture is being decoded; 0 without one."""
+        since = self._decoding_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the present picture takes longer than any may."""
+        return self.seconds > self._cpu_seconds * _WALL_SECONDS
+
+    def start(self) -> None:
+        """Start the process unless it runs; :class:`ApiError` 503 if it does not start."""
+        if self.runs:
+            return
+        self._end()
+        with self._guard:
+            if self._closed:
+                raise ApiError(503, "the service is stopping; ask another, or later")
+            self._process, self._killed = self._open(), False
+        try:
+            self._read(ANSWER.size)  # READY
+        except EOFError:
+            self._end()
+            if not self._closed:
+                print("plsc serve: a process that decodes pictures did not start", file=sys.stderr, flush=True)
+            raise ApiError(503, "pictures cannot be decoded at the moment; see the server's log") from None
+
+    def decode(self, data: bytes, name: str) -> Pixels:
+        """Decode a picture: uint8 (H, W, 3).
+
+        Raises:
+            TooLargeError: it has too many pixels.
+            DataError: it does not decode, or takes more time or memory than any picture may.
+            ApiError: 503 if the process does not start.
+        """
+        self._decoding_since = time.monotonic()
+        try:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return self._decode(data, name)
+                except (OSError, EOFError):
+                    killed, status = self._killed, self._end()
+                    if killed or status != _KILLED_BY_SYSTEM:
+                        break
+            raise DataError(f"{name} takes too long to decode, or too much memory; save it again, smaller")
+        finally:
+            self._decoding_since = None
+
+    def kill(self) -> None:
+        """Kill the process; the picture that it decodes fails."""
+        with self._guard:
+            if self._process is not None:
+                self._killed = True
+                self._process.kill()
+
+    def close(self) -> None:
+        """Kill the process for good."""
+        with self._guard:
+            self._closed = True
+        self.kill()
+
+    def reap(self) -> None:
+        """Wait for the end of a killed process, once no thread decodes with it."""
+        self._end()
+
+    def _open(self) -> "subprocess.Popen[bytes]":
+        # -P: modules are not looked for in the working directory, which only those do who run there
+        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", self._max_pixels, self._cpu_seconds]
+        environment = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
+        path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109 (the text that sys.path means)
+        environment |= {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.Popen(
+            [str(argument) for argument in arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+
+    def _decode(self, data: bytes, name: str) -> Pixels:
+        self.start()
+        encoded = name.encode()
+        process = cast("subprocess.Popen[bytes]", self._process)
+        assert process.stdin is not None, "it is a pipe"
+        process.stdin.write(JOB.pack(len(encoded), len(data)) + encoded)
+        process.stdin.write(data)
+        process.stdin.flush()
+        return self._answer(name)
+
+    def _answer(self, name: str) -> Pixels:
+        status, first, second = ANSWER.unpack(self._read(ANSWER.size))
+        if status == PIXELS and first * second <= self._max_pixels:
+            return np.frombuffer(self._read(first * second * 3), np.uint8).reshape(first, second, 3)
+        if status not in (UNUSABLE, TOO_LARGE) or second > len(name) + 1000:
+            raise EOFError  # a picture that took the process over cannot make this one allocate more
+        message = bytes(self._read(second)).decode(errors="replace")
+        raise TooLargeError(message) if status == TOO_LARGE else DataError(message)
+
+    def _read(self, size: int) -> bytearray:
+        """Exactly ``size`` bytes; EOFError if the process ended before."""
+        process = cast("subprocess.Popen[bytes]", self._process)
+        assert process.stdout is not None, "it is a pipe"
+        content = bytearray(size)
+        view, filled = memoryview(content), 0
+        while filled < size:
+            count = process.stdout.readinto(view[filled:])  # type: ignore[attr-defined]
+            if not count:
+                raise EOFError
+            filled += count
+        return content
+
+    def _end(self) -> int | None:
+        """Kill the process, and wait for its exit status; the next call of :meth:`start` starts another."""
+        with self._guard:
+            process, self._process = self._process, None
+        if process is None:
+            return None
+        process.kill()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None, "both are pipes"
+            with contextlib.suppress(OSError):  # what was not written is of no use
+                pipe.close()
+        return process.wait()
+
+
+@dataclass(eq=False)
+class _Job:
+    """A picture; ``future`` is the event loop's, which may cancel it at any time."""
+
+    work: Work
+    caller: "_Caller"
+    future: "asyncio.Future[Any]"
+
+
+@dataclass(eq=False)
+class _Caller:
+    """A caller's requests whose pictures wait, and the number of processes at work for them."""
+
+    key: Hashable
+    requests: deque[deque[_Job]] = field(default_factory=deque)
+    running: int = 0
+
+    def take(self) -> _Job | None:
+        """The next picture of the next request; None where all that waited are cancelled."""
+        while self.requests:
+            request = self.requests.popleft()
+            while request and request[0].future.done():
+                request.popleft()
+            if request:
+                job = request.popleft()
+                self.requests.append(request)
+                return job
+        return None
+
+
+class Decoders:
+    """Processes that decode, given to callers in turn; methods but :meth:`close` are called in one event loop.
+
+    Args:
+        share: of the processes that one caller may have at a time; there is one more.
+        max_pixels: of a picture.
+    """
+
+    def __init__(self, share: int, max_pixels: int) -> None:
+        self._share = share
+        self._processes = [DecodeProcess(max_pixels) for _ in range(share + 1)]
+        self._threads = ThreadPoolExecutor(len(self._processes), "plsc-decode")
+        self._free = deque(self._processes)
+        self._running: dict[DecodeProcess, _Job] = {}
+        self._callers: dict[Hashable, _Caller] = {}
+        self._turns: deque[_Caller] = deque()  # callers with requests
+        self._watching = False
+
+    @property
+    def running(self) -> int:
+        """Pictures that are being decoded."""
+        return len(self._running)
+
+    def start(self) -> None:
+        """Start the processes, which otherwise start with their first pictures."""
+        for process in self._processes:
+            process.start()
+
+    def submit(self, caller: Hashable, works: Sequence[Work]) -> "list[asyncio.Future[Any]]":
+        """Call each of ``works`` of one request with a process, in a thread.
+
+        Cancelling a future drops its work; a picture that is being decoded is killed.
+
+        Args:
+            caller: whose turn it is, is decided by this; None takes the request for a caller of its own.
+        """
+        loop = asyncio.get_running_loop()
+        key = object() if caller is None else caller
+        known = self._callers.setdefault(key, _Caller(key))
+        jobs = [_Job(work, known, loop.create_future()) for work in works]
+        if not known.requests:
+            self._turns.append(known)
+        known.requests.append(deque(jobs))
+        self._assign(loop)
+        return [job.future for job in jobs]
+
+    def close(self) -> None:
+        """Kill the processes, and wait for the threads that used them."""
+        for process in self._processes:
+            process.close()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.reap()
+
+    def _assign(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._free and (job := self._next()) is not None:
+            process = self._free.popleft()
+            job.caller.running += 1
+            self._running[process] = job
+            self._threads.submit(self._work, loop, process, job)
+        if self._running and not self._watching:
+            self._watching = True
+            loop.call_later(_WATCH_SECONDS, self._watch, loop)
+
+    def _next(self) -> _Job | None:
+        """The picture whose turn it is, of a caller who has fewer processes than the share."""
+        for _ in range(len(self._turns)):
+            caller = self._turns.popleft()
+            job = caller.take() if caller.running < self._share else None
+            if caller.requests:
+                self._turns.append(caller)
+            elif not caller.running and job is None:
+                self._callers.pop(caller.key, None)
+            if job is not None:
+                return job
+        return None
+
+    def _work(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess, job: _Job) -> None:
+        result: Any = None
+        try:
+            result = job.work(process)
+        except Exception as error:
+            result = error
+        try:
+            loop.call_soon_threadsafe(self._finish, loop, process, job, result)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            return
+
+    def _finish(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess, job: _Job, result: Any) -> None:
+        del self._running[process]
+        caller = job.caller
+        caller.running -= 1
+        if not caller.running and not caller.requests:
+            self._callers.pop(caller.key, None)
+        if not job.future.done():
+            if isinstance(result, Exception):
+                job.future.set_exception(result)
+            else:
+                job.future.set_result(result)
+        if process.runs:
+            self._release(loop, process)
+        else:
+            self._restart(loop, process)
+
+    def _restart(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
+        """Start another process in place of one that was killed, before a picture waits for it."""
+
+        def release(_: "Future[None]") -> None:
+            try:
+                loop.call_soon_threadsafe(self._release, loop, process)
+            except RuntimeError:
+                return
+
+        try:
+            self._threads.submit(process.start).add_done_callback(release)
+        except RuntimeError:  # closed
+            return
+
+    def _release(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
+        self._free.append(process)
+        self._assign(loop)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Kill what takes too long, and what nobody waits for."""
+        for process, job in self._running.items():
+            if process.is_overdue or (job.future.done() and process.seconds > _ABANDONED_SECONDS):
+                process.kill()
+        self._watching = bool(self._running)
+        if self._watching:
+            loop.call_later(_WATCH_SECONDS, self._watch, loop)

@@ -1,0 +1,102 @@
+"""Text files from elsewhere: no line and no file is read that is longer than what its form has.
+
+A file without ends of lines would otherwise come into memory whole, as text of up to four bytes for each of its own.
+"""
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plsc.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+LONGEST_LINE = 1 << 16  # bytes; a path has up to 4,096
+_INTEGERS_AT_ONCE = 1 << 24  # bytes of their text
+_LONGEST_INTEGERS = 1 << 10  # bytes of a line of integers
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the number and the text of each line, without its end; a byte order mark at the beginning is left out.
+
+    Raises:
+        DataError: a line is longer than :data:`LONGEST_LINE` bytes, or no UTF-8.
+    """
+    with path.open("rb") as file:
+        number = 0
+        while raw := file.readline(LONGEST_LINE + 1):
+            number += 1
+            if len(raw) > LONGEST_LINE:
+                raise DataError(f"{path} line {number} has more than {LONGEST_LINE:,} bytes; it is no list")
+            try:
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError:
+                raise DataError(f"{path} line {number} is not UTF-8 text; save it as UTF-8") from None
+
+
+def read_text(path: Path, largest: int) -> str:
+    """Read a file of UTF-8 whole.
+
+    Raises:
+        DataError: it has more than ``largest`` bytes, is a pipe or a device, or no UTF-8.
+        OSError: it is missing, or cannot be read.
+    """
+    if path.exists() and not path.is_file():
+        raise DataError(f"cannot read {path}: it is no file; name one")
+    size = path.stat().st_size
+    if size > largest:
+        raise DataError(f"{path} has {size:,} bytes, where {largest:,} are the most; it is another kind of file")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is not UTF-8 text") from None
+
+
+def read_integers(path: Path, columns: int) -> "NDArray[np.int64]":
+    """Read lines of ``columns`` integers, separated by blanks or tabs, as int64 (lines, columns).
+
+    What 64 bits do not hold becomes the largest or least number that they do.
+
+    Raises:
+        DataError: the file is empty, or a line holds anything else.
+    """
+    import numpy as np  # here: commands read text before they need it
+
+    parts: list[NDArray[np.int64]] = []
+    with path.open("rb") as file:
+        rest = b""
+        while block := file.read(_INTEGERS_AT_ONCE):
+            whole, end, rest = (rest + block).rpartition(b"\n")
+            if len(rest) > _LONGEST_INTEGERS or (not end and len(block) == _INTEGERS_AT_ONCE):
+                raise _not_integers(path, columns)
+            parts.append(_integers(whole, columns, path))
+        parts.append(_integers(rest, columns, path))
+    numbers = np.concatenate(parts)
+    if not len(numbers):
+        raise _not_integers(path, columns)
+    return numbers
+
+
+def _integers(text: bytes, columns: int, path: Path) -> "NDArray[np.int64]":
+    """Parse whole lines; numpy's own reader of tables takes ten times as long."""
+    import numpy as np
+
+    if not text.strip():
+        return np.empty((0, columns), dtype=np.int64)
+    lines = sum(1 for line in text.split(b"\n") if line.strip())
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            numbers: NDArray[np.int64] = np.fromstring(text.decode("ascii"), dtype=np.int64, sep=" ")
+    except (ValueError, DeprecationWarning):
+        raise _not_integers(path, columns) from None
+    if len(numbers) != lines * columns:
+        raise _not_integers(path, columns)
+    return numbers.reshape(-1, columns)
+
+
+def _not_integers(path: Path, columns: int) -> DataError:
+    return DataError(f"{path} is damaged: each line has to hold {columns} whole numbers")

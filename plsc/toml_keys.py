@@ -1,0 +1,211 @@
+"""A key of a strict TOML schema: its type, limits and choices, and values as TOML and text write them.
+
+Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of them, or a scalar ``|`` a tuple of it.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from plsc.errors import UsageError
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
+    above: float | None = None,
+    least: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    renamed_from: str = "",
+    in_stages: bool = False,
+    stands_for_section: bool = False,
+) -> Any:
+    """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
+
+    ``choices`` may be a function, called when they are first needed: those of a module that is slow to import.
+    ``in_stages`` says that a stage of a run may give the key another value, ``stands_for_section`` that a value in
+    place of its section's table is the key's.
+    """
+    limits = {"above": above, "at least": least, "at most": most, "below": below}
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "limits": limits,
+        "renamed_from": renamed_from,
+        "in_stages": in_stages,
+        "stands_for_section": stands_for_section,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of a schema by its dotted name: type hint, default, meaning, and the values that it takes."""
+
+    name: str
+    hint: Any
+    default: Any
+    doc: str
+    choices_or_function: Sequence[str] | Callable[[], Sequence[str]]
+    limits: Mapping[str, float | None]
+    renamed_from: str = ""
+    in_stages: bool = False
+    stands_for_section: bool = False
+
+    @property
+    def section(self) -> str:
+        """The dotted name of the section, "" at the top."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that the key takes; empty where limits or nothing bound them."""
+        listed = self.choices_or_function
+        return tuple(listed() if callable(listed) else listed)
+
+    @property
+    def kind(self) -> type:
+        """Scalar type behind the hint: ``float`` of ``float | None``, ``str`` of ``tuple[str, ...]``."""
+        arm = self._arms[0]
+        return typing.cast(type, typing.get_args(arm)[0] if typing.get_origin(arm) is tuple else arm)
+
+    @property
+    def is_list(self) -> bool:
+        """True if the key takes a list and nothing else."""
+        return all(typing.get_origin(arm) is tuple for arm in self._arms)
+
+    @property
+    def takes_list(self) -> bool:
+        """True if the key takes a list, perhaps beside a scalar."""
+        return any(typing.get_origin(arm) is tuple for arm in self._arms)
+
+    @property
+    def _arms(self) -> list[Any]:
+        """The types of the hint but None."""
+        arms = typing.get_args(self.hint) if isinstance(self.hint, types.UnionType) else (self.hint,)
+        return [arm for arm in arms if arm is not type(None)]
+
+    @property
+    def type_name(self) -> str:
+        """The type in words."""
+        plural = {bool: "booleans", int: "integers", float: "numbers", str: "strings"}
+        single = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+        if self.is_list:
+            return f"a list of {plural[self.kind]}"
+        return f"{single[self.kind]} or a list of {plural[self.kind]}" if self.takes_list else single[self.kind]
+
+    @property
+    def expected(self) -> str:
+        """Accepted values, in words."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        limits = [f"{word} {limit:.12g}" for word, limit in self.limits.items() if limit is not None]
+        return " ".join([self.type_name, " and ".join(limits)]).rstrip()
+
+    def checked(self, value: Any) -> Any:
+        """Return ``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
+        if not self.takes_list or (not self.is_list and not isinstance(value, list | tuple)):
+            return self._checked_scalar(value, value)
+        if not isinstance(value, list | tuple):
+            raise self._wrong(value)
+        return tuple(self._checked_scalar(item, value) for item in value)
+
+    def parsed(self, text: str) -> Any:
+        """Parse text of a command line to the key's type (unchecked): lists by commas or as TOML."""
+        text = text.strip()
+        if not self.takes_list or (not self.is_list and not text.startswith("[") and "," not in text):
+            return self._parsed_scalar(text)
+        if text.startswith("["):
+            return read_toml_value(text)
+        return [self._parsed_scalar(part.strip()) for part in text.split(",") if part.strip()]
+
+    def _parsed_scalar(self, text: str) -> Any:
+        quoted = len(text) >= 2 and text[0] == text[-1] and text[0] in "\"'"
+        return text if self.kind is str and not quoted else read_toml_value(text)
+
+    def _checked_scalar(self, value: Any, whole: Any) -> Any:
+        kind: Any = self.kind
+        if kind is float and type(value) is int and abs(value) < 2**53:
+            value = float(value)
+        if type(value) is not kind:
+            raise self._wrong(whole)
+        if self.choices and value not in self.choices:
+            hint = did_you_mean(value, self.choices)
+            raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{hint}")
+        if kind is not str and kind is not bool and not self._within(value):
+            raise UsageError(f"{self.name} = {toml_value(value)} is out of range; it takes {self.expected}")
+        return value
+
+    def _within(self, value: float) -> bool:
+        above, least, most, below = self.limits.values()
+        return (
+            math.isfinite(value)
+            and (above is None or value > above)
+            and (least is None or value >= least)
+            and (most is None or value <= most)
+            and (below is None or value < below)
+        )
+
+    def _wrong(self, value: Any) -> UsageError:
+        names = {bool: "a boolean", int: "an integer", float: "a number", str: "a string", list: "a list"}
+        is_a = names.get(type(value), f"a {type(value).__name__}")
+        shown = toml_value(value) if type(value) in names else repr(value)
+        return UsageError(f"{self.name} = {shown} is {is_a}; it takes {self.expected}")
+
+
+def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
+    """Yield every key of a schema in the order of the fields, sections' keys by dotted names."""
+    hints = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from keys_of(typing.cast(type, hint), f"{prefix}{field.name}.")
+        elif "choices" in field.metadata:
+            metadata = field.metadata
+            yield Key(
+                prefix + field.name,
+                hint,
+                field.default,
+                metadata["doc"],
+                metadata["choices"],
+                metadata["limits"],
+                metadata["renamed_from"],
+                metadata["in_stages"],
+                metadata["stands_for_section"],
+            )
+
+
+def did_you_mean(value: str, choices: Sequence[str]) -> str:
+    """Return ``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def toml_value(value: Any) -> str:
+    """Format a scalar or a list of scalars as TOML. JSON's escapes of strings are TOML's, but for DEL."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(toml_value(item) for item in value)}]"
+    return repr(value)
+
+
+def read_toml_value(text: str) -> Any:
+    """Parse ``text`` as a TOML value; anything else stays text, for the type check to name."""
+    try:
+        read = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return read["value"] if len(read) == 1 else text

@@ -1,0 +1,103 @@
+"""Runs a target on inputs, and holds it to its bounds of time and memory; keeps the inputs on which it fails."""
+
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from plsc.errors import PlscError
+
+LONGEST_MESSAGE = 1 << 17  # a line of the file; commands print the beginning alone
+SECONDS, BYTES = 2.0, 256 << 20  # that one input may take: CPU time, and memory beyond what was in use
+
+
+class Violation(Exception):
+    """A target did what it must not do with any input."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is fuzzed.
+
+    Attributes:
+        name: of the reader or route.
+        make: makes an input of a random generator.
+        run: reads it; PlscError is its only exception, and whatever it returns has been checked.
+    """
+
+    name: str
+    make: Callable[[random.Random], bytes]
+    run: Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An input on which a target fails, and how."""
+
+    target: str
+    number: int
+    content: bytes
+    reason: str
+
+
+def fuzz(target: Target, seed: int, *, count: int | None = None, seconds: float | None = None) -> Iterator[Failure]:
+    """Run ``target`` on inputs 0, 1, … of ``seed``, as many or as long as given; yields its failures."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    number = 0
+    while (count is None or number < count) and (deadline is None or time.monotonic() < deadline):
+        content = target.make(random.Random(f"{target.name} {seed} {number}"))
+        reason = fault_of(target, content)
+        if reason is not None:
+            yield Failure(target.name, number, content, reason)
+        number += 1
+
+
+def fault_of(target: Target, content: bytes) -> str | None:
+    """What goes wrong when ``target`` reads ``content``; None if nothing does."""
+    try:
+        with _bounded():
+            target.run(content)
+    except PlscError as error:
+        return None if len(str(error)) < LONGEST_MESSAGE else f"a message of {len(str(error)):,} letters"
+    except Exception:
+        return traceback.format_exc()
+    return None
+
+
+def save(failure: Failure, folder: Path, seed: int) -> Path:
+    """Keep the input in ``folder``; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{failure.target}-{seed}-{failure.number}"
+    path.write_bytes(failure.content)
+    path.with_name(f"{path.name}.txt").write_text(failure.reason, errors="replace")
+    return path
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise :class:`Violation` where the block takes too much CPU time, or too much memory at its peak."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Violation(f"it takes more than {SECONDS} seconds")
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _peak()
+    former = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, former)
+    if (used := _peak() - before) > BYTES:
+        raise Violation(f"it takes {used >> 20} MiB")
+
+
+def _peak() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10

@@ -1,0 +1,268 @@
+"""The file of keys of an encrypted store: damage, rotation, and snapshots that are read with it."""
+
+import errno
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.encrypted_store import (
+    GALLERY,
+    HEADER,
+    MODEL,
+    SLOT,
+    enrol,
+    exchange_vectors,
+    faces,
+    flip,
+    slot_of,
+)
+from support.stores import new_key_file
+
+from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
+from plsc.files import describe_files, read_json, write_manifest
+from plsc.gallery.sqlite.backup import restore
+from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.gallery.sqlite.folder import rotate_key
+from plsc.gallery.sqlite.store import SqliteStore
+from plsc.gallery.store import NewPerson, Person
+from plsc.tools.entry import main
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def cut_off(folder: Path, _: Sequence[Person]) -> None:
+    os.truncate(folder / "keys", HEADER + 5 * SLOT + 7)
+
+
+def flip_slot(folder: Path, made: Sequence[Person]) -> None:
+    flip(folder / "keys", HEADER + SLOT * slot_of(folder, made[4].faces[0]) + 20)
+
+
+def flip_header(folder: Path, _: Sequence[Person]) -> None:
+    flip(folder / "keys", 20)
+
+
+def remove_keys(folder: Path, _: Sequence[Person]) -> None:
+    (folder / "keys").unlink()
+
+
+def erase_slot(folder: Path, made: Sequence[Person]) -> None:
+    content = bytearray((folder / "keys").read_bytes())
+    start = HEADER + SLOT * slot_of(folder, made[4].faces[0])
+    content[start : start + SLOT] = bytes(SLOT)
+    (folder / "keys").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (cut_off, "keys is too short: it ends before key"),
+        (flip_slot, r"keys is corrupt: key \d+ is not what was written"),
+        (flip_header, "keys is corrupt: its header is not what was written"),
+        (remove_keys, "keys is missing: without it nobody in this store can be read"),
+        (erase_slot, r"is older than the file of keys, from which key \d+ was erased since"),
+        (exchange_vectors, r"the vector of face \d+ is not what was encrypted"),
+    ],
+)
+def test_damage_is_named(
+    sealed: tuple[Path, list[Person]],
+    key_file: Path,
+    damage: Callable[[Path, Sequence[Person]], None],
+    message: str,
+) -> None:
+    folder, made = sealed
+    damage(folder, made)
+    with pytest.raises(IntegrityError, match=message) as caught:
+        SqliteStore(folder, key_file=key_file)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_keys_of_another_store_are_refused(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path
+) -> None:
+    folder, _ = sealed
+    other = SqliteStore(tmp_path / "other", key_file=key_file)
+    enrol(other, 3)
+    other.close()
+    shutil.copy(tmp_path / "other" / "keys", folder / "keys")
+    with pytest.raises(UsageError, match="is of another store than"):
+        SqliteStore(folder, key_file=key_file)
+    with pytest.raises(UsageError, match="is of another store than"):
+        check_readers(folder / "snapshots" / "one", key_file, tmp_path / "other" / "keys")
+    (folder / "keys").write_bytes(b"something else")
+    with pytest.raises(DataError, match="is no file of keys"):
+        SqliteStore(folder, key_file=key_file)
+
+
+def test_a_block_of_keys_torn_by_a_crash_costs_nobody(sealed: tuple[Path, list[Person]], key_file: Path) -> None:
+    folder, _ = sealed
+    with (folder / "keys").open("ab") as file:
+        file.write(os.urandom(SLOT) + bytes(SLOT) + os.urandom(SLOT // 2))
+    store = SqliteStore(folder, key_file=key_file)
+    enrol(store, 1200, seed=2)
+    store.check()
+    store.close()
+    store = SqliteStore(folder, key_file=key_file)
+    assert store.check()["faces"] == 1210
+    store.close()
+
+
+def test_a_full_disk_while_a_block_of_keys_is_made_changes_nothing(
+    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = sealed
+    store = SqliteStore(folder, key_file=key_file)
+    size = (folder / "keys").stat().st_size
+    write = os.pwrite
+
+    def half(file: int, content: bytes, offset: int) -> int:
+        if len(content) > 1 << 15:
+            return write(file, content[: 1 << 15], offset)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("plsc.gallery.sqlite.keys.os.pwrite", half)
+        with pytest.raises(StorageError, match="No space"):
+            enrol(store, 2000, seed=2)
+    assert (folder / "keys").stat().st_size == size
+    assert store.check()["faces"] == 10
+    enrol(store, 2000, seed=2)
+    assert store.check()["faces"] == 2010
+    store.close()
+
+
+def test_a_refused_enrolment_leaves_its_keys_to_the_next(sealed: tuple[Path, list[Person]], key_file: Path) -> None:
+    folder, _ = sealed
+    store = SqliteStore(folder, key_file=key_file)
+    store.add_persons(GALLERY, [NewPerson(faces(1), "x", {}, "E-1")], MODEL)
+    size = (folder / "keys").stat().st_size
+    for _ in range(3):
+        with pytest.raises(PlscError, match="E-1"):
+            store.add_persons(
+                GALLERY, [*(NewPerson(one[None]) for one in faces(900)), NewPerson(faces(1), "y", {}, "E-1")], MODEL
+            )
+    enrol(store, 900, seed=3)
+    assert (folder / "keys").stat().st_size == size
+    store.check()
+    store.close()
+
+
+# --- rotation --------------------------------------------------------------------------------------------------------
+
+
+def test_rotation_changes_the_key_file_and_nothing_else(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path
+) -> None:
+    folder, made = sealed
+    store = SqliteStore(folder, key_file=key_file)
+    store.delete_person(GALLERY, made[0].id)
+    store.close()
+    rows = (folder / "gallery.sqlite").read_bytes()
+    new = new_key_file(tmp_path / "new.key")
+    assert rotate_key(folder, key_file, new) == 1023
+    assert (folder / "gallery.sqlite").read_bytes() == rows
+    with pytest.raises(UsageError, match="another key"):
+        SqliteStore(folder, key_file=key_file)
+    with pytest.raises(UsageError, match="another key"):
+        rotate_key(folder, key_file, new)
+    store = SqliteStore(folder, key_file=new)
+    assert [answer[0].score > 0.999 for answer in store.search(GALLERY, faces(10), k=1)] == [False] + [True] * 9
+    with pytest.raises(UsageError, match="in use by process"):
+        rotate_key(folder, new, key_file)
+    store.close()
+    assert check_readers(folder / "snapshots" / "one", new, None)["gone"] == 1
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from plsc.gallery.sqlite import keys
+from plsc.gallery.sqlite.folder import rotate_key
+kill = lambda *_: os._exit(9)
+if sys.argv[4] == "before":
+    Path.replace = kill
+else:
+    keys.sync = kill
+rotate_key(*map(Path, sys.argv[1:4]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_rotation_killed_halfway_leaves_a_store_that_opens(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, moment: str
+) -> None:
+    folder, _ = sealed
+    new = new_key_file(tmp_path / "new.key")
+    done = subprocess.run([sys.executable, "-c", KILLED, folder, key_file, new, moment])
+    assert done.returncode == 9
+    opening, other = (key_file, new) if moment == "before" else (new, key_file)
+    with pytest.raises(UsageError, match="another key"):
+        SqliteStore(folder, key_file=other)
+    store = SqliteStore(folder, key_file=opening)
+    assert store.check()["faces"] == 10
+    store.close()
+    assert not list(folder.glob(".keys*")), "it may hold keys that are erased later"
+
+
+# --- restoring -------------------------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_is_read_with_its_own_key_file_and_keys_alone(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path
+) -> None:
+    folder, _ = sealed
+    moved = shutil.copytree(folder / "snapshots" / "one", tmp_path / "moved")
+    with pytest.raises(UsageError, match="is encrypted; name its key file"):
+        restore(moved, tmp_path / "new")
+    with pytest.raises(UsageError, match="there is no file of keys"):
+        restore(moved, tmp_path / "new", key_file=key_file)
+    with pytest.raises(UsageError, match="another key"):
+        restore(moved, tmp_path / "new", key_file=new_key_file(tmp_path / "o"), keys=folder / "keys")
+    assert not (tmp_path / "new").exists()
+    assert restore(moved, tmp_path / "new", key_file=key_file, keys=folder / "keys")["left_out"] == 0
+    store = SqliteStore(tmp_path / "new", key_file=key_file)
+    former = (folder / "keys").read_bytes()
+    restored = (tmp_path / "new" / "keys").read_bytes()
+    shared = {former[start : start + SLOT] for start in range(HEADER, len(former), SLOT)}
+    shared &= {restored[start : start + SLOT] for start in range(HEADER, len(restored), SLOT)}
+    assert len(shared - {bytes(SLOT)}) == 10, "the two stores give later persons keys of their own"
+    enrol(store, 5, seed=3)
+    store.check()
+    store.close()
+    plain = SqliteStore(tmp_path / "plain")
+    plain.snapshot(tmp_path / "plain.snapshot")
+    plain.close()
+    with pytest.raises(UsageError, match="is not encrypted; leave --encrypt and --keys out"):
+        restore(tmp_path / "plain.snapshot", tmp_path / "another", key_file=key_file)
+
+
+def test_a_damaged_vector_in_a_snapshot_is_no_deleted_person(sealed: tuple[Path, list[Person]], key_file: Path) -> None:
+    folder, made = sealed
+    snapshot = folder / "snapshots" / "one"
+    exchange_vectors(snapshot, made)
+    with pytest.raises(IntegrityError, match=r"the vector of face \d+ is not what was encrypted"):
+        check_readers(snapshot, key_file, None)
+
+
+@pytest.mark.parametrize("stored", [b"", b"\1", b"\xff" * 68, b"\xff" * 20, "text", 7])
+def test_a_forged_vector_in_a_snapshot_is_refused(
+    sealed: tuple[Path, list[Person]], key_file: Path, capsys: pytest.CaptureFixture[str], stored: object
+) -> None:
+    folder, made = sealed
+    snapshot = folder / "snapshots" / "one"
+    with closing(sqlite3.connect(snapshot / "gallery.sqlite")) as db:
+        db.execute("UPDATE vectors SET vector = ? WHERE face = ?", (stored, made[3].faces[0]))
+        db.commit()
+    manifest = read_json(snapshot / "manifest.json")  # who forges a file forges its hash
+    manifest["files"] = describe_files(snapshot, ["gallery.sqlite"])
+    write_manifest(snapshot, {name: value for name, value in manifest.items() if name != "seal"})
+    for words in (("check", snapshot), ("restore", snapshot, "--store", folder.parent / "new")):
+        assert main(["gallery", *map(str, words), "--encrypt", str(key_file)]) == 1
+        said = capsys.readouterr().err
+        assert (said.count("\n"), "what was encrypted" in said or "ends before key" in said) == (1, True), said

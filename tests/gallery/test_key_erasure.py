@@ -1,0 +1,216 @@
+"""What is left of a person's key when the power fails, or the process is killed, behind the answer to a deletion."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+from support.encrypted_store import (
+    GALLERY,
+    HEADER,
+    MODEL,
+    SLOT,
+    enrol,
+    faces,
+    slot_content,
+    slot_of,
+)
+from support.waiting import wait_until
+
+from plsc.errors import NotFoundError, StorageError
+from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.gallery.sqlite.encryption import EncryptedVectors
+from plsc.gallery.sqlite.keys import KeyTable
+from plsc.gallery.sqlite.store import SqliteStore
+from plsc.gallery.store import Person
+
+
+class Disk:
+    """What a power failure leaves of the file of keys: its content at the last sync."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._path, self.content, self.syncs = folder / "keys", (folder / "keys").read_bytes(), 0
+        self._sync = os.fdatasync
+        monkeypatch.setattr("plsc.gallery.sqlite.keys.os.fdatasync", self._synced)
+
+    def _synced(self, file: int) -> None:
+        content = self._path.read_bytes()
+        self._sync(file)
+        self.content, self.syncs = content, self.syncs + 1
+
+    def lose_power(self, store: SqliteStore, target: Path) -> Path:
+        """Copy the store as the disk has it now, and end the process that has it."""
+        shutil.copytree(store.folder, target)
+        (target / "keys").write_bytes(self.content)
+        store.close()
+        return target
+
+
+def delete_person(store: SqliteStore, person: Person) -> None:
+    store.delete_person(GALLERY, person.id)
+
+
+def delete_all_faces(store: SqliteStore, person: Person) -> None:
+    for face in person.faces:
+        store.delete_face(GALLERY, person.id, face)
+
+
+def delete_collection(store: SqliteStore, person: Person) -> None:
+    store.delete_collection(GALLERY)
+
+
+@pytest.mark.parametrize("forget", [delete_person, delete_all_faces, delete_collection])
+def test_a_power_failure_behind_the_answer_brings_no_key_back(
+    sealed: tuple[Path, list[Person]],
+    key_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    forget: Callable[[SqliteStore, Person], None],
+) -> None:
+    folder, made = sealed
+    store, disk = SqliteStore(folder, key_file=key_file), Disk(folder, monkeypatch)
+    forget(store, made[4])
+    lost = disk.lose_power(store, tmp_path / "lost")
+    gone = 10 if forget is delete_collection else 1
+    assert check_readers(folder / "snapshots" / "one", key_file, lost / "keys")["gone"] == gone
+    store = SqliteStore(lost, key_file=key_file)
+    store.check()
+    store.close()
+
+
+def test_a_power_failure_behind_a_compaction_brings_no_key_back(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = sealed
+    store, disk = SqliteStore(folder, key_file=key_file), Disk(folder, monkeypatch)
+    with monkeypatch.context() as patch:  # killed before the answer
+        patch.setattr(EncryptedVectors, "sync_erased", fail_to_sync)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete_person(GALLERY, made[9].id)
+    assert not disk.syncs
+    store.compact()
+    lost = disk.lose_power(store, tmp_path / "lost")
+    store = SqliteStore(lost, key_file=key_file)
+    assert check_readers(folder / "snapshots" / "one", key_file, lost / "keys")["gone"] == 1
+    enrol(store, 1, seed=2)
+    assert check_readers(folder / "snapshots" / "one", key_file, lost / "keys")["gone"] == 1, "nobody gets the key"
+    store.close()
+
+
+def fail_to_sync(_: EncryptedVectors) -> None:
+    raise KeyboardInterrupt
+
+
+KILLED_BEHIND_THE_ANSWER = """
+import os, signal, sys
+from plsc.gallery.sqlite.store import SqliteStore
+store = SqliteStore(sys.argv[1], key_file=sys.argv[2])
+store.delete_person("people", int(sys.argv[3]))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_process_killed_behind_the_answer_has_erased_the_key(
+    sealed: tuple[Path, list[Person]], key_file: Path
+) -> None:
+    folder, made = sealed
+    words = [folder, key_file, str(made[4].id)]
+    done = subprocess.run([sys.executable, "-c", KILLED_BEHIND_THE_ANSWER, *words])
+    assert done.returncode == -9
+    assert check_readers(folder / "snapshots" / "one", key_file, None)["gone"] == 1
+    store = SqliteStore(folder, key_file=key_file)
+    with pytest.raises(NotFoundError):
+        store.person(GALLERY, made[4].id)
+    assert store.check()["forgotten_in_snapshots"] == 0
+    store.close()
+
+
+def test_a_key_whose_erasure_is_not_synced_is_erased_again(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = sealed
+    store, disk = SqliteStore(folder, key_file=key_file), Disk(folder, monkeypatch)
+
+    def fail(file: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("plsc.gallery.sqlite.keys.os.fdatasync", fail)
+        with pytest.raises(StorageError, match=r"keys cannot be written: 1 keys? of persons who were deleted"):
+            store.delete_person(GALLERY, made[0].id)
+        with pytest.raises(StorageError, match="keys cannot be written"):
+            store.compact()
+    before = bytearray((folder / "keys").read_bytes())
+    start = HEADER + SLOT * slot_of(folder, made[0].faces[0])
+    before[start : start + SLOT] = disk.content[start : start + SLOT]  # as a kernel does that gave the page up
+    with (folder / "keys").open("r+b") as file:
+        file.write(before)
+    store.add_faces(GALLERY, made[1].id, faces(1), MODEL)
+    assert disk.content[start : start + SLOT] == bytes(SLOT)
+    store.close()
+
+
+def test_deletions_at_the_same_time_share_a_sync(
+    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = sealed
+    store = SqliteStore(folder, key_file=key_file)
+    codec = store._database.codec
+    assert isinstance(codec, EncryptedVectors)
+    disk = Disk(folder, monkeypatch)
+    threads = [threading.Thread(target=store.delete_person, args=(GALLERY, one.id)) for one in made[:8]]
+    with codec._syncing:  # a sync that takes long: all are committed meanwhile, and none is answered
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: not any(slot_content(folder, n) != bytes(SLOT) for n in range(8)))
+        assert all(thread.is_alive() for thread in threads)
+    for thread in threads:
+        thread.join()
+    assert disk.syncs == 1
+    assert store.check()["persons"] == 2
+    store.close()
+
+
+def test_a_key_that_another_thread_erases_is_no_failure(
+    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, made = sealed
+    store = SqliteStore(folder, key_file=key_file)
+    failures: list[StorageError] = []
+
+    def delete(person: Person) -> None:
+        try:
+            store.delete_person(GALLERY, person.id)
+        except StorageError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=delete, args=(one,)) for one in made[:2]]
+    erases, begun = threading.Event(), threading.Event()
+    erase, sync = KeyTable.erase, KeyTable.sync
+
+    def slow_erase(table: KeyTable, slots: Iterable[int]) -> None:
+        if begun.is_set():  # of the second deletion: the first is answered meanwhile, as far as it does not wait
+            erases.set()
+            threads[0].join(0.5)
+        erase(table, slots)
+
+    def slow_sync(table: KeyTable) -> None:
+        if not begun.is_set():
+            begun.set()
+            erases.wait(30)
+        sync(table)
+
+    monkeypatch.setattr(KeyTable, "erase", slow_erase)
+    monkeypatch.setattr(KeyTable, "sync", slow_sync)
+    threads[0].start()
+    assert begun.wait(30)
+    threads[1].start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    store.close()

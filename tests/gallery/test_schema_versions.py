@@ -1,0 +1,174 @@
+"""Stores and snapshots that version 1 wrote: they are migrated whole, or not at all.
+
+fixtures/version_1.store.tar.gz and version_1.snapshot.tar.gz were written by the code of version 1: two collections, a
+compacted segment, persons and faces added and deleted after it.
+"""
+
+import sqlite3
+import subprocess
+import sys
+import tarfile
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plsc.errors import DataError, IntegrityError
+from plsc.gallery.filters import Filter
+from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
+from plsc.gallery.sqlite.schema import SCHEMA_1, VERSION, statements
+from plsc.gallery.sqlite.store import SqliteStore
+from plsc.gallery.store import NewPerson
+from plsc.tools.entry import main
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = ["Ada", None, "Grace 李", "Late"]
+FACES = 7
+
+
+def unpacked(name: str, folder: Path) -> Path:
+    with tarfile.open(FIXTURES / f"{name}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / name
+
+
+@pytest.fixture
+def former(tmp_path: Path) -> Path:
+    return unpacked("version_1.store", tmp_path)
+
+
+def version_of(store: Path) -> int:
+    with closing(sqlite3.connect(store / "gallery.sqlite")) as connection:
+        return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def test_the_fixtures_are_of_version_1(former: Path) -> None:
+    assert version_of(former) == 1
+    with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
+        assert sorted(statements(connection)) == sorted(SCHEMA_1)
+
+
+def test_a_former_store_opens_and_works(former: Path) -> None:
+    store = SqliteStore(former)
+    figures = store.check()
+    assert (figures["version"], figures["migrated_from"]) == (VERSION, 1)
+    people = store.persons("people")
+    assert [person.name for person in people] == NAMES
+    assert {(person.external_id, person.revision, person.expires) for person in people} == {(None, 1, None)}
+    assert store.collection("people").faces == sum(len(person.faces) for person in people) == FACES
+    for person in people:
+        for face, vector in zip(person.faces, store.vectors("people", person.id), strict=True):
+            (best,) = store.search("people", vector[None], k=1)[0]
+            assert (best.person, best.face) == (person.id, face)
+    assert [one.name for one in store.persons("people", filter=Filter.parse({"age": {"gte": 36}}))] == ["Ada"]
+    (new,) = store.add_persons("people", [NewPerson(np.eye(8)[:1], "New")], "model-1")
+    assert new.id > people[-1].id
+    store.close()
+    again = SqliteStore(former)
+    assert "migrated_from" not in again.check()
+    assert [person.name for person in again.persons("people")] == [*NAMES, "New"]
+    again.compact()
+    assert again.check()["forgotten"] == 0
+    again.close()
+
+
+def test_a_migrated_store_has_the_schema_of_a_new_one(former: Path, tmp_path: Path) -> None:
+    for folder in (former, tmp_path / "new"):
+        SqliteStore(folder).close()
+    texts = []
+    for folder in (former, tmp_path / "new"):
+        with closing(sqlite3.connect(folder / "gallery.sqlite")) as connection:
+            texts.append(sorted(statements(connection)))
+    assert texts[0] == texts[1]
+
+
+def test_a_former_snapshot_is_restored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    snapshot = unpacked("version_1.snapshot", tmp_path)
+    assert main(["gallery", "check", str(snapshot)]) == 0
+    assert "a sound snapshot; version 1, which plsc migrates" in capsys.readouterr().out
+    restore(snapshot, tmp_path / "new")
+    assert version_of(tmp_path / "new") == 1
+    assert main(["gallery", "check", str(tmp_path / "new")]) == 0
+    assert "version 2, migrated from 1, 2 collections, 5 persons" in capsys.readouterr().out
+    store = SqliteStore(tmp_path / "new")
+    assert [person.name for person in store.persons("people")] == NAMES
+    (new,) = store.add_persons("people", [NewPerson(np.eye(8)[:1])], "model-1")
+    assert new.id > IDS_SKIPPED
+    store.close()
+
+
+def test_a_former_store_that_was_tampered_with_is_not_migrated(former: Path) -> None:
+    with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
+        connection.execute("ALTER TABLE persons ADD COLUMN external_id TEXT")
+        connection.commit()
+    with pytest.raises(IntegrityError, match="its schema is not what was written"):
+        SqliteStore(former)
+    assert version_of(former) == 1
+
+
+def test_what_a_later_plsc_wrote_is_refused_with_a_line(former: Path) -> None:
+    SqliteStore(former).close()
+    with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
+        connection.execute("INSERT INTO settings VALUES ('compression', 'zstd')")
+        connection.commit()
+    with pytest.raises(DataError, match=r"has the setting compression, which this plsc does not know: update plsc$"):
+        SqliteStore(former)
+    with closing(sqlite3.connect(former / "gallery.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 3")
+    with pytest.raises(DataError, match=r"is a gallery of version 3; this plsc reads up to version 2: update it$"):
+        SqliteStore(former)
+
+
+# Opens copies of a store in children that are killed before their first, second ... statement of the migration.
+KILLS = """
+import os, shutil, signal, sqlite3, sys
+from pathlib import Path
+from plsc.gallery.sqlite import database, schema
+
+class Killed:
+    def __init__(self, connection, after):
+        self.connection, self.left = connection, after
+
+    def __getattr__(self, name):
+        return getattr(self.connection, name)
+
+    def execute(self, text):
+        if not self.left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        return self.connection.execute(text)
+
+migrate = schema.migrate
+for count in range(99):
+    copy = Path(sys.argv[2]) / str(count)
+    shutil.copytree(sys.argv[1], copy)
+    child = os.fork()
+    if not child:
+        database.migrate = lambda connection: migrate(Killed(connection, count))
+        database.Database(copy / "gallery.sqlite")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    connection = sqlite3.connect(copy / "gallery.sqlite")
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    assert sorted(schema.statements(connection)) == sorted(schema.SCHEMAS[version]), count
+    connection.close()
+    database.Database(copy / "gallery.sqlite").close()
+    print(version)
+    if version == schema.VERSION:
+        break
+"""
+
+
+def test_a_kill_leaves_one_version_or_the_other(former: Path, tmp_path: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    command = [sys.executable, "-c", KILLS, str(former), str(tmp_path / "copies")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    versions = done.stdout.split()
+    assert len(versions) > 8
+    assert versions == ["1"] * (len(versions) - 1) + ["2"]
+    store = SqliteStore(tmp_path / "copies" / "3")
+    assert [person.name for person in store.persons("people")] == NAMES
+    assert store.check()["version"] == VERSION
+    store.close()

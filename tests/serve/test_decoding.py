@@ -1,0 +1,301 @@
+"""Pictures are decoded in processes with budgets: a hostile one costs its sender alone."""
+
+import asyncio
+import io
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+from support.live_service import Live, image_input, live_service, picture
+
+from plsc.data import decode_image
+from plsc.errors import DataError
+from plsc.serve.decoding import DecodeProcess, Decoders
+from plsc.serve.settings import Limits
+
+MEGAPIXELS = 12_000_000
+
+
+def encoded(image: Any, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(size: int) -> Any:
+    return Image.fromarray(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def scan_bomb(side: int, scans: int) -> bytes:
+    """A progressive JPEG with ``scans`` more scans: next to no bytes, and a pass over the picture for each."""
+    data = encoded(Image.new("L", (side, side)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    scan = data[last:-2][: 2 + int.from_bytes(data[last + 2 : last + 4], "big") + 30]
+    return data[:-2] + scan * scans + data[-2:]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    with live_service(tmp_path_factory.mktemp("decoding"), decode_processes=1) as running:
+        running.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(1))] * 2})  # the processes start
+        yield running
+
+
+@pytest.fixture
+def process() -> Iterator[DecodeProcess]:
+    running = DecodeProcess(MEGAPIXELS)
+    yield running
+    running.close()
+    running.reap()
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if "plsc.serve.decode_process" in child.cmdline()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("JPEG", "RGB", {"quality": 95, "subsampling": 0}),
+        ("JPEG", "RGB", {"subsampling": 1}),
+        ("JPEG", "RGB", {"progressive": True}),
+        ("JPEG", "RGB", {"exif": b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"}),
+        ("JPEG", "L", {}),
+        ("JPEG", "CMYK", {}),
+        ("PNG", "RGBA", {}),
+        ("PNG", "P", {}),
+        ("WEBP", "RGB", {}),
+    ],
+)
+def test_pixels_are_those_of_the_library(process, kind, mode, options):
+    """Embeddings made by the service and by plsc embed are compared with each other."""
+    data = encoded(noise(61).crop((0, 0, 61, 40)).convert(mode), kind, **options)
+    pixels = torch.from_numpy(process.decode(data, "x")).permute(2, 0, 1)
+    assert torch.equal(pixels, decode_image(data, "x"))
+
+
+def test_the_process_imports_no_torch():
+    code = "import plsc.serve.decode_process, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_searches_go_before_decoding(process):
+    process.start()
+    (child,) = children()
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+
+
+def test_scans_are_limited_and_time_is_where_the_count_is_not(process, monkeypatch):
+    with pytest.raises(DataError, match="more than 100 scans"):
+        process.decode(scan_bomb(64, 200), "x")
+    slow = DecodeProcess(MEGAPIXELS)
+    monkeypatch.setattr(slow, "_cpu_seconds", 0)  # the system counts whole seconds: this one is over within one
+    try:
+        with pytest.raises(DataError, match="takes too long"):
+            list(map(slow.decode, [scan_bomb(3400, 80)] * 50, ["x"] * 50))
+        monkeypatch.setattr(slow, "_cpu_seconds", 60)
+        assert slow.decode(picture(1), "x").shape == (16, 16, 3), "another process took its place"
+    finally:
+        slow.close()
+        slow.reap()
+
+
+def test_memory_is_limited(process):
+    """A process of a smaller limit is given what a larger one takes, past the check of its header."""
+    process.start()
+    child = children()[0]
+    limit, _ = child.rlimit(psutil.RLIMIT_AS)
+    assert child.memory_info().vms < limit < child.memory_info().vms + 500 * 2**20
+    assert child.memory_info().rss < 80 * 2**20
+
+
+def test_a_killed_process_is_replaced(process):
+    process.decode(picture(1), "x")
+    children()[0].kill()
+    assert process.decode(picture(2), "x").shape == (16, 16, 3)
+    process.kill()
+    assert process.decode(picture(3), "x").shape == (16, 16, 3)
+
+
+def test_it_ends_with_its_parent(tmp_path):
+    code = (
+        "import os; from plsc.serve.decoding import DecodeProcess; p = DecodeProcess(10**6); p.start();"
+        "print(p._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert started.returncode == -signal.SIGKILL
+    child = int(started.stdout)
+    for _ in range(200):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.02)
+    raise AssertionError("it outlived its parent")
+
+
+def test_callers_take_turns():
+    """One caller has all but one of the processes, and a picture of another goes before the rest of its request."""
+    order: list[str] = []
+    going_on = threading.Event()
+
+    def work(name: str, _: DecodeProcess) -> str:
+        going_on.wait(10)
+        order.append(name)
+        return name
+
+    async def run() -> None:
+        decoders = Decoders(1, MEGAPIXELS)
+        first = decoders.submit("a", [lambda p, n=n: work(f"a{n}", p) for n in range(4)])
+        second = decoders.submit("a", [lambda p: work("b0", p)])
+        third = decoders.submit("c", [lambda p: work("c0", p)])
+        anonymous = decoders.submit(None, [lambda p: work("d0", p)])
+        first[3].cancel()
+        going_on.set()
+        assert await asyncio.gather(*first[:3], *second, *third, *anonymous) == ["a0", "a1", "a2", "b0", "c0", "d0"]
+        await asyncio.to_thread(decoders.close)
+
+    asyncio.run(run())
+    assert order.index("b0") < order.index("a2")
+    assert order.index("c0") <= 1
+    assert order.index("d0") < order.index("a2")
+    assert "a3" not in order
+
+
+def ask_beside(live: Live, body: Any) -> tuple[list[Any], threading.Thread]:
+    """Send a request in a thread; returns where its answer will be."""
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(live.ask("POST", "/v1/embeddings", body)))
+    thread.start()
+    return answers, thread
+
+
+@pytest.mark.slow
+def test_many_large_pictures_do_not_delay_another_caller(live):
+    large = encoded(Image.new("RGB", (3400, 3400), "teal"), "WEBP")
+    assert len(large) < 40_000
+    answers, thread = ask_beside(live, {"inputs": [image_input(large)] * 16})
+    time.sleep(0.3)
+    waits = []
+    for seed in range(10):
+        begun = time.perf_counter()
+        assert live.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(seed))]}).status_code == 200
+        waits.append(time.perf_counter() - begun)
+    assert not answers, "the large pictures were decoded before the others asked"
+    thread.join()
+    assert answers[0].status_code == 200, answers[0].text[:300]
+    assert sorted(waits)[5] < 0.1, waits
+    assert max(waits) < 1, waits
+
+
+@pytest.mark.slow
+def test_who_goes_away_takes_the_decoding_along(live):
+    body = json.dumps({"inputs": [image_input(scan_bomb(3400, 80))] * 50}).encode()
+    with live.connect() as connection:
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: {live.http.base_url.netloc.decode()}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: live.service.decoders.running)
+    wait_until(lambda: not live.service.decoders.running)
+    time.sleep(0.05)
+    assert not live.service.decoders.running
+
+
+@pytest.mark.slow
+def test_a_picture_that_nobody_waits_for_is_killed():
+    bomb = scan_bomb(9000, 80)
+
+    async def run() -> None:
+        decoders = Decoders(1, 100_000_000)
+        (future,) = decoders.submit("a", [lambda process: process.decode(bomb, "x")])
+        await asyncio.sleep(0.5)
+        future.cancel()
+        begun = time.monotonic()
+        while decoders.running:
+            await asyncio.sleep(0.01)
+        assert time.monotonic() - begun < 2, "it was decoded to its end"
+        (next_one,) = decoders.submit("b", [lambda process: process.decode(picture(1), "x")])
+        assert (await next_one).shape == (16, 16, 3)
+        await asyncio.to_thread(decoders.close)
+
+    asyncio.run(run())
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def png(side: int, cut: int) -> bytes:
+    """A PNG whose data end early."""
+    row = zlib.compress(bytes((1 + 3 * side) * side))[:-cut]
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", row) + chunk(b"IEND", b"")
+
+
+def test_a_bad_picture_fails_alone_by_name(live):
+    good = image_input(picture(1))
+    for data, status, said in (
+        (scan_bomb(64, 200), 422, "scans"),
+        (png(100, 50), 422, "does not decode"),
+        (encoded(Image.new("1", (4000, 3001)), "PNG"), 413, "12,000,000"),
+        (encoded(noise(20), "GIF"), 415, "JPEG, PNG or WEBP"),
+    ):
+        answer = live.ask("POST", "/v1/embeddings", {"inputs": [good, image_input(data), good]})
+        assert (answer.status_code, "inputs[1]" in answer.text, said in answer.text) == (status, True, True), (
+            answer.text
+        )
+    frames = [Image.new("RGB", (16, 16), colour) for colour in ("red", "blue")]
+    animated = [encoded(frames[0], kind, save_all=True, append_images=frames[1:]) for kind in ("WEBP", "PNG")]
+    found = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data) for data in animated]})
+    alone = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(encoded(frames[0], "PNG"))]})
+    assert np.allclose(found.json()["embeddings"], alone.json()["embeddings"] * 2, atol=0.2)
+
+
+@pytest.mark.slow
+def test_the_end_does_not_wait_for_decoding(tmp_path, capfd):
+    body, others = {"inputs": [image_input(scan_bomb(3400, 80))] * 100}, {child.pid for child in children()}
+    with live_service(tmp_path, drain_seconds=1.0) as live:
+        answers, thread = ask_beside(live, body)
+        wait_until(lambda: live.service.decoders.running)
+        begun = time.monotonic()
+        live.server.stop()
+        thread.join()
+    assert time.monotonic() - begun < 10
+    assert answers[0].status_code == 503
+    assert {child.pid for child in children()} == others
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):
+    monkeypatch.setenv("PGPASSWORD", "hunter2")
+    process.start()
+    assert "hunter2" not in Path(f"/proc/{children()[0].pid}/environ").read_text(encoding="utf-8", errors="replace")
+    assert os.environ["PGPASSWORD"] == "hunter2"
+
+
+def test_the_limit_of_pixels_is_the_operator_s(tmp_path):
+    with live_service(tmp_path, limits=Limits(image_pixels=300)) as live:
+        for size, status in ((17, 200), (18, 413)):
+            answer = live.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(1, size))]})
+            assert answer.status_code == status
+        assert live.ask("GET", "/v1/info").json()["limits"]["image_pixels"] == 300

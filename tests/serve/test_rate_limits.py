@@ -1,0 +1,193 @@
+"""Rates that an operator sets: what counts, how refusals look, and what tokens have of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.live_service import DIM, Live, image_input, live_service, picture, vectors
+
+from plsc.errors import UsageError
+from plsc.serve import rate_limits
+from plsc.serve.errors import ApiError
+from plsc.serve.rate_limits import RateLimiter, parse_rate_limit, parse_rate_limits
+from plsc.serve.tokens import add_token, read_tokens
+from plsc.tools.entry import main
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    shown = [1000.0]
+    monkeypatch.setattr(rate_limits.time, "monotonic", lambda: shown[0])
+    return shown
+
+
+def test_forms_of_limits():
+    for text, count, seconds in (("searches=50", 50, 1), ("searches=50/s", 50, 1), ("writes=600/m", 600, 60)):
+        limit = parse_rate_limit(text)
+        assert (limit.count, limit.seconds) == (count, seconds)
+        assert parse_rate_limit(str(limit)) == limit
+    for wrong in (
+        "",
+        "searches",
+        "searches=0",
+        "searches=-1",
+        "searches=1.5",
+        "looks=3",
+        "searches=5/d",
+        "searches=５",
+        "x",
+    ):
+        with pytest.raises(UsageError, match="no rate limit"):
+            parse_rate_limit(wrong)
+    with pytest.raises(UsageError, match="twice"):
+        parse_rate_limits(["searches=1", "searches=2"])
+
+
+def test_a_bucket_is_refilled_evenly(clock):
+    refused = []
+    limiter = RateLimiter((), lambda *what: refused.append(what))
+    own = parse_rate_limits(["searches=60/m"])
+    for _ in range(60):
+        limiter.admit("camera", own, "searches")
+    with pytest.raises(ApiError) as told:
+        limiter.admit("camera", own, "searches")
+    assert (told.value.status_code, told.value.headers["Retry-After"]) == (429, "1")
+    clock[0] += 1.0
+    assert limiter.admit("camera", own, "searches") is not None
+    with pytest.raises(ApiError):
+        limiter.admit("camera", own, "searches")
+    assert limiter.admit("camera", own, "writes") is None
+    assert limiter.admit("other", own, "searches") is not None
+    clock[0] += 3600.0  # no more than the bucket holds
+    allowance = limiter.admit("camera", own, "searches")
+    assert dict(allowance.headers())[b"ratelimit"] == b'"searches";r=59;t=1'
+    allowance.charge(100)
+    with pytest.raises(ApiError) as told:
+        limiter.admit("camera", own, "searches")
+    assert told.value.headers["Retry-After"] == "42"  # the debt of 41, and one to take
+    assert refused == [("camera", "searches")] * 3
+
+
+def test_a_token_that_is_changed_has_its_new_limits_at_once(clock):
+    limiter = RateLimiter(parse_rate_limits(["requests=1"]), lambda *_: None)
+    limiter.admit("camera", (), "searches")
+    with pytest.raises(ApiError):
+        limiter.admit("camera", (), "searches")
+    own = parse_rate_limits(["requests=5"])
+    for _ in range(5):
+        limiter.admit("camera", own, "searches")
+    with pytest.raises(ApiError):
+        limiter.admit("camera", own, "searches")
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, dict[str, str]]]:
+    """A service whose tokens have hourly limits, which refill too slowly to matter in a test."""
+    folder = tmp_path_factory.mktemp("limited")
+    tokens = folder / "tokens.toml"
+    rights = ["vectors", "embeddings"]
+    secrets = {
+        "root": add_token(tokens, "root", "admin", rates=["requests=100000/h", "searches=100000", "writes=100000"]),
+        "camera": add_token(tokens, "camera", "search", rates=["searches=3/h"]),
+        "batcher": add_token(tokens, "batcher", "search", allow=rights, rates=["searches=300/h", "embeddings=4/h"]),
+        "default": add_token(tokens, "default", "write", allow=rights),
+        "busy": add_token(tokens, "busy", "read", rates=["requests=2/h"]),
+    }
+    defaults = parse_rate_limits(["writes=4/h"])
+    with live_service(folder, tokens=tokens, rate_limits=defaults, metrics_port=0) as live:
+        live.http.headers["Authorization"] = f"Bearer {secrets['root']}"
+        live.collection("staff")
+        yield live, secrets
+
+
+def ask(limited: tuple[Live, dict[str, str]], name: str, method: str, path: str, body: object = None) -> httpx.Response:
+    live, secrets = limited
+    return live.ask(method, path, body, headers={"Authorization": f"Bearer {secrets[name]}"})
+
+
+SEARCH, PERSONS = "/v1/collections/staff/search", "/v1/collections/staff/persons"
+
+
+def test_a_caller_is_told_and_then_refused(limited):
+    body = {"query": image_input(picture(1))}
+    answers = [ask(limited, "camera", "POST", SEARCH, body) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
+    assert [answer.headers["RateLimit-Policy"] for answer in answers] == ['"searches";q=3;w=3600'] * 4
+    assert [answer.headers["RateLimit"].split(";")[1] for answer in answers] == ["r=2", "r=1", "r=0", "r=0"]
+    refused = answers[-1].json()["error"]
+    assert (refused["code"], "the token camera has used up its searches=3/h" in refused["message"]) == (
+        "too_many",
+        True,
+    )
+    assert 1100 <= int(answers[-1].headers["Retry-After"]) <= 1200
+    pair = {"a": image_input(picture(1)), "b": image_input(picture(2))}
+    assert ask(limited, "camera", "POST", "/v1/compare", pair).status_code == 429
+    info = ask(limited, "camera", "GET", "/v1/info")  # other requests go on
+    assert (info.status_code, info.json()["rate_limits"]) == (200, ["searches=3/h", "writes=4/h"])
+    assert "RateLimit" not in info.headers
+
+
+def test_the_queries_of_a_request_count_each(limited):
+    queries = [{"vector": row.tolist()} for row in vectors(200)]
+    first = ask(limited, "batcher", "POST", SEARCH, {"queries": queries, "k": 1})
+    assert (first.status_code, first.headers["RateLimit"].split(";")[1]) == (200, "r=100")
+    assert ask(limited, "batcher", "POST", SEARCH, {"queries": queries, "k": 1}).status_code == 200  # into debt
+    assert ask(limited, "batcher", "POST", SEARCH, {"query": queries[0]}).status_code == 429
+    tensor = {"name": "images", "datatype": "UINT8", "shape": [3, 3, 16, 16], "data": [7] * 768 * 3}
+    assert ask(limited, "batcher", "POST", "/v2/models/linear/infer", {"inputs": [tensor]}).status_code == 200
+    several = {"inputs": [image_input(picture(1)), image_input(picture(2))]}
+    assert ask(limited, "batcher", "POST", "/v1/embeddings", several).status_code == 200
+    refused = ask(limited, "batcher", "POST", "/v2/models/linear/infer", {"inputs": [tensor]})
+    assert refused.status_code == 429
+    assert "embeddings=4/h" in refused.json()["error"]  # in the protocol's own shape
+
+
+def test_the_services_limits_hold_where_a_token_has_none(limited):
+    persons = {"persons": [{"faces": [{"vector": [1.0] * DIM}]} for _ in range(4)]}
+    assert ask(limited, "default", "POST", PERSONS, persons).status_code == 201
+    assert ask(limited, "default", "DELETE", f"{PERSONS}/1").status_code == 429
+    assert ask(limited, "default", "GET", PERSONS).status_code == 200
+    assert ask(limited, "root", "DELETE", f"{PERSONS}/1").status_code == 204
+
+
+def test_all_requests_together_can_be_limited_and_metrics_tell(limited):
+    statuses = [ask(limited, "busy", "GET", path).status_code for path in ("/v1/info", "/v1/nothing", "/v1/info")]
+    assert statuses == [200, 404, 429]
+    shown = httpx.get(limited[0].server.metrics_address).text
+    assert 'plsc_throttled_total{kind="requests",token="busy"} 1.0' in shown
+    assert "plsc_limit_writes_per_second 0.00111" in shown
+    assert "plsc_limit_answer_bytes 1.6777216e+07" in shown
+
+
+def test_without_tokens_this_machine_is_one_caller(tmp_path):
+    with live_service(tmp_path, rate_limits=parse_rate_limits(["requests=2/h"])) as live:
+        assert [live.ask("GET", "/v1/info").status_code for _ in range(3)] == [200, 200, 429]
+        assert live.ask("GET", "/health/ready").status_code == 200
+
+
+def test_the_commands_take_rates_and_expiry(tmp_path, capsys):
+    path = str(tmp_path / "t.toml")
+    add = ["tokens", "add", "camera", "--role", "search", "--file", path, "--rate", "searches=50", "writes=1/m"]
+    assert main([*add, "--expires", "2027-01-01"]) == 0
+    (token,) = read_tokens(Path(path))
+    assert (token.rates, token.expires) == (("searches=50", "writes=1/m"), "2027-01-01")
+    assert main(["tokens", "list", "--file", path]) == 0
+    assert "until 2027-01-01" in capsys.readouterr().out
+    assert main(["tokens", "change", "camera", "--rate", "--expires", "never", "--file", path]) == 0
+    (token,) = read_tokens(Path(path))
+    assert (token.rates, token.expires) == ((), None)
+    for wrong in (["--rate", "searches=many"], ["--expires", "tomorrow"], ["--expires", "2027-13-01"]):
+        assert main(["tokens", "change", "camera", *wrong, "--file", path]) == 2
+    assert main(["serve", "--model", "m", "--store", path, "--rate-limit", "searches=x"]) == 2
+
+
+def test_a_token_expires(tmp_path):
+    tokens = tmp_path / "tokens.toml"
+    past = add_token(tokens, "past", "admin", expires="2026-01-01")
+    future = add_token(tokens, "future", "admin", expires="2999-01-01T12:00:00+02:00")
+    with live_service(tmp_path, tokens=tokens) as live:
+        refused = live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {past}"})
+        assert refused.status_code == 401
+        assert "the token past has expired (2026-01-01)" in refused.json()["error"]["message"]
+        assert live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {future}"}).status_code == 200

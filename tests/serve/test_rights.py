@@ -1,0 +1,198 @@
+"""What tokens may do inside the routes: collections, vectors in, embeddings out, and how exact scores are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from support.live_service import Live, image_input, linear_embedder, live_service, picture, vectors
+
+from plsc.serve.tokens import add_token, change_token, read_tokens
+from plsc.tools.entry import main
+
+STEP = 0.01
+PERSONS = 12
+CAMERA = {"role": "search", "collections": ["staff"]}
+
+
+class Guarded:
+    """A service with the collections staff and guests, and tokens that are made when they are asked for."""
+
+    def __init__(self, live: Live, tokens: Path) -> None:
+        self.live, self.tokens = live, tokens
+        self._secrets: dict[str, str] = {}
+
+    def add(self, name: str, **options: object) -> None:
+        self._secrets[name] = add_token(self.tokens, name, **options)  # type: ignore[arg-type]
+
+    def ask(self, name: str, method: str, path: str, body: object = None) -> httpx.Response:
+        return self.live.ask(method, path, body, headers={"Authorization": f"Bearer {self._secrets[name]}"})
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    folder = tmp_path_factory.mktemp("rights")
+    tokens = folder / "tokens.toml"
+    admin = add_token(tokens, "root", "admin")
+    made = {
+        "camera": CAMERA,
+        "vector-camera": {**CAMERA, "allow": ["vectors"]},
+        "embedder": {"role": "search", "allow": ["embeddings"]},
+        "reader": {"role": "read"},
+        "writer": {"role": "write", "collections": ["staff"]},
+        "owner": {"role": "admin", "collections": ["guests"]},
+    }
+    secrets = {name: add_token(tokens, name, **options) for name, options in made.items()}
+    with live_service(folder, tokens=tokens, threshold=float(np.median(exact_scores(78)))) as live:
+        live.http.headers["Authorization"] = f"Bearer {admin}"
+        for name in ("staff", "guests"):
+            live.collection(name)
+            persons = [{"name": f"{name} {n}", "faces": [image_input(picture(n))]} for n in range(PERSONS)]
+            assert live.ask("POST", f"/v1/collections/{name}/persons", {"persons": persons}).status_code == 201
+        running = Guarded(live, tokens)
+        running._secrets = {"root": admin, **secrets}
+        yield running
+
+
+def test_vectors_in_need_their_right(guarded):
+    vector = {"vector": vectors(1)[0].tolist()}
+    coded = {"vector_b64": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
+    image = image_input(picture(1))
+    bodies = {
+        "/v1/collections/staff/search": [{"query": vector}, {"query": coded}, {"queries": [image, vector]}],
+        "/v1/compare": [{"a": image, "b": vector}, {"a": coded, "b": image}],
+    }
+    for path, several in bodies.items():
+        for body in several:
+            refused = guarded.ask("camera", "POST", path, body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden"), (path, body)
+            assert "--allow vectors" in refused.json()["error"]["message"]
+            assert guarded.ask("reader", "POST", path, body).status_code == 403
+            assert guarded.ask("vector-camera", "POST", path, body).status_code == 200
+    place = "/v1/collections/staff/persons"
+    for body in ({"faces": [vector]}, {"persons": [{"faces": [image]}, {"faces": [coded]}]}):
+        assert guarded.ask("writer", "POST", place, body).status_code == 403
+    assert guarded.ask("writer", "POST", f"{place}/1/faces", {"faces": [vector]}).status_code == 403
+    assert guarded.ask("root", "GET", "/v1/collections/staff").json()["faces"] == PERSONS
+
+
+def test_embeddings_out_need_their_right(guarded):
+    tensor = {"name": "images", "datatype": "UINT8", "shape": [1, 3, 16, 16], "data": [7] * 768}
+    for path, body in (
+        ("/v1/embeddings", {"inputs": [image_input(picture(1))]}),
+        ("/v2/models/linear/infer", {"inputs": [tensor]}),
+        ("/v2/models/linear/versions/1/infer", {"inputs": [tensor]}),
+    ):
+        for name, status in (("camera", 403), ("reader", 403), ("vector-camera", 403), ("embedder", 200)):
+            assert guarded.ask(name, "POST", path, body).status_code == status, (path, name)
+
+
+def test_a_token_of_some_collections_knows_of_no_others(guarded):
+    def listed(name: str) -> list[str]:
+        return [one["name"] for one in guarded.ask(name, "GET", "/v1/collections").json()["collections"]]
+
+    assert (listed("camera"), listed("owner"), listed("reader")) == (["staff"], ["guests"], ["guests", "staff"])
+    image = {"query": image_input(picture(1))}
+    for name in ("guests", "nowhere"):  # whether it exists shows in nothing
+        refused = guarded.ask("camera", "POST", f"/v1/collections/{name}/search", image)
+        assert (refused.status_code, name in refused.text) == (403, False)
+    assert guarded.ask("camera", "GET", "/v1/collections/staff/persons").status_code == 403
+    assert guarded.ask("writer", "GET", "/v1/collections/staff/persons").status_code == 200
+    assert guarded.ask("writer", "POST", "/v1/collections", {"name": "new"}).status_code == 403
+    assert guarded.ask("owner", "POST", "/v1/snapshots").status_code == 403
+    assert guarded.ask("owner", "POST", "/v1/collections/guests/compact").status_code == 200
+    assert guarded.ask("owner", "POST", "/v1/collections/staff/compact").status_code == 403
+    told = guarded.ask("camera", "GET", "/v1/info").json()
+    assert (told["role"], told["rights"], told["collections"], told["score_step"]) == ("search", [], ["staff"], STEP)
+
+
+def exact_scores(seed: int) -> np.ndarray:
+    """Cosines of a picture with the pictures of all persons."""
+    model = linear_embedder()
+    rows = np.concatenate([model(_pixels(picture(number))[None]) for number in (seed, *range(PERSONS))])
+    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return units[1:] @ units[0]
+
+
+def _pixels(data: bytes):
+    from plsc.data.codec import decode_image
+
+    return decode_image(data, "picture")
+
+
+def test_scores_are_rounded_without_the_right_to_send_vectors(guarded):
+    place, exact = "/v1/collections/staff/search", exact_scores(77)
+    body = {"query": image_input(picture(77)), "k": PERSONS, "threshold": -1.0}
+
+    def found(name: str, **changes: object) -> dict[int, float]:
+        matches = guarded.ask(name, "POST", place, {**body, **changes}).json()["results"][0]["matches"]
+        return {match["person"]["id"] - 1: match["score"] for match in matches}
+
+    assert found("root") == pytest.approx(dict(enumerate(exact)), abs=1e-5)
+    rounded = found("reader")
+    assert rounded == {person: round(score, 2) for person, score in enumerate(exact)}
+    # a threshold between two steps tells no more than the rounded scores do
+    middle = sorted(rounded.values())[PERSONS // 2]
+    for offset in (-0.004, -0.002, 0.0, 0.002, 0.004):
+        threshold = middle + offset
+        expected = {person: score for person, score in rounded.items() if score >= threshold}
+        assert found("reader", threshold=threshold) == expected
+    pair = {"a": image_input(picture(77)), "b": image_input(picture(3))}
+    assert guarded.ask("camera", "POST", "/v1/compare", pair).json()["score"] == round(float(exact[3]), 2)
+
+
+def test_who_may_only_search_sees_no_person_below_the_services_threshold(guarded):
+    place, exact = "/v1/collections/staff/search", exact_scores(78)
+    body = {"query": image_input(picture(78)), "k": PERSONS}
+    above = {person + 1 for person, score in enumerate(exact) if score >= np.median(exact)}
+    assert len(above) == PERSONS // 2
+    for changes in ({}, {"threshold": -1.0}, {"threshold": 0.1}):
+        answer = guarded.ask("camera", "POST", place, {**body, **changes}).json()
+        assert {match["person"]["id"] for match in answer["results"][0]["matches"]} == above
+    assert all(
+        match["same_person"] for match in guarded.ask("camera", "POST", place, body).json()["results"][0]["matches"]
+    )
+    assert len(guarded.ask("reader", "POST", place, body).json()["results"][0]["matches"]) == PERSONS
+
+
+def test_a_service_may_round_to_another_step_or_not_at_all(tmp_path):
+    secret = add_token(tmp_path / "tokens.toml", "camera", "search")
+    for step, shown in ((0.1, lambda score: round(score, 1)), (0.0, float)):
+        with live_service(tmp_path, tokens=tmp_path / "tokens.toml", score_step=step) as live:
+            live.http.headers["Authorization"] = f"Bearer {secret}"
+            pair = {"a": image_input(picture(77)), "b": image_input(picture(3))}
+            score = live.ask("POST", "/v1/compare", pair).json()["score"]
+            assert score == pytest.approx(shown(float(exact_scores(77)[3])), abs=1e-6)
+
+
+def test_a_file_without_rights_gives_none(tmp_path):
+    path = tmp_path / "tokens.toml"
+    path.write_text(f"[[token]]\nname = 'old'\nrole = 'read'\nsha256 = '{'0' * 64}'\ncreated = '2026-01-01'\n")
+    (token,) = read_tokens(path)
+    assert (token.caller.role, token.caller.rights, token.caller.collections) == ("read", frozenset(), None)
+    change_token(path, "old", allow=["vectors", "embeddings"], collections=["staff"])
+    (token,) = read_tokens(path)
+    assert (token.allow, token.collections, token.sha256) == (("vectors", "embeddings"), ("staff",), "0" * 64)
+
+
+def test_the_command_gives_and_takes(tmp_path, capsys):
+    path = str(tmp_path / "t.toml")
+    add = ["tokens", "add", "camera", "--role", "search", "--collections", "staff", "guests", "--file", path]
+    assert main(add) == 0
+    assert main(["tokens", "change", "camera", "--allow", "vectors", "--collections", "*", "--file", path]) == 0
+    assert main(["tokens", "change", "camera", "--allow", "--role", "read", "--file", path]) == 0
+    (token,) = read_tokens(Path(path))
+    assert (token.role, token.allow, token.collections) == ("read", (), None)
+    capsys.readouterr()
+    assert main(["tokens", "change", "nobody", "--role", "read", "--file", path]) == 2
+    assert main(["tokens", "add", "other", "--role", "search", "--collections", "a b", "--file", path]) == 2
+    assert main(["tokens", "add", "other", "--role", "search", "--allow", "all", "--file", path]) == 2
+    assert len(capsys.readouterr().err.splitlines()) >= 3
+
+
+@pytest.mark.parametrize("step", ["-0.1", "1.5"])
+def test_a_step_of_scores_lies_between_0_and_1(tmp_path, capsys, step):
+    serve = ["serve", "--model", "m", "--store", str(tmp_path / "s"), f"--score-step={step}"]
+    assert main(serve) == 2
+    assert "--score-step" in capsys.readouterr().err

@@ -1,0 +1,243 @@
+"""Checkpoints that were made to harm; hashes fit unless they are the attack: whoever forges a file forges them too."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
+
+from untrusted.pickled import DEEP
+from untrusted.samples import Arguments, Case, Samples
+
+Change = Callable[[Path], object]
+WEIGHT = "backbone.conv1.weight"
+
+
+def _rehash(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        entry |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+def _in_manifest(change: Callable[[dict[str, Any]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        change(manifest)
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+
+    return apply
+
+
+def _in_metadata(change: Callable[[Any], object]) -> Change:
+    def apply(folder: Path) -> None:
+        metadata = FileSystemReader(folder).read_metadata()
+        change(metadata)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        _rehash(folder)
+
+    return apply
+
+
+def _in_state(change: Callable[[dict[str, Any]], object]) -> Change:
+    def apply(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        change(state)
+        (folder / "state.json").write_text(json.dumps(state))
+        _rehash(folder)
+
+    return apply
+
+
+def _metadata(program: bytes) -> Change:
+    return lambda folder: ((folder / ".metadata").write_bytes(program), _rehash(folder))
+
+
+def _first(metadata: Any) -> str:
+    return next(name for name in metadata.state_dict_metadata if name.startswith("backbone."))
+
+
+def _entry(metadata: Any) -> Any:
+    return metadata.state_dict_metadata[_first(metadata)]
+
+
+def _bytes_entry(metadata: Any) -> None:
+    entry = BytesStorageMetadata()
+    entry.size = _entry(metadata).size  # type: ignore[attr-defined]
+    metadata.state_dict_metadata[_first(metadata)] = entry
+
+
+def _overlapping(metadata: Any) -> None:
+    """Two pieces of half the tensor that both begin at its start: the other half would be whatever memory holds."""
+    name, entry = _first(metadata), _entry(metadata)
+    rows = entry.size[0]
+    (whole,) = entry.chunks
+    half = torch.Size([rows // 2, *entry.size[1:]])
+    shifted = torch.Size([1, *whole.offsets[1:]])
+    entry.chunks[:] = [ChunkStorageMetadata(whole.offsets, half), ChunkStorageMetadata(shifted, half)]
+    for chunk in entry.chunks:
+        metadata.storage_data[MetadataIndex(name, chunk.offsets)] = metadata.storage_data[
+            MetadataIndex(name, whole.offsets)
+        ]
+
+
+def _many_pieces(metadata: Any) -> None:
+    """300,000 pieces of no rows, beside the one that holds everything."""
+    name, entry = _first(metadata), _entry(metadata)
+    (whole,) = entry.chunks
+    none = torch.Size([0, *entry.size[1:]])
+    entry.chunks[:] = [whole] + [ChunkStorageMetadata(whole.offsets, none)] * 300_000
+    metadata.storage_data[MetadataIndex(name, whole.offsets)].length = 0
+
+
+def _resized(*size: int) -> Callable[[Any], None]:
+    def change(metadata: Any) -> None:
+        entry = _entry(metadata)
+        entry.size = torch.Size(size)
+        entry.chunks[0].sizes = entry.size
+        entry.chunks[0].offsets = torch.Size([0] * len(size))
+        place = metadata.storage_data.pop(MetadataIndex(_first(metadata), torch.Size([0] * 4)))
+        metadata.storage_data[MetadataIndex(_first(metadata), entry.chunks[0].offsets)] = place
+
+    return change
+
+
+def _placed(**changes: object) -> Change:
+    def change(metadata: Any) -> None:
+        for place in metadata.storage_data.values():
+            for name, value in changes.items():
+                setattr(place, name, value)
+
+    return _in_metadata(change)
+
+
+def _cut(folder: Path) -> None:
+    path = next(folder.glob("*.distcp"))
+    os.truncate(path, path.stat().st_size // 2)
+    _rehash(folder)
+
+
+def _pieces(content: bytes) -> Change:
+    """Every piece is ``content``, as far as it fits."""
+
+    def apply(folder: Path) -> None:
+        path = next(folder.glob("*.distcp"))
+        data = bytearray(path.read_bytes())
+        for place in FileSystemReader(folder).read_metadata().storage_data.values():
+            data[place.offset : place.offset + place.length] = content[: place.length].ljust(place.length, b"\0")
+        path.write_bytes(data)
+        _rehash(folder)
+
+    return apply
+
+
+def _linked(folder: Path) -> None:
+    path = next(folder.glob("*.distcp"))
+    shutil.move(path, folder.parent / "crafted.target")
+    path.symlink_to(folder.parent / "crafted.target")
+
+
+def _piped(folder: Path) -> None:
+    path = next(folder.glob("*.distcp"))
+    path.unlink()
+    os.mkfifo(path)
+
+
+_TUPLES = b"N" + b"2\x86" * DEEP
+_TOUCH = b"cposix\nsystem\n\x8c\x0btouch SHELL\x85R."
+
+CHANGES: dict[str, Change] = {
+    "a manifest that is cut off": lambda folder: os.truncate(folder / "manifest.json", 60),
+    "a manifest nested deeply": lambda folder: (folder / "manifest.json").write_text("[" * 100_000),
+    "a manifest of 200 MB": lambda folder: os.truncate(folder / "manifest.json", 200_000_000),
+    "a manifest that is a pipe": lambda folder: (
+        (folder / "manifest.json").unlink(),
+        os.mkfifo(folder / "manifest.json"),
+    ),
+    "a manifest of a list of files": _in_manifest(lambda manifest: manifest.update(files=[])),
+    "a name that leads up": _in_manifest(lambda manifest: manifest["files"].update({"../x": {"bytes": 1}})),
+    "an absolute name": _in_manifest(lambda manifest: manifest["files"].update({"/etc/passwd": {"bytes": 1}})),
+    "a name with an escape": _in_manifest(lambda manifest: manifest["files"].update({"\x1b[2J": {"bytes": 1}})),
+    "a size of 10^30": _in_manifest(lambda manifest: manifest["files"]["state.json"].update(bytes=10**30)),
+    "a number of a million digits": lambda folder: (folder / "manifest.json").write_text('{"a": ' + "9" * 10**6 + "}"),
+    "metadata that call os.system": _metadata(b"\x80\x04" + _TOUCH),
+    "metadata with nested tuples as a key": _metadata(b"\x80\x04}" + _TUPLES + b"K\x01s."),
+    "metadata with nested tuples as keys of DICT": _metadata(b"\x80\x04(" + _TUPLES + b"K\x01d."),
+    "metadata with nested tuples in a set": _metadata(b"\x80\x04\x8f(" + _TUPLES + b"\x90."),
+    "metadata with nested tuples in a frozen set": _metadata(b"\x80\x04(" + _TUPLES + b"\x91."),
+    "metadata with nested tuples in an ordered dictionary": _metadata(
+        b"\x80\x04ccollections\nOrderedDict\n](" + _TUPLES + b"K\x01\x86e\x85R."
+    ),
+    "metadata with nested tuples as a path": _metadata(b"\x80\x04cpathlib\nPosixPath\n" + _TUPLES + b"\x85R."),
+    "metadata with a memo slot of 2^31": _metadata(b"\x80\x02]r\xff\xff\xff\x7f."),
+    "metadata of 100,000 lists in each other": _metadata(b"\x80\x04" + b"](" * 100_000 + b"e" * 100_000 + b"."),
+    "metadata that are text": _metadata(b"not a pickle"),
+    "metadata of a tensor of bytes": _in_metadata(_bytes_entry),
+    "metadata of bytes with pieces": _in_metadata(
+        lambda metadata: [
+            metadata.state_dict_metadata.update({name: BytesStorageMetadata()})
+            for name in list(metadata.state_dict_metadata)
+        ]
+    ),
+    "pieces that overlap": _in_metadata(_overlapping),
+    "300,000 empty pieces": _in_metadata(_many_pieces),
+    "a tensor of 2^60 numbers": _in_metadata(_resized(1 << 60)),
+    "a tensor of more numbers than 64 bits count": _in_metadata(_resized(1 << 40, 1 << 40, 1 << 40)),
+    "a tensor of 100,000 axes": _in_metadata(_resized(*[1] * 100_000)),
+    "no pieces": _in_metadata(lambda metadata: _entry(metadata).chunks.clear()),
+    "pieces nowhere": _in_metadata(lambda metadata: metadata.storage_data.clear()),
+    "pieces in another folder": _placed(relative_path="../../../x"),
+    "pieces in an absolute path": _placed(relative_path="/etc/passwd"),
+    "pieces beyond the file": _placed(offset=1 << 50),
+    "pieces before the file": _placed(offset=-8),
+    "pieces of a length of text": _placed(length="9"),
+    "pieces that a function transforms": _placed(transform_descriptors=("zstd", "eval")),
+    "a file that is cut off": _cut,
+    "a file that is a link": _linked,
+    "a file that is a pipe": _piped,
+    "pieces that call os.system": _pieces(b"\x80\x04" + _TOUCH),
+    "pieces that are no tensors": _pieces(b"\x80\x04]."),
+    "a state of a number": lambda folder: ((folder / "state.json").write_text("7"), _rehash(folder)),
+    "a state without a configuration": _in_state(lambda state: state.pop("config")),
+    "a state with a configuration of text": _in_state(lambda state: state.update(config="x")),
+    "a state of another backbone": _in_state(lambda state: state["config"].update(backbone="iresnet_none")),
+    "a state of 2^40 dimensions": _in_state(lambda state: state["config"].update(embedding_dim=1 << 40)),
+    "a state with images of 2^40 pixels": _in_state(lambda state: state["config"]["data"].update(image_size=1 << 40)),
+}
+
+
+def _copied(change: Change, folder: Path, samples: Samples) -> Path:
+    path = folder / "checkpoints/step-00000001"
+    shutil.copytree(samples.checkpoint, path)
+    change(path)
+    return path
+
+
+def _exported(change: Change) -> Case:
+    def make(folder: Path, samples: Samples) -> Arguments:
+        out = folder.parent / "model.safetensors"
+        return ["checkpoint", "export", _copied(change, folder, samples), out, "--centres", folder.parent / "c.npy"]
+
+    return make
+
+
+def _resumed(change: Change) -> Case:
+    def make(folder: Path, samples: Samples) -> Arguments:
+        path = _copied(change, folder, samples)
+        return ["train", samples.config, "--out", folder.parent / "run", "--resume", path]
+
+    return make
+
+
+# Resuming takes its configuration from the user, and so does not read the checkpoint's.
+_EXPORT_ONLY = {name for name in CHANGES if name.startswith("a state") and name != "a state of a number"}
+CASES: dict[str, Case] = {f"{name}, exported": _exported(change) for name, change in CHANGES.items()}
+CASES |= {f"{name}, resumed": _resumed(change) for name, change in CHANGES.items() if name not in _EXPORT_ONLY}
