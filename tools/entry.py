@@ -223,14 +223,18 @@ def is_launched() -> bool:
 
 
 def _fail(command: str, message: str, code: int) -> int:
-    """Print the one line of a failure and return its exit code; of several ranks, one prints."""
-    if is_launched():
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            time.sleep(_HOLD_SECONDS)
-        # The launcher ends all ranks when one has failed; its SIGTERM must not keep this line from being printed.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Print the one line of a failure and return its exit code; of several ranks, one prints, and the process ends."""
+    if not is_launched():
+        print_error(command, message)
+        return code
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(_HOLD_SECONDS)
+    # The launcher ends all ranks when one has failed; its SIGTERM must not keep this line from being printed.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print_error(command, message)
-    return code
+    # Not by the interpreter's own end: a thread that waits in gloo for other ranks would abort it when these end too.
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def print_error(command: str, message: str) -> None:

@@ -19,14 +19,15 @@ from plsc.errors import PlscError
 from plsc.optim.verdict import Verdict
 
 # A rank's program: plsc train with short waits. With "stuck" its main thread stands still in a step, as one does that
-# waits for a GPU, and hears of no error; with "reading" rank 1 reads an image for ever.
+# waits for a GPU, and hears of no error; with "reading" rank 1 reads an image for ever; with "hasty" the ranks do not
+# wait for the one that reports, whose process is at its own end then.
 PROGRAM = textwrap.dedent("""
     import os, sys, time
     from plsc.data.loader import BatchReader
     from plsc.tools import entry
     from plsc.train import failures, step
 
-    entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.5
+    entry._HOLD_SECONDS, failures._REPORT_SECONDS = 0.1, 0.05 if sys.argv[1] == "hasty" else 0.5
     stuck, said, take = sys.argv[1] == "stuck", sys.argv[2], step.Stepper.step
 
     def read_for_ever(self, request):
@@ -89,7 +90,7 @@ def started(world: int, folder: Path, mode: str, *options: str) -> Iterator[list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["working", "stuck"])
+@pytest.mark.parametrize("mode", ["working", "hasty", "stuck"])
 def test_the_others_name_it_in_one_line_and_end(mode: str, tmp_path: Path) -> None:
     with started(3, tmp_path, mode) as ranks:
         ranks[1].send_signal(signal.SIGKILL)
