@@ -17,6 +17,7 @@ import pytest
 from support.live_service import DIM, Live, image_input, live_service, picture
 from support.waiting import wait_until
 
+from plsc.serve import observability
 from plsc.serve.settings import MIB, Limits
 from plsc.serve.tokens import add_token
 
@@ -233,19 +234,20 @@ def wrong_bodies() -> dict[str, tuple[str, bytes, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", wrong_bodies())
 def test_a_small_wrong_body_stays_small(live_by_default, kind):
+    """Small in memory, and in the event loop's processor time between two answers to another caller."""
     path, body, status = wrong_bodies()[kind]
     live, longest = live_by_default, 0.0
     live.ask("POST", path, {})  # what is made once is made
-    before, ended = reset_peak(), threading.Event()
+    before, ended, clock = reset_peak(), threading.Event(), time.pthread_getcpuclockid(live.thread.ident)
 
     def watch() -> None:
         nonlocal longest
         with live.connect() as connection:
             while not ended.is_set():
-                begun = time.perf_counter()
+                begun = time.clock_gettime(clock)
                 connection.sendall(live.addressed(b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"))
                 connection.recv(4096)
-                longest = max(longest, time.perf_counter() - begun)
+                longest = max(longest, time.clock_gettime(clock) - begun)
                 time.sleep(0.001)
 
     watching = threading.Thread(target=watch)
@@ -255,7 +257,7 @@ def test_a_small_wrong_body_stays_small(live_by_default, kind):
     watching.join()
     assert (answer.status_code, len(answer.content) < 1000) == (status, True), answer.text
     assert memory("VmHWM") - before < 64 * MIB
-    assert longest < 1.0  # seconds; tens of milliseconds on a machine that does nothing else
+    assert longest < 0.5  # seconds; below 0.05 on a fast processor
 
 
 def test_an_answer_does_not_repeat_megabytes_of_the_request(live_by_default):
@@ -501,15 +503,16 @@ def test_broken_and_animated_pictures(live):
 
 
 @pytest.mark.slow
-def test_slow_readers_of_the_metrics_keep_nobody_out(tmp_path):
+def test_slow_readers_of_the_metrics_keep_nobody_out(tmp_path, monkeypatch):
+    # The end would wait as long, if it waited for them.
+    monkeypatch.setattr(observability, "_CONNECTION_SECONDS", 3600.0)
+    monkeypatch.setattr(observability._Handler, "timeout", 3600.0)
     with live_service(tmp_path, metrics_port=0) as live:
         place = urlsplit(live.server.metrics_address)
         dripping = [socket.create_connection((place.hostname, place.port), timeout=10) for _ in range(40)]
         for connection in dripping:
             connection.sendall(b"GET /metr")
         for _ in range(3):
-            assert httpx.get(live.server.metrics_address, timeout=5).status_code == 200
-        begun = time.monotonic()
-    assert time.monotonic() - begun < 5, "the end waited for slow readers"
+            assert httpx.get(live.server.metrics_address, timeout=10).status_code == 200
     for connection in dripping:
         connection.close()

@@ -60,6 +60,7 @@ class Live:
     service: Service
     http: httpx.Client
     folder: Path
+    thread: threading.Thread  # of the event loop
 
     def ask(self, method: str, path: str, body: Any = None, **options: Any) -> httpx.Response:
         """A request, with ``body`` as JSON."""
@@ -115,10 +116,11 @@ def live_service(
         service = services.get(timeout=30)
         assert service is not None, "the service did not become ready"
         with httpx.Client(base_url=server.address, timeout=30) as http:
-            yield Live(server, service, http, folder)
+            yield Live(server, service, http, folder, thread)
     finally:
         server.stop()
-        thread.join(30)
+        thread.join(60)
+        assert not thread.is_alive(), "the service did not end"
 
 
 def picture(seed: int, size: int = SIZE, kind: str = "PNG") -> bytes:
