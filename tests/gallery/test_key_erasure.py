@@ -45,7 +45,8 @@ class Disk:
 
     def lose_power(self, store: SqliteStore, target: Path) -> Path:
         """Copy the store as the disk has it now, and end the process that has it."""
-        shutil.copytree(store.folder, target)
+        with store._maintenance.lock:  # its log would go into the database between the copies of the two
+            shutil.copytree(store.folder, target)
         (target / "keys").write_bytes(self.content)
         store.close()
         return target
