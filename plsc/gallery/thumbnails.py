@@ -82,12 +82,19 @@ class ThumbnailStore:
     ) -> tuple[Person, bool]:
         """Enrol ``person``, or replace the one with its external id; returns True beside one that is new."""
         with self._lock:
+            removed: dict[Path, bytes] = {}
             if self._folder is not None:
                 with suppress(NotFoundError):
                     former = self._store.find_person(collection, check_external_id(person.external_id))
                     _check(precondition, former)
+                    removed = self._contents(self._folder, collection, former)
                     self._remove(self._folder, collection, former.id, former.faces)
-            put, is_new = self._store.put_person(collection, person, contract_id, precondition=precondition)
+            try:
+                put, is_new = self._store.put_person(collection, person, contract_id, precondition=precondition)
+            except BaseException:  # refused, or the disk is full: the person is as before
+                for path, content in removed.items():
+                    _write_file(path, content)
+                raise
             self._write(collection, put.id, put.faces, crops)
         return put, is_new
 
@@ -167,10 +174,17 @@ class ThumbnailStore:
                 if crop is not None:
                     path = _path(folder, person, face)
                     make_private_folder(path.parent)
-                    with os.fdopen(open_private(path), "wb") as file:
-                        file.write(encode_image(crop))
+                    _write_file(path, encode_image(crop))
         except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
             print(f"plsc gallery: a thumbnail was not kept: {error.strerror}", file=sys.stderr, flush=True)
+
+    def _contents(self, root: Path, collection: str, person: Person) -> dict[Path, bytes]:
+        """The thumbnails that a person has."""
+        folder, found = self._collection_folder(root, collection), {}
+        for path in (_path(folder, person.id, face) for face in person.faces):
+            with suppress(FileNotFoundError):
+                found[path] = path.read_bytes()
+        return found
 
     def _remove(self, root: Path, collection: str, person: int, faces: Iterable[int]) -> None:
         folder = self._collection_folder(root, collection)
@@ -214,6 +228,11 @@ def _check(precondition: Precondition | None, person: Person) -> None:
 
 def _path(folder: Path, person: int, face: int) -> Path:
     return folder / str(int(person) // _BUCKET_PERSONS) / f"{int(person)}-{int(face)}.jpg"
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with os.fdopen(open_private(path), "wb") as file:
+        file.write(content)
 
 
 def _remove_folder(folder: Path) -> None:

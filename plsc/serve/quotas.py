@@ -45,13 +45,15 @@ class QuotaStore:
         """Enrol all of ``persons`` or none."""
         for person in persons:
             self._check_metadata(person.metadata)
-        with self._adding(collection, len(persons)):
+        with self._adding():
+            self._check_persons(collection, len(persons))
             return self._store.add_persons(collection, persons, *args, **options)
 
     def put_person(self, collection: str, person: Any, *args: Any, **options: Any) -> Any:
         """Enrol ``person``, or replace the one with its external id."""
         self._check_metadata(person.metadata)
-        with self._adding(collection, 0 if self._is_there(collection, person.external_id) else 1):
+        with self._adding():
+            self._check_persons(collection, 0 if self._is_there(collection, person.external_id) else 1)
             return self._store.put_person(collection, person, *args, **options)
 
     def update_person(self, *args: Any, **options: Any) -> Any:
@@ -73,17 +75,15 @@ class QuotaStore:
         return True
 
     @contextmanager
-    def _adding(self, collection: str | None = None, persons: int = 0) -> Iterator[None]:
+    def _adding(self) -> Iterator[None]:
         with self._adding_lock:
             if self._limits.store_bytes is not None:
                 self._check_bytes(self._limits.store_bytes)
-            if collection is not None and self._limits.persons is not None:
-                self._check_persons(collection, persons, self._limits.persons)
             yield
 
-    def _check_persons(self, collection: str, more: int, limit: int) -> None:
-        there = self._store.collection(collection).persons
-        if there + more > limit:
+    def _check_persons(self, collection: str, more: int) -> None:
+        limit = self._limits.persons
+        if limit is not None and (there := self._store.collection(collection).persons) + more > limit:
             raise ApiError(
                 507,
                 f"{collection} holds {there:,} persons and takes {limit:,} at most; delete some, or ask for a higher "

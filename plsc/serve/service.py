@@ -80,6 +80,7 @@ class Service:
         self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")
         self._filterers = ThreadPoolExecutor(FILTER_THREADS, "plsc-filter")
         self._filtering = asyncio.Semaphore(MAX_FILTERED)
+        self.creating = asyncio.Lock()  # of collections
         self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
         searcher = Searcher(store, settings.limits.answer_bytes)
         self.worker = DeviceWorker(

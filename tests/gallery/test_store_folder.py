@@ -17,8 +17,9 @@ import pytest
 import torch
 from support.waiting import wait_until
 
-from plsc.errors import ConflictError, DataError, UsageError
+from plsc.errors import ConflictError, DataError, StorageError, UsageError
 from plsc.gallery.sqlite.backup import restore
+from plsc.gallery.sqlite.collection_state import CollectionState
 from plsc.gallery.sqlite.compaction import deletions_since
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import NewPerson, open_store
@@ -205,6 +206,54 @@ def test_a_deletion_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
     store.delete_person(GALLERY, newest.id)
     wait_until(lambda: not holds(tmp_path / "store", vector))
     assert len(store.persons(GALLERY)) == 19
+    store.close()
+
+
+def test_a_replaced_face_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
+    store = filled(tmp_path / "store", compact_within=0.2)
+    person, _ = store.put_person(GALLERY, NewPerson(faces(1, seed=1), external_id="E-1"), MODEL)
+    vector = store.vectors(GALLERY, person.id)[0].tobytes()
+    store.compact()
+    assert set(holds(tmp_path / "store", vector)) >= {"gallery.sqlite", "vectors.npy"}
+    store.put_person(GALLERY, NewPerson(faces(1, seed=2), external_id="E-1"), MODEL)
+    wait_until(lambda: not holds(tmp_path / "store", vector))
+    store.close()
+
+
+def test_a_log_that_a_long_read_keeps_is_truncated_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, refused = filled(tmp_path / "store", compact_within=0.2), []
+    truncate = store._database.truncate_log
+
+    def refuse_once() -> None:
+        if not refused:
+            refused.append(True)
+            raise StorageError("a long read keeps the write-ahead log in use")
+        truncate()
+
+    monkeypatch.setattr(store._database, "truncate_log", refuse_once)
+    person = store.persons(GALLERY)[3]
+    vector = store.vectors(GALLERY, person.id)[0].tobytes()
+    store.delete_person(GALLERY, person.id)
+    wait_until(lambda: refused and not holds(tmp_path / "store", vector))
+    store.close()
+
+
+def test_a_deletion_during_a_compaction_that_fails_is_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = filled(tmp_path / "store")
+    person = store.persons(GALLERY)[3]
+
+    def fail(state: CollectionState) -> None:
+        store.delete_person(GALLERY, person.id)
+        raise StorageError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store._maintenance._compactor, "compact", fail)
+        with pytest.raises(StorageError):
+            store.compact()
+    assert store._states[GALLERY].is_due(0.0)
+    assert store._states[GALLERY].deleted_at is not None
     store.close()
 
 

@@ -7,7 +7,7 @@ import torch
 from support.stores import DIM, GALLERY, MODEL, faces
 
 from plsc.data.codec import decode_image
-from plsc.errors import NotFoundError
+from plsc.errors import ConflictError, NotFoundError, UnsupportedError
 from plsc.gallery.store import NewPerson, Store
 from plsc.gallery.thumbnails import ThumbnailStore
 
@@ -110,6 +110,21 @@ def test_a_snapshot_holds_no_thumbnail(store: Store, kept: ThumbnailStore, tmp_p
 def _only(store: Store) -> tuple[int, int]:
     (person,) = store.persons(GALLERY)
     return person.id, person.faces[0]
+
+
+def test_a_replacement_that_is_refused_keeps_the_thumbnails(store: Store, kept: ThumbnailStore, folder: Path) -> None:
+    try:
+        kept.put_person(GALLERY, NewPerson(faces(1), external_id="E-1"), MODEL, [crop(10)])
+    except UnsupportedError:  # nothing is replaced in such a store
+        return
+    before = [path.read_bytes() for path in folder.rglob("*.jpg")]
+    assert len(before) == 1
+    with pytest.raises(ConflictError):
+        kept.put_person(GALLERY, NewPerson(faces(1, seed=1), external_id="E-1"), "another model", [crop(90)])
+    assert [path.read_bytes() for path in folder.rglob("*.jpg")] == before
+    kept.put_person(GALLERY, NewPerson(faces(1, seed=1), external_id="E-1"), MODEL, [crop(90)])
+    assert len(files(folder)) == 1
+    assert [path.read_bytes() for path in folder.rglob("*.jpg")] != before
 
 
 def test_a_thumbnail_that_cannot_be_written_fails_no_enrolment(

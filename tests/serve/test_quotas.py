@@ -32,6 +32,21 @@ def test_persons_of_a_collection(tmp_path):
         assert live.ask("GET", "/v1/info").json()["limits"]["persons"] == 5
 
 
+def test_several_puts_of_one_person_count_once(tmp_path):
+    with live_service(tmp_path, limits=Limits(persons=1)) as live:
+        place = live.collection("staff")
+        path = f"{place}/persons/by-external-id/E-1"
+        with ThreadPoolExecutor(6) as callers:
+            several = [callers.submit(live.ask, "PUT", path, {"faces": [FACE]}) for _ in range(12)]
+        assert sorted(answer.result().status_code for answer in several) == [200] * 11 + [201]
+
+
+def test_collections_made_at_once_keep_to_their_limit(tmp_path):
+    with live_service(tmp_path, limits=Limits(collections=3)) as live, ThreadPoolExecutor(12) as callers:
+        several = [callers.submit(live.ask, "POST", "/v1/collections", {"name": f"c{n}"}) for n in range(12)]
+        assert sorted(answer.result().status_code for answer in several) == [201] * 3 + [400] * 9
+
+
 def test_bytes_of_the_store(tmp_path):
     with live_service(tmp_path) as live:
         place = live.collection("staff")

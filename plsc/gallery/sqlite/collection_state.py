@@ -78,15 +78,21 @@ class CollectionState:
 
     def publish_deleted(self, faces: Sequence[int]) -> None:
         """Let no search find ``faces``."""
-        if self.deleted_at is None:
-            self.deleted_at = time.monotonic()
+        self._note_deletion()
         self.view = self.view.without(faces)
 
     def publish_replaced(self, added: Faces, gone: Sequence[int]) -> None:
         """Let searches find ``added`` in place of ``gone``: one view has the former, the next one the latter."""
-        view = self.view.without(gone) if len(gone) else self.view
+        view = self.view
+        if len(gone):
+            self._note_deletion()
+            view = view.without(gone)
         self._growing.append(added)
         self.view = view.with_growing(self._growing.rows)
+
+    def _note_deletion(self) -> None:
+        if self.deleted_at is None:
+            self.deleted_at = time.monotonic()
 
     def note_expiry(self, expires: str | None) -> None:
         """Take into account that a person expires at a time, before the change that says so is committed."""

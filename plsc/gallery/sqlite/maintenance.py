@@ -40,6 +40,7 @@ class Maintenance:
         self._interval = min(compact_within / 8, _INTERVAL_SECONDS)
         self.lock = threading.Lock()
         self.failures = 0
+        self._log_holds_erased = False  # what was erased is in the write-ahead log until that is truncated
         self._due = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gallery maintenance", daemon=True)
@@ -62,10 +63,11 @@ class Maintenance:
             StorageError: the disk is full; another time will go on from there.
         """
         with self.lock:
+            self._log_holds_erased = True
             for state in states:
                 self._compact(state)
             self._compactor.erase_orphans()
-            self._compactor.reclaim_space()
+            self._reclaim_space()
 
     def _run(self) -> None:
         while True:
@@ -84,10 +86,17 @@ class Maintenance:
     def _compact_due(self) -> None:
         with self.lock:
             due = [state for state in self._states() if state.is_due(self._age)]
+            self._log_holds_erased |= bool(due)
             for state in due:
                 self._compact(state)
-            if self._compactor.erase_orphans() or due or self._compactor.is_unfinished:
-                self._compactor.reclaim_space()
+            self._log_holds_erased |= self._compactor.erase_orphans()
+            if self._log_holds_erased or self._compactor.is_unfinished:
+                self._reclaim_space()
+
+    def _reclaim_space(self) -> None:
+        """Reclaim space; where that fails, as during a long read, the thread tries again."""
+        self._compactor.reclaim_space()
+        self._log_holds_erased = False
 
     def _compact(self, state: CollectionState) -> None:
         with self._write_lock:
@@ -95,7 +104,7 @@ class Maintenance:
         try:
             self._compactor.compact(state)
         except BaseException:
-            state.deleted_at = since
+            state.deleted_at = since if since is not None else state.deleted_at  # of a deletion meanwhile
             raise
         if not state.deleted:
             self._planner.consider(state)

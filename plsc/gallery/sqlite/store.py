@@ -185,6 +185,8 @@ class SqliteStore:
             _prepare(state, checked)
             with self._database.writing() as db:
                 change = changes.enrol(db, state, checked)
+                if change.gone:
+                    note_deletion_time(db)
                 insert_answer(db, idempotent, change.persons, now())
             state.publish_replaced(change.added, change.gone)
         return change.persons
@@ -201,6 +203,8 @@ class SqliteStore:
             _prepare(state, checked)
             with self._database.writing() as db:
                 change, is_new = changes.put(db, state, checked[0], precondition)
+                if change.gone:
+                    note_deletion_time(db)
             (changed,) = change.persons
             with state.persons.invalidating(changed.id):
                 state.publish_replaced(change.added, change.gone)

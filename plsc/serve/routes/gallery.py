@@ -80,14 +80,15 @@ async def create_collection(
     async with service.idempotency.claim(request) as claim:
         if claim.stored is not None:
             return CollectionView(**claim.replay(response))
-        limit = service.settings.limits.collections
-        if len(await service.in_store(service.store.collections)) >= limit:
-            raise ApiError(
-                400, f"there are {limit} collections already, as many as this service takes; delete one first"
-            )
-        service.forget(body.name)
-        about = (body.name, service.embedder.embedding_dim, service.contract_id)
-        created = await service.in_store(service.store.create_collection, *about, idempotent=claim.request(asdict))
+        async with service.creating:  # so that several at once keep to the limit too
+            limit = service.settings.limits.collections
+            if len(await service.in_store(service.store.collections)) >= limit:
+                raise ApiError(
+                    400, f"there are {limit} collections already, as many as this service takes; delete one first"
+                )
+            service.forget(body.name)
+            about = (body.name, service.embedder.embedding_dim, service.contract_id)
+            created = await service.in_store(service.store.create_collection, *about, idempotent=claim.request(asdict))
         return CollectionView(**asdict(created))
 
 
