@@ -203,8 +203,9 @@ def _restore(args: argparse.Namespace) -> dict[str, Any]:
     if store_folder(args.store) is None:
         raise UsageError(f"a snapshot becomes a folder, not {args.store}; then export its collections and import them")
     result = restore(args.snapshot, args.store, key_file=args.encrypt, keys=args.keys)
-    left_out = f"; {counted(result['left_out'], 'person')} deleted since left out" if result.get("left_out") else ""
-    print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}{left_out}")
+    left_out = result.get("left_out")
+    since = f"; {counted(left_out, 'person')} left out, deleted or given other faces since" if left_out else ""
+    print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}{since}")
     return result
 
 

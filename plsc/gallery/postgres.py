@@ -339,9 +339,7 @@ class PostgresStore:
         with self._connection() as connection:
             connection.autocommit = True  # VACUUM does not run in a transaction
             try:
-                connection.execute(
-                    "VACUUM (FULL, ANALYZE) plsc_collections, plsc_persons, plsc_faces, plsc_idempotency"
-                )
+                connection.execute(f"VACUUM (FULL, ANALYZE) {rows.TABLES}")
             finally:
                 connection.autocommit = False
 

@@ -341,7 +341,7 @@ def test_every_action_takes_the_key_file(
     assert encrypted("restore", tmp_path / "two", "--store", tmp_path / "n").startswith("2 ")
     told = encrypted("restore", snapshot, "--store", tmp_path / "restored", "--keys", folder / "keys")
     assert "people: 9 persons, 9 faces" in told
-    assert "; 1 person deleted since left out" in told
+    assert "; 1 person left out, deleted or given other faces since" in told
     assert encrypted("export", folder, GALLERY, "--out", tmp_path / "people.emb").startswith("0 ")
     assert encrypted("import", tmp_path / "made", GALLERY, tmp_path / "people.emb").startswith("0 ")
     assert run("check", tmp_path / "made").startswith("2 ")

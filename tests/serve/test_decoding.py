@@ -63,6 +63,11 @@ def process() -> Iterator[DecodeProcess]:
     running.reap()
 
 
+def child_of(process: DecodeProcess) -> psutil.Process:
+    assert process._process is not None
+    return psutil.Process(process._process.pid)
+
+
 def children() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "plsc.serve.decode_process" in child.cmdline()]
 
@@ -95,8 +100,7 @@ def test_the_process_imports_no_torch():
 
 def test_searches_go_before_decoding(process):
     process.start()
-    (child,) = children()
-    assert os.getpriority(os.PRIO_PROCESS, child.pid) > os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, child_of(process).pid) > os.getpriority(os.PRIO_PROCESS, 0)
 
 
 def test_scans_are_limited_and_time_is_where_the_count_is_not(process, monkeypatch):
@@ -117,7 +121,7 @@ def test_scans_are_limited_and_time_is_where_the_count_is_not(process, monkeypat
 def test_memory_is_limited(process):
     """A process of a smaller limit is given what a larger one takes, past the check of its header."""
     process.start()
-    child = children()[0]
+    child = child_of(process)
     limit, _ = child.rlimit(psutil.RLIMIT_AS)
     assert child.memory_info().vms < limit < child.memory_info().vms + 500 * 2**20
     assert child.memory_info().rss < 80 * 2**20
@@ -125,7 +129,7 @@ def test_memory_is_limited(process):
 
 def test_a_killed_process_is_replaced(process):
     process.decode(picture(1), "x")
-    children()[0].kill()
+    child_of(process).kill()
     assert process.decode(picture(2), "x").shape == (16, 16, 3)
     process.kill()
     assert process.decode(picture(3), "x").shape == (16, 16, 3)
@@ -283,7 +287,7 @@ def test_the_end_does_not_wait_for_decoding(tmp_path, capfd):
 def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     process.start()
-    assert "hunter2" not in Path(f"/proc/{children()[0].pid}/environ").read_text(encoding="utf-8", errors="replace")
+    assert "hunter2" not in Path(f"/proc/{child_of(process).pid}/environ").read_text(encoding="utf-8", errors="replace")
     assert os.environ["PGPASSWORD"] == "hunter2"
 
 

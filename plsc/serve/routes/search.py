@@ -129,7 +129,6 @@ _COLLECTION_PARAMETER = {
     "schema": {"type": "string", "pattern": COLLECTION_NAME},
     "example": "staff",
 }
-_PARAMETERS = [_COLLECTION_PARAMETER, *query_parameters(SearchQuery, filter=FILTER_PARAMETER)]
 _BODY = {
     "required": True,
     "content": {
