@@ -1,11 +1,13 @@
 """The audit log: what gets a line, when it is on disk, what its chain shows, and what a full disk or a crash leave."""
 
+import asyncio
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,7 +115,30 @@ def test_a_write_is_answered_when_its_line_is_synced(tmp_path, monkeypatch):
         for answer in done:
             person, lines_on_disk = answer.result()
             assert any(person in line.get("ids", []) for line in lines(path)[:lines_on_disk])
-    assert len(synced) < 1 + 40  # callers share a sync
+
+
+def test_lines_that_wait_for_a_sync_share_the_next_one(tmp_path, monkeypatch):
+    in_sync, go_on = threading.Event(), threading.Event()
+    log = AuditLog(tmp_path / "audit.jsonl")
+    synced: list[int] = []
+
+    def sync(descriptor: int) -> None:
+        in_sync.set()
+        assert go_on.wait(60), "nobody let it go on"
+        synced.append(len(lines(tmp_path / "audit.jsonl")))
+
+    async def write_eight() -> None:
+        first = asyncio.create_task(log.write_durably("write", ids=[0]))
+        await asyncio.to_thread(in_sync.wait, 60)
+        others = [asyncio.create_task(log.write_durably("write", ids=[number])) for number in range(1, 8)]
+        await asyncio.sleep(0)  # each has handed its line over
+        go_on.set()
+        await asyncio.gather(first, *others)
+
+    monkeypatch.setattr(audit, "_sync", sync)
+    asyncio.run(write_eight())
+    log.close()
+    assert synced == [2, 9]
 
 
 def enrol_and_look(live: Live, place: str, synced: list[int]) -> tuple[int, int]:
