@@ -2,7 +2,6 @@
 
 import os
 import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.stores import Servers, milvus_server
+from support.waiting import wait_until
 
 from plsc.errors import NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
@@ -261,14 +261,16 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
     for change in (OPERATIONS["add_faces"], lambda store: store.search("people", vectors(1))):
         with pytest.raises(StorageError, match="the Milvus store failed"):
             change(store)
+    store._rows.timeout = 10
+
+    def is_found_again() -> bool:
+        with suppress(StorageError):
+            assert seen(store) == before
+            return True
+        return False
+
     with milvus_server(tmp_path / "data", port):
-        for _ in range(100):  # the connection is tried again from time to time
-            with suppress(StorageError):
-                assert seen(store) == before
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("the store does not find its server again")
+        wait_until(is_found_again)  # the connection is tried again from time to time
         OPERATIONS["add_faces"](store)
         assert len(store.person("people", 1).faces) == 4
         store.close()

@@ -12,16 +12,16 @@ SLOW = "import time\n\n\ndef compile_kernel(seconds):\n    time.sleep(seconds)\n
 
 @pytest.fixture
 def hangs(monkeypatch):
-    """The lines that a monitor of one rank reports within 0.4 s without progress."""
+    """A monitor of one rank, and the lines that it reports after 1 s without progress."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     lines = []
-    monitor = RankMonitor(0.4, lambda hang: lines.append(hang.line))
+    monitor = RankMonitor(1.0, lambda hang: lines.append(hang.line))
     yield monitor, lines
     monitor.end()
 
 
-def wait(lines, seconds=10.0):
+def wait(lines, seconds=60.0):
     end = time.monotonic() + seconds
     while not lines and time.monotonic() < end:
         time.sleep(0.01)
@@ -33,8 +33,8 @@ def test_a_process_without_progress_is_reported_once(hangs):
     monitor, lines = hangs
     monitor.meet("the first product")
     (line,) = wait(lines)
-    assert line.startswith("no progress for 0.4 s at 'the first product', in wait (test_rank_monitor.py:")
-    time.sleep(0.6)
+    assert line.startswith("no progress for 1 s at 'the first product', in wait (test_rank_monitor.py:")
+    time.sleep(1.5)
     assert len(lines) == 1
 
 
@@ -47,7 +47,7 @@ def test_compiling_a_kernel_is_progress(hangs, tmp_path):
     spec = importlib.util.spec_from_file_location("slow_compiler", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.compile_kernel(1.2)
+    module.compile_kernel(2.5)
     assert lines == []
     assert "in wait" in wait(lines)[0]
 

@@ -3,7 +3,6 @@
 import io
 import json
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from support.live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
+from support.waiting import wait_until
 
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import decode_image, resize_image
@@ -345,12 +345,8 @@ def test_health_info_and_metrics(live):
         'plsc_collection_rows{collection="measured"}',
         "plsc_in_flight 0.0",
     )
-    for _ in range(100):  # a request is counted just after its answer
-        missing = [line for line in lines if line not in httpx.get(address).text]
-        if not missing:
-            break
-        time.sleep(0.02)
-    assert not missing
+    # A request is counted just after its answer.
+    wait_until(lambda: all(line in httpx.get(address).text for line in lines))
     for path in ("/", "/v1/info", "/metrics/x", "/health/live"):
         assert httpx.get(address.removesuffix("/metrics") + path).status_code == 404
     assert live.ask("GET", "/metrics").status_code == 404

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 from support.live_service import Live, live_service
+from support.waiting import wait_until
 
 from plsc.serve.connections import Connection, ConnectionBudget
 from plsc.serve.settings import MIB, Limits
@@ -87,14 +88,6 @@ def answers(live: Live) -> bool:
     except OSError:
         return False
     return True
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if condition():
-            return
-        time.sleep(0.02)
-    raise AssertionError("it did not happen")
 
 
 @pytest.mark.slow

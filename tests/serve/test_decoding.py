@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import torch
 from PIL import Image
 from support.live_service import Live, image_input, live_service, picture
+from support.waiting import wait_until
 
 from plsc.data import decode_image
 from plsc.errors import DataError
@@ -143,21 +144,17 @@ def test_it_ends_with_its_parent(tmp_path):
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert started.returncode == -signal.SIGKILL
     child = int(started.stdout)
-    for _ in range(200):
-        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            return
-        time.sleep(0.02)
-    raise AssertionError("it outlived its parent")
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
 
 
 def test_callers_take_turns():
     """One caller has all but one of the processes, and a picture of another goes before the rest of its request."""
     order: list[str] = []
-    going_on = threading.Event()
+    one_ends = threading.Semaphore(0)
 
     def work(name: str, _: DecodeProcess) -> str:
-        going_on.wait(10)
         order.append(name)
+        assert one_ends.acquire(timeout=60)
         return name
 
     async def run() -> None:
@@ -167,8 +164,12 @@ def test_callers_take_turns():
         third = decoders.submit("c", [lambda p: work("c0", p)])
         anonymous = decoders.submit(None, [lambda p: work("d0", p)])
         first[3].cancel()
-        going_on.set()
-        assert await asyncio.gather(*first[:3], *second, *third, *anonymous) == ["a0", "a1", "a2", "b0", "c0", "d0"]
+        futures = [*first[:3], *second, *third, *anonymous]
+        for ended in range(6):  # one after the other
+            while sum(future.done() for future in futures) < ended or len(order) < ended + decoders.running:
+                await asyncio.sleep(0.001)
+            one_ends.release()
+        assert await asyncio.gather(*futures) == ["a0", "a1", "a2", "b0", "c0", "d0"]
         await asyncio.to_thread(decoders.close)
 
     asyncio.run(run())
@@ -231,14 +232,6 @@ def test_a_picture_that_nobody_waits_for_is_killed():
         await asyncio.to_thread(decoders.close)
 
     asyncio.run(run())
-
-
-def wait_until(condition: Callable[[], Any]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.01)
-    raise AssertionError("it did not happen")
 
 
 def png(side: int, cut: int) -> bytes:

@@ -5,15 +5,15 @@ import shutil
 import socket
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import httpx
 import pytest
 from support.live_service import live_service
 from support.page_runner import ROOT, blocks_of
+from support.waiting import wait_until
 
 from plsc.serve.tokens import add_token
 
@@ -115,10 +115,9 @@ def nginx_running(folder: Path, config: str) -> Iterator[None]:
 
 
 def wait_for(client: httpx.Client) -> None:
-    for _ in range(100):
-        try:
-            client.get("/health/live")
-            return
-        except httpx.ConnectError:
-            time.sleep(0.05)
-    raise AssertionError("nginx does not listen")
+    def listens() -> bool:
+        with suppress(httpx.ConnectError):
+            return bool(client.get("/health/live"))
+        return False
+
+    wait_until(listens)

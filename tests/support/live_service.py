@@ -113,7 +113,7 @@ def live_service(
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        service = services.get(timeout=30)
+        service = services.get(timeout=120)
         assert service is not None, "the service did not become ready"
         with httpx.Client(base_url=server.address, timeout=30) as http:
             yield Live(server, service, http, folder, thread)

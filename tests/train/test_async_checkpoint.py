@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import resource
 import threading
 import time
@@ -105,7 +106,8 @@ def saved_too_often(mesh: Any, path: Path) -> list[str]:
 
 def test_a_long_wait_for_the_checkpoint_before_is_reported(tmp_path: Path, ranks: Ranks) -> None:
     (lines,) = ranks(1, saved_too_often, tmp_path)
-    assert lines == ["training waited 0 s until the checkpoint before was written: save less often"]
+    (line,) = lines
+    assert re.fullmatch(r"training waited \d+ s until the checkpoint before was written: save less often", line)
 
 
 def polled(mesh: Any, path: Path) -> list[int]:
