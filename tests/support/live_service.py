@@ -115,7 +115,7 @@ def live_service(
     try:
         service = services.get(timeout=120)
         assert service is not None, "the service did not become ready"
-        with httpx.Client(base_url=server.address, timeout=30) as http:
+        with httpx.Client(base_url=server.address, timeout=120) as http:
             yield Live(server, service, http, folder, thread)
     finally:
         server.stop()
