@@ -11,8 +11,10 @@ import math
 import mmap
 import os
 import signal
+import time
+import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +32,7 @@ from plsc.models.preprocessing import height_and_width
 from plsc.progress import counted
 
 AUTO_CACHE_BYTES = 2**30
+_END_TOLD_SECONDS = 1.0  # within which the system tells of the end of a process that has closed its pipes
 T = TypeVar("T", covariant=True)
 _log = logging.getLogger("plsc.data")
 
@@ -423,9 +426,22 @@ def report_killed_workers() -> Iterator[None]:
     except RuntimeError as error:  # torch has no class of its own for it
         if not str(error).startswith("DataLoader worker (pid"):
             raise
-        raise DataError(
-            "a decoding process was killed, perhaps for want of memory: use fewer (--workers, data.workers)"
-        ) from None
+        raise _killed_worker() from None
+    except (ConnectionError, EOFError) as error:
+        if not _comes_from_a_pipe(error):
+            raise
+        with suppress(RuntimeError):
+            time.sleep(_END_TOLD_SECONDS)  # torch's handler raises here, and not in what comes next
+        raise _killed_worker() from None
+
+
+def _killed_worker() -> DataError:
+    return DataError("a decoding process was killed, perhaps for want of memory: use fewer (--workers, data.workers)")
+
+
+def _comes_from_a_pipe(error: BaseException) -> bool:
+    """True if a loader lost its connection to a process: that ends before the system tells of the process's end."""
+    return any(frame.f_code.co_name == "_try_get_data" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _identity_collate(result: Any) -> Any:

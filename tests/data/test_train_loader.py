@@ -6,6 +6,7 @@ import signal
 import time
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -394,3 +395,13 @@ def test_a_killed_process_is_reported_wherever_the_loop_is() -> None:
         kill_first()
     with pytest.raises(RuntimeError, match="else"), report_killed_workers():
         raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError, EOFError])
+def test_a_process_is_reported_whose_pipe_ends_before_it(error: type[Exception]) -> None:
+    images: Any = iter(map_in_workers(ProcessIds(), range(100), 1))
+    pipe = patch.object(images._data_queue, "get", side_effect=error)
+    with pytest.raises(DataError, match="a decoding process was killed"), pipe, report_killed_workers():
+        next(images)
+    with pytest.raises(error, match="else"), report_killed_workers():
+        raise error("somebody else's")
