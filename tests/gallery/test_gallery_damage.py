@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -161,8 +162,11 @@ def change(folder: Path, statement: str) -> None:
 )
 def test_a_row_that_is_not_what_was_written_is_named(folder: Path, statement: str) -> None:
     change(folder, statement)
-    with pytest.raises(IntegrityError, match=r"gallery\.sqlite|faces that were deleted"):
-        SqliteStore(folder).check()
+    with (
+        pytest.raises(IntegrityError, match=r"gallery\.sqlite|faces that were deleted"),
+        closing(SqliteStore(folder)) as store,
+    ):
+        store.check()
 
 
 @pytest.mark.parametrize(
@@ -231,16 +235,16 @@ def test_a_damaged_database_is_refused_by_name(folder: Path, byte: int) -> None:
     with (folder / "gallery.sqlite").open("r+b") as file:
         file.seek(byte)
         file.write(b"\xff" * 60)
-    with pytest.raises(PlscError, match=r"gallery\.sqlite"):
-        SqliteStore(folder).check()
+    with pytest.raises(PlscError, match=r"gallery\.sqlite"), closing(SqliteStore(folder)) as store:
+        store.check()
 
 
 def test_a_cut_or_missing_database_is_refused_by_name(folder: Path) -> None:
     path = folder / "gallery.sqlite"
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
-    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"):
-        SqliteStore(folder).check()
+    with pytest.raises(IntegrityError, match=r"gallery\.sqlite is corrupt"), closing(SqliteStore(folder)) as store:
+        store.check()
     path.unlink()
     with pytest.raises(IntegrityError, match=r"gallery\.sqlite is missing"):
         SqliteStore(folder)
