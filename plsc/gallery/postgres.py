@@ -242,7 +242,7 @@ class PostgresStore:
         """Delete those of ``persons`` whose time has come; returns their ids."""
         with self._transaction() as connection:
             key, _ = rows.find_collection(connection, collection, lock=True)
-            gone = [person for person in rows.select_expired(connection, key, MAX_ID) if person.id in set(persons)]
+            gone = rows.find_expired(connection, key, persons)
             for person in gone:
                 rows.delete_person(connection, key, person)
             return [person.id for person in gone]

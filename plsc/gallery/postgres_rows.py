@@ -129,6 +129,12 @@ def select_expired(connection: Any, key: int, limit: int) -> list[Person]:
     return read_persons(connection.execute(statement, [key, now(), limit]))
 
 
+def find_expired(connection: Any, key: int, persons: Sequence[int]) -> list[Person]:
+    """Return those of ``persons`` whose time has come."""
+    statement = f"{_PERSON} AND p.id = ANY(%s::bigint[]) AND p.expires <= %s ORDER BY p.id"
+    return read_persons(connection.execute(statement, [key, list(persons), now()]))
+
+
 def expired_ids(connection: Any, key: int) -> list[int]:
     """Return the ids of the persons whose time has come."""
     rows = connection.execute("SELECT id FROM plsc_persons WHERE collection = %s AND expires <= %s", [key, now()])

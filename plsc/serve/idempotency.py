@@ -1,8 +1,9 @@
 """Idempotency-Key: a POST that is sent again gets its first answer, and is not done again.
 
 The header is that of the IETF's draft "The Idempotency-Key HTTP Header Field": a string in quotes, or the bare one that
-most clients send. The store keeps the answer in the transaction of the write, so a request was done if and only if its
-answer is there. What failed is not kept: the same key may try again.
+most clients send. The store keeps the answer to a change in the change's transaction, so the request was done if and
+only if its answer is there. The answer to a compaction or a snapshot is kept once it is done: after a crash between the
+two it is done again. What failed is not kept: the same key may try again.
 """
 
 import hashlib

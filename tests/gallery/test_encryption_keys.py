@@ -26,6 +26,7 @@ from support.stores import new_key_file
 
 from plsc.errors import DataError, IntegrityError, PlscError, StorageError, UsageError
 from plsc.files import describe_files, read_json, write_manifest
+from plsc.gallery.sqlite import keys
 from plsc.gallery.sqlite.backup import restore
 from plsc.gallery.sqlite.encrypted_snapshot import check_readers
 from plsc.gallery.sqlite.folder import rotate_key
@@ -208,6 +209,28 @@ def test_a_rotation_killed_halfway_leaves_a_store_that_opens(
     assert store.check()["faces"] == 10
     store.close()
     assert not list(folder.glob(".keys*")), "it may hold keys that are erased later"
+
+
+def test_a_rotation_that_cannot_overwrite_the_former_keys_says_so(
+    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = sealed
+    new = new_key_file(tmp_path / "new.key")
+    written: list[int] = []
+    write = keys._write_all
+
+    def failing(file: int, content: bytes, offset: int) -> None:
+        written.append(len(content))
+        if len(written) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        write(file, content, offset)
+
+    monkeypatch.setattr(keys, "_write_all", failing)
+    with pytest.raises(StorageError, match=r"is under the new key file now, but .* destroy the former key file"):
+        rotate_key(folder, key_file, new)
+    store = SqliteStore(folder, key_file=new)
+    assert store.check()["faces"] == 10
+    store.close()
 
 
 # --- restoring -------------------------------------------------------------------------------------------------------

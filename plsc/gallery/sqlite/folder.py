@@ -112,7 +112,7 @@ def rotate_key(store: Path, old: Path, new: Path) -> int:
         UsageError: there is no encrypted store, or ``old`` is not its key file.
         ConflictError: a process has the store.
         IntegrityError: a key is damaged; the file is as it was.
-        StorageError: it cannot be written; it is as it was.
+        StorageError: it cannot be written, and is as it was; or it is under the new key file, as the message says then.
     """
     path = store / KEYS
     if not path.is_file():
@@ -152,6 +152,7 @@ class FolderLock:
                 f"the store {folder} is in use by process {self._owner()}; stop it first, or name another store"
             ) from None
         except OSError as error:
+            self._file.release()
             raise StorageError(f"cannot write {self._path}: {error.strerror}; check its permissions") from None
         with suppress(OSError):  # on a full disk the lock holds all the same, and only a message would say less
             self._path.write_text(f"{os.getpid()}\n", encoding="utf-8")

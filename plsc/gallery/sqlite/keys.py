@@ -201,9 +201,14 @@ class KeyTable:
         content = _header(self.store_id, new) + b"".join(slots)
         with storage_errors(self.path):
             _write_new(self.path, content)
-            # What the former master key opens leaves the disk as well, as far as its file system writes in place.
+        try:  # What the former master key opens leaves the disk as well, as far as its file system writes in place.
             _write_all(self._file, bytes(os.fstat(self._file).st_size), 0)
             os.fsync(self._file)
+        except OSError as error:
+            raise StorageError(
+                f"{self.path} is under the new key file now, but what the former one opens could not be overwritten "
+                f"({error.strerror}) and may be left on the disk: destroy the former key file"
+            ) from None
         return sum(key is not None for key in keys)
 
     def _associated(self, slot: int) -> bytes:
