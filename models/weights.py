@@ -214,9 +214,9 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
             f"{path} is refused: it is no plain state_dict of tensors "
             "(it holds pickled objects, or is corrupt); save model.state_dict() instead"
         ) from None
-    except OSError:
-        raise
     except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
+        if isinstance(error, OSError) and error.filename is not None:  # an OSError without one is of the content
+            raise
         reason = str(error).partition("\n")[0][:200]
         raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
     tensors = _tensors(loaded, path)

@@ -104,17 +104,18 @@ def remove_leftovers(path: Path) -> None:
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         process = leftover.name.removesuffix(".tmp").rpartition(".")[2]
         # A process of our own number is an earlier one: in a container each has the same.
-        if process.isdigit() and (int(process) == os.getpid() or not _is_running(int(process))):
+        if process.isdigit() and (int(process) == os.getpid() or not is_running(int(process))):
             if leftover.is_dir():
                 shutil.rmtree(leftover, ignore_errors=True)
             else:
                 leftover.unlink(missing_ok=True)
 
 
-def _is_running(process: int) -> bool:
+def is_running(process: int) -> bool:
+    """True if there is a process of this number."""
     try:
         os.kill(process, 0)  # sends nothing
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:  # of another user
         return True

@@ -206,6 +206,6 @@ def read_toml_value(text: str) -> Any:
     """Parse ``text`` as a TOML value; anything else stays text, for the type check to name."""
     try:
         read = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # Python's own, too, of a number of 4,300 digits
         return text
     return read["value"] if len(read) == 1 else text

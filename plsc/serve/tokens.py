@@ -81,7 +81,7 @@ def read_tokens(path: Path) -> list[Token]:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"there is no token file {path}; make it with plsc tokens add NAME --role admin") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be read as TOML: {error}") from None
     entries = content.pop("token", [])
     if content or not isinstance(entries, list):

@@ -9,7 +9,7 @@ import dataclasses
 import stat
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from plsc.train.state import stored_config
 
 _ALONE = Mesh(0, 1, 0, torch.device("cpu"))
 _CENTRES = "head.weight"
-_Kind = TypeVar("_Kind")
 
 
 def find_checkpoints(path: Path) -> list[Path]:
@@ -108,7 +107,7 @@ def read_backbone(path: Path, *, average: bool = False) -> Backbone:
     if average and not any(name.startswith(prefix) for name in stored.stored):
         raise UsageError(f"{path} holds no moving average (ema_decay is 0); leave --ema out")
     try:
-        config = dataclasses.replace(stored_config(_taken(stored, "config", dict)), recompute="none", init_weights="")
+        config = dataclasses.replace(stored_config(stored.value("config", dict)), recompute="none", init_weights="")
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     shapes = {name.removeprefix(prefix): entry.size for name, entry in stored.stored.items() if name.startswith(prefix)}
@@ -141,7 +140,7 @@ def write_centres(path: Path, out: Path) -> dict[str, Any]:
     """
     stored = StoredCheckpoint(path, _ALONE, prefixes=(_CENTRES,))
     rows, dim = _saved_size(stored) if stored.state.get("savepoints") else _stored_size(stored)
-    classes = _taken(stored, "data.classes", int)
+    classes = stored.value("data.classes", int)
     if classes < 1 or rows < 1 or rows % classes:
         raise DataError(f"{path} holds no table of its {classes:,} classes")
     shape = [classes, *([rows // classes] if rows != classes else []), dim]
@@ -177,8 +176,8 @@ def _saved_size(stored: StoredCheckpoint) -> tuple[int, int]:
 
 
 def _saved_rows(stored: StoredCheckpoint) -> list[SavedRows]:
-    identities = _taken(stored, "savepoints", list)
-    placement = _taken(stored, "config.head.placement", str)
+    identities = stored.value("savepoints", list)
+    placement = stored.value("config.head.placement", str)
     file = mapped_file(placement) if placement.startswith("mmap:") else None
     if file is None or not all(isinstance(each, str | None) for each in identities):
         raise IntegrityError(f"{stored.path} names no files of a class table; it is the checkpoint of another program")
@@ -188,7 +187,7 @@ def _saved_rows(stored: StoredCheckpoint) -> list[SavedRows]:
 def _write_saved_rows(stored: StoredCheckpoint, file: BinaryIO, rows: int, dim: int) -> None:
     """Write the rows as they are, then over them what the journals hold."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    dtype = names.get(_taken(stored, "config.head.weight_dtype", str))
+    dtype = names.get(stored.value("config.head.weight_dtype", str))
     if dtype is None or dim < 1:
         raise IntegrityError(f"{stored.path} names no type of its class table; it is the checkpoint of another program")
     start = file.tell()
@@ -212,52 +211,38 @@ def check_outputs(*paths: Path | None, overwrite: bool) -> None:
 def _describe(stored: StoredCheckpoint) -> dict[str, Any]:
     path, tensors = stored.path, stored.stored
     weights = [name for name in tensors if name.startswith("backbone.")]
-    images = max(_taken(stored, "data.images", int), 1)
-    epoch = _taken(stored, "loader.epoch", int) + _taken(stored, "loader.consumed", int) / images
+    images = max(stored.value("data.images", int), 1)
+    epoch = stored.value("loader.epoch", int) + stored.value("loader.consumed", int) / images
     accuracy = stored.state.get("accuracy")
     return {
         "checkpoint": str(path),
         "run": _run_of(path),
         "saved_at": _utc(describe_published(path).saved_at),
-        "world_size": _taken(stored, "world_size", int),
+        "world_size": stored.value("world_size", int),
         "strategy": _strategy(stored),
-        "step": _taken(stored, "step", int),
+        "step": stored.value("step", int),
         "epoch": epoch,
         "accuracy": accuracy if isinstance(accuracy, float) else None,
         "best": _rated(stored.state.get("best")),
-        "backbone": _taken(stored, "config.backbone", str),
-        "image_size": _taken(stored, "config.data.image_size", object),
-        "embedding_dim": _taken(stored, "config.embedding_dim", int),
+        "backbone": stored.value("config.backbone", str),
+        "image_size": stored.value("config.data.image_size", object),
+        "embedding_dim": stored.value("config.embedding_dim", int),
         "parameters": sum(tensors[name].size.numel() for name in weights),
         "average": any(name.startswith("average.") for name in tensors),
-        "classes": _taken(stored, "data.classes", int),
-        "centers": _taken(stored, "config.head.centers", int),
-        "images": _taken(stored, "data.images", int),
-        "margin": _taken(stored, "config.head.margin", str),
+        "classes": stored.value("data.classes", int),
+        "centers": stored.value("config.head.centers", int),
+        "images": stored.value("data.images", int),
+        "margin": stored.value("config.head.margin", str),
         "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
         "state_dtypes": _dtypes(stored, "head_optimizer."),
-        "table_files": _taken(stored, "config.head.placement", str) if stored.state.get("savepoints") else None,
-        "optimizer": _taken(stored, "config.optim.name", str),
+        "table_files": stored.value("config.head.placement", str) if stored.state.get("savepoints") else None,
+        "optimizer": stored.value("config.optim.name", str),
         "bytes": sum(entry["bytes"] for entry in stored.files.values()),
         "files": [
             {"name": name, "bytes": entry["bytes"], "is_there": _is_there(path / name, entry["bytes"])}
             for name, entry in sorted(stored.files.items())
         ],
     }
-
-
-def _taken(stored: StoredCheckpoint, name: str, kind: type[_Kind]) -> _Kind:
-    """Return a value of the small state by its dotted name; IntegrityError where there is none of this type."""
-    value: Any = stored.state
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is None or not isinstance(value, kind) or not _is_printable(value):
-        raise IntegrityError(f"{stored.path} holds no {name} of a run; it is the checkpoint of another program")
-    return value
-
-
-def _is_printable(value: object) -> bool:
-    return not isinstance(value, str) or value.isprintable()  # an escape sequence would reach the terminal
 
 
 def _rated(value: object) -> dict[str, Any] | None:
@@ -270,9 +255,10 @@ def _rated(value: object) -> dict[str, Any] | None:
 
 def _strategy(stored: StoredCheckpoint) -> str:
     """Name the strategy, with the numbers of ranks by which tensors and stages were cut."""
-    numbers = {name: stored.state["config"]["parallel"].get(name) for name in ("shard_ranks", "tp", "pp")}
+    settings = stored.value("config.parallel", dict)
+    numbers = {name: settings.get(name) for name in ("shard_ranks", "tp", "pp")}
     cuts = [f"{name} = {n}" for name, n in numbers.items() if isinstance(n, int) and n > 1]
-    return ", ".join([_taken(stored, "config.parallel.strategy", str), *cuts])
+    return ", ".join([stored.value("config.parallel.strategy", str), *cuts])
 
 
 def _dtypes(stored: StoredCheckpoint, prefix: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,6 +40,7 @@ from plsc.train.checkpoint import FORMAT, METADATA, STATE, CheckpointFolder, ste
 from plsc.train.failures import raise_on_all_ranks
 
 Files = dict[str, dict[str, Any]]
+_Kind = TypeVar("_Kind")
 _MOST_AXES = 64
 _MOST_COMPARISONS = 1_000_000  # of pieces that begin in the same rows: tensor parallelism cuts columns into few
 _LARGEST_METADATA = 1 << 30  # some 200 bytes for each 64 MiB of a tensor
@@ -85,6 +86,15 @@ class StoredCheckpoint:
         """The step it was taken after."""
         return step_of(self.path)
 
+    def value(self, name: str, kind: type[_Kind]) -> _Kind:
+        """A value of the small state, by its dotted name; IntegrityError where there is none of this type."""
+        value: Any = self.state
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is None or not isinstance(value, kind) or not _is_printable(value):
+            raise IntegrityError(f"{self.path} holds no {name} of a run; it is the checkpoint of another program")
+        return value
+
     def load_into(self, targets: Mapping[str, Any]) -> None:
         """Fill ``targets`` (tensors, TensorShards) in place from the tensors of the same names."""
         for name, target in targets.items():
@@ -106,6 +116,10 @@ class StoredCheckpoint:
                 tensors[name] = torch.empty(stored.size, dtype=stored.properties.dtype)
         self.load_into(tensors)
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def _is_printable(value: object) -> bool:
+    return not isinstance(value, str) or value.isprintable()  # an escape sequence would reach the terminal
 
 
 def listed_files(path: Path) -> Files:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
@@ -33,6 +33,21 @@ FIXED = (
     "optim.name",
     "optim.head",
     "optim.state_dtype",
+)
+# Whole numbers of the small state, by their dotted names.
+_NUMBERS = (
+    "step",
+    "schedule_step",
+    "skipped",
+    "world_size",
+    "steps_per_epoch",
+    "head_steps",
+    "average_updates",
+    "data.images",
+    "data.classes",
+    "loader.epoch",
+    "loader.consumed",
+    "head.forwards",
 )
 
 
@@ -77,7 +92,9 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
 
     Raises:
         UsageError: the configuration or the data is not that of the run.
+        IntegrityError: the checkpoint does not hold what a run writes.
     """
+    _check_state(stored)
     state = stored.state
     _check_config(state["config"], components.config)
     _check_data(state["data"], components)
@@ -92,6 +109,8 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     components.exchange.restore(components.optimizer, delayed)
     if components.average is not None:
         _load_average(components, stored)
+    if not state["head"]["margin"].keys() <= components.head.margin_state.keys():
+        raise IntegrityError(f"{stored.path} holds no state of the margin {components.config.head.margin}")
     components.head.set_extra_state(state["head"])
     components.head_optimizer.load_state_dict({**components.head_optimizer.state_dict(), "steps": state["head_steps"]})
     if state["scaler"] and components.scaler.is_enabled():
@@ -178,6 +197,27 @@ def _schedule_step(components: TrainComponents, state: dict[str, Any]) -> int:
     now, then = steps_per_epoch(components), int(state["steps_per_epoch"])
     step = int(state["schedule_step"])
     return step if components.config.epochs is None or now == then else round(step * now / then)
+
+
+def _check_state(stored: StoredCheckpoint) -> None:
+    """Raise IntegrityError unless the small state holds what going on takes from it."""
+    for name in _NUMBERS:
+        stored.value(name, int)
+    for name in ("config", "scaler", "best", "head.margin"):
+        stored.value(name, dict)
+    stored.value("data.labels_sha256", str)
+    frozen, optimizer = stored.state.get("frozen", []), stored.state.get("optimizer", {})
+    margin, best = stored.state["head"]["margin"], stored.state["best"]
+    if not (
+        isinstance(frozen, list)
+        and all(isinstance(name, str) for name in frozen)
+        and isinstance(optimizer, dict)
+        and isinstance(stored.state.get("savepoints"), list | None)
+        and all(name == "step" or name.partition(".")[0].isdecimal() for name in optimizer)
+        and all(isinstance(number, int | float) for number in margin.values())
+        and (not best or (isinstance(best.get("step"), int) and isinstance(best.get("accuracy"), float)))
+    ):
+        raise IntegrityError(f"{stored.path} holds no state of a run; it is the checkpoint of another program")
 
 
 def _check_config(before: dict[str, Any], config: Config) -> None:
@@ -322,7 +362,7 @@ def _stored_states(components: TrainComponents, stored: StoredCheckpoint) -> dic
     for name, entry in stored.stored.items():
         prefix, _, key = name.partition(".")
         place = key.partition(".")[0]
-        if prefix != "optimizer" or (weight := weights.get(int(place))) is None:
+        if prefix != "optimizer" or not place.isdecimal() or (weight := weights.get(int(place))) is None:
             continue
         has_rows = len(entry.size) > 0 and entry.size[:1] == weight.shape[:1]
         tensors[key] = torch.empty_like(_alike(weight, entry.size), dtype=entry.properties.dtype, requires_grad=False)
@@ -376,7 +416,7 @@ def _delayed_gradients(components: TrainComponents, stored: StoredCheckpoint) ->
     if world == mesh.world_size and components.exchange.keeps_state:
         return stored.read(f"exchange.{mesh.rank}.")
     means: dict[str, Tensor] = {}
-    for rank in range(world):
+    for rank in sorted({name.split(".")[1] for name in stored.stored if name.startswith("exchange.")}):
         for name, tensor in stored.read(f"exchange.{rank}.").items():
             means[name] = means.get(name, 0) + tensor / world
     return means

@@ -131,6 +131,7 @@ def _token(guarded: Guarded, name: str, secret: str) -> Target:
         except (httpx.InvalidURL, httpx.LocalProtocolError):
             return  # httpx does not send it
         check_answer(answer, guarded.live.folder)
+        path = answer.request.url.raw_path.decode()  # httpx takes the start of //name for a host
         _check_secrets(guarded, answer, path, sent)
         _check_role(name, answer, method, path)
         if method != "GET" and answer.status_code < 400:

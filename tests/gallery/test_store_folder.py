@@ -6,6 +6,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -119,6 +120,21 @@ def test_removing_the_lock_file_lets_nobody_in(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="in use by"):
         SqliteStore(tmp_path / "store")
     store.close()
+    SqliteStore(tmp_path / "store").close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no forks")
+def test_a_child_of_a_killed_owner_is_waited_for(tmp_path: Path) -> None:
+    """Between its fork and its exec it has its parent's locks."""
+    import fcntl
+
+    filled(tmp_path / "store").close()
+    owner = subprocess.Popen([sys.executable, "-c", ""])
+    owner.wait()
+    (tmp_path / "store" / "lock").write_text(f"{owner.pid}\n")
+    descriptor = os.open(tmp_path / "store" / "lock", os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    threading.Timer(0.3, os.close, [descriptor]).start()
     SqliteStore(tmp_path / "store").close()
 
 

@@ -130,6 +130,8 @@ def entry(line: str) -> str:
         entry("collections = [1]"),
         entry("colections = ['staff']"),
         f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'A' * 64}'\ncreated = ''",
+        f"token = {'[' * 5000}{']' * 5000}",
+        f"token = {'1' * 5000}",
     ],
 )
 def test_a_file_that_is_off_is_refused(tmp_path, text):

@@ -208,6 +208,7 @@ CHANGES: dict[str, Change] = {
     "a state of a number": lambda folder: ((folder / "state.json").write_text("7"), _rehash(folder)),
     "a state without a configuration": _in_state(lambda state: state.pop("config")),
     "a state with a configuration of text": _in_state(lambda state: state.update(config="x")),
+    "a state with settings of text": _in_state(lambda state: state["config"].update(parallel="x")),
     "a state of another backbone": _in_state(lambda state: state["config"].update(backbone="iresnet_none")),
     "a state of 2^40 dimensions": _in_state(lambda state: state["config"].update(embedding_dim=1 << 40)),
     "a state with images of 2^40 pixels": _in_state(lambda state: state["config"]["data"].update(image_size=1 << 40)),
@@ -229,6 +230,10 @@ def _exported(change: Change) -> Case:
     return make
 
 
+def _described(change: Change) -> Case:
+    return lambda folder, samples: ["checkpoint", "info", _copied(change, folder, samples)]
+
+
 def _resumed(change: Change) -> Case:
     def make(folder: Path, samples: Samples) -> Arguments:
         path = _copied(change, folder, samples)
@@ -237,7 +242,30 @@ def _resumed(change: Change) -> Case:
     return make
 
 
-# Resuming takes its configuration from the user, and so does not read the checkpoint's.
+def _without(name: str) -> Change:
+    return _in_state(lambda state: state.pop(name))
+
+
+# What going on alone takes from the small state.
+_STATES: dict[str, Change] = {
+    f"a state without its {name}": _without(name)
+    for name in ("config", "data", "head", "loader", "scaler", "best", "step", "schedule_step", "world_size")
+} | {
+    "a state of a step of text": _in_state(lambda state: state.update(step="1")),
+    "a state of a margin of its own": _in_state(lambda state: state["head"]["margin"].update(own=1.0)),
+    "a state with a best accuracy of text": _in_state(lambda state: state.update(best={"step": 1, "accuracy": "1"})),
+    "a state with savepoints of a number": _in_state(lambda state: state.update(savepoints=1)),
+    "a state with an optimizer of names": _in_state(lambda state: state.update(optimizer={"a.b": 1})),
+    "a state with weights frozen by number": _in_state(lambda state: state.update(frozen=[1])),
+}
+# Resuming takes these from the user, and reads the checkpoint's to say what has changed.
 _EXPORT_ONLY = {name for name in CHANGES if name.startswith("a state") and name != "a state of a number"}
+_UNDESCRIBED = (
+    "a state without a configuration",
+    "a state with a configuration of text",
+    "a state with settings of text",
+)
 CASES: dict[str, Case] = {f"{name}, exported": _exported(change) for name, change in CHANGES.items()}
 CASES |= {f"{name}, resumed": _resumed(change) for name, change in CHANGES.items() if name not in _EXPORT_ONLY}
+CASES |= {f"{name}, resumed": _resumed(change) for name, change in _STATES.items()}
+CASES |= {f"{name}, described": _described(change) for name, change in CHANGES.items() if name in _UNDESCRIBED}

@@ -179,10 +179,16 @@ def _sized_by_metadata(value: str) -> Any:
     return made
 
 
+def _misnamed() -> bytes:
+    content: bytes = model([_node("ReduceMean", ["x"], ["y"], axes=[2, 3])]).SerializeToString()
+    return content.replace(b"ReduceMean", b"ReduceMe\xffn")
+
+
 CASES: dict[str, Case] = {
     "an empty file": _embedded(b""),
     "zeros": _embedded(bytes(1000)),
     "a length beyond the file": _embedded(b"\x08\x08\x3a\xff\xff\xff\x7f"),
+    "a name that is no UTF-8": _embedded(_misnamed()),
     "graphs nested in graphs": _embedded(_nested(2000)),
     "400 million numbers from a constant": _embedded(lambda: expanding(400, 1000, 1000)),
     "400 million numbers from a constant, as a detector": _detecting(lambda: expanding(400, 1000, 1000)),

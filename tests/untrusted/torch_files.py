@@ -113,6 +113,12 @@ def _cut(samples: Samples) -> bytes:
     return content[: len(content) // 2]
 
 
+def _hollow(samples: Samples) -> bytes:
+    """The end of a zip file that tells of more than there is."""
+    content = _saved(_state(samples))
+    return content[:1000] + content[-len(content) // 2 :]
+
+
 def _short(samples: Samples) -> bytes:
     """Storages of a byte each."""
     members = _members(_saved(_state(samples)))
@@ -175,6 +181,7 @@ CONTENTS: dict[str, Callable[[Samples], bytes]] = {
     "a sparse tensor": lambda samples: _saved({"w": _sparse()}),
     "storages that are cut off": _short,
     "a file that is cut off": _cut,
+    "a file without its middle": _hollow,
     "a list": lambda samples: _saved([torch.zeros(3)]),
     "keys with an escape": lambda samples: _saved({"\x1b[2J": 7}),
 }

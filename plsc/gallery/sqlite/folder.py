@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +10,7 @@ from types import ModuleType
 from filelock import FileLock, Timeout
 
 from plsc.errors import ConflictError, IntegrityError, StorageError, UsageError
-from plsc.files import MANIFEST, holds_manifest, make_private_folder, restrict, storage_errors
+from plsc.files import MANIFEST, holds_manifest, is_running, make_private_folder, restrict, storage_errors
 from plsc.gallery.sqlite import COLLECTIONS, KEYS, LOCK, RESERVE, SNAPSHOTS, SQLITE
 from plsc.gallery.sqlite.backup import FORMAT
 from plsc.gallery.sqlite.database import PAGE_BYTES, Database
@@ -23,6 +24,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+_ORPHAN_SECONDS = 2.0  # for which a child of a killed owner may have the locks: from its fork until its exec
 _RESERVE_BYTES = 4 << 20  # the log of some deletions, and SQLite's own files
 _MIN_RESERVE_BYTES = 64 << 10  # SQLite's own files alone
 
@@ -143,19 +145,28 @@ class FolderLock:
         self._path = folder / LOCK
         # thread_local would make a release by any other thread than the opening one do nothing.
         self._file = FileLock(self._path, timeout=0, mode=0o600, thread_local=False)
+        give_up = time.monotonic() + _ORPHAN_SECONDS
+        while not self._is_acquired(folder):
+            owner = self._owner()
+            if (owner.isdecimal() and is_running(int(owner))) or time.monotonic() > give_up:
+                raise ConflictError(
+                    f"the store {folder} is in use by process {owner}; stop it first, or name another store"
+                )
+            time.sleep(0.01)
+        with suppress(OSError):  # on a full disk the lock holds all the same, and only a message would say less
+            self._path.write_text(f"{os.getpid()}\n", encoding="utf-8")
+
+    def _is_acquired(self, folder: Path) -> bool:
         try:
             self._file.acquire()
             self._descriptor = _lock_itself(folder)
         except (Timeout, BlockingIOError):
             self._file.release()
-            raise ConflictError(
-                f"the store {folder} is in use by process {self._owner()}; stop it first, or name another store"
-            ) from None
+            return False
         except OSError as error:
             self._file.release()
             raise StorageError(f"cannot write {self._path}: {error.strerror}; check its permissions") from None
-        with suppress(OSError):  # on a full disk the lock holds all the same, and only a message would say less
-            self._path.write_text(f"{os.getpid()}\n", encoding="utf-8")
+        return True
 
     def release(self) -> None:
         """Let others have the folder."""
@@ -165,7 +176,7 @@ class FolderLock:
 
     def _owner(self) -> str:
         with suppress(OSError):
-            return self._path.read_text(encoding="utf-8", errors="replace").strip() or "unknown"
+            return self._path.read_text(encoding="utf-8", errors="replace").strip()[:20] or "unknown"
         return "unknown"
 
 
