@@ -137,8 +137,9 @@ def rotate_key(store: Path, old: Path, new: Path) -> int:
 class FolderLock:
     """The lock of a folder's one owner; :class:`ConflictError` names the process that has it.
 
-    The kernel drops it with its process, however that ends. Beside the file ``lock``, whose process id serves the
-    message only, the folder itself is locked where the system can: who removes the file opens no door.
+    The kernel drops it with its process, however that ends; only a child that was being started may have it a moment
+    longer, and is waited for where the process that ``lock`` names is gone. Beside that file the folder itself is
+    locked where the system can: who removes the file opens no door.
     """
 
     def __init__(self, folder: Path) -> None:
