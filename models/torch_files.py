@@ -41,6 +41,17 @@ def check_torch_file(path: Path) -> None:
                 return
 
 
+def archive_names(path: Path) -> list[str]:
+    """The names in a zip archive; none of other files, nor of a damaged one, which :func:`check_torch_file` refuses."""
+    if not zipfile.is_zipfile(path):
+        return []
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError):
+        return []
+
+
 def check_tensors(tensors: dict[str, Tensor], path: Path) -> None:
     """Raise :class:`DataError` for a tensor that is more than the file holds, or holds nothing at all."""
     total = 0

@@ -6,7 +6,6 @@ import json
 import pickle
 import re
 import warnings
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from plsc.models.timm_weights import (
     trunk_state,
     weights_file,
 )
-from plsc.models.torch_files import check_tensors, check_torch_file
+from plsc.models.torch_files import archive_names, check_tensors, check_torch_file
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
 from plsc.signing import require_signed
 
@@ -225,11 +224,7 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
 
 
 def _is_program(path: Path) -> bool:
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-    return any(name.endswith((".py", "/archive_format")) or "/models/" in name for name in names)
+    return any(name.endswith((".py", "/archive_format")) or "/models/" in name for name in archive_names(path))
 
 
 def _tensors(loaded: Any, path: Path) -> dict[str, Tensor]:

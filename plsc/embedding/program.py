@@ -24,6 +24,7 @@ from torch import nn
 from plsc.embedding.preprocessing import contract_id
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import Preprocessing
+from plsc.models.torch_files import archive_names
 
 CONTRACT_FILE = "plsc.json"
 FORMAT = "plsc-program-1"
@@ -53,10 +54,7 @@ _ARITHMETIC = (
 
 def is_program(path: Path) -> bool:
     """True if ``path`` is an archive of torch.export."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/archive_format") for name in archive.namelist())
+    return any(name.endswith("/archive_format") for name in archive_names(path))
 
 
 def save_program(program: torch.export.ExportedProgram, path: Path, contract: dict[str, Any]) -> None:

@@ -289,3 +289,23 @@ def test_a_forged_vector_in_a_snapshot_is_refused(
         assert main(["gallery", *map(str, words), "--encrypt", str(key_file)]) == 1
         said = capsys.readouterr().err
         assert (said.count("\n"), "what was encrypted" in said or "ends before key" in said) == (1, True), said
+
+
+def test_a_snapshot_of_other_tables_is_refused(
+    sealed: tuple[Path, list[Person]], key_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = sealed
+    snapshot = folder / "snapshots" / "one"
+    with closing(sqlite3.connect(snapshot / "gallery.sqlite")) as db:
+        db.execute("PRAGMA writable_schema = ON")
+        db.execute("UPDATE sqlite_master SET sql = replace(sql, 'forgotten', 'forgotter') WHERE name = 'forgotten'")
+        db.commit()
+    manifest = read_json(snapshot / "manifest.json")
+    manifest["files"] = describe_files(snapshot, ["gallery.sqlite"])
+    write_manifest(snapshot, {name: value for name, value in manifest.items() if name != "seal"})
+    assert (
+        main(["gallery", "restore", str(snapshot), "--store", str(folder.parent / "new"), "--encrypt", str(key_file)])
+        == 1
+    )
+    said = capsys.readouterr().err
+    assert (said.count("\n"), "gallery.sqlite is corrupt" in said) == (1, True), said

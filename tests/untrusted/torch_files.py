@@ -119,6 +119,15 @@ def _hollow(samples: Samples) -> bytes:
     return content[:1000] + content[-len(content) // 2 :]
 
 
+def _no_directory(samples: Samples) -> bytes:
+    return _saved(_state(samples)).replace(b"PK\1\2", b"PK\1\3")
+
+
+def _misnamed(samples: Samples) -> bytes:
+    """The directory's name of a member is no UTF-8."""
+    return b"data\xffpkl".join(_saved(_state(samples)).rsplit(b"data.pkl", 1))
+
+
 def _short(samples: Samples) -> bytes:
     """Storages of a byte each."""
     members = _members(_saved(_state(samples)))
@@ -182,6 +191,8 @@ CONTENTS: dict[str, Callable[[Samples], bytes]] = {
     "storages that are cut off": _short,
     "a file that is cut off": _cut,
     "a file without its middle": _hollow,
+    "a directory of other entries": _no_directory,
+    "a member's name that is no UTF-8": _misnamed,
     "a list": lambda samples: _saved([torch.zeros(3)]),
     "keys with an escape": lambda samples: _saved({"\x1b[2J": 7}),
 }
