@@ -117,6 +117,11 @@ class TrainLoader:
         return len(self._plan(consumed=0))
 
     @property
+    def steps_left(self) -> int:
+        """Steps from the position to the epoch's end, the same on every rank."""
+        return len(self._plan(self._consumed))
+
+    @property
     def next_labels(self) -> torch.Tensor | None:
         """Labels (b,) of this rank's next batch, including images that turn out unreadable; None at an epoch's end.
 

@@ -130,6 +130,13 @@ class TrainComponents:
         with self.exchange.averaged():
             yield
 
+    def average_statistics(self) -> None:
+        """Set running statistics, the backbone's and its moving average's, to their means over the ranks; all call.
+
+        The mean of the ranks' moving averages is the moving average of their mean.
+        """
+        self.strategy.average_buffers({} if self.average is None else self.average.values)
+
     def shipped_model(self) -> nn.Module:
         """Return the model that is evaluated and exported; every rank calls.
 
@@ -236,9 +243,9 @@ def frozen_parts(names: FrozenNames, strategy: Strategy) -> FrozenParts:
     return FrozenParts(names, strategy.backbone, [(weight.name, weight.parameter) for weight in strategy.weights])
 
 
-def optimizer_steps(config: Config, loader: TrainLoader) -> int:
-    """Optimizer steps of an epoch."""
-    return -(-loader.steps_per_epoch // config.optim.accumulate)
+def optimizer_steps(config: Config, steps: int) -> int:
+    """Optimizer steps of so many steps of the loader, up to an epoch's end."""
+    return -(-steps // config.optim.accumulate)
 
 
 def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoader) -> GradientExchange:
@@ -254,7 +261,7 @@ def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoad
             outer_momentum=parallel.outer_momentum,
         )
         return model_averaging(parallel.averaging, backbone, mesh, averages)
-    warmup_steps = round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader))
+    warmup_steps = round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader.steps_per_epoch))
     return gradient_exchange(parallel.comm_hook, backbone, mesh, compression_options(config, warmup_steps))
 
 

@@ -12,10 +12,11 @@ from plsc.config import Config
 from plsc.evaluation.evaluator import evaluate, open_set, set_names
 from plsc.files import atomic_write
 from plsc.models.weights import serialize_model
+from plsc.parallel.collectives import on_main
 from plsc.train.checkpoint_writer import write_errors
 from plsc.train.components import TrainComponents
 from plsc.train.failures import raise_on_all_ranks
-from plsc.train.metrics import MetricsLog
+from plsc.train.metrics import MetricsLog, read_metrics
 from plsc.train.state import Position
 
 MODEL, BEST = "model.safetensors", "best.safetensors"
@@ -32,7 +33,8 @@ class RunEvaluation:
         report: takes a line.
 
     Attributes:
-        results: the last ones, by the sets' names.
+        results: the last ones, by the sets' names. A run that goes on right after an evaluation has what
+            metrics.jsonl holds of it.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class RunEvaluation:
         metrics: MetricsLog,
         report: Callable[[str], None],
     ) -> None:
-        self.results: dict[str, dict[str, Any]] = {}
         self._components, self._position, self._out = components, position, out
         self._metrics, self._report = metrics, report
-        self._evaluated_at = -1
+        earlier = on_main(lambda: _evaluation_at(position.step, out), components.mesh)
+        is_of_these = earlier.keys() == set(set_names(components.config.eval.sets))
+        self.results: dict[str, dict[str, Any]] = earlier if is_of_these else {}
+        self._evaluated_at = position.step if is_of_these else -1
 
     @property
     def is_done(self) -> bool:
@@ -67,6 +71,12 @@ class RunEvaluation:
                 save_weights(self._components, self._out / BEST)
 
 
+def _evaluation_at(step: int, out: Path) -> dict[str, dict[str, Any]]:
+    """The results of the evaluation after ``step`` that ``out`` holds; empty where there was none."""
+    results = [line.get("eval") for line in read_metrics(out) if line["step"] == step]
+    return next((each for each in reversed(results) if isinstance(each, dict)), {})
+
+
 def check_sets(config: Config) -> None:
     """Open every set once, at the start: a wrong name should not cost a run its end."""
     sets = config.eval.sets
@@ -76,8 +86,7 @@ def check_sets(config: Config) -> None:
 
 def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
     """Evaluate on every set; results by the sets' names, the same on every rank."""
-    with components.frozen.kept_statistics():
-        components.strategy.average_buffers()
+    components.average_statistics()
     model, device = components.shipped_model(), components.mesh.device
     was_training, contract = model.training, components.config.data.preprocessing
 

@@ -7,7 +7,6 @@ keeps its state. Where no weight at all is trained, there is no backward pass th
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -79,15 +78,6 @@ class FrozenParts:
         """Forget the gradients of frozen weights; the optimizer then leaves weights and state as they are."""
         for weight in self._weights:
             weight.grad = None
-
-    @contextmanager
-    def kept_statistics(self) -> Iterator[None]:
-        """Undo what is done to frozen statistics within: the mean of equal numbers of three ranks may round."""
-        buffers = [buffer for module in self._modules for buffer in module.buffers(recurse=False)]
-        before: list[Tensor] = [buffer.clone() for buffer in buffers]
-        yield
-        for buffer, value in zip(buffers, before, strict=True):
-            buffer.copy_(value)
 
 
 def _with_statistics(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -18,6 +18,11 @@ from plsc.train.restart import Launch, mark_launch
 from plsc.train.state import changed_keys, changed_tables
 
 CONFIG, CLASSES = "config.toml", "classes.json"
+# Tensors of an exchange that nothing else takes over when a run goes on without it, by the last part of their names.
+_EXCHANGED = {
+    "residual": "gradients that were not sent yet (parallel.comm_hook)",
+    "outer": "the momentum of the outer steps (parallel.averaging)",
+}
 
 
 def check_groups(config: Config, mesh: Mesh) -> None:
@@ -87,12 +92,25 @@ def resumption_lines(
     lines = [f"changed on resume: {change}" for change in changed_keys(stored.state["config"], components.config)]
     if components.mesh.is_main:
         lines += changed_tables(stored, components)
+    lines += [f"left out: {what} of the checkpoint" for what in _dropped(stored, components)]
     lines += [f"set aside as superseded-{later.name}: it is of a later step" for later in superseded]
     if components.exchange.forgets:
         lines.append(f"not stored in checkpoints: {components.exchange.forgets}")
     if steps_left == 0:
         lines.append("no step is left to train: raise epochs or steps to go on")
     return lines
+
+
+def _dropped(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
+    """What the run had learned with, besides its weights, and has no use for in the present configuration."""
+    exchanged = {name.split(".", 2)[2] for name in stored.stored if name.startswith("exchange.")}
+    kinds = {name.rpartition(".")[2] for name in exchanged - components.exchange.state().keys()}
+    dropped = [what for kind, what in _EXCHANGED.items() if kind in kinds]
+    if components.average is None and any(name.startswith("average.") for name in stored.stored):
+        dropped.append("the moving average of the weights (ema_decay)")
+    if stored.state["scaler"] and not components.scaler.is_enabled():
+        dropped.append("the loss scale (precision)")
+    return dropped
 
 
 def write_descriptions(out: Path, components: TrainComponents, launch: Launch | None) -> None:

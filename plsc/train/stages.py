@@ -150,11 +150,8 @@ class RunSchedule:
 
     @property
     def is_finished(self) -> bool:
-        """True when no step is left, by the steps or by the loader's epochs."""
-        if self._config.steps is not None:
-            return self._position.step >= self._config.steps
-        assert self._config.epochs is not None
-        return self._components.loader.epoch >= self._config.epochs
+        """True when no step is left."""
+        return self._position.schedule_step >= self._total_steps()
 
     def advance(self) -> None:
         """Count a step, and move the learning rates on."""
@@ -165,7 +162,7 @@ class RunSchedule:
         advance(self._schedulers)
 
     def enter_due_stage(self, report: Callable[[str], None]) -> bool:
-        """Enter the stage that the next step belongs to, with a line to ``report``.
+        """Enter the stage that the next step belongs to, with a line to ``report``; every rank calls.
 
         Returns:
             True where that changes the augmentation.
@@ -174,6 +171,7 @@ class RunSchedule:
         if due == self._stage:
             return False
         self._stage = due
+        self._components.average_statistics()  # what freezes now is each rank's own else, for as long as it is frozen
         enter_stage(self._components, due)
         report(f"stage {due} begins {self.plan.described()[due - 1]}")
         return augment != self._components.loader.augment

@@ -37,10 +37,8 @@ FIXED = (
 # Whole numbers of the small state, by their dotted names.
 _NUMBERS = (
     "step",
-    "schedule_step",
     "skipped",
     "world_size",
-    "steps_per_epoch",
     "head_steps",
     "average_updates",
     "data.images",
@@ -71,8 +69,7 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     """Return (tensors that this rank writes, everything else as JSON) of a run between two steps."""
     components.head_optimizer.average_replicas()
     strategy = components.strategy
-    with components.frozen.kept_statistics():
-        strategy.average_buffers()
+    components.average_statistics()
     tensors: dict[str, Any] = _prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
     if components.config.head.journal:
         raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, position.step))
@@ -116,8 +113,8 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     if state["scaler"] and components.scaler.is_enabled():
         components.scaler.load_state_dict(state["scaler"])
     components.loader.load_state_dict(state["loader"])
-    schedule_step, accuracy = _schedule_step(components, state), state.get("accuracy")
-    return Position(state["step"], schedule_step, state["skipped"], state["best"], accuracy)
+    schedule_step = _schedule_step(components, state["step"])
+    return Position(state["step"], schedule_step, state["skipped"], state["best"], state.get("accuracy"))
 
 
 def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
@@ -167,18 +164,16 @@ def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> lis
 
 def steps_per_epoch(components: TrainComponents) -> int:
     """Optimizer steps of an epoch."""
-    return optimizer_steps(components.config, components.loader)
+    return optimizer_steps(components.config, components.loader.steps_per_epoch)
 
 
 def _small_state(components: TrainComponents, position: Position) -> dict[str, Any]:
     return {
         "step": position.step,
-        "schedule_step": position.schedule_step,
         "skipped": position.skipped,
         "best": position.best,
         "accuracy": position.accuracy,
         "world_size": components.mesh.world_size,
-        "steps_per_epoch": steps_per_epoch(components),
         "config": configuration.to_dict(components.config),
         "data": components.data,
         "frozen": sorted(components.frozen_for_good),
@@ -192,11 +187,12 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
     }
 
 
-def _schedule_step(components: TrainComponents, state: dict[str, Any]) -> int:
-    """Convert the schedule's step to the present batch size: where epochs are counted, their share stays the same."""
-    now, then = steps_per_epoch(components), int(state["steps_per_epoch"])
-    step = int(state["schedule_step"])
-    return step if components.config.epochs is None or now == then else round(step * now / then)
+def _schedule_step(components: TrainComponents, step: int) -> int:
+    """Where the schedule stands after ``step`` steps: where epochs are counted, it ends with the loader's last one."""
+    config, loader = components.config, components.loader
+    if config.epochs is None:
+        return step
+    return (loader.epoch + 1) * steps_per_epoch(components) - optimizer_steps(config, loader.steps_left)
 
 
 def _check_state(stored: StoredCheckpoint) -> None:

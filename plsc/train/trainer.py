@@ -234,19 +234,19 @@ class Trainer:
             self._log(result)
             lr, loss = self.schedule.rates[0], self.results.last_loss
             progress.advance(enqueued.images, epoch=self.epochs_done, lr=lr, loss=loss)
-            if result is not None and result.stop:
-                self._save(wait=True)
+            stop_signal = 0 if result is None else result.stop
+            with progress.paused():
+                # The checkpoint stores the best accuracy, and a run that goes on from it evaluates later steps only.
+                if _is_due(self.position.step, self.config.eval.every_steps) or self.position.step >= last_step:
+                    self._evaluate()
+                if stop_signal or self._is_checkpoint_due():
+                    self._save(wait=bool(stop_signal))
+            if stop_signal:
                 raise Interrupted(
                     f"stopped by a signal after step {self.position.step:,}; its checkpoint is "
                     f"written: --resume auto goes on",
-                    result.stop,
+                    stop_signal,
                 )
-            with progress.paused():
-                # The last step's evaluation comes before its checkpoint, which stores the best accuracy.
-                if _is_due(self.position.step, self.config.eval.every_steps) or self.position.step >= last_step:
-                    self._evaluate()
-                if self._is_checkpoint_due():
-                    self._save()
         self.results.read()
         progress.finish()
         self._evaluate()
@@ -280,7 +280,7 @@ class Trainer:
             for group in micro_batches(self.components.loader, self.config.optim.accumulate):
                 yield group
                 self._at("data of step")
-                if self.config.steps is not None and self.schedule.is_finished:
+                if self.schedule.is_finished:
                     return
                 if self.schedule.enter_due_stage(self.report.line):
                     break  # what was read ahead has another augmentation; the loader goes on where it stands

@@ -249,7 +249,7 @@ def _without(name: str) -> Change:
 # What going on alone takes from the small state.
 _STATES: dict[str, Change] = {
     f"a state without its {name}": _without(name)
-    for name in ("config", "data", "head", "loader", "scaler", "best", "step", "schedule_step", "world_size")
+    for name in ("config", "data", "head", "loader", "scaler", "best", "step", "world_size")
 } | {
     "a state of a step of text": _in_state(lambda state: state.update(step="1")),
     "a state of a margin of its own": _in_state(lambda state: state["head"]["margin"].update(own=1.0)),

@@ -273,12 +273,20 @@ class Strategy:
         weights = {weight.name: weight for weight in self.weights}
         return {name: self.gather(weights[name], part) if name in weights else part for name, part in parts.items()}
 
-    def average_buffers(self) -> None:
-        """Set running statistics to the mean over the ranks; each rank has seen its own samples alone."""
-        buffers = [buffer for buffer in self.backbone.buffers() if buffer.is_floating_point()]
+    def average_buffers(self, average: Mapping[str, Tensor] | None = None) -> None:
+        """Set running statistics to the mean over the ranks; each rank has seen its own samples alone.
+
+        The means are taken in float64: those of equal float32 numbers are these numbers on any number of ranks.
+
+        Args:
+            average: a moving average, laid out as :meth:`parts`, whose statistics are set likewise.
+        """
+        averaged = [(average or {}).get(name) for name, _ in _stored_buffers(self.backbone)]
+        both = [*self.backbone.buffers(), *(buffer for buffer in averaged if buffer is not None)]
+        buffers = [buffer for buffer in both if buffer.is_floating_point()]
         if self.peers.world_size == 1 or not buffers:
             return
-        flat = all_reduce_sum(torch.cat([buffer.flatten() for buffer in buffers]), self.peers)
+        flat = all_reduce_sum(torch.cat([buffer.flatten().double() for buffer in buffers]), self.peers)
         means = (flat / self.peers.world_size).split([buffer.numel() for buffer in buffers])
         for buffer, mean in zip(buffers, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
