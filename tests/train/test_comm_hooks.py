@@ -63,6 +63,24 @@ def test_dgc_resumes_bit_for_bit_and_on_another_number_of_ranks(tmp_path: Path, 
             assert losses(out) == pytest.approx(whole, rel=0.2)
 
 
+def test_what_a_checkpoint_holds_and_nothing_takes_is_named(tmp_path: Path, ranks: Ranks) -> None:
+    first = {**CHANGES, "parallel.comm_hook": "dgc", "ema_decay": 0.9}
+    ranks(2, run, tmp_path / "dgc", {**first, "steps": 3})
+    after = {**CHANGES, "steps": 4}
+    diloco = {**CHANGES, "parallel.averaging": "diloco", "parallel.averaging_period": 2}
+    ranks(2, run, tmp_path / "diloco", {**diloco, "steps": 3})
+    for name, same, kinds in (
+        ("dgc", first, {"gradients that were not sent yet (parallel.comm_hook)", "the moving average of the weights"}),
+        ("diloco", diloco, {"the momentum of the outer steps (parallel.averaging)"}),
+    ):
+        for changes, expected in (({**same, "steps": 4}, set()), (after, kinds)):
+            out = tmp_path / f"{name} {len(expected)}"
+            ranks(2, run, out, changes, str(tmp_path / name))
+            lines = [line for line in (out / "train.log").read_text().splitlines() if "left out: " in line]
+            said = [line.partition("left out: ")[2].removesuffix(" of the checkpoint") for line in lines]
+            assert {line.removesuffix(" (ema_decay)") for line in said} == expected
+
+
 @pytest.mark.slow
 def test_powersgd_says_that_it_forgets_its_error(tmp_path: Path, ranks: Ranks) -> None:
     first = {**CHANGES, "parallel.comm_hook": "powersgd", "data.batch_size": 8}
