@@ -103,7 +103,7 @@ def resumption_lines(
 
 def _dropped(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
     """What the run had learned with, besides its weights, and has no use for in the present configuration."""
-    exchanged = {name.split(".", 2)[2] for name in stored.stored if name.startswith("exchange.")}
+    exchanged = {name.split(".", 2)[-1] for name in stored.stored if name.startswith("exchange.")}
     kinds = {name.rpartition(".")[2] for name in exchanged - components.exchange.state().keys()}
     dropped = [what for kind, what in _EXCHANGED.items() if kind in kinds]
     if components.average is None and any(name.startswith("average.") for name in stored.stored):

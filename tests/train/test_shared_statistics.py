@@ -82,6 +82,8 @@ def test_the_moving_average_is_one_model_on_all_ranks(case: str, tmp_path: Path,
         for same in (second[name], model[name], stored[name]):
             assert torch.equal(averaged, same), name
         assert torch.equal(own[-1][name], theirs[-1][name]), name
+        is_frozen = case == "ddp" and name.startswith("layers.1.")
+        assert torch.equal(own[6][name], theirs[6][name]) == is_frozen, name
         expected = own[0][name].double()
         for number in range(1, 9):
             mean = (own[number][name].double() + theirs[number][name].double()) / 2
