@@ -49,8 +49,8 @@ def slow_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[int, str]:
         ranks: seconds by part of each, exchanges left out.
 
     Returns:
-        ``{3: "rank 3 takes 1.8 times the median of all ranks, mostly in data (11.2 s compared with 1.0 s)"}``. The median of
-        an even number is the lower of the two in the middle: of two ranks, the faster one.
+        ``{3: "rank 3 takes 1.8 times the median of all ranks, mostly in data (11.2 s compared with 1.0 s)"}``. The
+        median of an even number is the lower of the two in the middle: of two ranks, the faster one.
     """
     totals = [sum(parts.values()) for parts in ranks]
     middle = median_low(totals)

@@ -204,7 +204,8 @@ def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, se
     page.get_by_role("button", name="Delete this person…").click()
     question = page.get_by_role("alertdialog", name="Delete this person?")
     ada, *others = [person.id for person in service.store.persons(people)]
-    expect(question).to_contain_text(f"Ada Lovelace (#{ada}) with 1 face will no longer be found. This cannot be undone.")
+    lost = f"Ada Lovelace (#{ada}) with 1 face will no longer be found. This cannot be undone."
+    expect(question).to_contain_text(lost)
     question.get_by_role("button", name="Keep").click()
     expect(question).to_be_hidden()
     assert len(service.store.persons(people)) == 4

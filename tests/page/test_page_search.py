@@ -119,7 +119,8 @@ def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, 
     page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
     best = page.locator("#matches > li").first.locator(".judgement")
     expect(best).to_have_text("possible match")
-    expect(page.locator("#search-threshold")).to_contain_text("threshold, 0.500. One in 1,000 pairs of strangers reaches it.")
+    meaning = "threshold, 0.500. One in 1,000 pairs of strangers reaches it."
+    expect(page.locator("#search-threshold")).to_contain_text(meaning)
     slider = page.get_by_label("Threshold").first
     slider.focus()
     page.keyboard.press("End")
