@@ -28,7 +28,7 @@ _WANDB = Counterpart("", "RUN/tensorboard, RUN/metrics.jsonl and RUN/train.log h
 KEYS: Mapping[str, Counterpart] = {
     "network": Counterpart("backbone", '"r50" is "iresnet50", "mbf" "mobilefacenet", "vit_b" "vit_base"'),
     "embedding_size": Counterpart("embedding_dim"),
-    "fp16": Counterpart('precision = "fp16"', '"bf16", the default, needs no loss scaling; False is "fp32"'),
+    "fp16": Counterpart('precision = "fp16"', '"bf16", the default on GPUs, needs no loss scaling; False is "fp32"'),
     "rec": Counterpart("data.train", "the folder with train.rec and train.idx, or train.rec itself"),
     "num_classes": Counterpart("", "counted from the data"),
     "num_image": Counterpart("", "counted from the data"),
@@ -53,7 +53,7 @@ KEYS: Mapping[str, Counterpart] = {
         "optim.accumulate", "a step here is one update; there the schedule counts micro-batches"
     ),
     "seed": Counterpart("seed"),
-    "val_targets": Counterpart("eval.sets", 'paths, as in ["ms1m/lfw.bin"]; the names are those of files beside .rec'),
+    "val_targets": Counterpart("eval.sets", 'paths, as in ["ms1m/lfw.bin"]; the names of the files next to .rec'),
     "verbose": Counterpart("eval.every_steps"),
     "frequent": Counterpart("log.every_steps"),
     "output": Counterpart("--out RUN", "an option of plsc train, not a key"),
@@ -107,7 +107,7 @@ FILES: Mapping[str, Counterpart] = {
     "checkpoint_gpu_RANK.pt": Counterpart(
         "RUN/checkpoints/step-XXXXXXXX/", "for any number of ranks; theirs is not read"
     ),
-    "rank_RANK_softmax_weight.pt": Counterpart("", "class centres are not read; the head begins anew"),
+    "rank_RANK_softmax_weight.pt": Counterpart("", "class centres are not read; the head starts from scratch"),
     "train.lst": Counterpart("", "plsc data convert FOLDER train.rec needs none"),
 }
 
@@ -123,7 +123,7 @@ COMMANDS: Mapping[str, Counterpart] = {
     "python torch2onnx.py model.pt": Counterpart("plsc export RUN --format onnx --out model.onnx"),
     "python inference.py": Counterpart("plsc embed RUN --data FOLDER --out EMB"),
     "python -m mxnet.tools.im2rec": Counterpart("plsc data convert FOLDER train.rec"),
-    "python scripts/shuffle_rec.py": Counterpart("", "every epoch is permuted anew, whatever the file's order"),
+    "python scripts/shuffle_rec.py": Counterpart("", "every epoch is permuted again, whatever the file's order"),
     "python flops.py": Counterpart("plsc plan NAME.toml", "memory and time of a step"),
 }
 

@@ -1,8 +1,8 @@
-"""Measure this project beside its baselines, in one run and in turn.
+"""Measure this project against its baselines, in one run and in turn.
 
 plsc bench head                                     class heads on this machine, in about two minutes
 plsc bench head --partial-fc insightface/recognition/arcface_torch --classes 500000 --out results
-plsc bench train                                    backbone and head, beside arcface_torch's loop, two minutes
+plsc bench train                                    backbone and head, and arcface_torch's loop, two minutes
 plsc bench search                                   exact search beside numpy, faiss and usearch, four minutes
 plsc bench serve                                    the service with and without batching, four minutes
 """
@@ -17,7 +17,7 @@ from typing import Any
 from plsc.errors import UsageError
 from plsc.tools.entry import add_result_options
 
-HELP = "measure the class head, training, the search or the service beside its baselines"
+HELP = "measure the class head, training, the search or the service against its baselines"
 _SIZES: dict[str, dict[str, list[int]]] = {
     "cpu": {"classes": [10_000, 100_000], "batch": [64]},
     "cuda": {"classes": [100_000, 1_000_000, 10_000_000], "batch": [1024]},
@@ -61,7 +61,7 @@ best of four block sizes for each batch), usearch (where it is installed).
 """
 _SERVE = """Measure the service with callers on this machine, each with one request in flight.
 
-A gallery of persons with a face each is enrolled; then plsc serve, plsc serve --max-batch 1 and the store alone
+A gallery of people with a face each is enrolled; then plsc serve, plsc serve --max-batch 1 and the store alone
 (searching for as many queries at once as there are callers) take turns, --rounds times, each in fresh processes. The
 callers are one process, and share the cores with the service.
 """
@@ -128,7 +128,7 @@ def _configure_search(commands: Any) -> None:
 def _configure_serve(commands: Any) -> None:
     serve = _command(commands, "serve", "the service: searches per second and latency over the callers", _SERVE)
     add = serve.add_argument
-    add("--rows", type=int, default=200_000, metavar="N", help="persons in the gallery (200000)")
+    add("--rows", type=int, default=200_000, metavar="N", help="people in the gallery (200000)")
     add("--dim", type=int, default=512, metavar="D", help="width of the embeddings (512)")
     add("--clients", type=int, nargs="+", default=[1, 8, 32, 64], metavar="C", help="callers at once (1 8 32 64)")
     add("--threads", type=int, default=min(2, os.cpu_count() or 1), metavar="T", help="CPU threads (2)")

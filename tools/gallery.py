@@ -173,7 +173,7 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _delete_expired(store: Store, spec: str) -> None:
-    """Delete the persons who expired, with the thumbnails that a folder's store keeps unless it is told otherwise."""
+    """Delete expired people, with the thumbnails that a folder's store keeps unless it is told otherwise."""
     from plsc.gallery.thumbnails import ThumbnailStore
 
     folder = store_folder(spec)
@@ -256,7 +256,7 @@ def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.gallery.sqlite.folder import rotate_key
 
     if args.encrypt is None:
-        raise UsageError("rotate-key needs --encrypt KEYFILE, the present key file, beside --new-key")
+        raise UsageError("rotate-key needs --encrypt KEYFILE, the present key file, as well as --new-key")
     if store_folder(args.store) is None:
         raise UsageError(f"{display_name(args.store)} keeps its own files, and has no key file")
     keys = rotate_key(Path(args.store), args.encrypt, args.new_key)

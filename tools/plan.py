@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tflops", metavar="X", type=float, help="TFLOP/s that large bf16 products reach")
     parser.add_argument("--bandwidth", metavar="GB/s", type=float, help="what a copy reads and writes per second")
     parser.add_argument(
-        "--link", metavar="NAME|GB/s", help="inside a hardware: nvlink (default, where there is one), pcie, or GB/s"
+        "--link", metavar="NAME|GB/s", help="inside a machine: nvlink (default, where there is one), pcie, or GB/s"
     )
     parser.add_argument(
         "--between", metavar="NAME|GB/s", default="infiniband", help="between machines, per GPU (default: infiniband)"

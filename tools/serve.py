@@ -1,11 +1,11 @@
-"""Serve a model and a gallery over HTTP: enrol persons, search by picture, compare, with a page to try it all.
+"""Serve a model and a gallery over HTTP: enrol people, search by picture, compare, with a page to try it all.
 
   plsc serve --model model.safetensors --store gallery/ --port 8080
   plsc serve --model model.onnx --store gallery/ --fmr 1e-4 --calibration calibration.json
   plsc serve --model model.onnx --store postgres:DSN --host 0.0.0.0 --tokens tokens.toml --metrics-port 9090
 
-Without tokens only this machine may call. Pictures are taken as aligned faces and resized, unless they come with
-landmarks or --detector finds the face. docs/serving.md shows every request.
+Without tokens only this machine may call. Pictures are expected to be aligned faces, and resized, unless they come
+with landmarks or --detector finds the face. docs/serving.md shows every request.
 """
 
 import argparse
@@ -40,8 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=Path, metavar="FILE", help="who may call: a file made by plsc tokens")
     add("--metrics-port", type=int, metavar="N", help="show Prometheus metrics there (default: nowhere)")
     judge = parser.add_argument_group("judging")
-    judge.add_argument("--threshold", type=float, metavar="T", help="cosine from which two may be one person")
-    judge.add_argument("--fmr", type=float, metavar="R", help="or the false-match rate that it is to hold")
+    judge.add_argument("--threshold", type=float, metavar="T", help="cosine above which two faces may be one person")
+    judge.add_argument("--fmr", type=float, metavar="R", help="or the false-match rate to keep")
     judge.add_argument("--calibration", type=Path, metavar="FILE", help="what plsc eval --calibration wrote; for --fmr")
     judge.add_argument(
         "--score-step", type=float, default=0.01, metavar="S", help="of scores shown to tokens without vectors (0.01)"
@@ -92,7 +92,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--max-persons", type=int, metavar="N", help="of a collection (any number)")
     add("--max-store-mib", type=int, metavar="N", help="of a store in a folder (any size)")
     add("--max-metadata-bytes", type=int, metavar="N", help="of a person, as JSON (64 entries)")
-    add("--max-answer-mib", type=int, default=16, metavar="N", help="of an answer about persons (16)")
+    add("--max-answer-mib", type=int, default=16, metavar="N", help="of an answer about people (16)")
     add("--queue", type=int, default=4096, metavar="N", help="rows that may wait (4096)")
     add("--connections", type=int, default=1024, metavar="N", help="of known callers, at once (1024)")
     add("--anonymous-connections", type=int, default=2048, metavar="N", help="of others (2048)")
@@ -147,7 +147,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
     if args.keep_thumbnails and folder is None and args.thumbnails is None:
         raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
     if args.keep_thumbnails and args.encrypt is not None:
-        raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out beside --encrypt")
+        raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out with --encrypt")
     return Settings(
         host=args.host,
         port=args.port,

@@ -283,7 +283,7 @@ def serve_table(rows: Sequence[Row], ratios: Sequence[Row]) -> str:
     first = rows[0]
     width = max(len(row["label"]) for row in rows)
     lines = [
-        f"{first['rows']:,} persons x {first['dim']}, {first['threads']} threads, callers on the same machine, "
+        f"{first['rows']:,} people x {first['dim']}, {first['threads']} threads, callers on the same machine, "
         f"medians of {counted(first['rounds'], 'round')}:"
     ]
     for ratio in ratios:
@@ -316,7 +316,7 @@ def draw_serving(rows: Sequence[Row], path: Path) -> None:
             clients, values = [row["clients"] for row in own_rows], [row[key] for row in own_rows]
             latencies.plot(clients, values, color=_SERVE_COLOURS[name], marker="o", linewidth=2, linestyle=linestyle)
     first = rows[0]
-    sizes = f"{first['rows']:,} persons x {first['dim']}, {first['threads']} cores"
+    sizes = f"{first['rows']:,} people x {first['dim']}, {first['threads']} cores"
     _title(rates, f"Searches per second, {sizes}")
     _title(latencies, "Milliseconds to the answer: median, and (dotted) 99%")
     for axes in (rates, latencies):

@@ -105,7 +105,7 @@ class HeadConfig:
     )
     journal: bool = key(
         False,
-        "Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept beside them, "
+        "Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept next to them, "
         "in place of a copy of the table in each.",
     )
     staleness: int = key(

@@ -56,7 +56,7 @@ class OptimConfig:
     )
     head: str | None = key(
         None,
-        "Optimizer of the head; unset: sgd beside sgd and lars, adamw beside the others.",
+        "Optimizer of the head; unset: sgd with sgd and lars, adamw with the others.",
         choices=("sgd", "adamw"),
     )
     lr: float = key(
@@ -87,7 +87,7 @@ class OptimConfig:
     )
     groups: tuple[Table, ...] = tables(
         "Values of the backbone's weights whose names a pattern fits. Where several fit, the last that gives a key "
-        "counts for it; all count before no_decay, and lr_scale beside layer_decay.",
+        "counts for it; all count before no_decay, and lr_scale as well as layer_decay.",
         GroupKeys,
         are_named=True,
         hint=_group_hint,

@@ -105,7 +105,7 @@ class Config:
     init_weights: str = key(
         "",
         "Backbone weights to start from: a .safetensors of a run, arcface_torch's .pt, or, for timm:NAME, timm's own: "
-        "a file, a folder with config.json, timm/NAME or hf-hub:ORG/NAME; the head begins anew; empty: none.",
+        "a file, a folder with config.json, timm/NAME or hf-hub:ORG/NAME; the head starts from scratch; empty: none.",
     )
     head_ranks: int = key(
         0,

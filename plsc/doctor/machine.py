@@ -119,7 +119,7 @@ def _processor() -> Iterator[Line]:
     flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
     features = [feature for feature in _FEATURES if feature in flags]
     yield found("processor", processor_name(), features=features)
-    yield found("processor features", ", ".join(features) or "none of those that kernels use")
+    yield found("processor features", ", ".join(features) or "none that kernels use")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield found("threads", f"{torch.get_num_threads()} of torch, {usable} cores usable", torch=torch.get_num_threads())
 

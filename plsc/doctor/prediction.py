@@ -70,11 +70,11 @@ def _measure(device: torch.device, classes: int, batch: int, tick: Tick) -> tupl
     _Step(device, _REHEARSAL_CLASSES)(x, labels % _REHEARSAL_CLASSES)  # what libraries load first is not the head's
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     memory = PeakMemory(device)
-    tick("the head's steps beside the plan")
+    tick("the head's steps and the plan")
     step = _Step(device, classes)
     times = []
     for number in range(_STEPS):
-        tick(f"the head's step {number} beside the plan")
+        tick(f"the head's step {number} and the plan")
         times.append(step(x, labels))
     above = memory.above() * MIB - before
     return step.table_bytes(), above, statistics.median(times[1:])

@@ -67,8 +67,8 @@ def _right(name: str, weight: str, losses: list[float], want: list[float]) -> Li
     text = f"loss {losses[0]:.4f} to {losses[-1]:.4f}, off by {error:.1e} (bound {_BOUNDS[weight]:.0e})"
     figures = {"losses": losses, "float64": want}
     if error <= _BOUNDS[weight]:
-        return found(f"steps beside float64, {name}", text, **figures)
-    return failed(f"steps beside float64, {name}", text, "look at the lines above; send this report", **figures)
+        return found(f"steps against float64, {name}", text, **figures)
+    return failed(f"steps against float64, {name}", text, "look at the lines above; send this report", **figures)
 
 
 def _network(dtype: torch.dtype) -> nn.Module:

@@ -147,7 +147,7 @@ class MilvusReads:
                 raise IntegrityError(f"person {person.id} of collection {entry.name} lies beyond the ids given")
         if (persons, faces) != (entry.info.persons, entry.info.faces):
             raise IntegrityError(
-                f"collection {entry.name} holds {persons} persons and {faces} faces instead of {entry.info.persons} "
+                f"collection {entry.name} holds {persons} people and {faces} faces instead of {entry.info.persons} "
                 f"and {entry.info.faces}; restore a snapshot"
             )
 

@@ -75,7 +75,7 @@ def check_rows(connection: Any, key: int, info: Collection) -> None:
     ).fetchone()
     if counted != (info.persons, info.faces):
         raise IntegrityError(
-            f"collection {info.name} holds {counted[0]} persons and {counted[1]} faces instead of {info.persons} and "
+            f"collection {info.name} holds {counted[0]} people and {counted[1]} faces instead of {info.persons} and "
             f"{info.faces}; restore a snapshot"
         )
     wrong = connection.execute(

@@ -123,7 +123,7 @@ class PendingBatches:
         if not self._optimizers and _holds(optimizer, self._table.parameter):
             raise UsageError(
                 f"head.weight is a parameter of {type(optimizer).__name__}, which finds no gradient in it: leave "
-                "head.parameters() out and step plsc.HeadSGD(head) or plsc.HeadAdamW(head) beside it, or make the "
+                "head.parameters() out and step plsc.HeadSGD(head) or plsc.HeadAdamW(head) as well, or make the "
                 'head with update="autograd"'
             )
         self._stepped_without_head = self._stepped_without_head or type(optimizer).__name__

@@ -1,6 +1,6 @@
 """The computation of the class head in a training step: gather, margin, pass 1, loss, gradients; pass 2 for the update.
 
-The notation is DESIGN's: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
+Notation: x̂ unit embeddings (B, D), W rows of the table, ρ = 1/‖W‖, t target cosines, z logits.
 """
 
 from collections.abc import Iterator, Sequence

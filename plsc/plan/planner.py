@@ -96,7 +96,7 @@ def plan(
         config: what to train; its backbone is run once on tensors without memory.
         classes: C.
         hardware: what a rank has, and what links the ranks.
-        gpus: ranks, one GPU each; ``gpus_per_node`` of them to a hardware.
+        gpus: ranks, one GPU each; ``gpus_per_node`` of them in a machine.
         images: of an epoch, if known.
         wanted: images per second, below which sampling is considered.
 

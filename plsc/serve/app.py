@@ -45,7 +45,7 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
         title="plsc",
         version=__version__,
         description=(
-            "Search a gallery of persons by pictures or vectors. Scores are cosines; `same_person` says whether a "
+            "Search a gallery of people by pictures or vectors. Scores are cosines; `same_person` says whether a "
             "score reaches the service's threshold: a possible match, for people to judge. `x-role` and `x-right` "
             "of an operation are the role and the right that a token needs for it."
         ),

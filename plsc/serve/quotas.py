@@ -86,7 +86,7 @@ class QuotaStore:
         if limit is not None and (there := self._store.collection(collection).persons) + more > limit:
             raise ApiError(
                 507,
-                f"{collection} holds {there:,} persons and takes {limit:,} at most; delete some, or ask for a higher "
+                f"{collection} holds {there:,} people and takes {limit:,} at most; delete some, or ask for a higher "
                 "limit (plsc serve --max-persons)",
             )
 

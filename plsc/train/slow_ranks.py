@@ -49,8 +49,8 @@ def slow_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[int, str]:
         ranks: seconds by part of each, exchanges left out.
 
     Returns:
-        ``{3: "rank 3 takes 1.8 times the median of all ranks, mostly in data (11.2 s beside 1.0 s)"}``. The median of
-        an even number is the lower of the two in the middle: of two ranks, the faster one.
+        ``{3: "rank 3 takes 1.8 times the median of all ranks, mostly in data (11.2 s compared with 1.0 s)"}``. The
+        median of an even number is the lower of the two in the middle: of two ranks, the faster one.
     """
     totals = [sum(parts.values()) for parts in ranks]
     middle = median_low(totals)
@@ -62,6 +62,6 @@ def slow_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[int, str]:
         worst = max(usual, key=lambda name: ranks[rank][name] - usual[name])
         found[rank] = (
             f"rank {rank} takes {total / middle:.1f} times the median of all ranks, mostly in {worst} "
-            f"({ranks[rank][worst]:.1f} s beside {usual[worst]:.1f} s)"
+            f"({ranks[rank][worst]:.1f} s compared with {usual[worst]:.1f} s)"
         )
     return found

@@ -223,7 +223,7 @@ def test_training_that_does_not_repeat_or_is_wrong_is_named(doctor, monkeypatch)
     code, sections, _ = doctor("training")
     assert code == 1
     assert sections["training"]["steps twice, float32 + float32"]["text"].startswith("differ: ")
-    assert "off by 1.0e-03 (bound 1e-04)" in sections["training"]["steps beside float64, float32 + float32"]["text"]
+    assert "off by 1.0e-03 (bound 1e-04)" in sections["training"]["steps against float64, float32 + float32"]["text"]
 
 
 # Several ranks -------------------------------------------------------------------------------------------------------

@@ -164,8 +164,8 @@ def test_damage_is_named(store: PostgresStore) -> None:
         ("UPDATE plsc_faces SET embedding = '[1,2,3,4]' WHERE id = 3", "face 3 of collection people"),
         ("UPDATE plsc_faces SET embedding = '[1,0,0]' WHERE id = 5", "face 5 of collection people"),
         ("UPDATE plsc_faces SET id = 1000 WHERE id = 2", "face 1000 of collection people"),
-        ("DELETE FROM plsc_faces WHERE id = 2", "4 persons and 7 faces instead of 4 and 8"),
-        ("DELETE FROM plsc_persons WHERE id = 4", "3 persons and 6 faces instead of 4 and 8"),
+        ("DELETE FROM plsc_faces WHERE id = 2", "4 people and 7 faces instead of 4 and 8"),
+        ("DELETE FROM plsc_persons WHERE id = 4", "3 people and 6 faces instead of 4 and 8"),
     ):
         with pytest.raises(IntegrityError, match=message):
             checked_after(store, statement)

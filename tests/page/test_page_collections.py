@@ -34,7 +34,7 @@ def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) 
 
     page.locator("#browse-filter").fill("!even, number >= 3")
     page.locator("#browse-filter").press("Enter")
-    expect(page.locator("#browse-summary")).to_have_text("Nobody here fits the filter.")
+    expect(page.locator("#browse-summary")).to_have_text("Nobody here matches the filter.")
     expect(page.locator("#browse-warning")).to_be_empty()
     page.locator("#browse-filter").fill("evn = true")
     page.locator("#browse-filter").press("Enter")

@@ -70,7 +70,7 @@ def test_a_picture_beyond_the_limit_is_not_sent(visit: Any, tmp_path: Path) -> N
         page = visit(service.collection("staff"), at=service)
         large = {"name": "large.png", "mimeType": "image/png", "buffer": bytes(2**20 * 4 // 5)}
         page.locator("#search-picture input").set_input_files(large)
-        expect(page.locator("#search-error")).to_contain_text("The service takes 1 MiB at a time")
+        expect(page.locator("#search-error")).to_contain_text("The service takes 1 MiB per request")
     finally:
         service.stop()
 
@@ -160,10 +160,10 @@ def test_a_service_that_is_gone_is_told_and_its_return_noticed(visit: Any, tmp_p
         expect(page.locator("#search-error")).to_contain_text(f"The service at {service.url[7:-1]} does not answer")
         expect(page.locator("#health-word")).to_have_text("not answering")
         page.get_by_role("tab", name="Service").click()
-        page.get_by_role("button", name="Ask again").click()
+        page.get_by_role("button", name="Refresh").click()
         expect(page.locator("#service-error")).to_contain_text("does not answer")
         service.start()
-        page.get_by_role("button", name="Ask again").click()
+        page.get_by_role("button", name="Refresh").click()
         expect(page.locator("#health-word")).to_have_text("ready")
         page.get_by_role("tab", name="Search").click()
         page.get_by_role("button", name="Search", exact=True).click()

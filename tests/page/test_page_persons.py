@@ -69,7 +69,7 @@ def test_enrolling_nothing_is_told_and_enrols_nobody(visit: Any, people: str, se
         page.locator("#enrol-metadata").get_by_role("button", name="Add a field").click()
         page.keyboard.type("city")
     page.get_by_role("button", name="Enrol", exact=True).click()
-    expect(page.locator("#enrol-error")).to_contain_text('the field "city" is there twice')
+    expect(page.locator("#enrol-error")).to_contain_text('the field "city" appears twice')
     assert len(service.store.persons(people)) == 4
 
 
@@ -168,7 +168,7 @@ def test_thumbnails_stand_beside_matches_and_persons(visit: Any, tmp_path: Path)
         page.get_by_role("button", name="Ada", exact=True).click()
         expect(page.locator("#person-faces img.thumbnail")).to_have_count(2)
         page.locator("#person-faces button").first.click()
-        page.get_by_role("button", name="Delete for good").click()
+        page.get_by_role("button", name="Delete permanently").click()
         expect(page.locator("#person-faces img.thumbnail")).to_have_count(1)
         assert len(list((tmp_path / "thumbnails").rglob("*.jpg"))) == 1
     finally:
@@ -204,12 +204,13 @@ def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, se
     page.get_by_role("button", name="Delete this person…").click()
     question = page.get_by_role("alertdialog", name="Delete this person?")
     ada, *others = [person.id for person in service.store.persons(people)]
-    expect(question).to_contain_text(f"Ada Lovelace (#{ada}) with 1 face will no longer be found. There is no undo.")
+    lost = f"Ada Lovelace (#{ada}) with 1 face will no longer be found. This cannot be undone."
+    expect(question).to_contain_text(lost)
     question.get_by_role("button", name="Keep").click()
     expect(question).to_be_hidden()
     assert len(service.store.persons(people)) == 4
     page.get_by_role("button", name="Delete this person…").click()
-    question.get_by_role("button", name="Delete for good").click()
+    question.get_by_role("button", name="Delete permanently").click()
     expect(page.locator("#person")).to_be_hidden()
     expect(page.locator("#matches > li")).to_have_count(3)
     assert [person.id for person in service.store.persons(people)] == others
@@ -229,7 +230,7 @@ def test_deleting_by_keyboard_and_escape_keeps(visit: Any, people: str, service:
     expect(page.locator("#person")).to_be_visible()
     assert len(service.store.persons(people)) == 4
     page.keyboard.press("Enter")
-    tab_to(page, page.get_by_role("button", name="Delete for good"), back=True)
+    tab_to(page, page.get_by_role("button", name="Delete permanently"), back=True)
     page.keyboard.press("Enter")
     expect(page.locator("#person")).to_be_hidden()
     expect(page.locator("#persons > li")).to_have_count(3)
@@ -250,7 +251,7 @@ def test_a_face_is_added_and_one_deleted(visit: Any, people: str, service: PageS
     expect(page.locator("#person-faces li")).to_have_count(3)
     kept = list(service.store.persons(people)[2].faces)
     page.get_by_role("button", name=f"Delete face {kept.pop(0)}").click()
-    page.get_by_role("button", name="Delete for good").click()
+    page.get_by_role("button", name="Delete permanently").click()
     expect(page.locator("#person-faces li")).to_have_count(2)
     assert list(service.store.persons(people)[2].faces) == kept
 

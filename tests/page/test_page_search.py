@@ -30,10 +30,10 @@ def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: st
     expect(page.locator("#matches > li")).to_have_count(4)
     assert shown_matches(page) == expected_matches(ADA_AGAIN)
     expect(page.locator("#search-summary")).to_have_text(
-        f"1 above the threshold among 4 persons searched; the best is Ada Lovelace at {cosine(ADA, ADA_AGAIN):.3f}."
+        f"1 above the threshold among 4 people. The best is Ada Lovelace at {cosine(ADA, ADA_AGAIN):.3f}."
     )
     expect(page.locator("#search-odds")).to_have_text(
-        "At this threshold about 5 in 1,000 strangers would find somebody here."  # five faces, one in 1,000 each
+        "At this threshold, about 5 in 1,000 strangers would match somebody here."  # five faces, one in 1,000 each
     )
     assert page.locator("#search-picture img").evaluate("image => image.naturalWidth") == ADA.shape[1]
     hostile = page.locator("#matches > li").filter(has_text=HOSTILE)
@@ -88,29 +88,29 @@ def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any,
     page = visit(people)
     page.locator("#search-picture input").set_input_files(chosen(ADA))
     expect(page.locator("#matches > li")).to_have_count(4)
-    page.get_by_label("At most").fill("2")
-    page.get_by_label("At most").press("Enter")
+    page.get_by_label("Results").fill("2")
+    page.get_by_label("Results").press("Enter")
     expect(page.locator("#matches > li")).to_have_count(2)
     page.locator("#search-filter").fill('city = "Vienna", age > 40')
     page.locator("#search-filter").press("Enter")
     expect(page.locator("#matches button.name")).to_have_text(["Kurt Gödel"])
-    expect(page.locator("#search-summary")).to_contain_text("No match among those who fit the filter; the nearest is")
+    expect(page.locator("#search-summary")).to_contain_text("No match among the filtered people. The nearest is")
     for typo, fields in (("ctiy = Vienna", "ctiy"), ("age >= 30, set lfw", "set lfw")):
         page.locator("#search-filter").fill(typo)
         page.locator("#search-filter").press("Enter")
         expect(page.locator("#search-warning")).to_have_text(
             f'no person has a field "{fields}"; fields: <b>note</b>, age, city.'
         )
-        expect(page.locator("#search-summary")).to_have_text("Nobody in this collection fits the filter.")
+        expect(page.locator("#search-summary")).to_have_text("Nobody in this collection matches the filter.")
     page.locator("#search-filter").fill('{"city": {"near": "Bern"}}')
     page.get_by_role("button", name="Search", exact=True).click()
     expect(page.locator("#search-error")).to_contain_text("knows no 'near'")
     page.locator("#search-filter").fill("= 3")
     page.locator("#search-filter").press("Enter")
-    expect(page.locator("#search-error")).to_contain_text("is no condition")
+    expect(page.locator("#search-error")).to_contain_text("is not a condition")
     page.locator("#search-filter").fill("")
-    page.get_by_label("At most").fill("0")
-    page.get_by_label("At most").press("Enter")
+    page.get_by_label("Results").fill("0")
+    page.get_by_label("Results").press("Enter")
     expect(page.locator("#search-form :invalid")).to_have_count(1)
 
 
@@ -119,19 +119,20 @@ def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, 
     page.locator("#search-picture input").set_input_files(chosen(ADA_AGAIN))
     best = page.locator("#matches > li").first.locator(".judgement")
     expect(best).to_have_text("possible match")
-    expect(page.locator("#search-threshold")).to_contain_text("own: 0.500; one in 1,000 pairs of strangers reaches it")
-    slider = page.get_by_label("Match from").first
+    meaning = "threshold, 0.500. One in 1,000 pairs of strangers reaches it."
+    expect(page.locator("#search-threshold")).to_contain_text(meaning)
+    slider = page.get_by_label("Threshold").first
     slider.focus()
     page.keyboard.press("End")
     expect(page.locator("#search-threshold output")).to_have_text("1.000")
     expect(best).to_have_text("below threshold")
-    expect(page.locator("#search-summary")).to_contain_text("No match among 4 persons; the nearest is Ada Lovelace at")
+    expect(page.locator("#search-summary")).to_contain_text("No match among 4 people. The nearest is Ada Lovelace at")
     expect(page.locator("#search-odds")).to_be_empty()  # the rate is known of the service's own threshold alone
     page.keyboard.press("Home")
     assert {verdict for _, score, verdict in shown_matches(page) if float(score) >= 0} == {"possible match"}
     page.get_by_role("tab", name="Compare").click()
     expect(page.locator("#compare-threshold output")).to_have_text("0.000")
-    page.get_by_role("button", name="Back to the service's 0.500").click()
+    page.get_by_role("button", name="Reset to 0.500").click()
     page.get_by_role("tab", name="Search").click()
     assert shown_matches(page) == expected_matches(ADA_AGAIN)
 
@@ -143,9 +144,9 @@ def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, tmp
         page = visit("staff", at=service)
         page.locator("#search-picture input").set_input_files(chosen(ADA))
         expect(page.locator("#matches .judgement")).to_have_text("no threshold")
-        page.get_by_label("Match from").first.press("ArrowRight")
+        page.get_by_label("Threshold").first.press("ArrowRight")
         expect(page.locator("#matches .judgement")).to_have_text("possible match")
-        page.get_by_role("button", name="Stop judging").click()
+        page.get_by_role("button", name="Remove the threshold").click()
         expect(page.locator("#matches .judgement")).to_have_text("no threshold")
     finally:
         service.stop()

@@ -20,7 +20,7 @@ def test_persons_of_a_collection(tmp_path):
         assert live.ask("POST", f"{place}/persons", three).status_code == 201
         refused = live.ask("POST", f"{place}/persons", three)
         assert (refused.status_code, refused.json()["error"]["code"]) == (507, "quota_exceeded")
-        assert "staff holds 3 persons and takes 5 at most" in refused.json()["error"]["message"]
+        assert "staff holds 3 people and takes 5 at most" in refused.json()["error"]["message"]
         assert live.ask("POST", f"{other}/persons", three).status_code == 201
         with ThreadPoolExecutor(6) as callers:
             several = [callers.submit(live.ask, "POST", f"{place}/persons", {"faces": [FACE]}) for _ in range(6)]

@@ -166,6 +166,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     ".pth": model,
     ".jpg": picture,
     ".calibration.json": calibration,
+    "quickstart/calibration.json": calibration,
     ".toml": configuration,
 }
 

@@ -19,7 +19,7 @@ USUAL = {"data": 0.1, "backbone": 2.0, "head": 1.0}
 def test_a_rank_that_waits_for_its_images(world: int) -> None:
     ranks = [dict(USUAL) for _ in range(world)]
     ranks[1]["data"] = 4.0
-    line = "rank 1 takes 2.3 times the median of all ranks, mostly in data (4.0 s beside 0.1 s)"
+    line = "rank 1 takes 2.3 times the median of all ranks, mostly in data (4.0 s compared with 0.1 s)"
     assert slow_ranks.slow_ranks(ranks) == {1: line}
 
 

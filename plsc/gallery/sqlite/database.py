@@ -219,7 +219,7 @@ def _corrupt(path: Path, what: object) -> IntegrityError:
 def _translated(error: sqlite3.Error, path: Path) -> PlscError | sqlite3.Error:
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the primary code; the upper bits say where it happened
     if code == sqlite3.SQLITE_INTERRUPT:
-        return DeadlineError("the deadline passed before the store had looked at all persons; allow more time")
+        return DeadlineError("the deadline passed before the store had looked at all people; allow more time")
     lacks_its_own = code == sqlite3.SQLITE_ERROR and str(error).startswith("no such")  # a table, a column, an index
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "UTF-8" in str(error) or lacks_its_own:
         return _corrupt(path, error)

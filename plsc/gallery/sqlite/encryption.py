@@ -167,8 +167,8 @@ class EncryptedVectors(VectorCodec):
             waiting = len(self._waiting)
         if waiting:
             raise StorageError(
-                f"{self.table.path} cannot be written: {waiting} keys of persons who were deleted are still "
-                "in it; mend the disk, or open the store again"
+                f"{self.table.path} cannot be written: {waiting} keys of deleted people are still in it; "
+                "repair the disk, or open the store again"
             )
 
     def sync_erased(self) -> None:

@@ -52,9 +52,9 @@ async function load() {
   running?.abort();
   running = new AbortController();
   const { signal } = running;
-  byId("browse-title").textContent = state.collection === null ? "Persons" : `Persons in ${state.collection}`;
+  byId("browse-title").textContent = state.collection === null ? "People" : `People in ${state.collection}`;
   if (state.collection === null) return empty("There is no collection yet; create one first.");
-  if (!hasRole("read")) return empty("Your token may only search: looking through persons needs one with the role read.");
+  if (!hasRole("read")) return empty("Your token may only search. Browsing needs a token with the role read.");
   list.setAttribute("aria-busy", "true");
   let found = null;
   await runWithErrors(error, async () => {
@@ -83,7 +83,7 @@ async function collect(after, signal) {
     if (answer.next === null) return { persons, next: null, looked };
     if (persons.length === PAGE) return { persons, next: answer.next, looked };
     after = answer.next;
-    byId("browse-summary").textContent = asked.name === "" ? "" : `looked through ${pluralize(looked, "person")}…`;
+    byId("browse-summary").textContent = asked.name === "" ? "" : `checked ${pluralize(looked, "person", "people")}…`;
   }
   return { persons, next: after, looked };
 }
@@ -114,8 +114,8 @@ function empty(why) {
 
 function summaryText({ persons, looked }) {
   const page = starts.length > 1 ? `Page ${starts.length}: ` : "";
-  if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${pluralize(looked, "person")} looked through.`;
-  if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here fits the filter.";
+  if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${pluralize(looked, "person", "people")} checked.`;
+  if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here matches the filter.";
   const all = state.collections.find((one) => one.name === state.collection)?.persons;
   const whole = asked.filter === null && all !== undefined ? ` of ${all.toLocaleString("en")}` : "";
   const first = (starts.length - 1) * PAGE;

@@ -43,7 +43,7 @@ async function enrol() {
 
 function showRights() {
   const why = state.collection === null ? "There is no collection yet; create one first."
-    : hasRole("write") ? "" : `Your token may only ${hasRole("read") ? "read" : "search"}: enrolling needs one with the role write.`;
+    : hasRole("write") ? "" : `Your token may only ${hasRole("read") ? "read" : "search"}. Enrolling needs a token with the role write.`;
   byId("enrol-send").disabled = why !== "";
   byId("enrol-done").textContent = state.info === null ? "" : why;
 }

@@ -10,14 +10,14 @@ const LIMITS = {
   image_pixels: ["One picture", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
   inputs: ["Pictures at once", grouped],
   k: ["One search", (k) => `${grouped(k)} matches`],
-  matches: ["Searches at once", (many) => `${grouped(many)} matches together`],
+  matches: ["Searches of one request", (many) => `${grouped(many)} matches together`],
   collections: ["Collections", grouped],
-  persons: ["Persons of a collection", grouped],
+  persons: ["People in a collection", grouped],
   store_bytes: ["The store", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
   metadata_bytes: ["Metadata of a person", (bytes) => `${grouped(bytes)} bytes`],
   answer_bytes: ["One answer", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
 };
-const WORDS = { asking: "asking…", ready: "ready", busy: "not ready", gone: "not answering" };
+const WORDS = { asking: "connecting…", ready: "ready", busy: "not ready", gone: "not answering" };
 let refresh = async () => {};
 
 /** `reload` asks for everything again: after the service was away, and on the button. */
@@ -51,21 +51,21 @@ function show() {
   if (info === null) return clear();
   const total = (key) => collections.reduce((sum, one) => sum + one[key], 0);
   fill("service-figures", {
-    "Rows": `${pluralize(total("faces"), "face")} of ${pluralize(total("persons"), "person")}`,
+    "Enrolled": `${pluralize(total("faces"), "face")} of ${pluralize(total("persons"), "person", "people")}`,
     "Model": info.model.source,
     "Embedding": `${info.model.embedding_dim} numbers from ${sizeOf(info.model)} pixels`,
     "Contract": info.model.contract_id,
     "Threshold": threshold(info),
-    "Thumbnails": info.thumbnails ? "kept with each face enrolled by a picture" : "none are kept",
-    "Detector": info.detector ? "finds the face in a picture" : "none: pictures have to be aligned crops",
+    "Thumbnails": info.thumbnails ? "kept with each face enrolled from a picture" : "not kept",
+    "Detector": info.detector ? "finds the face in a picture" : "none; pictures must be aligned crops",
     "Your role": info.role,
     "Version": info.version,
   });
   fill("service-limits", Object.fromEntries(Object.entries(info.limits).filter(([, value]) => value !== null).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
   byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
   byId("kept").textContent = info.thumbnails
-    ? "The service keeps a small crop of each enrolled picture, until its face is deleted."
-    : "The service keeps no photographs, only what the model makes of them: persons are shown by initials and numbers.";
+    ? "The service keeps a small crop of each enrolled picture until its face is deleted."
+    : "The service keeps embeddings only, no photographs. People are shown by initials and numbers.";
   for (const hint of document.querySelectorAll(".crops")) showCrops(hint, info);
 }
 
@@ -88,7 +88,7 @@ function collectionRow(one) {
 
 function showCrops(hint, info) {
   hint.hidden = info.detector;
-  hint.textContent = `The model expects aligned crops of ${sizeOf(info.model)} pixels; this service does not cut faces out of larger pictures.`;
+  hint.textContent = `The model expects aligned crops of ${sizeOf(info.model)} pixels. This service does not find faces in larger pictures.`;
 }
 
 // image_size is the side of a square, or [height, width]; people read width × height.

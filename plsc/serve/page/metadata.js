@@ -25,7 +25,7 @@ export class MetadataEditor {
       const [key, value] = [...row.querySelectorAll("input")].map((input) => input.value.trim());
       if (key === "" && value === "") continue;
       if (key === "") throw userError(`"${value}" has no field name; give it one, or remove it`);
-      if (found.has(key)) throw userError(`the field "${key}" is there twice; remove one`);
+      if (found.has(key)) throw userError(`the field "${key}" appears twice; remove one`);
       found.set(key, readScalar(value));
     }
     return Object.fromEntries(found);

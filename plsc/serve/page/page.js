@@ -80,7 +80,7 @@ function setUpToken() {
 
 async function tryToken() {
   const written = byId("token").value.trim();
-  if (!/^[\x21-\x7e]+$/.test(written)) throw userError("A token is letters, digits and signs without spaces.");
+  if (!/^[\x21-\x7e]+$/.test(written)) throw userError("A token has letters, digits and punctuation, without spaces.");
   const former = token.get();
   token.set(written);
   try {

@@ -10,7 +10,7 @@ import { faceThumbnail, portrait } from "./thumbnail.js";
 
 const dialog = byId("person");
 const error = byId("person-error");
-const DELETION = { yes: "Delete for good", no: "Keep" };
+const DELETION = { yes: "Delete permanently", no: "Keep" };
 let shown = null;      // the person in the dialog
 let place = null;      // the path of the person
 let editor = null;
@@ -94,7 +94,7 @@ async function undo(path, faces) {
 }
 
 async function deleteFace(face) {
-  const text = `Face ${face} of ${displayName(shown)} will no longer be found. There is no undo.`;
+  const text = `Face ${face} of ${displayName(shown)} will no longer be found. This cannot be undone.`;
   const done = await confirmAction({ title: "Delete this face?", text, ...DELETION }, () => call("DELETE", `${place}/faces/${face}`));
   if (!done) return;
   await runWithErrors(error, async () => show(await call("GET", place)));
@@ -104,7 +104,7 @@ async function deleteFace(face) {
 }
 
 async function deletePerson() {
-  const text = `${displayName(shown)} (#${shown.id}) with ${pluralize(shown.faces.length, "face")} will no longer be found. There is no undo.`;
+  const text = `${displayName(shown)} (#${shown.id}) with ${pluralize(shown.faces.length, "face")} will no longer be found. This cannot be undone.`;
   const done = await confirmAction({ title: "Delete this person?", text, ...DELETION }, () => call("DELETE", place));
   if (!done) return;
   dialog.close();

@@ -39,7 +39,7 @@ export function readFilter(written) {
   for (const clause of clauses(text)) {
     const [key, operator, value] = readClause(clause);
     if (!found.has(key)) found.set(key, new Map());
-    if (found.get(key).has(operator)) throw userError(`"${key}" is asked for twice in the same way; once is enough`);
+    if (found.get(key).has(operator)) throw userError(`"${key}" has the same condition twice; remove one`);
     found.get(key).set(operator, value);
   }
   return Object.fromEntries([...found].map(([key, asked]) => [key, Object.fromEntries(asked)]));
@@ -48,7 +48,7 @@ export function readFilter(written) {
 function readClause(clause) {
   const negated = clause.startsWith("!");
   const match = CLAUSE.exec(negated ? clause.slice(1).trim() : clause);
-  if (match === null || (negated && match[2])) throw userError(`"${clause}" is no condition; write city = Bern, age >= 30, or a key alone`);
+  if (match === null || (negated && match[2])) throw userError(`"${clause}" is not a condition; write city = Bern, age >= 30, or a key alone`);
   const [, key, operator, value] = match;
   const name = key.startsWith('"') ? readScalar(key) : key.trim();
   return operator ? [name, OPERATORS[operator], readScalar(value)] : [name, "exists", !negated];
@@ -64,7 +64,7 @@ function readJson(text) {
   try {
     return parseJson(text);
   } catch (error) {
-    throw userError(`the filter begins like JSON but is none: ${error.message}`);
+    throw userError(`the filter looks like JSON but is not valid: ${error.message}`);
   }
 }
 
@@ -76,7 +76,7 @@ export const parseJson = (text) => JSON.parse(text, (key, value, context) => (
 export const writeJson = (value) => JSON.stringify(value, (key, one) => (typeof one === "bigint" ? raw(one) : one));
 
 function raw(integer) {
-  if (JSON.rawJSON === undefined) throw userError(`this browser would round ${integer}; put quotes around it, or use a newer one`);
+  if (JSON.rawJSON === undefined) throw userError(`this browser would round ${integer}; put quotes around it, or use a newer browser`);
   return JSON.rawJSON(String(integer));
 }
 

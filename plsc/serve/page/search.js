@@ -94,15 +94,15 @@ function show() {
 const gallery = () => state.collections.find((one) => one.name === state.collection) ?? { persons: 0, faces: 0 };
 
 function summaryText() {
-  if (matches.length === 0) return searched.filtered ? "Nobody in this collection fits the filter." : "Nobody is enrolled here yet.";
+  if (matches.length === 0) return searched.filtered ? "Nobody in this collection matches the filter." : "Nobody is enrolled here yet.";
   const [best] = matches;
   const nearest = `${displayName(best.person)} at ${formatScore(best.score)}`;
-  const among = searched.filtered ? "those who fit the filter" : pluralize(gallery().persons, "person");
-  if (threshold() === null) return `The nearest of ${among} is ${nearest}; there is no threshold to judge by.`;
+  const among = searched.filtered ? "the filtered people" : pluralize(gallery().persons, "person", "people");
+  if (threshold() === null) return `The nearest of ${among} is ${nearest}. There is no threshold to compare with.`;
   const above = matches.filter((match) => isMatch(match.score, match.same_person)).length;
-  if (above === 0) return `No match among ${among}; the nearest is ${nearest}.`;
+  if (above === 0) return `No match among ${among}. The nearest is ${nearest}.`;
   const more = above === searched.k ? " or more" : "";
-  return `${above}${more} above the threshold among ${among} searched; the best is ${nearest}.`;
+  return `${above}${more} above the threshold among ${among}. The best is ${nearest}.`;
 }
 
 function row(match) {
@@ -122,11 +122,11 @@ async function addFace(match, button) {
 function question({ person, score }) {
   const name = displayName(person);
   const limit = threshold();
-  const judged = limit === null ? "there is no threshold to judge by" : `below the threshold of ${formatScore(limit)}`;
+  const judged = limit === null ? "there is no threshold to compare with" : `below the threshold of ${formatScore(limit)}`;
   const [best] = matches;
   const nearest = best.person.id === person.id ? "Nobody here is nearer."
     : `The nearest is ${displayName(best.person)} at ${formatScore(best.score)}.`;
-  const text = `The picture scores ${formatScore(score)} with ${name}: ${judged}. ${nearest} A picture of someone else would make later searches find ${name} wrongly.`;
+  const text = `The picture scores ${formatScore(score)} with ${name}: ${judged}. ${nearest} A picture of someone else would make later searches find ${name} by mistake.`;
   return { title: `Add this picture to ${name}?`, text, yes: `Add it to ${name}`, no: "Do not add" };
 }
 

@@ -66,7 +66,7 @@ function bodyOf(body) {
   const text = writeJson(body);
   const limit = state.info?.limits.body_bytes ?? Infinity;
   if (text.length <= limit) return text;
-  throw new ServiceError("too_large", `The service takes ${Math.floor(limit / 2 ** 20)} MiB at a time, and a picture grows by a third on its way; choose smaller ones.`);
+  throw new ServiceError("too_large", `The service takes ${Math.floor(limit / 2 ** 20)} MiB per request, and pictures grow by a third when they are sent; choose smaller ones.`);
 }
 
 async function reach(path, request) {
@@ -88,7 +88,7 @@ async function readText(answer) {
 function connectionError(error) {
   if (error.name === "AbortError") return error;
   emit("gone");
-  return new ServiceError("gone", `The service at ${BASE.host} does not answer; see whether it is running, then try again.`);
+  return new ServiceError("gone", `The service at ${BASE.host} does not answer; check that it is running, then try again.`);
 }
 
 /** A message that begins with an input's name, with the name of the file that the user chose instead. */
@@ -107,5 +107,5 @@ function toServiceError(answer, text, files) {
   const code = error?.code ?? `http ${answer.status}`;
   if (answer.status === 401) emit("unauthorized");
   const message = error?.message === undefined ? undefined : withFileName(error.message, files);
-  return new ServiceError(code, message ?? `The answer was ${answer.status} without a reason; is a proxy in between?`);
+  return new ServiceError(code, message ?? `The answer was ${answer.status} without a reason. Is there a proxy in between?`);
 }

@@ -16,7 +16,7 @@ export function thresholdSlider(host, name) {
   const mark = element("span", { class: "mark", "aria-hidden": true });
   const own = element("p", { class: "hint" });
   const back = element("button", { type: "button", class: "quiet", onclick: () => { attemptThreshold(null); slider.focus(); } });
-  const head = element("div", { class: "threshold-head" }, element("label", { for: id }, "Match from"), value, back);
+  const head = element("div", { class: "threshold-head" }, element("label", { for: id }, "Threshold"), value, back);
   host.replaceChildren(element("div", { class: "threshold" }, head, element("div", { class: "track" }, slider, mark), own));
 
   const show = () => {
@@ -29,7 +29,7 @@ export function thresholdSlider(host, name) {
     mark.hidden = service === null;
     mark.style.setProperty("--at", service === null ? 0 : share(service, Number(slider.min)));
     back.hidden = state.tried === null;
-    back.textContent = service === null ? "Stop judging" : `Back to the service's ${formatScore(service)}`;
+    back.textContent = service === null ? "Remove the threshold" : `Reset to ${formatScore(service)}`;
   };
   on("threshold", show);
   on("info", show);
@@ -51,10 +51,10 @@ export function falseMatchNote(faces) {
   const rate = state.info?.false_match_rate ?? null;
   if (rate === null || state.tried !== null || faces === 0) return "";
   const share = 1 - (1 - rate) ** faces;
-  if (share > 0.95) return "At this threshold nearly every stranger would find somebody here: use a stricter one.";
+  if (share > 0.95) return "At this threshold, nearly every stranger would match somebody here. Use a stricter one.";
   const among = 10 ** Math.max(1, Math.ceil(-Math.log10(share)));
   const many = Math.round(share * among);
-  return `At this threshold about ${many} in ${grouped(among)} strangers would find somebody here.`;
+  return `At this threshold, about ${many} in ${grouped(among)} strangers would match somebody here.`;
 }
 
 /** A score as a bar from 0 to 1 with the threshold ticked on it. */
@@ -74,10 +74,10 @@ function attemptThreshold(value) {
 
 function explained(service) {
   if (state.info === null) return "";
-  if (service === null) return "The service has no threshold of its own: move the slider to try one.";
+  if (service === null) return "The service has no threshold. Move the slider to try one.";
   const rate = state.info.false_match_rate;
-  const odds = rate ? `; one in ${grouped(Math.round(1 / rate))} pairs of strangers reaches it` : "";
-  return `The mark is the service's own: ${formatScore(service)}${odds}.`;
+  const odds = rate ? ` One in ${grouped(Math.round(1 / rate))} pairs of strangers reaches it.` : "";
+  return `The mark is the service's threshold, ${formatScore(service)}.${odds}`;
 }
 
 const grouped = (number) => number.toLocaleString("en");

@@ -64,7 +64,7 @@ router = APIRouter(prefix="/v1/collections", route_class=JsonRoute)
 async def list_persons(
     collection: CollectionName,
     service: Served,
-    after: Annotated[int, Query(ge=0, le=LARGEST_ID, description="Persons with ids above this")] = 0,
+    after: Annotated[int, Query(ge=0, le=LARGEST_ID, description="People with ids above this")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     filter: Annotated[str | None, Query(include_in_schema=False)] = None,
 ) -> PersonsView:
@@ -101,7 +101,7 @@ async def add_persons(
     persons = body.persons if isinstance(body, PersonsBody) else [body]
     limit = service.settings.limits.inputs
     if len(persons) > limit:
-        raise ApiError(413, f"{len(persons)} persons; at most {limit} are enrolled in a request")
+        raise ApiError(413, f"{len(persons)} people; at most {limit} are enrolled in a request")
     async with service.idempotency.claim(request) as claim:
         if claim.stored is not None:
             added, warnings = read_enrolment(persons, claim.replay(response))
