@@ -2,13 +2,11 @@
 
 The order is a pure function of (seed, epoch, position), so the loader resumes at any sample, on any number of ranks.
 From top to bottom: :class:`TrainLoader`; the order of samples; :class:`BatchReader`, which runs in the loader's
-processes; :class:`ImageCache`, which they share.
+processes and fills the :class:`plsc.data.image_cache.ImageCache` that they share.
 """
 
 import itertools
 import logging
-import math
-import mmap
 import os
 import signal
 import time
@@ -17,8 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,12 +23,11 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
 from plsc.data.dataset import ImageDataset
+from plsc.data.image_cache import ImageCache, image_shape, open_cache
 from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
-from plsc.models.preprocessing import height_and_width
 from plsc.progress import counted
 
-AUTO_CACHE_BYTES = 2**30
 _END_TOLD_SECONDS = 1.0  # within which the system tells of the end of a process that has closed its pipes
 T = TypeVar("T", covariant=True)
 _log = logging.getLogger("plsc.data")
@@ -52,8 +48,7 @@ class TrainLoader:
         augment: one of :data:`plsc.data.transforms.AUGMENTATIONS`.
         workers: loader processes of this rank; 0 loads in this one.
         shuffle: permute the samples anew in every epoch.
-        cache_images: keep decoded images in memory over the epochs, shared by the loader processes; ``"auto"`` does
-            if they take less than 1 GiB and an eighth of the free memory.
+        cache: of decoded images, kept over the epochs; or what :func:`plsc.data.image_cache.open_cache` opens by.
         max_bad_records: number of distinct unreadable images after which loading fails. Each is reported by key, once,
             and the next readable image of the data set takes its place: every rank knows the size of any rank's batch.
         pin_memory: put batches into pinned memory, from which they are copied to a GPU while the host goes on.
@@ -77,7 +72,7 @@ class TrainLoader:
         augment: str = "flip",
         workers: int = 0,
         shuffle: bool = True,
-        cache_images: bool | Literal["auto"] = "auto",
+        cache: ImageCache | str | None = "auto",
         max_bad_records: int = 100,
         pin_memory: bool = False,
     ) -> None:
@@ -90,8 +85,9 @@ class TrainLoader:
         self.indices: list[int] = []
         self._bad_keys: set[str] = set()
         self._has_read = False
-        cached = cache_fits(dataset) if cache_images == "auto" else cache_images
-        reader = BatchReader(dataset, seed, ImageCache(dataset) if cached else None, max_bad_records)
+        reader = BatchReader(
+            dataset, seed, open_cache(cache, dataset) if isinstance(cache, str) else cache, max_bad_records
+        )
         self._requests = _Requests()
         self.augment = augment
         self._batches = map_in_workers(reader, self._requests, workers, persistent=True, pin_memory=pin_memory)
@@ -314,7 +310,7 @@ class BatchReader(Dataset[ImageBatch]):
     ``max_bad_records`` were tried in vain for one batch.
     """
 
-    def __init__(self, dataset: ImageDataset, seed: int, cache: "ImageCache | None", max_bad_records: int) -> None:
+    def __init__(self, dataset: ImageDataset, seed: int, cache: ImageCache | None, max_bad_records: int) -> None:
         self.dataset, self.seed, self.cache, self.max_bad_records = dataset, seed, cache, max_bad_records
 
     def __getitem__(self, request: BatchRequest) -> ImageBatch:
@@ -332,7 +328,7 @@ class BatchReader(Dataset[ImageBatch]):
         return ImageBatch(images, batch.indices, batch.failures)
 
     def _read(self, indices: NDArray[np.int64]) -> ImageBatch:
-        images = torch.empty((len(indices), *_shape(self.dataset)), dtype=torch.uint8)
+        images = torch.empty((len(indices), *image_shape(self.dataset)), dtype=torch.uint8)
         good, failures = self._fill(images, indices)
         return ImageBatch(images[torch.from_numpy(good)] if failures else images, indices[good], failures)
 
@@ -354,8 +350,7 @@ class BatchReader(Dataset[ImageBatch]):
         good = np.zeros(len(indices), dtype=np.bool_)
         failures: dict[str, str] = {}
         if self.cache is not None:
-            good = self.cache.present(indices)
-            images[torch.from_numpy(good)] = self.cache.take(indices[good])
+            good = self.cache.take(indices, images)
         for row in np.flatnonzero(~good):
             index = int(indices[row])
             try:
@@ -375,6 +370,12 @@ class SizedIterable(Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[Any]: ...
+
+
+def auto_workers() -> int:
+    """Loader processes of a rank that leave each of torchrun's ranks on this machine a core: 1 to 8."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(len(os.sched_getaffinity(0)) // ranks - 1, 1), 8)
 
 
 def map_in_workers(
@@ -451,62 +452,3 @@ def _comes_from_a_pipe(error: BaseException) -> bool:
 
 def _identity_collate(result: Any) -> Any:
     return result
-
-
-class ImageCache:
-    """Shared memory for every decoded image of a data set, filled as images are first read.
-
-    Processes forked from this one read and fill the same cache, and untouched pages take no memory. No lock is needed:
-    two processes that decode the same image write the same bytes, and an image is marked present after it is whole.
-
-    Raises:
-        UsageError: there is not that much memory.
-    """
-
-    def __init__(self, dataset: ImageDataset) -> None:
-        shape = (len(dataset), *_shape(dataset))
-        self._pixels = _shared_bytes(math.prod(shape)).view(shape)
-        self._present = _shared_bytes(len(dataset))
-
-    def present(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the mask of those ``indices`` that are cached."""
-        mask: NDArray[np.bool_] = (self._present[torch.from_numpy(indices)] != 0).numpy()
-        return mask
-
-    def take(self, indices: NDArray[np.int64]) -> torch.Tensor:
-        """Copy the cached images ``indices``: uint8 (n, 3, H, W)."""
-        return self._pixels[torch.from_numpy(indices)]
-
-    def put(self, index: int, image: torch.Tensor) -> None:
-        """Store ``image``, uint8 (3, H, W), as ``index``."""
-        self._pixels[index] = image
-        self._present[index] = 1
-
-
-def cache_fits(dataset: ImageDataset) -> bool:
-    """Return whether the decoded images take at most 1 GiB and an eighth of the free memory."""
-    needed = len(dataset) * math.prod(_shape(dataset))
-    return needed <= min(AUTO_CACHE_BYTES, _free_memory() // 8)
-
-
-def _shape(dataset: ImageDataset) -> tuple[int, int, int]:
-    if dataset.image_size is None:
-        raise ValueError("only images of one size make batches: open the data set with an image_size")
-    return (3, *height_and_width(dataset.image_size))
-
-
-def _shared_bytes(count: int) -> torch.Tensor:
-    try:
-        return torch.frombuffer(mmap.mmap(-1, count), dtype=torch.uint8)
-    except (OSError, OverflowError):
-        size = f"{count / 2**30:,.0f} GiB"
-        raise UsageError(f"{size} of decoded images do not fit in memory; do not cache them") from None
-
-
-def _free_memory() -> int:
-    """Return the bytes that a new allocation can take without swapping; half of the memory where /proc is missing."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

@@ -104,7 +104,9 @@ def _default(key: Key) -> str:
 
 
 def _takes(key: Key) -> str:
-    return ", ".join(f'`"{choice}"`' for choice in key.choices) or key.expected
+    if key.choices and key.kind is str:
+        return ", ".join(f'`"{choice}"`' for choice in key.choices)
+    return key.expected
 
 
 def _meaning(key: Key) -> str:

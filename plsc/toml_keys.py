@@ -1,6 +1,7 @@
 """A key of a strict TOML schema: its type, limits and choices, and values as TOML and text write them.
 
-Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of them, or a scalar ``|`` a tuple of it.
+Scalars are bool, int, float and str, each also ``| None`` (unset), and tuples of them, or a scalar ``|`` a tuple of it,
+or a number ``| str``: one of the choices in place of a number.
 """
 
 import dataclasses
@@ -32,7 +33,8 @@ def key(
 ) -> Any:
     """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
 
-    ``choices`` may be a function, called when they are first needed: those of a module that is slow to import.
+    ``choices`` may be a function, called when they are first needed: those of a module that is slow to import. One that
+    ends in PATH stands for every text that goes on in its place.
     ``in_stages`` says that a stage of a run may give the key another value, ``stands_for_section`` that a value in
     place of its section's table is the key's.
     """
@@ -107,10 +109,11 @@ class Key:
     @property
     def expected(self) -> str:
         """Accepted values, in words."""
-        if self.choices:
+        if self.choices and self.kind is str:
             return f"one of {', '.join(self.choices)}"
         limits = [f"{word} {limit:.12g}" for word, limit in self.limits.items() if limit is not None]
-        return " ".join([self.type_name, " and ".join(limits)]).rstrip()
+        bounded = " ".join([self.type_name, " and ".join(limits)]).rstrip()
+        return " or ".join([*(toml_value(choice) for choice in self.choices), bounded])
 
     def checked(self, value: Any) -> Any:
         """Return ``value`` in the key's own type; :class:`UsageError` where it has another, or is out of range."""
@@ -135,11 +138,13 @@ class Key:
 
     def _checked_scalar(self, value: Any, whole: Any) -> Any:
         kind: Any = self.kind
+        if kind is not str and type(value) is str and value in self.choices:
+            return value
         if kind is float and type(value) is int and abs(value) < 2**53:
             value = float(value)
         if type(value) is not kind:
             raise self._wrong(whole)
-        if self.choices and value not in self.choices:
+        if self.choices and kind is str and not any(_is_choice(value, choice) for choice in self.choices):
             hint = did_you_mean(value, self.choices)
             raise UsageError(f"{self.name} = {toml_value(value)} is not {self.expected}{hint}")
         if kind is not str and kind is not bool and not self._within(value):
@@ -161,6 +166,11 @@ class Key:
         is_a = names.get(type(value), f"a {type(value).__name__}")
         shown = toml_value(value) if type(value) in names else repr(value)
         return UsageError(f"{self.name} = {shown} is {is_a}; it takes {self.expected}")
+
+
+def _is_choice(value: str, choice: str) -> bool:
+    start = choice.removesuffix("PATH")
+    return value == choice if start == choice else value.startswith(start) and value != start
 
 
 def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:

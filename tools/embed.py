@@ -14,7 +14,6 @@ that all of them see.
 """
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -45,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--batch-size", type=int, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)"
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left)"
+        "--workers", type=int, metavar="N", help="decoding processes per process (default: the cores left, 1 to 8)"
     )
     parser.add_argument(
         "--nproc", type=int, default=1, metavar="N", help="processes, one per GPU where there are any (1)"
@@ -74,8 +73,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         raise UsageError(f"--nproc {args.nproc}: at least one process is needed")
     if args.batch_size is not None and args.batch_size < 1:
         raise UsageError(f"--batch-size {args.batch_size}: at least one image is needed")
-    if args.workers is None:
-        args.workers = max(min((os.cpu_count() or 1) // args.nproc - 1, 8), 0)
     key = None if args.sign is None else load_private_key(args.sign)
     on_ranks = args.nproc > 1 and not is_launched()
     summary = _on_ranks(args) if on_ranks else _embed(args)
@@ -111,6 +108,7 @@ def _argv(args: argparse.Namespace) -> list[str]:
 
 
 def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
+    from plsc.data.loader import auto_workers
     from plsc.embedding.embedder import open_embedder
     from plsc.embedding.extract import extract
     from plsc.embedding.sources import open_images
@@ -127,7 +125,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
             args.out,
             mesh,
             batch_size=args.batch_size or (256 if mesh.device.type == "cuda" else 64),
-            workers=args.workers,
+            workers=auto_workers() if args.workers is None else args.workers,
             flip=args.flip,
             dtype=args.dtype,
             precision=embedder.precision,

@@ -1,39 +1,58 @@
 """Do everything once, on images that plsc draws itself: train with two ranks, evaluate on identities never trained
-on, embed them, build an index, search, export to ONNX.
+on, embed them, build an index, search, export to ONNX, fill a gallery.
 
     plsc quickstart --out quickstart
+    plsc quickstart --serve
 
-It takes about five minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
-embeddings, the index and model.onnx. If it is stopped, the same command resumes it.
+It takes about four minutes on two CPU cores and writes report.html (look at it), report.json, the run, the
+embeddings, the index, model.onnx, the gallery with its calibration, and queries/*.jpg to drop on the page of the
+service. If it is stopped, the same command resumes it. --serve then serves the gallery; of a finished quickstart it
+does so at once.
 """
 
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plsc.tools.entry import main
 
-HELP = "train, evaluate, embed, index, search and export once, on built-in data"
+if TYPE_CHECKING:
+    from plsc.quickstart.steps import QuickstartPaths
+
+HELP = "train, evaluate, embed, index, search, export and fill a gallery once, on built-in data"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("quickstart"), help="where (quickstart)")
+    parser.add_argument("--serve", action="store_true", help="serve the gallery then, at http://127.0.0.1:8080")
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run the steps and write the report."""
-    from plsc.quickstart.report import write_report
-    from plsc.quickstart.steps import QuickstartPaths, run_quickstart
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Run the steps and write the report; serve what they made if that was asked for."""
+    from plsc.quickstart.steps import QuickstartPaths
 
     paths = QuickstartPaths(args.out)
+    report = None if args.serve and paths.report.exists() else _run_steps(paths)
+    if args.serve:
+        print(f"\n{paths.gallery.serve_command}", flush=True)
+        raise SystemExit(main(paths.gallery.serve_arguments))
+    return report
+
+
+def _run_steps(paths: "QuickstartPaths") -> dict[str, Any]:
+    from plsc.quickstart.report import write_report
+    from plsc.quickstart.steps import run_quickstart
+
     result = run_quickstart(paths)
     page = write_report(paths, result)
     trained = result.report["trained"]
     print(
         f"\nunseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
-        f"{result.report['seconds']:.0f} s in all\nlook at {page}"
+        f"{result.report['seconds']:.0f} s in all\nlook at {page}; to search the gallery by a picture of "
+        f"{paths.gallery.queries}/, open http://127.0.0.1:8080 after\n\n    {paths.gallery.serve_command}\n",
+        flush=True,
     )
     return result.report
 

@@ -1,7 +1,7 @@
 """Serve a model and a gallery over HTTP: enrol people, search by picture, compare, with a page to try it all.
 
   plsc serve --model model.safetensors --store gallery/ --port 8080
-  plsc serve --model model.onnx --store gallery/ --fmr 1e-4 --calibration calibration.json
+  plsc serve --model model.onnx --store gallery/ --calibration calibration.json --fmr 1e-4
   plsc serve --model model.onnx --store postgres:DSN --host 0.0.0.0 --tokens tokens.toml --metrics-port 9090
 
 Without tokens only this machine may call. Pictures are expected to be aligned faces, and resized, unless they come
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HELP = "serve a model and a gallery over HTTP"
 MIB = 2**20
+DEFAULT_FMR = 1e-4
 MAX_MEGAPIXELS = 178  # Pillow opens no larger picture
 
 
@@ -41,8 +42,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--metrics-port", type=int, metavar="N", help="show Prometheus metrics there (default: nowhere)")
     judge = parser.add_argument_group("judging")
     judge.add_argument("--threshold", type=float, metavar="T", help="cosine above which two faces may be one person")
-    judge.add_argument("--fmr", type=float, metavar="R", help="or the false-match rate to keep")
-    judge.add_argument("--calibration", type=Path, metavar="FILE", help="what plsc eval --calibration wrote; for --fmr")
+    judge.add_argument("--calibration", type=Path, metavar="FILE", help="or what plsc eval --calibration measured")
+    judge.add_argument("--fmr", type=float, metavar="R", help="its false-match rate to keep (1e-4, if measured)")
     judge.add_argument(
         "--score-step", type=float, default=0.01, metavar="S", help="of scores shown to tokens without vectors (0.01)"
     )
@@ -148,13 +149,14 @@ def _settings(args: argparse.Namespace) -> "Settings":
         raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
     if args.keep_thumbnails and args.encrypt is not None:
         raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out with --encrypt")
+    threshold, rate = _judgement(args)
     return Settings(
         host=args.host,
         port=args.port,
         metrics_port=args.metrics_port,
         tokens=args.tokens,
-        threshold=_threshold(args),
-        false_match_rate=args.fmr,
+        threshold=threshold,
+        false_match_rate=rate,
         score_step=_score_step(args),
         rate_limits=parse_rate_limits(args.rate_limit),
         flip=args.flip,
@@ -228,18 +230,21 @@ def _positive(args: argparse.Namespace, name: str) -> int:
     return value
 
 
-def _threshold(args: argparse.Namespace) -> float | None:
-    if (args.fmr is None) != (args.calibration is None):
-        raise UsageError("--fmr and --calibration go together: the rate asked for, and what plsc eval measured")
-    if args.fmr is not None and args.threshold is not None:
-        raise UsageError("give --threshold or --fmr, not both")
+def _judgement(args: argparse.Namespace) -> tuple[float | None, float | None]:
+    """The cosine from which two may be one person, and the false-match rate that it was measured to hold."""
+    if args.fmr is not None and args.calibration is None:
+        raise UsageError("--fmr needs --calibration FILE, in which plsc eval measured the rates")
+    if args.calibration is not None and args.threshold is not None:
+        raise UsageError("give --threshold or --calibration, not both")
     if args.threshold is not None and not -1 <= args.threshold <= 1:
         raise UsageError(f"--threshold {args.threshold}: a cosine lies between -1 and 1")
-    if args.fmr is None:
-        return args.threshold  # type: ignore[no-any-return]
+    if args.calibration is None:
+        return args.threshold, None
     from plsc.evaluation.calibration import read_calibration
 
-    return read_calibration(args.calibration).threshold_at(args.fmr)
+    calibration = read_calibration(args.calibration)
+    rate = max(DEFAULT_FMR, calibration.points[-1].fmr) if args.fmr is None else args.fmr
+    return calibration.threshold_at(rate), rate
 
 
 def _score_step(args: argparse.Namespace) -> float:

@@ -58,14 +58,22 @@ class DataConfig:
         "Add every class rotated by 90, 180 and 270 degrees as a class of its own; epochs take four times as long.",
         renamed_from="turned_classes",
     )
-    workers: int = key(2, "Decoding processes per rank; 0 decodes in the training process.", least=0)
+    workers: int | str = key(
+        "auto",
+        "Processes per rank that read and augment images ahead; auto: as many as cores are left, 1 to 8; 0 reads "
+        "in the training process.",
+        choices=("auto",),
+        least=0,
+    )
     max_bad_records: int = key(
         1000, "Unreadable images, in whose places the next ones are taken, before the run stops with an error.", least=0
     )
     cache: str = key(
         "auto",
-        "Keep decoded images in memory between epochs; auto does so where they take a small part of it.",
-        choices=("auto", "always", "never"),
+        "Keep decoded images over the epochs, for all ranks of a machine together: memory; disk:PATH, files in the "
+        "folder PATH, for later runs too (remove it when pictures were replaced); auto, memory where they take at most "
+        "an eighth of what is free; or none.",
+        choices=("auto", "memory", "disk:PATH", "none"),
     )
 
     @property

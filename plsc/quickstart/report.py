@@ -35,6 +35,8 @@ def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
     curves = {TITLES[name]: values for name, values in result.curves.items()}
     slots = {
         "version": __version__,
+        "serve": html.escape(paths.gallery.serve_command),
+        "queries": html.escape(f"{paths.gallery.queries}/"),
         "time": duration(report["seconds"]),
         "rate": f"{report['images_per_second']:,.0f}",
         "classes": f"{report['training']['classes']:,}",

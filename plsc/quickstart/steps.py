@@ -13,15 +13,18 @@ import torch
 
 from plsc import config as configuration
 from plsc.embedding.embedder import Embedder, backbone_engine, open_embedder
+from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.export import export_onnx
 from plsc.errors import PlscError
 from plsc.evaluation import evaluate, raw_pixels
+from plsc.evaluation.roc import Roc
 from plsc.files import make_folder, read_json, write_json
 from plsc.index import Index
 from plsc.models import create, load_model
 from plsc.models.preprocessing import ImageSize
 from plsc.parallel import Mesh
 from plsc.parallel.launch import launch
+from plsc.quickstart.gallery import GalleryPaths, clear_gallery, fill_gallery
 
 T = TypeVar("T")
 Embed = Callable[[torch.Tensor], torch.Tensor]
@@ -58,6 +61,11 @@ class QuickstartPaths:
         return self.out / "unseen.idx"
 
     @property
+    def gallery(self) -> GalleryPaths:
+        """The gallery of the unseen identities, its calibration and the pictures to search it by."""
+        return GalleryPaths(self.out)
+
+    @property
     def report(self) -> Path:
         """The figures as JSON; the page lies beside it."""
         return self.out / "report.json"
@@ -80,13 +88,15 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
     start = time.monotonic()
     make_folder(paths.out)
     _clear_finished(paths)
-    training = _step("1/6 train on two thousand drawn identities", lambda: _train(paths))
-    curves = _step("2/6 evaluate on identities never seen in training, beside two baselines", lambda: _evaluate(paths))
-    _step("3/6 embed the unseen identities", lambda: _embed(paths))
+    rocs: dict[str, Roc] = {}
+    training = _step("1/7 train on drawn identities", lambda: _train(paths))
+    curves = _step("2/7 evaluate on identities never seen in training, and compare", lambda: _evaluate(paths, rocs))
+    _step("3/7 embed the unseen identities", lambda: _embed(paths))
     build = partial(Index.build, [paths.embeddings], paths.index, quiet=True, overwrite=True)
-    index = _step("4/6 build a search index", build)
-    same = _step("5/6 search", lambda: _search(index))
-    exported = _step("6/6 export to ONNX, and compare", lambda: _export(paths))
+    index = _step("4/7 build a search index", build)
+    same = _step("5/7 search", lambda: _search(index))
+    exported = _step("6/7 export to ONNX, and compare", lambda: _export(paths))
+    gallery = _step("7/7 enrol the unseen identities in a gallery", lambda: _fill(paths, rocs["trained"]))
     report = {
         **{name: _without_curves(result) for name, result in curves.items()},
         "seconds": round(time.monotonic() - start, 1),
@@ -94,6 +104,7 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
         "index": {**index.manifest["recall"], "kind": index.kind, "rows": len(index), "neighbour_is_same": same},
         "export": {key: exported[key] for key in ("format", "max_abs_error", "max_abs_value", "bytes")},
         "training": {key: training[key] for key in ("steps", "epochs", "classes", "seconds", "images", "loss")},
+        "gallery": gallery,
     }
     write_json(paths.report, report)
     return QuickstartResult(report, curves, index)
@@ -110,8 +121,9 @@ def _step(title: str, action: Callable[[], T]) -> T:
 def _clear_finished(paths: QuickstartPaths) -> None:
     """Remove the outputs of a finished quickstart; a stopped one has no report yet, and its outputs are resumed."""
     if paths.report.exists():
+        clear_gallery(paths.gallery)
         paths.report.unlink()
-        for folder in (paths.run, paths.embeddings, paths.index):
+        for folder in (paths.run, paths.embeddings, paths.index, paths.gallery.queries):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -132,8 +144,11 @@ def _launch(arguments: list[str]) -> None:
         raise PlscError(f"`plsc {arguments[0]}` failed, see above: fix it and run quickstart again, which resumes")
 
 
-def _evaluate(paths: QuickstartPaths) -> dict[str, dict[str, Any]]:
-    """Evaluate the trained backbone, the same one untrained, and raw pixels, all on the same pairs and probes."""
+def _evaluate(paths: QuickstartPaths, rocs: dict[str, Roc]) -> dict[str, dict[str, Any]]:
+    """Evaluate the trained backbone, the same one untrained, and raw pixels, all on the same pairs and probes.
+
+    ``rocs`` is filled with each one's exact ROC.
+    """
     trained = open_embedder(paths.run)
     config = configuration.load(paths.run / "config.toml")
     torch.manual_seed(config.seed)
@@ -141,7 +156,9 @@ def _evaluate(paths: QuickstartPaths) -> dict[str, dict[str, Any]]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     untrained = Embedder(backbone_engine(fresh, device), "untrained")
     embedders: dict[str, Embed] = {"trained": trained, "untrained": untrained, "raw_pixels": raw_pixels}
-    curves = {name: _evaluate_one(embed, paths.unseen, trained.image_size) for name, embed in embedders.items()}
+    curves = {}
+    for name, embed in embedders.items():
+        curves[name], rocs[name] = _evaluate_one(embed, paths.unseen, trained.image_size)
     for name, result in curves.items():
         tar = result["tar@far"]["1e-3"]
         print(
@@ -151,10 +168,10 @@ def _evaluate(paths: QuickstartPaths) -> dict[str, dict[str, Any]]:
     return curves
 
 
-def _evaluate_one(embed: Embed, unseen: str, image_size: ImageSize) -> dict[str, Any]:
-    single = Mesh(0, 1, 0, torch.device("cpu"))
-    results = evaluate(embed, [unseen], image_size=image_size, mesh=single, curves=True, quiet=True)
-    return next(iter(results.values()))
+def _evaluate_one(embed: Embed, unseen: str, image_size: ImageSize) -> tuple[dict[str, Any], Roc]:
+    single, rocs = Mesh(0, 1, 0, torch.device("cpu")), dict[str, Roc]()
+    results = evaluate(embed, [unseen], image_size=image_size, mesh=single, curves=True, quiet=True, rocs=rocs)
+    return results[unseen], rocs[unseen]
 
 
 def _embed(paths: QuickstartPaths) -> None:
@@ -175,6 +192,12 @@ def _export(paths: QuickstartPaths) -> dict[str, Any]:
     result = export_onnx(load_model(paths.run / "model.safetensors"), paths.out / "model.onnx")
     print(f"   {result['file']}: largest difference {result['max_abs_error']:.1e}")
     return result
+
+
+def _fill(paths: QuickstartPaths, roc: Roc) -> dict[str, int]:
+    filled = fill_gallery(paths.gallery, paths.unseen, EmbeddingSet(paths.embeddings), roc)
+    print(f"   {filled['people']} people, {filled['faces']:,} faces; {filled['queries']} pictures to search by")
+    return filled
 
 
 def _without_curves(result: dict[str, Any]) -> dict[str, Any]:

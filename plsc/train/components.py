@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from plsc.config import Config, DataConfig, check_together, make_margin, stage_configs
 from plsc.data.dataset import ImageDataset, open_dataset
-from plsc.data.loader import TrainLoader
+from plsc.data.image_cache import open_cache
+from plsc.data.loader import TrainLoader, auto_workers
 from plsc.data.transforms import RotatedDataset
 from plsc.head.sharded_head import ShardedHead
 from plsc.models import Backbone, create, load_weights
@@ -32,6 +33,7 @@ from plsc.optim.parameter_groups import parameter_groups
 from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm
+from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
 from plsc.parallel.model_averaging import AveragingOptions, model_averaging
 from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
@@ -46,7 +48,6 @@ _IGNORED_LOGS = {
     "torch.utils.cpp_extension": "No CUDA runtime",
 }
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_CACHE: dict[str, Any] = {"auto": "auto", "always": True, "never": False}
 
 
 class MovingAverage:
@@ -323,9 +324,9 @@ def make_loader(config: Config, dataset: ImageDataset, strategy: Strategy) -> Tr
         world_size=strategy.data_ranks,
         seed=config.seed,
         augment=data.augment,
-        workers=data.workers,
+        workers=auto_workers() if isinstance(data.workers, str) else data.workers,
         max_bad_records=data.max_bad_records,
-        cache_images=_CACHE[data.cache],
+        cache=open_cache(data.cache, dataset, partial(all_gather_object, mesh=strategy.mesh)),
         pin_memory=strategy.mesh.device.type == "cuda",
     )
 

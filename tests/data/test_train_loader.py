@@ -111,10 +111,10 @@ def test_orders_differ_by_epoch_and_seed() -> None:
 @pytest.mark.parametrize("augment", ["none", "flip", "affine", "standard"])
 def test_worlds_processes_and_caches_see_the_same_pixels(augment: str) -> None:
     data = Numbered(55, size=24)
-    settings_of = [(1, 0, False), (2, 0, True), (3, 0, "auto"), (1, 2, True), (2, 1, False)]
+    settings_of = [(1, 0, "none"), (2, 0, "memory"), (3, 0, "auto"), (1, 2, "memory"), (2, 1, "none")]
     runs = []
     for world, workers, cache in settings_of:
-        ranks = loaders(data, world, 12 // world, augment=augment, workers=workers, cache_images=cache)
+        ranks = loaders(data, world, 12 // world, augment=augment, workers=workers, cache=cache)
         runs.append([steps(ranks), steps(ranks)])  # two epochs, the second from the cache
     for run in runs:
         for epoch, reference in zip(run, runs[0], strict=True):
@@ -258,8 +258,7 @@ def test_another_augmentation_holds_from_the_next_loop_on(workers: int) -> None:
     """The processes that read ahead are kept; the position goes on where the loop was left."""
     data = Numbered(30, size=16)
     (loader,), (flipped,), (cropped,) = (
-        loaders(data, 1, 4, augment=augment, workers=workers, cache_images=False)
-        for augment in ("flip", "flip", "standard")
+        loaders(data, 1, 4, augment=augment, workers=workers, cache=None) for augment in ("flip", "flip", "standard")
     )
     found = [images.clone() for images, _ in islice(loader, 3)]
     loader.augment = "standard"
@@ -282,26 +281,6 @@ def test_pinned_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = BatchReader(Numbered(8), 0, None, 0)[BatchRequest(0, np.arange(3), "none")]
     assert torch.equal(batch.pin_memory().images, batch.images)
     assert pinned == [torch.uint8]
-
-
-def test_the_cache_reads_each_image_once() -> None:
-    data = Numbered(30)
-    (loader,) = loaders(data, 1, 10, cache_images=True)
-    first, second = ({n for images, _ in loader for n in numbers(images)} for _ in range(2))
-    assert first == second == set(range(30))
-    assert data.reads == 30
-    (plain,) = loaders(data, 1, 10, cache_images=False)
-    list(plain)
-    list(plain)
-    assert data.reads == 90
-
-
-def test_a_cache_beyond_all_memory_is_refused() -> None:
-    data = Numbered(10)
-    data.image_size = 10**7
-    with pytest.raises(UsageError, match="do not cache"):
-        loaders(data, 1, 2, cache_images=True)
-    loaders(data, 1, 2, cache_images="auto")
 
 
 def test_torchs_own_generator_is_left_alone() -> None:

@@ -1,27 +1,38 @@
 """All steps of the quickstart, on a configuration small enough for a test, and its page."""
 
+import html
 import json
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html.parser import HTMLParser
+from pathlib import Path
 
+import httpx
 import pytest
 
+import plsc
 from plsc import config
 from plsc.files import read_json
+from plsc.quickstart.gallery import GalleryPaths
 from plsc.quickstart.report import write_report
 from plsc.quickstart.steps import CONFIG, UNSEEN, QuickstartPaths, run_quickstart
+from plsc.tools.entry import main
 
 pytestmark = pytest.mark.slow
 
 SMALL = (
     "--data.train",
-    "avatars:12x6",
+    "avatars:80x8",
     "--data.image_size",
     "32",
     "--data.batch_size",
-    "12",
+    "16",
     "--epochs",
-    "2",
+    "4",
     "--embedding_dim",
     "16",
     "--log.every_steps",
@@ -81,18 +92,12 @@ def test_page_opens_without_a_network(finished):
     text = page.read_text(encoding="utf-8")
     links = Links()
     links.feed(text)
-    assert [source for source in links.sources if not source.startswith(("data:", "#"))] == []
+    fetched = [source for source in links.sources if not source.startswith(("data:", "#"))]
+    assert fetched == ["http://127.0.0.1:8080"]  # of the service that it tells how to start: a link, not a picture
     assert not re.search(r"url\(\s*['\"]?http", text)
     assert links.tags.count("svg") == 3
     assert links.tags.count("img") > 24 + 6 * 8
     assert not re.search(r"\$[a-z_]+", text)
-
-
-def test_a_second_quickstart_in_the_same_folder_begins_anew(finished):
-    paths, result, _ = finished
-    again = run_quickstart(paths)
-    assert again.report["training"]["steps"] == result.report["training"]["steps"]
-    assert again.report["trained"] == result.report["trained"]
 
 
 def test_config_loads_and_never_trains_on_the_unseen():
@@ -100,3 +105,57 @@ def test_config_loads_and_never_trains_on_the_unseen():
     identities = int(re.fullmatch(r"avatars:(\d+)x\d+", shipped.data.train).group(1))
     assert 2000 <= identities < 1_000_000
     assert shipped.eval.sets == (UNSEEN,)
+
+
+@contextmanager
+def serving(arguments: list[str]) -> Iterator[str]:
+    """``plsc`` with these arguments on a free port; gives its address."""
+    command = [sys.executable, "-m", "plsc.tools.entry", *arguments, "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert "serving at http://127.0.0.1:" in line, process.communicate()
+        yield line.split()[2].rstrip(":")
+    finally:
+        process.terminate()
+        assert process.communicate(timeout=60) == ("", "")
+
+
+def test_readmes_line_serves_a_gallery_in_which_pictures_find_their_people(finished):
+    paths, _, _ = finished
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^plsc (serve .*quickstart.*)$", readme, flags=re.MULTILINE)
+    assert shlex.split(line) == GalleryPaths(Path("quickstart")).serve_arguments
+    assert f"plsc {line}".replace("quickstart/", f"{paths.out}/") == paths.gallery.serve_command
+    assert paths.gallery.serve_command in html.unescape((paths.out / "report.html").read_text(encoding="utf-8"))
+
+    people = {f"avatar-{number}" for number in range(1_000_000, 1_000_009)}
+    queries = {path.stem: path for path in paths.gallery.queries.iterdir()}
+    assert set(queries) == {*people, "stranger-1", "stranger-2"}
+    with serving(paths.gallery.serve_arguments) as address, plsc.Client(address) as client:
+        assert client.info()["false_match_rate"] >= 1e-4
+        assert client.collection("people").faces == 45
+        found = {name: client.search("people", path, k=1)[0] for name, path in queries.items()}
+        matched = [name for name, match in found.items() if match.same_person and match.person.name == name]
+        assert len(matched) > len(people) // 2
+        match = found[matched[0]]
+        place = f"{address}/v1/collections/people/persons/{match.person.id}/faces/{match.face}/thumbnail"
+        assert httpx.get(place).headers["content-type"] == "image/jpeg"
+        assert main(["quickstart", "--out", str(paths.out)]) == 1  # nothing is taken from under the service
+
+
+def test_serve_alone_needs_no_second_training(finished, monkeypatch, capsys):
+    paths, _, _ = finished
+    served = []
+    monkeypatch.setattr("plsc.tools.serve.run", lambda args: served.append((args.store, args.keep_thumbnails)))
+    assert main(["quickstart", "--out", str(paths.out), "--serve"]) == 0
+    assert served == [(f"{paths.gallery.store}/", True)]
+    assert paths.gallery.serve_command in capsys.readouterr().out
+
+
+def test_a_second_quickstart_in_the_same_folder_begins_anew(finished):
+    paths, result, _ = finished
+    again = run_quickstart(paths)
+    assert again.report["training"]["steps"] == result.report["training"]["steps"]
+    assert again.report["trained"] == result.report["trained"]
