@@ -187,7 +187,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, strategy.peers, loader))
     gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
     groups = raise_on_all_ranks(mesh, lambda: _named_groups(config, backbone, strategy))
-    strategy.wrap(backbone, template, _wrapping(config, mesh, exchange, gradients))
+    strategy.wrap(backbone, template, _wrapping(config, strategy, exchange, gradients))
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
     head = raise_on_all_ranks(mesh, lambda: _head_of(config, dataset.num_classes, strategy, exact=exact))
@@ -271,15 +271,16 @@ def compression_options(config: Config, dgc_warmup_steps: int = 0) -> Compressio
     )
 
 
-def _wrapping(config: Config, mesh: Mesh, exchange: GradientExchange, gradients: object) -> Wrapping:
+def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange, gradients: object) -> Wrapping:
     return Wrapping(
-        autocast=partial(_autocast, config, mesh),
+        autocast=partial(_autocast, config, strategy.mesh),
         compile=_compiled if config.compile else None,
         exchange=exchange,
         gradients=gradients,
         bucket_mb=config.parallel.bucket_mb,
         reduce_dtype=AUTOCAST_DTYPES.get(config.parallel.comm_hook),
         offload=config.parallel.offload,
+        least_images=1 if config.sync_batchnorm and strategy.peers.world_size > 1 else 2,
     )
 
 

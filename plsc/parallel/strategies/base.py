@@ -79,6 +79,8 @@ class Wrapping:
         bucket_mb: MiB of gradients that DDP exchanges together; None: its default.
         reduce_dtype: in which sharded gradients are summed; None: their own.
         offload: keep parameters, gradients and optimizer state in host memory.
+        least_images: of a rank's training pass. Batch normalisation of the rank's own images takes two; that of all
+            ranks' takes one, and would count a second.
     """
 
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -88,6 +90,7 @@ class Wrapping:
     bucket_mb: float | None = None
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
+    least_images: int = 2
 
 
 class Strategy:

@@ -185,7 +185,7 @@ class Pipeline(Strategy):
             torch.manual_seed(int(torch.randint(1 << 62, ())) + self._rank)
         parts = micro_batch_sizes(sizes, self._micro_batches)
         own = [part[self.data_rank] for part in parts]
-        rows = [*own[:-1], max(own[-1], 2)]  # beside a single image stands another one, for batch normalisation
+        rows = [*own[:-1], max(own[-1], self.wrapping.least_images)]  # perhaps another one beside a single image
         x = images() if self.stages[0].is_first else None
         self._prepare(max(2, *map(max, parts)), x)
         for engine, net, stage in zip(self._engine_stages, self._nets, self.stages, strict=True):
