@@ -104,6 +104,7 @@ class Strategy:
             neither.
         is_replicated: every rank holds all weights, and the same gradients after the backward pass.
         steps_on_device: the optimizer may leave it to the device whether a step goes through.
+        micro_batches: in which a batch comes to the head.
         prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
         backbone, net: the backbone, and what is called.
         weights: of the backbone, in its order, those that this rank holds.
@@ -111,6 +112,7 @@ class Strategy:
 
     is_replicated = True
     steps_on_device = True
+    micro_batches = 1
     prefetches = True
 
     def __init__(self, mesh: Mesh) -> None:

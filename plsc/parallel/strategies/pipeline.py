@@ -94,7 +94,7 @@ class Pipeline(Strategy):
         place = mesh.rank // layout.stage.world_size
         self._rank = ranks - 1 - place  # counted in the direction of the forward pass
         self._ranks, self._count = ranks, ranks * stages
-        self._schedule_name, self._micro_batches = schedule, micro_batches
+        self._schedule_name, self.micro_batches = schedule, micro_batches
         group = layout.along("pp").get_group()
         self._pipeline = Mesh(place, ranks, mesh.local_rank, mesh.device, group, timeout=mesh.timeout)
         self.head_mesh = layout.stage if place == _LAST_STAGE else None
@@ -104,7 +104,7 @@ class Pipeline(Strategy):
 
     def describe(self) -> str:
         """The number of ranks and micro-batches, the schedule, and how the backbone lies on a stage's ranks."""
-        pipeline = f"blocks over {self._ranks} ranks ({self._schedule_name}, {self._micro_batches} micro-batches)"
+        pipeline = f"blocks over {self._ranks} ranks ({self._schedule_name}, {self.micro_batches} micro-batches)"
         within = self._within.describe()
         return f"{pipeline}; within a stage: {within}" if within else pipeline
 
@@ -183,7 +183,7 @@ class Pipeline(Strategy):
         """Take a batch through the pipeline in micro-batches, as many as for every other batch."""
         if self._rank:  # also where the ranks of a pipeline share a seed, each drops other branches
             torch.manual_seed(int(torch.randint(1 << 62, ())) + self._rank)
-        parts = micro_batch_sizes(sizes, self._micro_batches)
+        parts = micro_batch_sizes(sizes, self.micro_batches)
         own = [part[self.data_rank] for part in parts]
         rows = [*own[:-1], max(own[-1], self.wrapping.least_images)]  # perhaps another one beside a single image
         x = images() if self.stages[0].is_first else None
@@ -209,7 +209,7 @@ class Pipeline(Strategy):
         self._engine_stages = [self._engine_stage(stage, rows, x) for stage in self.stages]
         make: Callable[..., Any] = _SCHEDULES[self._schedule_name]
         stages = self._engine_stages if make is ScheduleInterleaved1F1B else self._engine_stages[0]
-        self._schedule = make(stages, self._micro_batches, loss_fn=self._loss, scale_grads=False)
+        self._schedule = make(stages, self.micro_batches, loss_fn=self._loss, scale_grads=False)
         places = {number: self._ranks - 1 - number % self._ranks for number in range(self._count)}
         for stage in self._engine_stages:
             stage.stage_index_to_group_rank = places  # by which it finds the ranks that it sends to
