@@ -125,7 +125,8 @@ class Pipeline(Strategy):
         """Keep this rank's stages of ``backbone``, with the names that their weights have in the whole."""
         model = _blockwise(backbone)
         self._spans = balanced(len(model.blocks), self._count)
-        self._holders = {name: self._place_of(name, model) for name in backbone.state_dict()}
+        self._check_trained(model)
+        self._holders = {name: self._place_of(self._stage_of(name, model)) for name in backbone.state_dict()}
         tp = self._layout.size("tp")
         tokens_over = self._layout.along("tp") if tp > 1 and splits_tokens(backbone, tp) else None
         numbers = range(self._rank, self._count, self._ranks)
@@ -137,13 +138,26 @@ class Pipeline(Strategy):
                 setattr(model, name, weight)
         return backbone
 
-    def _place_of(self, name: str, model: BlockwiseBackbone) -> int:
-        """The place in the pipeline's group of the rank that holds a weight or buffer."""
+    def _check_trained(self, model: BlockwiseBackbone) -> None:
+        """UsageError where a stage trains no weight: neither optimizers nor DDP take none."""
+        weights = cast(nn.Module, model).named_parameters()
+        trained = {self._stage_of(name, model) for name, weight in weights if weight.requires_grad}
+        if frozen := sorted(set(range(self._count)) - trained):
+            raise UsageError(
+                f"frozen leaves stage {frozen[0] + 1} of the pipeline's {self._count} no weight to train; leave one in "
+                f"each, or give another parallel.pp than {self._ranks}"
+            )
+
+    def _stage_of(self, name: str, model: BlockwiseBackbone) -> int:
+        """The stage that has a weight or buffer."""
         first, _, rest = name.partition(".")
-        stage = 0 if first in model.embedding else len(self._spans) - 1
         if first == "blocks":
             block = int(rest.partition(".")[0])
-            stage = next(number for number, span in enumerate(self._spans) if block in span)
+            return next(number for number, span in enumerate(self._spans) if block in span)
+        return 0 if first in model.embedding else self._count - 1
+
+    def _place_of(self, stage: int) -> int:
+        """The place in the pipeline's group of the rank that holds a stage."""
         return self._ranks - 1 - stage % self._ranks
 
     def _free_other_stages(self, model: BlockwiseBackbone) -> None:
@@ -210,7 +224,7 @@ class Pipeline(Strategy):
         make: Callable[..., Any] = _SCHEDULES[self._schedule_name]
         stages = self._engine_stages if make is ScheduleInterleaved1F1B else self._engine_stages[0]
         self._schedule = make(stages, self.micro_batches, loss_fn=self._loss, scale_grads=False)
-        places = {number: self._ranks - 1 - number % self._ranks for number in range(self._count)}
+        places = {number: self._place_of(number) for number in range(self._count)}
         for stage in self._engine_stages:
             stage.stage_index_to_group_rank = places  # by which it finds the ranks that it sends to
 
