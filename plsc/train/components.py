@@ -175,7 +175,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
     )
     backbone = raise_on_all_ranks(mesh, lambda: _backbone(config))
-    frozen = raise_on_all_ranks(mesh, lambda: _frozen_by_stage(config, backbone))
+    frozen = raise_on_all_ranks(mesh, lambda: freeze_for_good(config, backbone))
     template = copy.deepcopy(backbone).to("meta")  # of the one in host memory: no device holds two
     if config.fp8:  # the template, and so what is evaluated and exported, multiplies as ever
         raise_on_all_ranks(mesh, lambda: convert_to_float8(backbone, mesh.device, config.data.batch_size))
@@ -223,8 +223,8 @@ def strategy_options(config: Config) -> StrategyOptions:
     )
 
 
-def _frozen_by_stage(config: Config, backbone: nn.Module) -> list[FrozenNames]:
-    """What each stage freezes; what all of them do is frozen for good."""
+def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
+    """Let what every stage freezes require no gradient; returns what each of them does."""
     found = [frozen_names(each, backbone) for each in (config, *stage_configs(config))]
     for name in frozen_for_good(found):
         backbone.get_parameter(name).requires_grad_(False)
