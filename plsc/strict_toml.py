@@ -38,7 +38,7 @@ class Table:
     """One of several tables: its name, empty in an array, and the values that it gives, by the dotted names of keys."""
 
     name: str
-    values: Mapping[str, Any]
+    values: Mapping[str, Any] = dataclasses.field(hash=False)
 
 
 @dataclass(frozen=True)

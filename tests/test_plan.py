@@ -16,6 +16,7 @@ from plsc import config as configuration
 from plsc.config import Config
 from plsc.devices import GIB, known_device
 from plsc.errors import UsageError
+from plsc.head.sampling import ClassSampler
 from plsc.models import create
 from plsc.plan import CapacityError, Hardware, Links, Plan, link_speed, named_device, parse_memory, plan
 from plsc.plan.advice import estimate, largest_classes, storages
@@ -78,6 +79,18 @@ def test_planned_bytes_are_those_of_a_real_step(arguments):
 )
 def test_a_row_takes_its_state_and_its_norm(weights, momentum, expected):
     assert sum(row_bytes(settings(weights, momentum)).values()) == expected + 4
+
+
+def test_a_micro_batch_visits_the_classes_of_its_own_samples():
+    accumulating = replace(
+        settings(optim={"accumulate": 4}), head=configuration.from_dict({"head": {"sample_rate": 0.0}}).head
+    )
+    setup = PlanConfig(accumulating, 100_000, world=8, per_node=8, head_ranks=4)
+    # 4 times 8 ranks with 32 images each, of which a group of 4 shards sees all
+    sampler = ClassSampler(0, 25_000, 0.0, 0, torch.device("cpu"))
+    micro_batches = [sampler.draw(torch.arange(256) * 4 * 97 + first, 0) for first in range(4)]
+    assert setup.visited_rows == pytest.approx(len(micro_batches[0]), rel=0.05)
+    assert setup.updated_rows == pytest.approx(len(torch.cat(micro_batches).unique()), rel=0.05)
 
 
 def test_adamw_keeps_two_moments():

@@ -102,6 +102,19 @@ def test_moments_in_8_bits_are_those_that_the_optimizer_keeps(strategy):
         assert states == sum(kept)
 
 
+def test_what_is_frozen_for_good_has_no_gradient_and_no_state():
+    setup = run(1)
+    frozen = replace(setup, config=replace(setup.config, frozen=("layer[1-3].*", "conv1.*")))
+    kept = estimate(frozen, CARD).memory.kept
+    begun = ("layer1.", "layer2.", "layer3.", "conv1.")
+    left = [w for name, w in module().named_parameters() if w.requires_grad and not name.startswith(begun)]
+    assert kept["backbone optimizer state"] == sum(weight.nbytes for weight in left)
+    assert estimate(frozen, CARD).memory.phases["backbone, update"] < planned(1).memory.phases["backbone, update"] / 1.2
+    thawing = configuration.from_dict({"stage": [{"from_step": 9, "frozen": []}], "steps": 99})
+    later = replace(frozen, config=replace(frozen.config, stage=thawing.stage, steps=99))
+    assert estimate(later, CARD).memory == planned(1).memory
+
+
 def test_offload_moves_state_to_the_host():
     device, host = planned(8, strategy="fsdp"), planned(8, strategy="fsdp", offload=True)
     assert "backbone weights" not in host.memory.kept

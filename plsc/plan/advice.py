@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plsc.config import Config, DataConfig
+from plsc.config import Config, DataConfig, OptimConfig
 from plsc.devices import GIB, Device
 from plsc.errors import PlscError
 from plsc.plan.backbone import BackboneProfile, profile_backbone
@@ -90,7 +90,7 @@ def estimate(setup: PlanConfig, hardware: Hardware) -> Estimate:
 
 
 def profile_of(setup: PlanConfig) -> BackboneProfile:
-    """Return the backbone's profile, computed once for each batch, size and precision."""
+    """Return the backbone's profile, computed once for each batch, size, precision and set of frozen weights."""
     config = setup.config
     alike = Config(
         backbone=config.backbone,
@@ -101,6 +101,9 @@ def profile_of(setup: PlanConfig) -> BackboneProfile:
         recompute_budget=config.recompute_budget,
         init_weights=config.init_weights if config.backbone.startswith("timm:") else "",
         data=DataConfig(image_size=config.data.image_size, batch_size=setup.batch),
+        optim=OptimConfig(groups=config.optim.groups),
+        frozen=config.frozen,
+        stage=config.stage,
     )
     return _profile(alike, frees_gradients(setup))
 
@@ -121,12 +124,14 @@ def largest_classes(setup: PlanConfig, hardware: Hardware) -> int:
 
 @functools.cache
 def _profile(config: Config, keep_gradients: bool) -> BackboneProfile:
-    from plsc.train.components import make_backbone
+    from plsc.train.components import freeze_for_good, make_backbone
 
+    backbone = make_backbone(config)
+    freeze_for_good(config, backbone)
     # synchronised batch normalisation keeps on a GPU what the ordinary one does: its input and two numbers per channel
     data = config.data
     return profile_backbone(
-        make_backbone(config),
+        backbone,
         data.batch_size,
         data.preprocessing.image_size,
         config.precision,

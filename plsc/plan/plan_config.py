@@ -108,12 +108,12 @@ class PlanConfig:
 
     @property
     def visited_rows(self) -> int:
-        """Rows of this rank that take part in a step. Positives, all of them others, are shared out evenly."""
+        """Rows of this rank that a micro-batch visits. Positives, all of them others, are shared out evenly."""
         rate, centers = self.config.head.sample_rate, self.config.head.centers
         if rate >= 1:
             return self.rows
         owned = self.rows // centers
-        positives = -(-self.samples // self.head_ranks)
+        positives = -(-self.batch * self.data_ranks // self.head_ranks)
         return min(max(round(rate * owned), min(positives, owned)), owned) * centers
 
     @property

@@ -114,15 +114,17 @@ def _hidden_sum(setup: PlanConfig, summed: float, products: float) -> float:
 
 
 def _bus(setup: PlanConfig, links: Links) -> float:
-    """Rows of a table in host memory: weights for both passes and state come, both return; directions do not share.
+    """Rows of a table in host memory: weights for all passes and state come, both return; directions do not share.
 
     A file's rows are taken to be in the page cache: a disk is slower.
     """
     if setup.placement == "device":
         return 0.0
     row = row_bytes(setup.config)
-    again = row["class weights"] if setup.config.head.sample_rate >= 1 else 0  # sampled rows stay between the passes
-    return (sum(row.values()) + again) * setup.visited_rows / links.bus
+    # sampled rows stay between the passes; else each micro-batch's first pass takes the whole table
+    passes = setup.micro_batches + clips_head(setup)
+    again = passes * row["class weights"] if setup.config.head.sample_rate >= 1 else 0
+    return (sum(row.values()) + again) * setup.updated_rows / links.bus
 
 
 def _positive(parts: dict[str, float]) -> dict[str, float]:

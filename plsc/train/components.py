@@ -183,7 +183,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
     )
     backbone = raise_on_all_ranks(mesh, lambda: _backbone(config))
-    frozen = raise_on_all_ranks(mesh, lambda: _frozen_by_stage(config, backbone))
+    frozen = raise_on_all_ranks(mesh, lambda: freeze_for_good(config, backbone))
     template = copy.deepcopy(backbone).to("meta")  # of the one in host memory: no device holds two
     if config.fp8:  # the template, and so what is evaluated and exported, multiplies as ever
         raise_on_all_ranks(mesh, lambda: convert_to_float8(backbone, mesh.device, config.data.batch_size))
@@ -195,7 +195,7 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, strategy.peers, loader))
     gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
     groups = raise_on_all_ranks(mesh, lambda: _named_groups(config, backbone, strategy))
-    strategy.wrap(backbone, template, _wrapping(config, mesh, exchange, gradients))
+    strategy.wrap(backbone, template, _wrapping(config, strategy, exchange, gradients))
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
     head = raise_on_all_ranks(mesh, lambda: _head_of(config, dataset.num_classes, strategy, exact=exact))
@@ -231,8 +231,8 @@ def strategy_options(config: Config) -> StrategyOptions:
     )
 
 
-def _frozen_by_stage(config: Config, backbone: nn.Module) -> list[FrozenNames]:
-    """What each stage freezes; what all of them do is frozen for good."""
+def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
+    """Let what every stage freezes require no gradient; returns what each of them does."""
     found = [frozen_names(each, backbone) for each in (config, *stage_configs(config))]
     for name in frozen_for_good(found):
         backbone.get_parameter(name).requires_grad_(False)
@@ -279,15 +279,16 @@ def compression_options(config: Config, dgc_warmup_steps: int = 0) -> Compressio
     )
 
 
-def _wrapping(config: Config, mesh: Mesh, exchange: GradientExchange, gradients: object) -> Wrapping:
+def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange, gradients: object) -> Wrapping:
     return Wrapping(
-        autocast=partial(_autocast, config, mesh),
+        autocast=partial(_autocast, config, strategy.mesh),
         compile=_compiled if config.compile else None,
         exchange=exchange,
         gradients=gradients,
         bucket_mb=config.parallel.bucket_mb,
         reduce_dtype=AUTOCAST_DTYPES.get(config.parallel.comm_hook),
         offload=config.parallel.offload,
+        least_images=1 if config.sync_batchnorm and strategy.peers.world_size > 1 else 2,
     )
 
 

@@ -76,7 +76,7 @@ def centers_in_step(num_classes: int, centers: int, sample_rate: float, shards: 
         centers: of a class.
         sample_rate: the share of the classes that is sampled.
         shards: of the table.
-        batch: samples whose classes take part.
+        batch: samples that come to the head together, of all ranks.
     """
     if sample_rate >= 1:
         return num_classes * centers
@@ -129,8 +129,9 @@ class EfficiencyMeter:
         components, head = self._components, self._components.head
         trains_backbone = not components.trains_head_alone
         backbone = self._backbone.forward + (self._backbone.backward if trains_backbone else 0)
-        shards, ranks = head.mesh.head.world_size, head.mesh.world_size
-        batch = components.config.data.batch_size * components.strategy.data_ranks * shards // ranks
+        # replicas of the table take the classes of all their samples, so that they stay equal
+        batch = components.config.data.batch_size * components.strategy.data_ranks // components.strategy.micro_batches
+        shards = head.mesh.head.world_size
         centers = centers_in_step(head.num_classes, head.centers, head.sample_rate, shards, batch)
         return backbone + head_flops(head.dim, centers, trains_backbone=trains_backbone)
 

@@ -228,10 +228,11 @@ class Stepper:
     def _prepared(self, images: Tensor) -> Tensor:
         """Return this rank's images as the backbone takes them.
 
-        Batch normalisation needs two: beside a single one stands its mirror image, whose embedding reaches no loss.
+        Batch normalisation of a rank's own images needs two: beside a single one stands its mirror image, whose
+        embedding reaches no loss.
         """
         components = self.components
-        if len(images) == 1:
+        if len(images) < components.strategy.wrapping.least_images:
             images = torch.cat([images, images.flip(-1)])
         x = components.config.data.preprocessing(images.to(components.mesh.device, non_blocking=True))
         return x.contiguous(memory_format=torch.channels_last) if components.config.channels_last else x

@@ -79,6 +79,55 @@ def test_centres_of_a_sampled_step() -> None:
     assert centers_in_step(8, 1, 0.1, 2, 10_000) == pytest.approx(8)
 
 
+def head_products(mesh: Any, changes: dict[str, Any]) -> tuple[float, float]:
+    """FLOPs of the head for an image as a run tells them, and this rank's part of those of the passes that it makes."""
+    meter = _meter(mesh, {"data.train": "avatars:40x1", **changes})
+    head, config = meter._components.head, meter._components.config
+    counted, steps = 0, 50
+    first_pass, dim = head.backend.first_pass, config.embedding_dim
+
+    def counting(rows: Any, batch: Any, *args: Any, **options: Any) -> Any:
+        nonlocal counted
+        counted += 3 * 2 * dim * rows.num_classes * rows.centers * len(batch.features)
+        return first_pass(rows, batch, *args, **options)
+
+    torch.manual_seed(mesh.rank)
+    with patch.object(head.backend, "first_pass", counting), torch.no_grad():
+        for _ in range(steps):
+            head(torch.randn(config.data.batch_size, dim), torch.randint(40, (config.data.batch_size,)))
+    backbone = meter._backbone.forward + meter._backbone.backward if mesh.is_main else 0
+    return meter.flops_per_image() - backbone, counted / (steps * config.data.batch_size * mesh.world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_ranks", "changes"),
+    [
+        (4, {"head.centers": 3}),
+        (4, {"head.sample_rate": 0.5, "head.centers": 3}),
+        (2, {"head.sample_rate": 0.5}),
+        (2, {"head.sample_rate": 0.0}),
+        (1, {"head.sample_rate": 0.1, "head.centers": 2}),
+    ],
+)
+def test_flops_of_a_head_are_those_of_its_passes(head_ranks: int, changes: dict[str, Any], ranks: Ranks) -> None:
+    changes = {**changes, "data.batch_size": 3, "head_ranks": head_ranks % 4}
+    told, *counted = zip(*ranks(4, head_products, changes, head_ranks=head_ranks), strict=True)
+    assert told[0] == pytest.approx(sum(*counted), rel=0.03)  # labels are drawn
+
+
+def flops_per_image(mesh: Any, changes: dict[str, Any]) -> float:
+    value: float = _meter(mesh, {"backbone": "vit_tiny", "head.sample_rate": 0.0, **changes}).flops_per_image()
+    return value
+
+
+@pytest.mark.slow
+def test_each_micro_batch_of_a_pipeline_takes_its_own_classes(ranks: Ranks) -> None:
+    whole = ranks(1, flops_per_image, {"data.batch_size": 2})
+    staged = ranks(2, flops_per_image, {"data.batch_size": 8, "parallel.pp": 2, "parallel.pp_micro_batches": 4})
+    assert staged[0] == whole[0]
+
+
 def on_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
     return run(mesh, out, changes)
 

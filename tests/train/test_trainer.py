@@ -128,6 +128,23 @@ def test_sync_batchnorm_makes_the_number_of_ranks_not_matter(world: int, tmp_pat
 
 
 @pytest.mark.slow
+def test_one_image_on_each_rank_is_normalised_with_those_of_the_others(tmp_path: Path, ranks: Ranks) -> None:
+    """9 images make three steps of 2 and one of 3 an epoch, of which the second of two ranks has one image."""
+    changes = {
+        "backbone": "plain",
+        "data.train": "avatars:3x3",
+        "sync_batchnorm": True,
+        "epochs": 2,
+        "checkpoint.every_steps": 0,
+    }
+    for world in (1, 2):
+        ranks(world, on_rank, tmp_path / str(world), {**changes, "data.batch_size": 2 // world})
+    one, two = (losses(tmp_path / str(world)) for world in (1, 2))
+    assert len(one) == 8
+    assert two == pytest.approx(one, abs=1e-6)
+
+
+@pytest.mark.slow
 def test_an_adamw_run_does_not_amplify_what_tells_worlds_apart(tmp_path: Path, ranks: Ranks) -> None:
     """In float32 sums, worlds' losses part by 0.3 here: rounding differs, and this kind of run amplifies it."""
     changes = {

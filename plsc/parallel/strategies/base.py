@@ -79,6 +79,8 @@ class Wrapping:
         bucket_mb: MiB of gradients that DDP exchanges together; None: its default.
         reduce_dtype: in which sharded gradients are summed; None: their own.
         offload: keep parameters, gradients and optimizer state in host memory.
+        least_images: of a rank's training pass. Batch normalisation of the rank's own images takes two; that of all
+            ranks' takes one, and would count a second.
     """
 
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -88,6 +90,7 @@ class Wrapping:
     bucket_mb: float | None = None
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
+    least_images: int = 2
 
 
 class Strategy:
@@ -101,6 +104,7 @@ class Strategy:
             neither.
         is_replicated: every rank holds all weights, and the same gradients after the backward pass.
         steps_on_device: the optimizer may leave it to the device whether a step goes through.
+        micro_batches: in which a batch comes to the head.
         prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
         backbone, net: the backbone, and what is called.
         weights: of the backbone, in its order, those that this rank holds.
@@ -108,6 +112,7 @@ class Strategy:
 
     is_replicated = True
     steps_on_device = True
+    micro_batches = 1
     prefetches = True
 
     def __init__(self, mesh: Mesh) -> None:

@@ -94,7 +94,7 @@ class Pipeline(Strategy):
         place = mesh.rank // layout.stage.world_size
         self._rank = ranks - 1 - place  # counted in the direction of the forward pass
         self._ranks, self._count = ranks, ranks * stages
-        self._schedule_name, self._micro_batches = schedule, micro_batches
+        self._schedule_name, self.micro_batches = schedule, micro_batches
         group = layout.along("pp").get_group()
         self._pipeline = Mesh(place, ranks, mesh.local_rank, mesh.device, group, timeout=mesh.timeout)
         self.head_mesh = layout.stage if place == _LAST_STAGE else None
@@ -104,7 +104,7 @@ class Pipeline(Strategy):
 
     def describe(self) -> str:
         """The number of ranks and micro-batches, the schedule, and how the backbone lies on a stage's ranks."""
-        pipeline = f"blocks over {self._ranks} ranks ({self._schedule_name}, {self._micro_batches} micro-batches)"
+        pipeline = f"blocks over {self._ranks} ranks ({self._schedule_name}, {self.micro_batches} micro-batches)"
         within = self._within.describe()
         return f"{pipeline}; within a stage: {within}" if within else pipeline
 
@@ -125,7 +125,8 @@ class Pipeline(Strategy):
         """Keep this rank's stages of ``backbone``, with the names that their weights have in the whole."""
         model = _blockwise(backbone)
         self._spans = balanced(len(model.blocks), self._count)
-        self._holders = {name: self._place_of(name, model) for name in backbone.state_dict()}
+        self._check_trained(model)
+        self._holders = {name: self._place_of(self._stage_of(name, model)) for name in backbone.state_dict()}
         tp = self._layout.size("tp")
         tokens_over = self._layout.along("tp") if tp > 1 and splits_tokens(backbone, tp) else None
         numbers = range(self._rank, self._count, self._ranks)
@@ -137,13 +138,26 @@ class Pipeline(Strategy):
                 setattr(model, name, weight)
         return backbone
 
-    def _place_of(self, name: str, model: BlockwiseBackbone) -> int:
-        """The place in the pipeline's group of the rank that holds a weight or buffer."""
+    def _check_trained(self, model: BlockwiseBackbone) -> None:
+        """UsageError where a stage trains no weight: neither optimizers nor DDP take none."""
+        weights = cast(nn.Module, model).named_parameters()
+        trained = {self._stage_of(name, model) for name, weight in weights if weight.requires_grad}
+        if frozen := sorted(set(range(self._count)) - trained):
+            raise UsageError(
+                f"frozen leaves stage {frozen[0] + 1} of the pipeline's {self._count} no weight to train; leave one in "
+                f"each, or give another parallel.pp than {self._ranks}"
+            )
+
+    def _stage_of(self, name: str, model: BlockwiseBackbone) -> int:
+        """The stage that has a weight or buffer."""
         first, _, rest = name.partition(".")
-        stage = 0 if first in model.embedding else len(self._spans) - 1
         if first == "blocks":
             block = int(rest.partition(".")[0])
-            stage = next(number for number, span in enumerate(self._spans) if block in span)
+            return next(number for number, span in enumerate(self._spans) if block in span)
+        return 0 if first in model.embedding else self._count - 1
+
+    def _place_of(self, stage: int) -> int:
+        """The place in the pipeline's group of the rank that holds a stage."""
         return self._ranks - 1 - stage % self._ranks
 
     def _free_other_stages(self, model: BlockwiseBackbone) -> None:
@@ -183,9 +197,9 @@ class Pipeline(Strategy):
         """Take a batch through the pipeline in micro-batches, as many as for every other batch."""
         if self._rank:  # also where the ranks of a pipeline share a seed, each drops other branches
             torch.manual_seed(int(torch.randint(1 << 62, ())) + self._rank)
-        parts = micro_batch_sizes(sizes, self._micro_batches)
+        parts = micro_batch_sizes(sizes, self.micro_batches)
         own = [part[self.data_rank] for part in parts]
-        rows = [*own[:-1], max(own[-1], 2)]  # beside a single image stands another one, for batch normalisation
+        rows = [*own[:-1], max(own[-1], self.wrapping.least_images)]  # perhaps another one beside a single image
         x = images() if self.stages[0].is_first else None
         self._prepare(max(2, *map(max, parts)), x)
         for engine, net, stage in zip(self._engine_stages, self._nets, self.stages, strict=True):
@@ -209,8 +223,8 @@ class Pipeline(Strategy):
         self._engine_stages = [self._engine_stage(stage, rows, x) for stage in self.stages]
         make: Callable[..., Any] = _SCHEDULES[self._schedule_name]
         stages = self._engine_stages if make is ScheduleInterleaved1F1B else self._engine_stages[0]
-        self._schedule = make(stages, self._micro_batches, loss_fn=self._loss, scale_grads=False)
-        places = {number: self._ranks - 1 - number % self._ranks for number in range(self._count)}
+        self._schedule = make(stages, self.micro_batches, loss_fn=self._loss, scale_grads=False)
+        places = {number: self._place_of(number) for number in range(self._count)}
         for stage in self._engine_stages:
             stage.stage_index_to_group_rank = places  # by which it finds the ranks that it sends to
 

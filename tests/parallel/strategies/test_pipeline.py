@@ -95,6 +95,25 @@ def test_batches_of_any_size_have_the_gradients_of_their_parts(
     assert not held[0] & held[1]
 
 
+def refused(mesh: Any, frozen: str, schedule: str) -> str:
+    strategy, backbone = make_strategy(StrategyOptions(pp=2, pp_schedule=schedule), mesh), make_vit()
+    for name, weight in backbone.named_parameters():
+        weight.requires_grad_(not name.startswith(tuple(frozen.split())))
+    with pytest.raises(UsageError) as caught:
+        strategy.wrap(backbone, copy.deepcopy(backbone).to("meta"), Wrapping())
+    return str(caught.value)
+
+
+def test_a_stage_without_a_weight_to_train_is_refused(ranks: Ranks) -> None:
+    lower, upper = "pos_embed patch_embed blocks.0 blocks.1", "blocks.2 blocks.3 mask_token norm feature"
+    for frozen, schedule, stage in [
+        (lower, "1f1b", "1 of the pipeline's 2"),
+        (upper, "interleaved", "3 of the pipeline's 4"),
+    ]:
+        for message in ranks(2, refused, frozen, schedule):
+            assert message.startswith(f"frozen leaves stage {stage} no weight to train; ")
+
+
 def test_blocks_and_samples_are_balanced() -> None:
     for blocks in range(1, 30):
         for stages in range(1, blocks + 1):
