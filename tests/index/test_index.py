@@ -235,7 +235,7 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
     index = Index.build([faces], tmp_path / "idx", quiet=True)
     good = faces.rows(0, 2)
     for k in (0, -1):
-        with pytest.raises(UsageError, match=f"k is {k}"):
+        with pytest.raises(UsageError, match=f"at least 1, not {k}"):
             index.search(good, k)
     bad = good.copy()
     bad[1, 3] = np.nan
