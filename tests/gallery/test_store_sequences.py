@@ -20,7 +20,7 @@ from plsc.errors import ConflictError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Person, Store
 
-STEPS, MANY_STEPS = 150, 1500
+STEPS, MANY_STEPS = 120, 1500
 ACTIONS = {
     "add": 8, "put": 6, "faces": 5, "update": 5, "delete": 4, "unface": 5, "expire": 2, "search": 8, "list": 3,
     "compact": 1, "again": 1, "snapshot": 1, "restore": 1, "rotate": 0.5, "drop": 0.3, "bad": 1,
@@ -184,18 +184,18 @@ class Walk:
             del self.model.collections[self.name][person]
 
     def _unface(self) -> None:
-        person = self._someone()
-        row = self.model.collections[self.name].get(person or 0)
-        if row is not None and row.faces:
-            face = self.pick.choice(list(row.faces))
-            self.store.delete_face(self.name, row and person, face)
-            del row.faces[face]
-            row.revision += 1
-            if not row.faces:
-                self.model.renew_key(row)
+        living = self.model.living(self.name)
+        some = [(id, face) for id, row in living.items() for face in row.faces]
+        if some:
+            person, face = self.pick.choice(some)
+            self.store.delete_face(self.name, person, face)
+            del living[person].faces[face]
+            living[person].revision += 1
+            if not living[person].faces:
+                self.model.renew_key(living[person])
 
     def _expire(self) -> None:
-        found = {name: [one.id for one in some] for name, some in self.store.expired(10**6).items() if some}
+        found = {name: sorted(one.id for one in some) for name, some in self.store.expired(10**6).items() if some}
         assert found == {
             name: due
             for name, rows in self.model.collections.items()
