@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from plsc.arguments import as_integer
 from plsc.data.alignment import align_face
 from plsc.data.codec import to_rgb_tensor
 from plsc.data.dataset import ImageDataset
@@ -110,8 +111,7 @@ def embed(
         DataError: an image has a problem, and ``errors`` is None.
     """
     embedder = model if isinstance(model, Embedder) else load_model(model)
-    if batch_size < 1 or workers < 0:
-        raise UsageError(f"batch_size {batch_size} must be at least 1, and workers {workers} not negative")
+    batch_size, workers = as_integer(batch_size, "batch_size", 1), as_integer(workers, "workers", 0)
     if isinstance(images, ImageDataset):
         if landmarks is not None or detector is not None:
             raise UsageError("give landmarks or a detector to plsc.open_images(), which aligns")
@@ -173,6 +173,7 @@ def evaluate(
     sources = [str(each) for each in ([sets] if isinstance(sets, str | Path) else sets)]
     if not sources and ijb is None:
         raise UsageError('nothing to evaluate on: give sets="lfw.bin", a folder of identities, or ijb=FOLDER')
+    batch_size, seed = as_integer(batch_size, "batch_size", 1), as_integer(seed, "seed", 0)
     mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
     function: Embed
     if isinstance(model, Embedder):
@@ -214,8 +215,7 @@ def align(
     Raises:
         DataError: the image does not decode, or the landmarks form no face or lie outside the image.
     """
-    if image_size < 1:
-        raise UsageError(f"image_size must be at least 1, not {image_size}")
+    image_size = as_integer(image_size, "image_size", 1)
     name = str(image) if isinstance(image, str | Path) else "image"
     crop = align_face(to_rgb_tensor(image, name), landmarks, image_size, name)
     return crop.permute(1, 2, 0).contiguous().numpy()

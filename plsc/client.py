@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from plsc.arguments import as_integer, as_number
 from plsc.client_values import (
     KEEP,
     Collection,
@@ -38,7 +39,7 @@ from plsc.client_values import (
     read_match,
     read_person,
 )
-from plsc.errors import PlscError, UsageError
+from plsc.errors import PlscError, UsageError, quoted
 
 if TYPE_CHECKING:
     import httpx
@@ -61,6 +62,7 @@ __all__ = [
     "Unchanged",
 ]
 
+_LONGEST_TIMEOUT = 366 * 86400.0  # seconds; sockets take no infinite one
 LONGEST_WAIT = 10.0  # seconds between two tries, whatever a busy server asks for
 _PAGE = 1000
 _KEY = "Idempotency-Key"
@@ -100,6 +102,9 @@ class Client:
     def __init__(self, url: str, token: str | None = None, *, timeout: float = 60.0, retries: int = 4) -> None:
         import httpx
 
+        timeout = as_number(timeout, "timeout")
+        if not 0 < timeout <= _LONGEST_TIMEOUT:
+            raise UsageError(f"a timeout of {timeout} s: it lies above 0, and up to a year")
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         try:
             if not isinstance(url, str) or not url.startswith(("http://", "https://")):
@@ -209,7 +214,7 @@ class Client:
         while after is not None:
             query: dict[str, Any] = {"after": after, "limit": _PAGE}
             if filter is not None:
-                query["filter"] = json.dumps(filter)
+                query["filter"] = _as_json(filter)
             page = self._request("GET", f"{_path(collection)}/persons", query=query)
             yield from map(read_person, page["persons"])
             after = page["next"]
@@ -246,7 +251,8 @@ class Client:
 
     def delete_face(self, collection: str, person: int, face: int, *, if_match: Person | str | None = None) -> None:
         """Delete one face; ``if_match`` is its person."""
-        self._request("DELETE", f"{_path(collection, person)}/faces/{int(face)}", headers=_if_match(if_match))
+        path = f"{_path(collection, person)}/faces/{as_integer(face, 'the id of a face')}"
+        self._request("DELETE", path, headers=_if_match(if_match))
 
     def search(
         self,
@@ -328,7 +334,7 @@ class Client:
         """
         import httpx
 
-        content = None if body is None else json.dumps(body).encode()
+        content = None if body is None else _as_json(body).encode()
         sent = {**(headers or {}), **({} if body is None else {"Content-Type": "application/json"})}
         if method == "POST" and not repeatable and self._sends_keys:
             sent[_KEY] = f'"{uuid.uuid4()}"'
@@ -390,7 +396,7 @@ def _pause(retry_after: str) -> float:
 
 def _path(collection: str, person: int | None = None) -> str:
     path = f"/v1/collections/{_quoted(collection)}"
-    return path if person is None else f"{path}/persons/{int(person)}"
+    return path if person is None else f"{path}/persons/{as_integer(person, 'the id of a person')}"
 
 
 def _external_path(collection: str, external_id: str) -> str:
@@ -400,4 +406,21 @@ def _external_path(collection: str, external_id: str) -> str:
 def _quoted(name: str) -> str:
     from urllib.parse import quote
 
-    return quote(name, safe="")
+    try:
+        return quote(name, safe="")
+    except (TypeError, UnicodeError):
+        raise UsageError(f"a name is a text, not {quoted(name)}") from None
+
+
+def _as_json(body: Any) -> str:
+    try:
+        return json.dumps(body, default=_as_plain)
+    except TypeError as error:
+        raise UsageError(f"this cannot be sent as JSON: {error}") from None
+
+
+def _as_plain(value: Any) -> Any:
+    """Numbers and arrays of numpy as Python's own."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no text, number, list or mapping")

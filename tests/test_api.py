@@ -14,6 +14,7 @@ from PIL import Image
 
 import plsc
 from plsc import models
+from plsc.client import ServerError
 from plsc.data import write_pairs
 from plsc.data.alignment import TEMPLATE, align_face
 from plsc.data.codec import encode_image, read_image, resize_image
@@ -261,8 +262,8 @@ def test_nothing_to_embed_gives_no_rows(model):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size 0 must be at least 1"),
-        ({"workers": -1}, "workers -1 not negative"),
+        ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
+        ({"workers": -1}, "workers must be at least 0, not -1"),
         ({"detector": "scrfd.onnx"}, "onnx:FILE"),
         ({"landmarks": "/nowhere.csv"}, r"no landmark file /nowhere\.csv"),
         ({"landmarks": "a", "detector": "onnx:b"}, "give one of them"),
@@ -377,6 +378,112 @@ def test_an_index_over_an_array_finds_what_float64_finds(tmp_path):
     del index
     assert not scratch.exists()
     np.testing.assert_array_equal(plsc.Index.open(tmp_path / "saved" / "idx").search(queries, 5).ids, expected)
+
+
+class Series:
+    """As pandas' own: with an array inside, and without a truth value."""
+
+    def __init__(self, values):
+        self._values = np.array(values, dtype=object)
+
+    def __bool__(self):
+        raise ValueError("the truth value of a Series is ambiguous")
+
+    def __iter__(self):
+        return iter(self._values)
+
+    def tolist(self):
+        return self._values.tolist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "names"),
+    [
+        (np.array(["b", "a", "b"]), ["b", "a", "b"]),
+        (np.array(["b", None, "a"], dtype=object), ["b", None, "a"]),
+        (Series(["b", float("nan"), "a"]), ["b", None, "a"]),
+        (iter(["b", None, "a"]), ["b", None, "a"]),
+        ([None, None, None], [None, None, None]),
+        ([10, 9, -1], ["10", "9", None]),
+        (np.array([10, -1, 9], np.int32), ["10", None, "9"]),
+        ([np.uint8(10), np.int64(9), None], ["10", "9", None]),
+        (Series([10, 9, None]), ["10", "9", None]),
+        (torch.tensor([2, 1, 0]), ["2", "1", "0"]),
+    ],
+)
+def test_labels_are_names_or_integers_of_any_sequence(labels, names):
+    index = plsc.Index.build(np.eye(3), labels=labels, keys=np.array(["x", "y", "z"]), quiet=True)
+    assert [index.class_name(label) for label in index.labels] == names
+    assert list(index.class_names) == [str(one) for one in sorted({int(n) if n.isdigit() else n for n in names if n})]
+    assert list(index.keys) == ["x", "y", "z"]
+
+
+@pytest.mark.parametrize(
+    "labels", [["a", 1, "a"], [1.5, 2, 2], [True, False, True], [-2, 0, 0], [["a"], ["b"], ["c"]], "abc", 3, [b"a"] * 3]
+)
+def test_other_labels_are_refused_in_one_line(labels):
+    with pytest.raises(UsageError, match="label") as refused:
+        plsc.Index.build(np.eye(3), labels=labels, quiet=True)
+    assert "\n" not in str(refused.value)
+
+
+TWO = [np.int64(2), np.uint8(2), np.array(2)]
+NO_INTEGERS = [True, np.bool_(True), 2.0, np.float32(2), np.array([2]), "2", None, float("nan")]
+HALF = [np.float32(0.5), np.float64(0.5)]
+
+
+def test_numbers_of_numpy_are_numbers(client_of_nobody):
+    rows = np.random.default_rng(0).standard_normal((420, 4))
+    built = {name: plsc.Index.build(rows, kind=name, recall=0.5, quiet=True) for name in ("exact", "ivf", "hnsw")}
+    crop, points = np.zeros((112, 112, 3), np.uint8), TEMPLATE.tolist()
+    integers = [
+        *(lambda k, index=index: index.search(rows[:1], k).ids.shape == (1, 2) for index in built.values()),
+        lambda label: plsc.Index.build(np.eye(3), labels=["a", "b", "c"], quiet=True).class_name(label) == "c",
+        lambda seed: len(plsc.Index.build(rows, kind="ivf", recall=0.5, seed=seed, quiet=True)),
+        lambda size: plsc.align(crop, points, image_size=size).shape == (2, 2, 3),
+        lambda size: plsc.evaluate("raw-pixels", "avatars:3x2", batch_size=size, seed=size)["sets"],
+        lambda size: plsc.ShardedHead(size, size, centers=size, seed=size).sharded_state(),
+        lambda steps: plsc.ShardedHead(4, 4, averaging_period=steps, chunk_classes=steps),
+        client_of_nobody(lambda client, k: client.search("a", [1.0], k=k)),
+        client_of_nobody(lambda client, id: client.delete_face("a", id, id)),
+    ]
+    for ask in integers:
+        for value in TWO:
+            assert ask(value)
+    for ask in integers[:-2]:
+        for value in NO_INTEGERS:
+            with pytest.raises(UsageError, match="must be an integer"):
+                ask(value)
+    numbers = [
+        lambda share: plsc.Index.build(rows, kind="ivf", recall=share, quiet=True).manifest["recall_asked"],
+        lambda time: len(plsc.Index.build(rows, kind="auto", latency_ms=time, quiet=True)),
+        client_of_nobody(lambda client, score: client.search("a", [1.0], threshold=score, filter={"n": score})),
+        client_of_nobody(lambda client, n: client.add_person("a", metadata={"n": n, "flag": np.bool_(True)})),
+        client_of_nobody(lambda client, n: list(client.persons("a", filter={"n": {"in": np.array([n, n])}}))),
+        client_of_nobody(lambda client, seconds: plsc.Client(client._url, timeout=seconds, retries=0).info()),
+    ]
+    for ask in numbers:
+        assert all(ask(value) for value in HALF)
+    with pytest.raises(UsageError, match="cannot be sent as JSON: a set is no text"):
+        client_of_nobody(lambda client, value: client.search("a", [1.0], filter={"n": value}))({1})
+    for wrong in ("0.5", float("nan"), 0, -1, float("inf"), np.array([1.0])):
+        with pytest.raises(UsageError, match="timeout"):
+            plsc.Client("http://127.0.0.1:1", timeout=wrong)
+
+
+@pytest.fixture
+def client_of_nobody():
+    """Makes a call of ``ask(client, value)``, true if the request was sent: nobody answers it."""
+
+    def called(ask):
+        def call(value):
+            with plsc.Client("http://127.0.0.1:1", retries=0) as client, pytest.raises(ServerError) as sent:
+                ask(client, value)
+            return sent.value.status == 0
+
+        return call
+
+    return called
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, "tensor"])

@@ -44,6 +44,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "delete who expired, and bring changes into the searched files: they then hold no deleted embedding",
     )
     compact.add_argument("--collection", metavar="NAME", help="this one alone (all)")
+    compact.add_argument(
+        "--thumbnails", type=Path, metavar="DIR", help="of plsc serve --thumbnails, where those expired have theirs"
+    )
     snapshot = _action(actions, "snapshot", "write a consistent copy")
     snapshot.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder")
     restore = _action(actions, "restore", "make a new store of a snapshot", "snapshot", "SNAPSHOT")
@@ -164,7 +167,7 @@ def _check_snapshot(args: argparse.Namespace, manifest: dict[str, Any], present:
 
 def _compact(args: argparse.Namespace) -> dict[str, Any]:
     with _opened(args) as store:
-        _delete_expired(store, args.store)
+        _delete_expired(store, args)
         store.compact(args.collection)
         result = store.statistics()
     for name, figures in result.items():
@@ -172,13 +175,14 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
     return {"store": args.store, "collections": result}
 
 
-def _delete_expired(store: Store, spec: str) -> None:
+def _delete_expired(store: Store, args: argparse.Namespace) -> None:
     """Delete expired people, with the thumbnails that a folder's store keeps unless it is told otherwise."""
     from plsc.gallery.thumbnails import ThumbnailStore
 
-    folder = store_folder(spec)
-    thumbnails = ThumbnailStore(store, None if folder is None else folder / "thumbnails", keep=False)
-    while any(thumbnails.delete_expired().values()):
+    folder = store_folder(args.store)
+    own = None if folder is None else folder / "thumbnails"
+    thumbnails = ThumbnailStore(store, args.thumbnails or own, keep=False)
+    while thumbnails.delete_expired():
         pass
 
 

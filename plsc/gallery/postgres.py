@@ -421,13 +421,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _enrol(connection: Any, key: int, info: Collection, persons: Sequence[ValidPerson]) -> list[Person]:
-    """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one."""
+    """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one.
+
+    One who expired gives the external id up and stays, to be deleted by who deletes all the others who expired.
+    """
     for external_id in (person.external_id for person in persons if person.external_id is not None):
         former = rows.find_by_external_id(connection, key, external_id)
         if former is not None and not is_expired(former.expires):
             raise taken_external_id(info.name, external_id)
         if former is not None:
-            rows.delete_person(connection, key, former)
+            rows.remove_external_id(connection, key, former)
     return rows.insert_persons(connection, key, persons)
 
 

@@ -204,6 +204,11 @@ def update_person(connection: Any, key: int, person: Person) -> None:
     )
 
 
+def remove_external_id(connection: Any, key: int, person: Person) -> None:
+    """Leave ``person`` without an external id."""
+    connection.execute("UPDATE plsc_persons SET external_id = NULL WHERE collection = %s AND id = %s", [key, person.id])
+
+
 def delete_person(connection: Any, key: int, person: Person) -> None:
     """Delete a person; the faces go by ON DELETE CASCADE."""
     connection.execute("DELETE FROM plsc_persons WHERE collection = %s AND id = %s", [key, person.id])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from plsc.errors import NotFoundError, PlscError
+from plsc.errors import PlscError
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.validation import now
@@ -51,19 +51,8 @@ class Retention:
                 pause = _RETRY_SECONDS
 
     def _forget(self) -> None:
-        while not self._closing.is_set() and self._delete_some():
+        while not self._closing.is_set() and self._thumbnails.delete_expired(self._deleted):
             pass
         if time.monotonic() >= self._answers_due:
             self._store.forget_answers(now(-ANSWERS_KEPT), MAX_ANSWERS)
             self._answers_due = time.monotonic() + _ANSWERS_SECONDS
-
-    def _delete_some(self) -> bool:
-        """Delete some of the expired persons; returns True if there were any."""
-        try:
-            gone = self._thumbnails.delete_expired()
-        except NotFoundError:  # somebody deleted the collection meanwhile
-            return True
-        for collection, persons in gone.items():
-            if persons:
-                self._deleted(collection, persons)
-        return any(gone.values())

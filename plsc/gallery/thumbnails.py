@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -133,16 +133,23 @@ class ThumbnailStore:
                     self._remove(self._folder, collection, person, [face])
             self._store.delete_face(collection, person, face, precondition=precondition)
 
-    def delete_expired(self) -> dict[str, list[int]]:
-        """Delete some of the persons whose time has come, with their thumbnails; returns their ids by collection."""
-        gone: dict[str, list[int]] = {}
+    def delete_expired(self, deleted: Callable[[str, Sequence[int]], None] = lambda *_: None) -> bool:
+        """Delete some of the persons whose time has come, with their thumbnails; returns False once there are none.
+
+        Args:
+            deleted: called with each collection and the ids of the persons who were deleted from it.
+        """
         with self._lock:
-            for collection, persons in self._store.expired(_EXPIRED_AT_ONCE).items():
-                if self._folder is not None:
-                    for person in persons:
-                        self._remove(self._folder, collection, person.id, person.faces)
-                gone[collection] = self._store.delete_expired(collection, [person.id for person in persons])
-        return gone
+            found = self._store.expired(_EXPIRED_AT_ONCE)
+            for collection, persons in found.items():
+                with suppress(NotFoundError):  # somebody deleted the collection meanwhile
+                    if self._folder is not None:
+                        for person in persons:
+                            self._remove(self._folder, collection, person.id, person.faces)
+                    gone = self._store.delete_expired(collection, [person.id for person in persons])
+                    if gone:
+                        deleted(collection, gone)
+        return any(found.values())
 
     def delete_collection(self, collection: str) -> None:
         """Delete a collection with everybody and all thumbnails in it."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from plsc.arguments import as_integer
 from plsc.errors import UsageError
 from plsc.head.backends import HeadBackend, HeadShape, choose_backend, fall_back
 from plsc.head.backends.products import Fp32Precision
@@ -122,10 +123,12 @@ class ShardedHead(nn.Module):
         staleness: int = 0,
     ) -> None:
         super().__init__()
-        _check_sizes(dim=dim, num_classes=num_classes, centers=centers)
-        _check_integers(seed=seed)
+        dim, num_classes = as_integer(dim, "the head's dim", 1), as_integer(num_classes, "the head's num_classes", 1)
+        centers, seed = as_integer(centers, "the head's centers", 1), as_integer(seed, "the head's seed")
         if chunk_classes is not None:
-            _check_sizes(chunk_classes=chunk_classes)
+            chunk_classes = as_integer(chunk_classes, "the head's chunk_classes", 1)
+        averaging_period = as_integer(averaging_period, "the head's averaging_period")
+        staleness = as_integer(staleness, "the head's staleness")
         _check_sample_rate(sample_rate)
         _check_storage(placement, update, journal)
         _check_averaging(averaging_period, staleness, placement, update)
@@ -379,21 +382,6 @@ def _to_fp32_precision(value: str) -> Fp32Precision:
     raise UsageError(f"fp32_precision must be one of {', '.join(get_args(Fp32Precision))}, not {value!r}")
 
 
-def _check_integers(**values: object) -> None:
-    """UsageError unless all of ``values`` are integers."""
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise UsageError(f"the head's {name} must be an integer, not {value!r}")
-
-
-def _check_sizes(**sizes: int) -> None:
-    """UsageError unless all of ``sizes`` are integers of at least 1."""
-    _check_integers(**sizes)
-    for name, value in sizes.items():
-        if value < 1:
-            raise UsageError(f"the head's {name} must be at least 1, not {value}")
-
-
 def _check_sample_rate(sample_rate: object) -> None:
     """UsageError unless ``sample_rate`` is a number from 0 to 1."""
     if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
@@ -410,11 +398,8 @@ def _check_storage(placement: object, update: object, journal: object) -> None:
         raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
 
 
-def _check_averaging(period: object, staleness: object, placement: str, update: str) -> None:
+def _check_averaging(period: int, staleness: int, placement: str, update: str) -> None:
     """UsageError for averages of replicas that are out of range, or do not go with where the table lies."""
-    _check_integers(averaging_period=period, staleness=staleness)
-    assert isinstance(period, int)
-    assert isinstance(staleness, int)
     if period < 1 or not 0 <= staleness <= period:
         raise UsageError(
             f"averaging_period is at least 1 and staleness from 0 to averaging_period, not {period} and {staleness}"

@@ -31,6 +31,7 @@ Kind = Literal["exact", "ivf", "hnsw", "pq"]
 ROWS_PER_CELL = 64  # of the training sample; k-means gains little from more
 MIN_ROWS = {"ivf": 400, "hnsw": 20, "pq": 10_000}  # PQ learns 256 codes from 39 rows each
 HNSW_LINKS, HNSW_CONSTRUCTION, HNSW_MAX_EFFORT = 32, 128, 4096
+TUNED_FOR = 10  # nearest rows: the effort is tuned, and the recall measured, to find these
 SCAN_BELOW = 4  # where at most one row in so many is allowed, those alone are scanned, which is as much cheaper
 _ADDED_AT_ONCE = {"ivf": 65536, "pq": 65536, "hnsw": 4096}  # rows
 _RERANK_FACTOR = 10  # compressed rows taken for each one wanted: what compression misorders is among them
@@ -113,7 +114,7 @@ class ApproximateSearch:
         """Recall now, on the rows held out, against the exact search of the rows in the structure."""
         inside = np.ones(len(self), dtype=bool)
         inside[self.held_out] = False
-        truth = self._exact.search(self._held_out_vectors, 10, allowed=inside)[0]
+        truth = self._exact.search(self._held_out_vectors, TUNED_FOR, allowed=inside)[0]
         return recall_of(search(self.structure, self._held_out_vectors, truth.shape[1])[0], truth)
 
     def _structure_and_held_out(self, queries: Float32, k: int, allowed: Mask | None) -> tuple[Float32, Int64]:
@@ -190,22 +191,26 @@ def search(structure: Any, queries: Float32, k: int, *, allowed: Mask | None = N
 
     Returns:
         Scores and rows (Q, k), best first; row -1 with score −inf where it came up with fewer. ``allowed`` (N,) are
-        the rows that may be found: the others are passed over while cells or links are walked, with as much more
-        effort as there are fewer rows, since the k best of them lie as much farther away.
+        the rows that may be found: the others are passed over while cells or links are walked. The effort is what ten
+        of all rows were found with; it grows as there are fewer rows or more to be found, since the k best of them lie
+        as much farther away.
     """
-    options = {} if allowed is None else {"params": _filter_parameters(structure, allowed)}
+    options = {} if allowed is None and k <= TUNED_FOR else {"params": _parameters(structure, k, allowed)}
     scores, rows = structure.search(np.ascontiguousarray(queries), k, **options)
     return np.where(rows >= 0, scores, -np.inf).astype(np.float32), rows
 
 
-def _filter_parameters(structure: Any, allowed: Mask) -> Any:
+def _parameters(structure: Any, k: int, allowed: Mask | None) -> Any:
     faiss = load_faiss()
-    selector = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
-    factor = len(allowed) / max(1, int(np.count_nonzero(allowed)))
+    factor, options = max(1.0, k / TUNED_FOR), {}
+    if allowed is not None:
+        options["sel"] = faiss.IDSelectorBitmap(np.packbits(allowed, bitorder="little"))
+        factor *= len(allowed) / max(1, int(np.count_nonzero(allowed)))
     if hasattr(structure, "nprobe"):
         nprobe = min(math.ceil(int(structure.nprobe) * factor), int(structure.nlist))
-        return faiss.SearchParametersIVF(sel=selector, nprobe=nprobe)
-    return faiss.SearchParametersHNSW(sel=selector, efSearch=math.ceil(structure.hnsw.efSearch * factor))
+        return faiss.SearchParametersIVF(nprobe=nprobe, **options)
+    effort = min(math.ceil(structure.hnsw.efSearch * factor), int(structure.ntotal))
+    return faiss.SearchParametersHNSW(efSearch=effort, **options)
 
 
 def train_and_add(kind: Kind, base: RowArray, seed: int, *, quiet: bool) -> Any:

@@ -1,5 +1,6 @@
 """Building an index: gather the sets' rows, normalise them, choose and tune a structure, measure, publish."""
 
+import math
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from plsc.arguments import as_integer, as_number
 from plsc.embedding.columns import ChainedStringColumn, save_array, save_strings
 from plsc.embedding.embedding_set import EmbeddingSet, same_contract
 from plsc.errors import DataError, UsageError
@@ -32,6 +34,7 @@ from plsc.index.tuning import HELD_OUT, BuildOptions, choose_structure
 
 KINDS = ("auto", "exact", "ivf", "hnsw", "pq")
 EXACT_UP_TO = 200_000  # rows; below, brute force answers in milliseconds and misses nothing
+_MAX_SEED = 2**31 - 1  # of faiss' k-means
 MIN_ROWS_FOR_LATENCY = 1000  # below, no latency that can be asked for is missed
 _READ_NUMBERS = 1 << 18  # of the rows of a set that are read at once
 
@@ -78,6 +81,10 @@ def build(
             kind, or a recall out of reach.
         IntegrityError: a damaged set.
     """
+    recall, recall_at = as_number(recall, "recall"), as_integer(recall_at, "recall_at")
+    latency_ms = None if latency_ms is None else as_number(latency_ms, "latency_ms")
+    memory = None if memory is None else as_integer(memory, "memory", 1)
+    seed = as_integer(seed, "seed", 0, _MAX_SEED)
     _check_options(kind, recall, recall_at, latency_ms)
     _check_folder(folder, overwrite)
     opened = [source if isinstance(source, EmbeddingSet) else EmbeddingSet(source) for source in sets]
@@ -122,7 +129,7 @@ def _check_options(kind: str, recall: float, recall_at: int, latency_ms: float |
         raise UsageError(f"recall {recall}: it lies above 0 and up to 1")
     if recall_at not in (1, 10):
         raise UsageError(f"recall at {recall_at}: it is measured at 1 and at 10")
-    if latency_ms is not None and not latency_ms > 0:
+    if latency_ms is not None and not 0 < latency_ms < math.inf:
         raise UsageError(f"a latency of {latency_ms} ms: it lies above 0")
 
 

@@ -15,11 +15,12 @@ again at any time, on the queries that the tuning used.
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
+import math
 import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plsc.arguments import as_integer
 from plsc.embedding.columns import open_array, open_strings, string_files
 from plsc.embedding.embedding_set import LARGEST_DIM, EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
-from plsc.errors import IntegrityError, UsageError
+from plsc.errors import IntegrityError, UsageError, quoted
 from plsc.files import (
     MANIFEST,
     atomic_replace_dir,
@@ -43,7 +45,7 @@ from plsc.files import (
 from plsc.index import ann
 from plsc.index.exact import ExactSearch, knn, merge_topk
 from plsc.index.on_disk import LISTS_FILE
-from plsc.index.rows import Float32, Int64, unit_vectors
+from plsc.index.rows import Float32, Int64, as_array, unit_vectors
 from plsc.signing import VERIFY_KEY, require_signed
 
 FORMAT = "plsc index"
@@ -51,6 +53,7 @@ UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
 VERSION = 1
 FAISS_FILE = "index.faiss"
 KINDS = ("exact", "ivf", "hnsw", "pq")
+Labels = Sequence[str | None] | Sequence[int] | npt.NDArray[Any]
 COLUMN_FILES = ("vectors.npy", "ids.npy", "labels.npy", *string_files("keys"), *string_files("class_names"))
 
 
@@ -149,7 +152,7 @@ class Index:
         folder: str | Path | None = None,
         *,
         keys: Sequence[str] | None = None,
-        labels: Sequence[str | None] | None = None,
+        labels: Labels | None = None,
         contract_id: str = UNKNOWN_CONTRACT,
         overwrite: bool = False,
         kind: str = "auto",
@@ -168,7 +171,9 @@ class Index:
                 rows of an array are in the index.
             folder: to write. None: a temporary one, which :meth:`save` copies, and which is removed with the object.
             keys: N strings, the origin of each row of an array; None: the row numbers.
-            labels: N names of the rows' classes, such as persons, None for none; of an array.
+            labels: N names of the rows' classes, such as persons, None for none; or N integers, which name them by
+                their digits, -1 for none: a list, array or Series. Of an array. Classes are numbered in the order of
+                their names or integers.
             contract_id: of the model that made the array (``model.contract_id``); the index then refuses images that
                 another model embeds.
             overwrite: replace an index that ``folder`` holds, once the new one is whole.
@@ -247,16 +252,15 @@ class Index:
         Raises:
             UsageError: k < 1, another dimension, NaN, infinity or a zero vector.
         """
-        if k < 1:
-            raise UsageError(f"k is {k}; at least one neighbour must be asked for")
+        k = min(as_integer(k, "k, the number of neighbours,", 1), len(self))
         queries = unit_vectors(vectors, self.dim)
-        k = min(k, len(self))
         scores, rows = self._exact.search(queries, k) if self.structure is None else self._approximate(queries, k)
         return Neighbours(scores, rows, self.ids[rows], self.labels[rows])
 
     def class_name(self, label: int) -> str | None:
         """The name of class ``label``; None for -1."""
-        return None if label < 0 else self.class_names[int(label)]
+        label = as_integer(label, "a label", -1, len(self.class_names) - 1)
+        return None if label < 0 else self.class_names[label]
 
     def _approximate(self, queries: Float32, k: int) -> tuple[Float32, Int64]:
         inside = ann.search(self.structure, queries, min(k, len(self.base)))
@@ -282,15 +286,16 @@ def _as_sets(
     embeddings: Any,
     folder: Path,
     keys: Sequence[str] | None,
-    labels: Sequence[str | None] | None,
+    labels: Labels | None,
     contract_id: str,
 ) -> Sequence[EmbeddingSet | str | Path]:
     """The embedding sets that ``embeddings`` are or name; an array is written into ``folder`` as one."""
     if hasattr(embeddings, "__array__"):  # numpy's, and tensors on the CPU
-        return [_written(np.asarray(embeddings), folder, keys, labels, contract_id)]
+        return [_written(as_array(embeddings), folder, keys, labels, contract_id)]
     if keys is not None or labels is not None or contract_id != UNKNOWN_CONTRACT:
         raise UsageError("an embedding set has keys, labels and a contract of its own: leave them out")
-    sets = [embeddings] if isinstance(embeddings, EmbeddingSet | str | Path) else list(embeddings)
+    is_one = isinstance(embeddings, EmbeddingSet | str | Path) or not isinstance(embeddings, Iterable)
+    sets = [embeddings] if is_one else list(embeddings)
     for entry in sets:
         if not isinstance(entry, EmbeddingSet | str | Path):
             raise UsageError(f"an index is built over an array (N, D) or embedding sets, not {type(entry).__name__}")
@@ -301,20 +306,45 @@ def _written(
     embeddings: npt.NDArray[Any],
     folder: Path,
     keys: Sequence[str] | None,
-    labels: Sequence[str | None] | None,
+    labels: Labels | None,
     contract_id: str,
 ) -> EmbeddingSet:
     if embeddings.ndim != 2 or embeddings.dtype.kind != "f" or not embeddings.size:
         raise UsageError(f"embeddings are {embeddings.dtype}{list(embeddings.shape)}; give floats of shape [N, D]")
-    names = sorted({label for label in labels or () if label is not None})
-    numbers = {name: number for number, name in enumerate(names)}
+    names, numbers = _numbered(labels)
     with np.errstate(over="ignore"):  # what overflows is infinite, and left out of the index
         vectors = embeddings.astype(np.float32)
     return write_embedding_set(
         folder,
         vectors,
         contract_id=contract_id,
-        keys=None if keys is None else [str(key) for key in keys],
-        labels=None if labels is None else np.array([-1 if label is None else numbers[label] for label in labels]),
+        keys=None if keys is None else [str(key) for key in _listed(keys, "keys")],
+        labels=numbers,
         class_names=names,
     )
+
+
+def _numbered(labels: Labels | None) -> tuple[list[str], Int64 | None]:
+    """The names of the classes in order, and for each of ``labels`` the number of its class, -1 for none."""
+    if labels is None:
+        return [], None
+    given = [None if _is_missing(label) else label for label in _listed(labels, "labels")]
+    if not all(isinstance(label, str | None) for label in given):
+        whole = [-1 if label is None else as_integer(label, "a label that is no name", -1) for label in given]
+        given = [None if label < 0 else label for label in whole]
+    classes = sorted({label for label in given if label is not None})
+    numbers = {label: number for number, label in enumerate(classes)}
+    found = np.array([-1 if label is None else numbers[label] for label in given], dtype=np.int64)
+    return [str(label) for label in classes], found
+
+
+def _is_missing(label: Any) -> bool:
+    return label is None or (isinstance(label, float) and math.isnan(label))  # as a Series tells it
+
+
+def _listed(values: Any, name: str) -> list[Any]:
+    """The entries of a list, array or Series, as Python's own."""
+    entries = values.tolist() if hasattr(values, "tolist") else values
+    if isinstance(entries, str) or not isinstance(entries, Iterable):
+        raise UsageError(f"{name} are one for each row: give a list or array, not {quoted(values)}")
+    return list(entries)

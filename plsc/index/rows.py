@@ -5,11 +5,12 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, UsageError, first_line
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -34,10 +35,7 @@ def unit_vectors(vectors: npt.ArrayLike, dim: int) -> Float32:
     Raises:
         UsageError: another shape or type; a row that is zero, NaN or infinite, named by its position.
     """
-    try:
-        array = np.asarray(vectors)
-    except ValueError:
-        raise UsageError(f"vectors are rows of different lengths; they are numbers of shape [n, {dim}]") from None
+    array = as_array(vectors)
     if array.size == 0 and array.ndim == 1:
         return np.empty((0, dim), dtype=np.float32)
     if array.ndim != 2 or array.shape[1] != dim or array.dtype.kind not in "fiu":
@@ -49,6 +47,16 @@ def unit_vectors(vectors: npt.ArrayLike, dim: int) -> Float32:
         squares = np.einsum("nd,nd->n", vectors_f64, vectors_f64)
     unit: Float32 = (vectors_f64 / np.sqrt(squares)[:, None]).astype(np.float32)
     return unit
+
+
+def as_array(values: Any) -> npt.NDArray[Any]:
+    """``values`` as an array; :class:`UsageError` for rows of different lengths, and tensors that numpy cannot hold."""
+    try:
+        return np.asarray(values.detach() if hasattr(values, "detach") else values)
+    except ValueError:
+        raise UsageError("vectors are rows of different lengths; they are numbers of shape [n, D]") from None
+    except TypeError as error:  # of a tensor in bfloat16, or on a GPU
+        raise UsageError(f"vectors are numbers that numpy holds, in ordinary memory: {first_line(error)}") from None
 
 
 def _rescaled(vectors: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -74,7 +74,7 @@ class Margin:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.type is float and (isinstance(value, bool) or not isinstance(value, Real)):
+            if field.type is float and not _is_finite(value):
                 raise UsageError(f"{type(self).__name__}'s {field.name} must be a number, not {value!r}")
         _require(self.s > 0, f"s must be positive, not {self.s}")
         _require(
@@ -357,6 +357,10 @@ def to_margin(margin: Margin | str) -> Margin:
     raise UsageError(
         f"there is no margin {margin!r}: give one of {', '.join(sorted(MARGINS))}, or an instance like plsc.ArcFace()"
     )
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _require(condition: bool, message: str) -> None:

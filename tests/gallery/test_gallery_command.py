@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.store import Collection, NewPerson, Person
+from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.transfer import write_copy
 from plsc.tools.entry import main
 
@@ -77,7 +79,8 @@ def test_external_ids_and_expiry_go_round(tmp_path: Path, capsys: pytest.Capture
         NewPerson(np.eye(3)[1:], "Gone", {}, "E-2", "2001-01-01"),
         NewPerson(np.eye(3)[2:], "Eve"),
     ]
-    store.add_persons("people", new, "m")
+    pictures, crop = tmp_path / "pictures", torch.zeros(3, 16, 16, dtype=torch.uint8)
+    ThumbnailStore(store, pictures, keep=True).add_persons("people", new, "m", [[None], [crop, crop], [crop]])
     store.close()
     assert gallery("check", tmp_path / "store") == 0
     assert "3 persons, 4 faces, 1 person expired" in capsys.readouterr().out
@@ -90,7 +93,8 @@ def test_external_ids_and_expiry_go_round(tmp_path: Path, capsys: pytest.Capture
     capsys.readouterr()
     assert gallery("import", tmp_path / "new", "people", tmp_path / "people.emb") == 2
     assert "people has a person with the external id 'E-1' already" in capsys.readouterr().err
-    assert gallery("compact", tmp_path / "store") == 0
+    assert gallery("compact", tmp_path / "store", "--thumbnails", pictures) == 0
+    assert len(list(pictures.rglob("*.jpg"))) == 1, "Eve's"
     assert gallery("snapshot", tmp_path / "store", "--out", tmp_path / "copy") == 0
     assert gallery("restore", tmp_path / "copy", "--store", tmp_path / "restored") == 0
     capsys.readouterr()

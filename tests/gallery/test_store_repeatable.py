@@ -256,7 +256,7 @@ def test_expiry_is_changed_and_removed(able: Store) -> None:
             able.add_persons(GALLERY, [NewPerson([], expires=wrong)], MODEL)
 
 
-def test_an_expired_persons_external_id_is_free(able: Store) -> None:
+def test_an_expired_persons_external_id_is_free(kit: Kit, able: Store) -> None:
     vectors = faces(3)
     first = able.add_persons(GALLERY, [NewPerson(vectors[:1], "a", {"n": 1}, "a", "2001-01-01")], MODEL)[0]
     second, is_new = able.put_person(GALLERY, NewPerson(vectors[1:2], "b", {}, "a", "2001-01-01"), MODEL)
@@ -265,7 +265,12 @@ def test_an_expired_persons_external_id_is_free(able: Store) -> None:
     assert len({first.id, second.id, third.id}) == 3
     assert everyone(able, GALLERY) == [third]
     assert [found(able, vector) for vector in vectors] == [[], [], [third.id]]
-    assert not able.expired(10).get(GALLERY)
+    able = kit.again(able)
+    able.check()
+    due = able.expired(10)[GALLERY]
+    assert [(person.id, person.external_id) for person in due] == [(first.id, None), (second.id, None)]
+    assert able.delete_expired(GALLERY, [person.id for person in due]) == [first.id, second.id]
+    assert able.find_person(GALLERY, "a") == third
     assert able.collection(GALLERY).faces == 1
     able.check()
 

@@ -1,5 +1,6 @@
 """Every store alike: thumbnails come with faces, and go with them from every file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from support.stores import DIM, GALLERY, MODEL, faces
 
 from plsc.data.codec import decode_image
-from plsc.errors import ConflictError, NotFoundError, UnsupportedError
+from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError
 from plsc.gallery.store import NewPerson, Store
 from plsc.gallery.thumbnails import ThumbnailStore
 
@@ -125,6 +126,46 @@ def test_a_replacement_that_is_refused_keeps_the_thumbnails(store: Store, kept: 
     kept.put_person(GALLERY, NewPerson(faces(1, seed=1), external_id="E-1"), MODEL, [crop(90)])
     assert len(files(folder)) == 1
     assert [path.read_bytes() for path in folder.rglob("*.jpg")] != before
+
+
+def test_an_expired_person_is_deleted_as_ever_where_the_external_id_is_given_again(
+    store: Store, kept: ThumbnailStore, folder: Path
+) -> None:
+    brief = NewPerson(faces(1), external_id="E-1", expires="2001-01-01")
+    try:
+        (first,) = kept.add_persons(GALLERY, [brief], MODEL, [[crop(10)]])
+    except UnsupportedError:  # nobody expires in such a store
+        return
+    second, _ = kept.put_person(GALLERY, brief, MODEL, [crop(50)])
+    (third,) = kept.add_persons(GALLERY, [NewPerson(faces(1), external_id="E-1")], MODEL, [[crop(90)]])
+    told = list[int]()
+    while kept.delete_expired(lambda _, persons: told.extend(persons)):
+        pass
+    assert told == [first.id, second.id]
+    assert files(folder) == [f"{third.id}-{third.faces[0]}.jpg"]
+    assert store.find_person(GALLERY, "E-1") == third
+
+
+def test_who_was_deleted_is_told_even_if_the_next_collection_fails(
+    store: Store, kept: ThumbnailStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.create_collection("others", DIM, MODEL)
+    try:
+        for name in (GALLERY, "others"):
+            kept.add_persons(name, [NewPerson(faces(1), expires="2001-01-01")], MODEL, [[None]])
+    except UnsupportedError:
+        return
+    delete, told = store.delete_expired, list[str]()
+
+    def fails_second(collection: str, persons: Sequence[int]) -> list[int]:
+        if told:
+            raise StorageError("the disk is full")
+        return delete(collection, persons)
+
+    monkeypatch.setattr(store, "delete_expired", fails_second)
+    with pytest.raises(StorageError):
+        kept.delete_expired(lambda name, _: told.append(name))
+    assert len(told) == 1
 
 
 def test_a_thumbnail_that_cannot_be_written_fails_no_enrolment(

@@ -77,6 +77,18 @@ def test_search_against_brute_force(faces: EmbeddingSet, tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
+def test_the_effort_grows_with_the_number_of_neighbours(tmp_path: Path, kind: str) -> None:
+    rows, labels = clustered(1000, 4, 32, spread=1.0)
+    queries, _ = clustered(1000, 1, 32, seed=1, spread=1.0)
+    index = Index.build([make(tmp_path / "set", rows, labels)], tmp_path / "idx", kind=kind, recall=0.95, quiet=True)
+    announced = min(index.manifest["recall"]["recall@1"], index.manifest["recall"]["recall@10"])
+    truth = brute_force(queries, rows, 300)
+    for k in (1, 10, 30, 100, 300):
+        recall = (index.search(queries, k).scores >= truth[:, k - 1 : k] - 1e-5).mean()
+        assert recall >= announced - 0.02, k
+
+
+@pytest.mark.parametrize("kind", ["ivf", "hnsw"])
 def test_held_out_rows_are_outside_the_structure_and_still_found(
     faces: EmbeddingSet, tmp_path: Path, kind: str
 ) -> None:
@@ -235,7 +247,7 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
     index = Index.build([faces], tmp_path / "idx", quiet=True)
     good = faces.rows(0, 2)
     for k in (0, -1):
-        with pytest.raises(UsageError, match=f"k is {k}"):
+        with pytest.raises(UsageError, match=f"at least 1, not {k}"):
             index.search(good, k)
     bad = good.copy()
     bad[1, 3] = np.nan

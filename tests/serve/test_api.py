@@ -101,7 +101,19 @@ def test_search_is_what_float64_says(live):
             scores = [match["score"] for match in result["matches"]]
             assert scores == pytest.approx([score for _, score in expected], abs=1e-5)
         assert answer["threshold"] == extra.get("threshold", THRESHOLD)
-        assert answer["approximate"] is False
+        assert (answer["approximate"], answer["recall"]) == (False, 1.0)
+
+
+def test_the_recall_of_an_approximate_search_is_told_for_what_it_was_measured_for(live, monkeypatch):
+    place = live.collection("approximate")
+
+    async def statistics(collection):
+        return {"approximate": True, "recall": 0.97}
+
+    monkeypatch.setattr(live.service, "statistics", statistics)
+    for k, recall in ((1, 0.97), (10, 0.97), (11, None), (100, None)):
+        answer = live.ask("POST", f"{place}/search", {"query": {"vector": [1.0] * DIM}, "k": k}).json()
+        assert (answer["approximate"], answer["recall"]) == (True, recall)
 
 
 def test_every_form_of_a_query_finds_the_same(live):

@@ -167,7 +167,7 @@ class MemoryStore:
         if not all(_is_over(known) for known in former):
             raise ConflictError("external id")
         for known in former:
-            self._drop(collection, known)
+            rows.persons[known.id] = replace(known, external_id=None)
         made = list[int]()
         for person, vectors in ready:
             rows.persons[rows.next_id] = replace(person, id=rows.next_id)
@@ -196,7 +196,6 @@ class MemoryStore:
         vectors = directions(person.vectors, rows.about.dim)
         known = self._named(collection, external_id)
         if known is not None and _is_over(known):
-            self._drop(collection, known)
             known = None
         if precondition is not None:
             precondition.check(known)

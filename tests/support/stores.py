@@ -18,7 +18,11 @@ import numpy.typing as npt
 import pytest
 
 from plsc.errors import StorageError
+from plsc.gallery.sqlite import KEYS
+from plsc.gallery.sqlite.backup import restore
+from plsc.gallery.sqlite.folder import rotate_key
 from plsc.gallery.store import NewPerson, Person, Store, open_store
+from plsc.gallery.transfer import copy_into
 from support.memory_store import MemoryStore
 
 KINDS = ("memory", "sqlite", "encrypted", "postgres", "milvus")
@@ -136,8 +140,10 @@ def twin(store: Store) -> MemoryStore:
 class Kit:
     """Opens one kind of store: ``fresh()`` an empty one, ``again(store)`` the same after closing it."""
 
-    def __init__(self, kind: str, new_spec: Callable[[], str], open_store: Callable[[str], Store]) -> None:
-        self.kind, self._new_spec, self._open = kind, new_spec, open_store
+    def __init__(
+        self, kind: str, new_spec: Callable[[], str], open_store: Callable[[str], Store], key_file: Path | None = None
+    ) -> None:
+        self.kind, self._new_spec, self._open, self._key_file = kind, new_spec, open_store, key_file
         self._spec = ""
         self._opened: list[Store] = []
 
@@ -157,6 +163,30 @@ class Kit:
             return store
         store.close()
         self._opened.remove(store)
+        return self._keep(self._open_patiently())
+
+    def restored(self, store: Store, snapshot: Path) -> Store:
+        """A new store made of a snapshot of ``store``, the latest fresh one, which is closed."""
+        former = Path(self._spec)
+        store.close()
+        self._opened.remove(store)
+        if self.kind not in ("sqlite", "encrypted"):
+            store = self.fresh()
+            copy_into(store, snapshot)
+            return store
+        self._spec = self._new_spec()
+        restore(snapshot, self._spec, key_file=self._key_file, keys=self._key_file and former / KEYS)
+        return self._keep(self._open_patiently())
+
+    def rotate(self, store: Store) -> Store:
+        """Put ``store`` under another key file and back, where it has one; returns it opened again."""
+        if self._key_file is None:
+            return store
+        store.close()
+        self._opened.remove(store)
+        other = new_key_file(Path(f"{self._spec}.key"))
+        rotate_key(Path(self._spec), self._key_file, other)
+        rotate_key(Path(self._spec), other, self._key_file)
         return self._keep(self._open_patiently())
 
     def _open_patiently(self) -> Store:
@@ -194,7 +224,7 @@ class Servers:
             return Kit(kind, lambda: "", lambda _: MemoryStore())
         if kind == "encrypted":
             key_file = new_key_file(self._folder / "store.key")
-            return Kit(kind, self._sqlite, lambda spec: open_store(spec, key_file=key_file))
+            return Kit(kind, self._sqlite, lambda spec: open_store(spec, key_file=key_file), key_file)
         scheme = "" if kind == "sqlite" else f"{kind}:"
         return Kit(kind, lambda: scheme + self.address(kind), open_store)
 

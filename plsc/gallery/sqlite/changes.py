@@ -15,22 +15,25 @@ from plsc.gallery.validation import ValidPerson, is_expired, is_id, now, same_co
 
 
 class Change(NamedTuple):
-    """What a change did: the persons as they are, the faces that came, and those that went."""
+    """What putting a person did: the person as it is, the faces that came, and those that went."""
 
-    persons: list[Person]
+    person: Person
     added: Faces
     gone: Sequence[int]
 
 
-def enrol(db: sqlite3.Connection, state: CollectionState, persons: Sequence[ValidPerson]) -> Change:
-    """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one."""
-    gone = list[int]()
+def enrol(db: sqlite3.Connection, state: CollectionState, persons: Sequence[ValidPerson]) -> tuple[list[Person], Faces]:
+    """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one.
+
+    One who expired gives the external id up and stays, to be deleted by who deletes all the others who expired.
+    """
     for external_id in (person.external_id for person in persons if person.external_id is not None):
         former = records.find_by_external_id(db, state.number, external_id)
+        if former is not None and not is_expired(former.expires):
+            raise taken_external_id(state.info.name, external_id)
         if former is not None:
-            gone += _make_way(db, state, former)
-    created, added = records.insert_persons(db, state.number, persons, now())
-    return Change(created, added, gone)
+            records.remove_external_id(db, state.number, former)
+    return records.insert_persons(db, state.number, persons, now())
 
 
 def put(
@@ -43,9 +46,10 @@ def put(
     if precondition is not None:
         precondition.check(alive)
     if alive is None:
-        return enrol(db, state, [person]), True
+        (created,), added = enrol(db, state, [person])
+        return Change(created, added, ()), True
     changed, added = records.replace_person(db, state.number, alive, person)
-    return Change([changed], added, alive.faces), False
+    return Change(changed, added, alive.faces), False
 
 
 def update(
@@ -112,11 +116,3 @@ def _find_expected(
     if precondition is not None:
         precondition.check(found)
     return found
-
-
-def _make_way(db: sqlite3.Connection, state: CollectionState, former: Person) -> Sequence[int]:
-    """Delete a person whose time has come, so that another may have its external id; returns the faces that went."""
-    if not is_expired(former.expires):
-        raise taken_external_id(state.info.name, str(former.external_id))
-    records.delete_person(db, state.number, former)
-    return former.faces

@@ -160,6 +160,12 @@ def set_revision(db: sqlite3.Connection, number: int, person: Person) -> None:
     db.execute("UPDATE persons SET revision = ?, checksum = ? WHERE id = ?", (revision, checksum, person.id))
 
 
+def remove_external_id(db: sqlite3.Connection, number: int, person: Person) -> None:
+    """Leave ``person`` without an external id."""
+    *_, checksum = _person_row(number, replace(person, external_id=None))
+    db.execute("UPDATE persons SET external_id = NULL, checksum = ? WHERE id = ?", (checksum, person.id))
+
+
 def replace_person(db: sqlite3.Connection, number: int, former: Person, new: ValidPerson) -> tuple[Person, Faces]:
     """Give ``former`` the name, metadata, expiry and faces of ``new``, with tombstones for the faces that it had."""
     _delete_faces(db, number, former.faces)

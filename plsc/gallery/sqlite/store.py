@@ -184,12 +184,10 @@ class SqliteStore:
         with self._changing(state):
             _prepare(state, checked)
             with self._database.writing() as db:
-                change = changes.enrol(db, state, checked)
-                if change.gone:
-                    note_deletion_time(db)
-                insert_answer(db, idempotent, change.persons, now())
-            state.publish_replaced(change.added, change.gone)
-        return change.persons
+                created, added = changes.enrol(db, state, checked)
+                insert_answer(db, idempotent, created, now())
+            state.publish_added(added)
+        return created
 
     def put_person(
         self, collection: str, person: NewPerson, contract_id: str, *, precondition: Precondition | None = None
@@ -205,10 +203,9 @@ class SqliteStore:
                 change, is_new = changes.put(db, state, checked[0], precondition)
                 if change.gone:
                     note_deletion_time(db)
-            (changed,) = change.persons
-            with state.persons.invalidating(changed.id):
+            with state.persons.invalidating(change.person.id):
                 state.publish_replaced(change.added, change.gone)
-        return changed, is_new
+        return change.person, is_new
 
     def add_faces(
         self,

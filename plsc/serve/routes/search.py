@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from plsc.gallery.store import Match
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
+from plsc.index.ann import TUNED_FOR
 from plsc.serve.access import current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
@@ -172,7 +173,8 @@ async def search(request: Request) -> Response:
         record_ids(request, [match.person for matches in answer.matches for match in matches])
     results = [_results(view.matches(matches, search.threshold), answer.persons) for matches in answer.matches]
     threshold = view.threshold if search.threshold is None else search.threshold
-    return Response(_to_json(results, threshold, statistics, warnings), media_type="application/json")
+    quality = _quality(statistics, search.k)
+    return Response(_to_json(results, threshold, quality, warnings), media_type="application/json")
 
 
 async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
@@ -246,15 +248,22 @@ def _results(matches: Sequence[tuple[Match, bool | None]], persons: Mapping[int,
     return {"matches": shown}
 
 
-def _to_json(results: list[dict[str, Any]], threshold: float | None, statistics: Any, warnings: list[str]) -> bytes:
+def _quality(statistics: Mapping[str, float], k: int) -> dict[str, Any]:
+    """Whether the search is approximate, and its recall: None where it was not measured, as for more than ten."""
+    approximate, recall = bool(statistics.get("approximate", False)), float(statistics.get("recall", math.nan))
+    is_known = math.isfinite(recall) and not (approximate and k > TUNED_FOR)
+    return {"approximate": approximate, "recall": recall if is_known else None}
+
+
+def _to_json(
+    results: list[dict[str, Any]], threshold: float | None, quality: dict[str, Any], warnings: list[str]
+) -> bytes:
     """A :class:`SearchView` as JSON, past pydantic: its models would cost as much as the search."""
-    recall = float(statistics.get("recall", math.nan))
     return orjson.dumps(
         {
             "results": results,
             "threshold": threshold,
-            "approximate": bool(statistics.get("approximate", False)),
-            "recall": recall if math.isfinite(recall) else None,
+            **quality,
             **({"warnings": warnings} if warnings else {}),
         }
     )
