@@ -10,7 +10,16 @@ import numpy as np
 import torch
 
 from plsc.errors import DataError, UsageError
-from plsc.image_files import check_pixels, check_scans, decode_rgb, exif_orientation, jpeg_exif, jpeg_size, open_header, to_rgb
+from plsc.image_files import (
+    check_pixels,
+    check_scans,
+    decode_rgb,
+    exif_orientation,
+    jpeg_exif,
+    jpeg_size,
+    open_header,
+    to_rgb,
+)
 from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 
 if TYPE_CHECKING:
