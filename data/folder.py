@@ -97,7 +97,7 @@ def identities(folder: Path) -> list[str]:
 
 
 def images_below(folder: Path, below: str) -> Iterator[str]:
-    """Yield paths of the images under ``folder/below``, relative to ``folder``, unordered; follow no link to a folder."""
+    """Yield the images under ``folder/below``, relative to ``folder``, unordered; follow no link to a folder."""
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.name.startswith("."):

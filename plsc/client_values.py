@@ -36,7 +36,7 @@ KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where No
 class Picture:
     """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face.
 
-    ``image`` is whatever picture a :class:`Client` takes.
+    Points are in the picture as it is seen, turned by its EXIF. ``image`` is whatever picture a :class:`Client` takes.
     """
 
     image: str | Path | bytes | Image | NDArray[np.uint8]
