@@ -104,7 +104,7 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 
 
 def jpeg_exif(data: bytes) -> bytes | None:
-    """Return the EXIF of a JPEG, joined where it takes several segments; empty without any, None for what is no JPEG."""
+    """Return the EXIF of a JPEG, several segments joined; empty if it has none, and None of what is no JPEG."""
     if not data.startswith(b"\xff\xd8\xff"):
         return None
     if _EXIF not in data:  # so it is in most crops; the search takes 1 us
