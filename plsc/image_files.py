@@ -116,7 +116,7 @@ def jpeg_exif(data: bytes) -> bytes | None:
 def exif_orientation(exif: bytes) -> int:
     """Return the orientation, 1 (upright) to 8, that a picture's EXIF gives; 1 if that has none, or is damaged.
 
-    The value is a SHORT. A LONG counts as well: it is not what EXIF asks for, but cameras and editors write it.
+    The value is a SHORT. A LONG counts as well, as in Pillow, though EXIF does not allow it.
     """
     tiff = exif.removeprefix(_EXIF)
     order = _BYTE_ORDERS.get(tiff[:4])
