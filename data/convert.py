@@ -29,7 +29,7 @@ from plsc.files import atomic_replace_dir, check_output, new_folder, remove_left
 from plsc.progress import Progress
 
 LIST_NAME = "images.tsv"
-_SAFE_NAME = re.compile(rb"[^./\\\0][^/\\\0\t\n\r]{0,199}").fullmatch
+_SAFE_NAME = re.compile(rb"[^./\\\0\t\n\r][^/\\\0\t\n\r]{0,199}").fullmatch
 _FORMATS = {".jpeg": ".jpg"}  # suffixes by which a format goes, other than codec.suffix_of's
 _log = logging.getLogger("plsc.data")
 
@@ -199,7 +199,7 @@ class _OutputNames:
         self._dataset, self._order = dataset, order
         self._ends = np.append(0, np.cumsum(np.bincount(dataset.labels, minlength=dataset.num_classes)))
         self.folders: dict[int, str] = {}
-        self._used_folders: set[str] = set()
+        self._used_folders = {LIST_NAME}
         self._own: set[str] = set()
         self._used: set[str] = set()
 
@@ -225,7 +225,7 @@ class _OutputNames:
         if class_name in parts[:-1]:
             parts = parts[parts.index(class_name) + 1 :]
         for name in ([part for part in parts if part != "."], parts[-1:]):
-            if name and all(_SAFE_NAME(part.encode("utf-8", "surrogateescape")) for part in name):
+            if name and all(map(_is_safe, name)):
                 return "/".join(name)
         return f"{index:08d}"
 
@@ -242,9 +242,20 @@ class _OutputNames:
         return next(name for name in candidates if name not in self._used and name not in self._own)
 
 
+def _is_safe(name: str) -> bool:
+    """Whether a file system takes the name, and a list, which is UTF-8, gives it back."""
+    try:
+        return _SAFE_NAME(name.encode()) is not None
+    except UnicodeEncodeError:  # bytes of a file's name that are not UTF-8
+        return False
+
+
 def _folder_name(name: str, label: int, used: set[str]) -> str:
-    """Return a folder name that no other class uses: the class's name if that is safe, otherwise its number."""
-    usable = _SAFE_NAME(name.encode("utf-8", "surrogateescape")) and name.casefold() not in used
+    """Return a folder name that no other class uses: the class's name if that is safe, otherwise its number.
+
+    A list's reader strips labels, and the mark of its byte order.
+    """
+    usable = _is_safe(name) and name == name.strip("\ufeff").strip() and name.casefold() not in used
     folder = name if usable else f"class-{label:08d}"
     while folder.casefold() in used:
         folder += "-"

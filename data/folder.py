@@ -11,13 +11,14 @@ from plsc.data.dataset import EncodedDataset, map_names
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
 from plsc.models.preprocessing import ImageSize
-from plsc.text_files import text_lines
+from plsc.text_files import not_utf8, text_lines
 
 
 class FolderDataset(EncodedDataset):
     """A folder whose sub-folders are the identities, in order of name; each holds its images, at any depth.
 
-    Images are files ending in .jpg, .jpeg, .png, .webp or .bmp in either case; names that begin with a dot are ignored.
+    A sub-folder may be a symbolic link; links to folders below it are not followed, so that there is no cycle. Images
+    are files ending in .jpg, .jpeg, .png, .webp or .bmp in either case; names that begin with a dot are ignored.
     ``empty_classes`` lists the sub-folders without an image, which are no classes.
 
     Raises:
@@ -30,8 +31,8 @@ class FolderDataset(EncodedDataset):
         paths: list[str] = []
         classes: list[str] = []
         counts: list[int] = []
-        for name in _identities(folder):
-            images = sorted(_images(folder, name))
+        for name in identities(folder):
+            images = sorted(images_below(folder, name))
             if images:
                 paths += images
                 classes.append(name)
@@ -89,20 +90,21 @@ class ListDataset(EncodedDataset):
         return read_bytes(self.folder / self._paths[index])
 
 
-def _identities(folder: Path) -> list[str]:
+def identities(folder: Path) -> list[str]:
+    """Return the names of the sub-folders, in order; symbolic links to folders are among them."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _images(folder: Path, below: str) -> Iterator[str]:
-    """Yield paths of the images under ``folder/below``, relative to ``folder``, unordered."""
+def images_below(folder: Path, below: str) -> Iterator[str]:
+    """Yield the images under ``folder/below``, relative to ``folder``, unordered; follow no link to a folder."""
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                yield from _images(folder, f"{below}/{entry.name}")
-            elif entry.name.lower().endswith(IMAGE_SUFFIXES):
+                yield from images_below(folder, f"{below}/{entry.name}")
+            elif entry.name.lower().endswith(IMAGE_SUFFIXES) and not entry.is_dir():
                 yield f"{below}/{entry.name}"
 
 
@@ -114,11 +116,15 @@ def _no_image_error(folder: Path) -> str:
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
     columns = 0
-    for number, line in text_lines(path):
+    for number, line in text_lines(path, "surrogateescape"):  # a third column holds the bytes of a file's name
         if line.strip() == "":
             continue
         fields = line.split("\t")
         columns = columns or (3 if len(fields) == 3 and path.suffix != ".lst" else 2)
         if len(fields) != columns or not fields[0].strip() or not fields[1].strip() or "\0" in line:
             raise DataError(f"{path} line {number} is {line[:80]!r}; each line is path<TAB>label")
+        try:
+            "".join(fields[:2]).encode()
+        except UnicodeEncodeError:
+            raise not_utf8(path, number) from None
         yield fields[0], fields[1].strip()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 
 from plsc.errors import DataError, UsageError
+from plsc.image_files import to_rgb
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +36,7 @@ KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where No
 class Picture:
     """An image with ``landmarks``: five points (x, y) in pixels, by which the server aligns the face.
 
-    ``image`` is whatever picture a :class:`Client` takes.
+    Points are in the picture as it is seen, turned by its EXIF. ``image`` is whatever picture a :class:`Client` takes.
     """
 
     image: str | Path | bytes | Image | NDArray[np.uint8]
@@ -163,18 +164,18 @@ def _picture(item: Any) -> bytes | None:
             return Path(item).read_bytes()
         except OSError as error:
             raise DataError(f"cannot read {item}: {error.strerror}") from None
+    if hasattr(item, "getbands"):  # what Pillow's images have: Pillow is imported where it is used alone
+        try:
+            item = to_rgb(item)
+        except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
+            raise DataError(f"a Pillow image does not decode ({str(error)[:120]})") from None
     if isinstance(item, np.ndarray) and item.ndim == 3 and item.shape[2] == 3 and item.dtype == np.uint8 and item.size:
         from PIL import Image
 
-        item = Image.fromarray(np.ascontiguousarray(item))
-    if not hasattr(item, "getbands"):  # what Pillow's images have: Pillow is imported where it is used alone
-        return None
-    buffer = io.BytesIO()
-    try:
-        item.convert("RGB").save(buffer, "PNG")
-    except Exception as error:  # Pillow reads a file's pixels late, and its decoders raise nearly every kind
-        raise DataError(f"a Pillow image does not decode ({str(error)[:120]})") from None
-    return buffer.getvalue()
+        buffer = io.BytesIO()
+        Image.fromarray(np.ascontiguousarray(item)).save(buffer, "PNG")
+        return buffer.getvalue()
+    return None
 
 
 def _vector(item: Any) -> NDArray[np.float32]:

@@ -19,8 +19,12 @@ _INTEGERS_AT_ONCE = 1 << 24  # bytes of their text
 _LONGEST_INTEGERS = 1 << 10  # bytes of a line of integers
 
 
-def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+def text_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
     """Yield the number and the text of each line, without its end; a byte order mark at the beginning is left out.
+
+    Args:
+        path: the file.
+        errors: how bytes that are not UTF-8 are decoded, as for :meth:`bytes.decode`.
 
     Raises:
         DataError: a line is longer than :data:`LONGEST_LINE` bytes, or no UTF-8.
@@ -32,9 +36,14 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
             if len(raw) > LONGEST_LINE:
                 raise DataError(f"{path} line {number} has more than {LONGEST_LINE:,} bytes; it is no list")
             try:
-                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+                yield number, raw.decode("utf-8-sig" if number == 1 else "utf-8", errors).rstrip("\r\n")
             except UnicodeDecodeError:
-                raise DataError(f"{path} line {number} is not UTF-8 text; save it as UTF-8") from None
+                raise not_utf8(path, number) from None
+
+
+def not_utf8(path: Path, number: int) -> DataError:
+    """The error about line ``number`` of ``path``."""
+    return DataError(f"{path} line {number} is not UTF-8 text; save it as UTF-8")
 
 
 def read_text(path: Path, largest: int) -> str:

@@ -1,6 +1,5 @@
 """Sources of images to embed: any data set that trains, and photos without labels."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -12,6 +11,7 @@ from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
 from plsc.data.codec import IMAGE_SUFFIXES, read_bytes, resize_image, to_rgb_tensor
 from plsc.data.dataset import EncodedDataset
+from plsc.data.folder import identities, images_below
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import UsageError
 from plsc.models.preprocessing import ImageSize
@@ -142,8 +142,6 @@ def _is_image(name: str) -> bool:
 
 
 def _images_below(root: Path) -> list[str]:
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if _is_image(name)]
-    return sorted(found)
+    """Paths of the images directly in ``root`` and, as in a folder per identity, below its sub-folders."""
+    loose = [entry.name for entry in root.iterdir() if _is_image(entry.name) and not entry.is_dir()]
+    return sorted([*loose, *(path for name in identities(root) for path in images_below(root, name))])

@@ -1,6 +1,5 @@
 """Every kind of picture becomes uint8 RGB; bombs and rubbish are refused by name."""
 
-import io
 import random
 import struct
 import tracemalloc
@@ -12,17 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.pictures import stored
 
 from plsc.data import decode_image, read_image
 from plsc.data.codec import encode_image, image_pixels, resize_image, suffix_of
 from plsc.errors import DataError
 from plsc.image_files import MAX_SCANS, decode_rgb, jpeg_size
-
-
-def stored(image: Any, kind: str, **options: Any) -> bytes:
-    out = io.BytesIO()
-    image.save(out, kind, **options)
-    return out.getvalue()
 
 
 def gradient(width: int = 24, height: int = 16) -> Any:

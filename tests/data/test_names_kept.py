@@ -10,7 +10,7 @@ from support.pictures import picture
 
 from plsc.data import open_dataset, read_image
 from plsc.data.convert import convert
-from plsc.data.dataset import EncodedDataset
+from plsc.data.dataset import EncodedDataset, ImageDataset
 from plsc.errors import DataError
 from plsc.tools.entry import main
 
@@ -89,6 +89,48 @@ def test_odd_names_survive_a_rec(tmp_path: Path) -> None:
     assert run("convert", tmp_path / "x.rec", tmp_path / "out") == 0
     assert keys(tmp_path / "out") == ["a/00000000.png"]
     assert open_dataset(tmp_path / "out/images.tsv", image_size=None).num_classes == 1
+
+
+HOSTILE = [
+    "\tx",
+    "\nx",
+    "\rx",
+    "x\ty",
+    "\ufeffx",
+    " x",
+    "x ",
+    " ",
+    "\x1cx",
+    "x\x85",
+    "\xa0",
+    "images.tsv",
+    "\udcffx",
+    "\\",
+    "ü",
+]
+
+
+def test_a_written_list_is_read_whatever_the_names_are(tmp_path: Path) -> None:
+    names = [*(f"{name}/one.png" for name in (*HOSTILE, "x")), *(f"z/{name}.png" for name in (*HOSTILE, "x"))]
+    for seed, name in enumerate(names):
+        picture(tmp_path / "in" / name, seed)
+    given = open_dataset(tmp_path / "in", image_size=None)
+    assert len(given) == len(names)
+    for source, out in ((tmp_path / "in", "out"), (tmp_path / "out/images.tsv", "again"), (tmp_path / "x.rec", "back")):
+        assert run("convert", tmp_path / "in", tmp_path / "x.rec", "--overwrite") == 0
+        assert run("convert", source, tmp_path / out) == 0
+        for form in (tmp_path / out, tmp_path / out / "images.tsv"):
+            found = open_dataset(form, image_size=None)
+            assert classes(found) == classes(given)
+
+
+def classes(data: ImageDataset) -> set[frozenset[bytes]]:
+    """The pictures of each class."""
+    pixels = [data.image(index).numpy().tobytes() for index in range(len(data))]
+    return {
+        frozenset(image for image, label in zip(pixels, data.labels, strict=True) if label == wanted)
+        for wanted in range(data.num_classes)
+    }
 
 
 def test_a_foreign_keys_file_is_named(faces: Path, tmp_path: Path) -> None:

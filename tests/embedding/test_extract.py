@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from plsc.data import ImageDataset
+from plsc.data import ImageDataset, open_dataset
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.extract import default_shard_rows, extract
 from plsc.embedding.set_writer import sole_writer
@@ -276,6 +276,22 @@ def test_photos_without_identities(tmp_path: Path) -> None:
         open_images(tmp_path / "empty", SIZE)
     with pytest.raises(UsageError, match="nowhere"):
         open_images(tmp_path / "nowhere", SIZE)
+
+
+def test_links_are_followed_beside_loose_photos_as_in_a_folder_per_identity(tmp_path: Path) -> None:
+    """A link may be an identity; below it none is followed, so a cycle ends."""
+    _photo(tmp_path / "store" / "ada" / "2024" / "1.png", 5)
+    _photo(tmp_path / "store" / "ada" / "2.png", 6)
+    (tmp_path / "people" / "loose.jpg").mkdir(parents=True)
+    (tmp_path / "people" / "ada").symlink_to(tmp_path / "store" / "ada")
+    (tmp_path / "store" / "ada" / "cycle.png").symlink_to(tmp_path / "store" / "ada")
+    (tmp_path / "people" / ".hidden").symlink_to(tmp_path / "store")
+    people = open_dataset(tmp_path / "people", image_size=SIZE)
+    assert [people.key(i) for i in range(len(people))] == ["ada/2.png", "ada/2024/1.png"]
+    _photo(tmp_path / "people" / "b.png", 7)
+    beside = open_images(tmp_path / "people", SIZE)
+    assert [beside.key(i) for i in range(len(beside))] == ["ada/2.png", "ada/2024/1.png", "b.png"]
+    assert beside.labels.tolist() == [0, 0, -1]
 
 
 class Deadly(Pictures):

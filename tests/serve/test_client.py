@@ -192,6 +192,22 @@ def test_a_picture_is_the_same_in_every_form(client, tmp_path):
     assert (rows == rows[0]).all()
 
 
+def test_a_pillow_image_is_its_file(client, tmp_path):
+    """Turned by its EXIF, transparent pixels white, and 16 bits scaled to 8; landmarks are in that picture."""
+    chance = np.random.default_rng(0)
+    coarse = chance.integers(0, 256, (12, 9, 4), np.uint8).repeat(16, axis=0).repeat(16, axis=1)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(coarse[:, :, :3]).save(tmp_path / "turned.jpg", exif=turned)
+    Image.fromarray(coarse).save(tmp_path / "transparent.png")
+    Image.fromarray(coarse[:, :, 0].astype(np.uint16) << 8).save(tmp_path / "deep.png")
+    for name in ("turned.jpg", "transparent.png", "deep.png"):
+        file, points = tmp_path / name, TEMPLATE + 8
+        with Image.open(file) as opened:
+            for one, other in ((file, opened), (Picture(file, points), Picture(opened, points))):
+                assert client.compare(one, other).score == pytest.approx(1, abs=1e-6), name
+
+
 def test_a_vector_is_the_same_in_every_form(client):
     row = vectors(1)[0].astype(np.float64)
     for same in (row, row.astype(np.float32), row.tolist(), tuple(row), row[None]):
