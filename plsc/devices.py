@@ -32,13 +32,16 @@ _ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX51
 class Units(NamedTuple):
     """What a device has units for: the precisions faster than fp32, the better ones first, and a reason in words."""
 
-    precisions: tuple[str, ...] = ()
-    reason: str = "no units are known"
+    precisions: tuple[str, ...]
+    reason: str
 
     @property
     def best(self) -> str:
         """What ``precision = "auto"`` is on such a device."""
         return (*self.precisions, "fp32")[0]
+
+
+_UNKNOWN_UNITS = Units((), "no units are known")
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Device:
     memory: int | None = None
     nvlink: float = 0.0
     has_kernels: bool = True
-    units: Units = Units()
+    units: Units = _UNKNOWN_UNITS
 
 
 def _sheet(
@@ -177,8 +180,8 @@ def cpu_flags() -> frozenset[str]:
 def low_precision_speed(precision: str, device: "torch.device") -> float:
     """How many times as fast as in fp32 a convolution, forward and backward, is under autocast in ``precision``.
 
-    Measured once, in about 0.3 s, and seconds where it is emulated. It says what a product alone does not: a CPU without
-    units may multiply bf16 matrices nearly as fast as fp32, and convolve them several times slower.
+    Measured once, in about 0.3 s, or in seconds where it is emulated. Products of matrices say less: their backward
+    pass is as fast as their forward pass, which of convolutions without units is not so.
     """
     import torch
 

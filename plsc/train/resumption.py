@@ -102,11 +102,11 @@ def slow_precision(config: Config, device: torch.device) -> list[str]:
     if config.precision in ("fp32", *units.precisions):
         return []
     speed = low_precision_speed(config.precision, device)
+    if speed >= 1:
+        return []
     name = "this CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return [
-        f'warning: precision = "{config.precision}" is {1 / speed:.1f} times slower than fp32 here: {name} has no units '
-        f'for it; leave it out for {units.best}'
-    ] * (speed < 1)
+    slower = f'precision = "{config.precision}" is {1 / speed:.1f} times slower than fp32 here'
+    return [f"warning: {slower}: {name} has no units for it; leave it out for {units.best}"]
 
 
 def start_text(config: Config, stored: StoredCheckpoint | None, restarted: bool) -> str:
