@@ -54,8 +54,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("auto", "fp32", "bf16", "fp16"),
         default="auto",
-        help="what the model computes in; it is recorded (auto: bf16 on a GPU, fp16 on Volta and Turing; fp32 on a CPU and "
-        "for .onnx, so that scores agree; bf16 is faster on CPUs with AMX or AVX512-BF16)",
+        help="what the model computes in; it is recorded (auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU "
+        "and for .onnx, so that scores agree; bf16 is faster on CPUs with AMX or AVX512-BF16)",
     )
     parser.add_argument(
         "--flip",

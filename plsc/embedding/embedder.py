@@ -171,9 +171,9 @@ def auto_precision(path: Path, mesh: Mesh) -> str:
     """Return what ``precision = "auto"`` is for embedding with the model ``path``; every rank calls.
 
     On GPUs it is the best precision that all of them have units for, as in training. On CPUs it is fp32, whatever their
-    units, and so it is for .onnx files: all CPUs and all exports then agree to about 1e-5, and a threshold decides alike
-    on them. In bf16 a ResNet-8's cosines of 179,700 pairs of avatars moved by up to 0.008 (0.002 in the root mean
-    square); on a CPU with AVX512-BF16 it was 1.3 (MobileFaceNet) to 1.8 times (IResNet-18) as fast.
+    units, and so it is for .onnx files: all CPUs and exports then agree to about 1e-5, and decide alike. In bf16
+    a ResNet-8's cosines of 179,700 pairs of avatars moved by up to 0.008 (0.002 in the root mean square); on a CPU with
+    AVX512-BF16 it was 1.3 (MobileFaceNet) to 1.8 times (IResNet-18) as fast.
     """
     if path.suffix == ".onnx" or mesh.device.type == "cpu":
         return "fp32"

@@ -66,7 +66,7 @@ class Scenario:
     @property
     def config(self) -> Config:
         """The run's configuration."""
-        values = {**SMALL, "head.momentum_dtype": "int8", **self.settings}
+        values = {**SMALL, "precision": "bf16", "head.momentum_dtype": "int8", **self.settings}
         with short_vit():
             return configuration.load(None, {name: str(value).lower() for name, value in values.items()})
 

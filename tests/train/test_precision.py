@@ -125,7 +125,8 @@ def test_runs_take_it_once_and_keep_it(tmp_path: Path, ranks: Ranks) -> None:
     assert precision == "bf16"
     assert "bf16 (auto: AVX512-BF16)" in log
     assert "warning" not in log
-    slow = 'warning: precision = "{}" is 3.7 times slower than fp32 here: this CPU has no units for it; leave it out for {}'
+    slow = 'warning: precision = "{}" is 3.7 times slower than fp32 here: this CPU has no units for it; leave it out '
+    slow += "for {}"
     precision, log = trained("run", [none, none], 3)  # on another machine
     assert precision == "bf16"
     assert "bf16 (auto: as in the checkpoint)" in log
