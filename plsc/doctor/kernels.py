@@ -62,8 +62,8 @@ def _precision(device: torch.device) -> Line:
     units = low_precision_units(device)
     tried = units.best if units.precisions else "bf16"
     speed = low_precision_speed(tried, device)
-    rate = f"{speed:.1f} times as fast as fp32" if units.precisions else f"bf16 is {1 / speed:.1f} times slower here"
-    return found("precision", f"auto is {units.best}: {rate} ({units.reason})", speed=speed)
+    compared = f"{speed:.1f} times as fast as fp32" if speed >= 1 else f"{1 / speed:.1f} times slower than fp32"
+    return found("precision", f"auto is {units.best}: {tried} is {compared} here ({units.reason})", speed=speed)
 
 
 def _chosen_head(name: str, device: torch.device, weight: str, momentum: str) -> Line:

@@ -61,7 +61,7 @@ def test_a_sound_machine_is_green(doctor, monkeypatch):
     monkeypatch.setattr(kernels, "low_precision_speed", lambda precision, device: 1 / 3.7)
     code, sections, printed = doctor("versions", "machine", "choices", "collectives")
     assert code == 0
-    slower = "auto is fp32: bf16 is 3.7 times slower here (this CPU has no bf16 units)"
+    slower = "auto is fp32: bf16 is 3.7 times slower than fp32 here (this CPU has no bf16 units)"
     assert sections["choices"]["precision"]["text"] == slower
     assert sections["versions"]["torch"] == {"state": "ok", "text": torch.__version__}
     assert sections["collectives"]["all-reduce"]["state"] == "-"
