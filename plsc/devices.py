@@ -199,8 +199,7 @@ def low_precision_speed(precision: str, device: "torch.device") -> float:
         return shortest_seconds(lambda: step(enabled), device.type, 0.0)
 
     rounds = [(seconds(False), seconds(True)) for _ in range(5)]  # in turns: others may use the machine
-    plain, low = map(min, zip(*rounds, strict=True))
-    return plain / low
+    return min(plain for plain, _ in rounds) / min(low for _, low in rounds)
 
 
 def known_device(name: str) -> Device | None:
