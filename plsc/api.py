@@ -52,7 +52,8 @@ def load_model(
             of arcface_torch (backbone.pth); a .pt2 file of ``plsc export``; or an .onnx file with one input and one
             output.
         device: where to run; a GPU if there is one, by default.
-        precision: "fp32", "bf16", "fp16", or "auto": bf16 on a GPU, fp32 elsewhere and for .onnx.
+        precision: "fp32", "bf16", "fp16", or "auto": on GPUs bf16 (fp16 on Volta and Turing, fp32 on older ones), fp32
+            on CPUs and for .onnx.
         architecture: a backbone's name, for a state_dict from which it cannot be inferred.
         best: of a run directory, take the weights of the best evaluation (``best.safetensors``).
 
@@ -139,7 +140,7 @@ def evaluate(
     *,
     ijb: str | Path | None = None,
     flip: bool | None = None,
-    precision: str = "fp32",
+    precision: str = "auto",
     batch_size: int = 64,
     seed: int = 0,
     image_size: ImageSize = 112,
@@ -154,7 +155,7 @@ def evaluate(
         sets: .bin files of pairs; folders of a folder per identity, lists, .rec files, ``avatars:IDSxIMAGES@FIRST``.
         ijb: the folder IJBB or IJBC, with meta/ and loose_crop/ in it.
         flip: add each image's mirror image to its embedding. None does so for .bin and IJB sets only.
-        precision: of a model that is still to be loaded.
+        precision: of a model that is still to be loaded, as :func:`load_model` takes it.
         batch_size: images per step of the model.
         seed: draws the pairs for accuracy, and the identities unknown to the open set.
         image_size: of "raw-pixels".
@@ -181,7 +182,8 @@ def evaluate(
     elif model == RAW_PIXELS:
         name, function, contract = RAW_PIXELS, raw_pixels, Preprocessing(image_size)
     else:
-        loaded = load_model(model, device=mesh.device if mesh.world_size > 1 else None, precision=precision)
+        on_ranks: dict[str, Any] = {"device": mesh.device, "mesh": mesh} if mesh.world_size > 1 else {}
+        loaded = open_embedder(model, precision=precision, **on_ranks)
         name, function, contract = str(model), loaded, loaded.preprocessing
     options: dict[str, Any] = {
         "image_size": contract.image_size,

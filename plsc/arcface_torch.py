@@ -28,7 +28,7 @@ _WANDB = Counterpart("", "RUN/tensorboard, RUN/metrics.jsonl and RUN/train.log h
 KEYS: Mapping[str, Counterpart] = {
     "network": Counterpart("backbone", '"r50" is "iresnet50", "mbf" "mobilefacenet", "vit_b" "vit_base"'),
     "embedding_size": Counterpart("embedding_dim"),
-    "fp16": Counterpart('precision = "fp16"', '"bf16", the default on GPUs, needs no loss scaling; False is "fp32"'),
+    "fp16": Counterpart('precision = "fp16"', '"auto", the default, takes bf16 where it can; False is "fp32"'),
     "rec": Counterpart("data.train", "the folder with train.rec and train.idx, or train.rec itself"),
     "num_classes": Counterpart("", "counted from the data"),
     "num_image": Counterpart("", "counted from the data"),

@@ -1,14 +1,18 @@
-"""GPUs by the numbers of their data sheets, and this machine's as measured: products, memory, links."""
+"""GPUs by the numbers of their data sheets, and this machine's as measured: products, units, memory, links."""
 
 import functools
+import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
+
+    from plsc.parallel import Mesh
 
 GIB = 2**30
 # Of a card sold as "80GB", 80 GiB are built in and the driver keeps some: an H100 shows 78 to 79.6 GiB, a V100-32GB
@@ -20,6 +24,25 @@ PRODUCT_SHARE = 0.8
 COPY_SHARE = 0.9
 TF32_SHARE = 0.5  # of bfloat16's speed on matrix units, on all of NVIDIA's data sheets from Ampere on
 
+_CPU_UNITS = {"amx_bf16": "AMX-BF16", "avx512_bf16": "AVX512-BF16", "bf16": "ARM BF16"}  # by Linux' names of them
+# Values of ONEDNN_MAX_CPU_ISA without bf16 units: it limits the library that computes a backbone on CPUs.
+_ISAS_WITHOUT_BF16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI")
+
+
+class Units(NamedTuple):
+    """What a device has units for: the precisions faster than fp32, the better ones first, and a reason in words."""
+
+    precisions: tuple[str, ...]
+    reason: str
+
+    @property
+    def best(self) -> str:
+        """What ``precision = "auto"`` is on such a device."""
+        return (*self.precisions, "fp32")[0]
+
+
+_UNKNOWN_UNITS = Units((), "no units are known")
+
 
 @dataclass(frozen=True)
 class Device:
@@ -27,7 +50,8 @@ class Device:
 
     ``products`` are FLOP/s that large products reach in each precision ("fp32", "tf32", "bf16", "fp16"), ``bandwidth``
     bytes per second that a copy reads and writes together, ``memory`` usable bytes (None: unknown), ``nvlink`` bytes
-    per second and direction of its NVLinks together (0: none), ``has_kernels`` whether the fused Triton kernels run.
+    per second and direction of its NVLinks together (0: none), ``has_kernels`` whether the fused Triton kernels run,
+    ``units`` those for low precision.
     """
 
     name: str
@@ -37,6 +61,7 @@ class Device:
     memory: int | None = None
     nvlink: float = 0.0
     has_kernels: bool = True
+    units: Units = _UNKNOWN_UNITS
 
 
 def _sheet(
@@ -59,6 +84,7 @@ def _sheet(
         int(gigabytes * GIB * USABLE_SHARE),
         nvlink * 1e9,
         has_kernels,
+        Units(("bf16", "fp16"), name) if has_kernels else Units(("fp16",), f"{name} has no bf16 units"),
     )
 
 
@@ -95,12 +121,85 @@ def measure_device() -> Device:
     copy = 2 * copied / shortest_seconds(lambda: target.copy_(source), kind)
     products = {name: product_flops(side, name, device) for name in ("bf16", "fp16", "fp32", "tf32")}
     if kind == "cpu":
-        return Device("this CPU, measured", kind, products, copy)
+        return Device("this CPU, measured", kind, products, copy, units=low_precision_units(device))
     properties = torch.cuda.get_device_properties(0)
     known = known_device(properties.name)
     nvlink = known.nvlink if known is not None else 0.0
     kernels = torch.cuda.get_device_capability(0) >= (8, 0)
-    return Device(f"{properties.name}, measured", kind, products, copy, properties.total_memory, nvlink, kernels)
+    return Device(
+        f"{properties.name}, measured",
+        kind,
+        products,
+        copy,
+        properties.total_memory,
+        nvlink,
+        kernels,
+        low_precision_units(device),
+    )
+
+
+def low_precision_units(device: "torch.device") -> Units:
+    """Return what ``device`` has units for; nothing is measured, so that it is the same each time.
+
+    Of a CPU, those for bf16 count that oneDNN may use: ``ONEDNN_MAX_CPU_ISA`` takes them from it. ``PLSC_CPU`` limits
+    our own kernels, those of the class head and of searches, and changes nothing here. CPUs' fp16 units do not count.
+    """
+    import torch
+
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        name = f"sm_{major}{minor}"
+        if major >= 8:
+            return Units(("bf16", "fp16"), name)
+        if major == 7:
+            return Units(("fp16",), f"{name} has no bf16 units")
+        return Units((), f"{name} has units for neither bf16 nor fp16")
+    names = [name for flag, name in _CPU_UNITS.items() if flag in cpu_flags()]
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    if names and limit in _ISAS_WITHOUT_BF16:
+        return Units((), f"ONEDNN_MAX_CPU_ISA={limit} leaves out {names[0]}")
+    return Units(("bf16",), names[0]) if names else Units((), "this CPU has no bf16 units")
+
+
+def shared_units(mesh: "Mesh") -> Units:
+    """Return what all ranks' devices have units for; every rank calls, and learns the same."""
+    from plsc.parallel.collectives import all_gather_object
+
+    every = all_gather_object(low_precision_units(mesh.device), mesh)
+    common = tuple(name for name in every[0].precisions if all(name in units.precisions for units in every))
+    return Units(common, ", ".join(dict.fromkeys(units.reason for units in every)))
+
+
+def cpu_flags() -> frozenset[str]:
+    """The words of /proc/cpuinfo, among them the processor's features; none where there is no such file."""
+    path = Path("/proc/cpuinfo")
+    return frozenset(path.read_text(encoding="utf-8").split() if path.exists() else ())
+
+
+@functools.cache
+def low_precision_speed(precision: str, device: "torch.device") -> float:
+    """How many times as fast as in fp32 a convolution, forward and backward, is under autocast in ``precision``.
+
+    Measured once, in about 0.3 s, or in seconds where it is emulated. Products of matrices say less: their backward
+    pass is as fast as their forward pass, which of convolutions without units is not so.
+    """
+    import torch
+
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1).to(device)
+    images = torch.full((8, 64, 28, 28), 0.01, device=device, requires_grad=True)
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+
+    def step(enabled: bool) -> None:
+        with torch.autocast(device.type, dtype=dtype, enabled=enabled):
+            out = layer(images)
+        out.float().sum().backward()
+
+    def seconds(enabled: bool) -> float:
+        return shortest_seconds(lambda: step(enabled), device.type, 0.0)
+
+    rounds = [(seconds(False), seconds(True)) for _ in range(5)]  # in turns: others may use the machine
+    return min(plain for plain, _ in rounds) / min(low for _, low in rounds)
 
 
 def known_device(name: str) -> Device | None:
@@ -110,23 +209,27 @@ def known_device(name: str) -> Device | None:
     return next((known for known in DEVICES.values() if re.search(rf"{known.name}(?!\d)", given)), None)
 
 
-def peak_flops(device: "torch.device", precision: str) -> float:
-    """The FLOP/s of dense products that utilisation is a share of.
+class Peak(NamedTuple):
+    """FLOP/s of a device's fastest dense products, and their precision."""
 
-    Args:
-        device: of this rank.
-        precision: "fp32", "tf32", "bf16" or "fp16".
+    flops: float
+    precision: str
+
+
+def peak_flops(device: "torch.device") -> Peak:
+    """The peak that utilisation is a share of: that of the fastest dense products, whatever a run computes in.
 
     Returns:
-        The data sheet's peak of a GPU that has one here. Of other devices, what this process measures at a product of
-        square matrices: once, in about 0.1 s.
+        The data sheet's of a GPU that has one here. Of other devices, what this process measures at a product of square
+        matrices, in fp32 and in the precision that the device has units for: once, in about 0.1 s.
     """
     import torch
 
     sheet = known_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if sheet is not None:
-        return sheet.products[precision] / PRODUCT_SHARE
-    return _measured_flops(str(device), precision)
+        return Peak(sheet.products[sheet.units.best] / PRODUCT_SHARE, sheet.units.best)
+    tried = dict.fromkeys(("fp32", low_precision_units(device).best))
+    return max(Peak(_measured_flops(str(device), precision), precision) for precision in tried)
 
 
 @functools.cache
@@ -146,7 +249,14 @@ def product_flops(side: int, precision: str, device: "torch.device", least: floa
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     fp32_precision: Fp32Precision = "tf32" if precision == "tf32" else "ieee"
     a = torch.full((side, side), 0.01, dtype=dtype, device=device)
-    return float(2 * side**3 / shortest_seconds(lambda: product(a, a, fp32_precision), device.type, least))
+
+    def multiply() -> None:
+        if device.type == "cpu":  # the backbone's; the head's, with sums in float32, copies bfloat16 factors there
+            a @ a
+        else:
+            product(a, a, fp32_precision)
+
+    return float(2 * side**3 / shortest_seconds(multiply, device.type, least))
 
 
 def shortest_seconds(work: Callable[[], object], kind: str, least: float = 0.2, *, runs: int = 1) -> float:

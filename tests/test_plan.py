@@ -38,6 +38,7 @@ def settings(weights: str = "bfloat16", momentum: str = "int8", batch: int = 32,
     tree = {
         "backbone": "resnet8",
         "embedding_dim": 512,
+        "precision": "bf16",
         "data": {"image_size": 48, "batch_size": batch},
         "head": {"weight_dtype": weights, "momentum_dtype": momentum},
         **more,
@@ -108,7 +109,8 @@ def test_45_million_classes_fit_one_80_gb_card_in_one_storage_with_momentum():
 
 
 def test_what_would_leave_less_than_a_hundredth_of_a_card_is_not_promised():
-    config = configuration.from_dict({"head": {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}})
+    head = {"weight_dtype": "bfloat16", "momentum_dtype": "int8"}
+    config = configuration.from_dict({"precision": "bf16", "head": head})
     fifty, forty_five = (estimate(one_rank(config, millions * 10**6), CARD) for millions in (50, 45))
     assert 0 < CARD.memory - fifty.memory.total < 0.01 * CARD.memory
     assert not fifty.fits

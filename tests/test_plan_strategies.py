@@ -33,6 +33,7 @@ def run(world: int = 8, backbone: str = CONV, accumulate: int = 1, **parallel: o
     tree = {
         "backbone": backbone,
         "embedding_dim": 64,
+        "precision": "bf16",
         "data": {"image_size": 64, "batch_size": 32},
         "optim": {"accumulate": accumulate},
         "parallel": parallel,

@@ -53,8 +53,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("auto", "fp32", "bf16", "fp16"),
         default="auto",
-        help="what the model computes in; it is recorded (auto: bf16 on a GPU, fp32 on a CPU and for .onnx; "
-        "bf16 is twice as fast or more on CPUs with AMX or AVX512-BF16)",
+        help="what the model computes in; it is recorded (auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU "
+        "and for .onnx, so that scores agree; bf16 is faster on CPUs with AMX or AVX512-BF16)",
     )
     parser.add_argument(
         "--flip",
@@ -118,7 +118,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
     keep_freed_memory()
     mesh = init()
     try:
-        embedder = open_embedder(args.model, device=mesh.device, precision=args.precision, best=args.best)
+        embedder = open_embedder(args.model, device=mesh.device, precision=args.precision, best=args.best, mesh=mesh)
         summary = extract(
             embedder,
             open_images(args.data, embedder.image_size, landmarks=args.landmarks, detector=args.detector),
@@ -133,7 +133,7 @@ def _embed(args: argparse.Namespace) -> dict[str, Any] | None:
         )
     finally:
         shutdown()
-    return {"out": str(args.out), **summary} if mesh.is_main else None
+    return {"out": str(args.out), "precision": embedder.precision, **summary} if mesh.is_main else None
 
 
 def _report(summary: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def _report(summary: dict[str, Any]) -> None:
         slowest = {"decode": "reading and decoding", "model": "the model"}[summary["bound_by"]]
         rate = f", {summary['images_per_second']:,} images/s, limited by {slowest}"
     size = f"{counted(summary['rows'], 'row')} of {summary['dim']}"
-    print(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now{rate}")
+    print(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now in {summary['precision']}{rate}")
     if summary["errors"]:
         key, error = summary["first_errors"][0].values()
         print(f"{counted(summary['errors'], 'image')} could not be embedded; the first: {key}: {error}")

@@ -54,7 +54,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the ROC curves (.png, .svg or .pdf)")
     add("--histogram", type=Path, metavar="FILE", help="draw the scores of same and different pairs")
     add("--calibration", type=Path, metavar="FILE", help="write the thresholds of false-match rates (.json)")
-    add("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
+    add(
+        "--precision",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)",
+    )
     add("--batch-size", type=int, default=64, metavar="N", help="images at a time (default: 64)")
     add("--image-size", type=int, default=112, metavar="N", help="of raw-pixels (default: 112)")
     add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
@@ -146,7 +151,8 @@ def _argv(args: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
-    from plsc.api import RAW_PIXELS, evaluate, load_model
+    from plsc.api import RAW_PIXELS, evaluate
+    from plsc.embedding.embedder import open_embedder
     from plsc.evaluation.report import results_table
     from plsc.native.allocator import keep_freed_memory
     from plsc.parallel.mesh import init, shutdown
@@ -157,7 +163,7 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     try:
         model = args.model
         if model != RAW_PIXELS:
-            model = load_model(model, device=mesh.device, precision=args.precision, best=args.best)
+            model = open_embedder(model, device=mesh.device, precision=args.precision, best=args.best, mesh=mesh)
         result = evaluate(
             model,
             [*args.pairs, *args.data],
@@ -176,6 +182,8 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
         return None
     sets = result["sets"]
     print(results_table(sets))
+    if model != RAW_PIXELS:
+        print(f"embedded in {model.precision}")
     _draw(args, sets)
     if args.calibration is not None:
         _calibrate(args, model, rocs, sum(sets[name]["images"] - sets[name]["unreadable"] for name in rocs))

@@ -50,7 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_verify_option(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--device", choices=("cpu", "cuda"), help="(a GPU if there is one)")
-    model.add_argument("--model-precision", choices=("fp32", "bf16", "fp16"), default="fp32", help="(fp32)")
+    model.add_argument(
+        "--model-precision",
+        choices=("auto", "fp32", "bf16", "fp16"),
+        default="auto",
+        help="(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)",
+    )
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
     model.add_argument("--detector", metavar="onnx:FILE", help="finds faces in pictures without landmarks")
     search = parser.add_argument_group("searching")
@@ -78,7 +83,7 @@ def run(args: argparse.Namespace) -> None:
         judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
-        model = f"model {service.embedder.source} ({service.contract_id}), {judge}"
+        model = f"model {service.embedder.source} ({service.contract_id}) in {service.embedder.precision}, {judge}"
         print(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}", flush=True)
 
     server.run(load, ready)

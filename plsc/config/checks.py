@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from plsc import arcface_torch
 from plsc.config.head import HeadConfig, margin_keys
 from plsc.config.optim import OptimConfig
-from plsc.config.sections import Config, get
+from plsc.config.sections import AUTO, Config, get
 from plsc.config.stages import check_stages, stage_configs
 from plsc.errors import UsageError
 from plsc.toml_keys import did_you_mean, toml_value
@@ -69,7 +69,7 @@ def _check_fp8(config: Config) -> None:
         return
     if config.backbone not in SHAPES:
         raise UsageError(f'fp8 is for {", ".join(SHAPES)}, and backbone is "{config.backbone}"; leave fp8 out')
-    if config.precision != "bf16":
+    if config.precision not in ("bf16", AUTO):
         raise UsageError(f'fp8 goes with precision = "bf16", and precision is "{config.precision}"; give "bf16"')
     for name in ("tp", "pp"):
         if getattr(config.parallel, name) > 1:

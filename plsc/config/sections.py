@@ -15,6 +15,8 @@ from plsc.config.parallel import ParallelConfig
 from plsc.strict_toml import Table, tables
 from plsc.toml_keys import key
 
+AUTO = "auto"  # the precision that suits the device
+
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -95,9 +97,11 @@ class Config:
     )
     embedding_dim: int = key(512, "Length of an embedding.", least=2)
     precision: str = key(
-        "bf16",
-        "Arithmetic of the backbone; bf16 and fp16 are autocast, fp16 with loss scaling.",
-        choices=("fp32", "bf16", "fp16"),
+        AUTO,
+        "Arithmetic of the backbone; bf16 and fp16 are autocast, fp16 with loss scaling. auto is bf16 on devices with "
+        "units for it (GPUs from Ampere on; CPUs with AMX-BF16, AVX512-BF16 or ARM's BF16), fp16 on Volta and Turing, "
+        "else fp32; a run that goes on keeps what it began with.",
+        choices=(AUTO, "fp32", "bf16", "fp16"),
     )
     epochs: int | None = key(None, "Passes over the data; unset: 20, unless steps is given.", least=1)
     steps: int | None = key(None, "Steps to train, in place of epochs.", least=1)

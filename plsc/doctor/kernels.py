@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from plsc.devices import low_precision_speed, low_precision_units
 from plsc.doctor.report import Line, absent, failed, found
 from plsc.errors import first_line
 from plsc.head.backends import HeadShape, select_backend
@@ -53,7 +54,16 @@ def chosen(device: torch.device) -> list[Line]:
         scan = ExactScan(rows, precision=precision, device=device.type)
         where = "by torch" if scan.backend == "torch" else f"compiled for {scan.products}"
         lines.append(found(f"search, {precision}", f"{scan.backend} scan, {where}, on {device.type}"))
-    return lines
+    return [*lines, _precision(device)]
+
+
+def _precision(device: torch.device) -> Line:
+    """What ``precision = "auto"`` is here, and how fast that is."""
+    units = low_precision_units(device)
+    tried = units.best if units.precisions else "bf16"
+    speed = low_precision_speed(tried, device)
+    compared = f"{speed:.1f} times as fast as fp32" if speed >= 1 else f"{1 / speed:.1f} times slower than fp32"
+    return found("precision", f"auto is {units.best}: {tried} is {compared} here ({units.reason})", speed=speed)
 
 
 def _chosen_head(name: str, device: torch.device, weight: str, momentum: str) -> Line:

@@ -15,6 +15,7 @@ import torch
 
 import plsc
 from plsc.bench.harness import processor_name
+from plsc.devices import cpu_flags
 from plsc.doctor.report import Line, absent, failed, found
 from plsc.native import build
 from plsc.sizes import available_bytes
@@ -115,9 +116,7 @@ def _driver() -> Line:
 
 
 def _processor() -> Iterator[Line]:
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = set(cpuinfo.read_text().split()) if cpuinfo.exists() else set()
-    features = [feature for feature in _FEATURES if feature in flags]
+    features = [feature for feature in _FEATURES if feature in cpu_flags()]
     yield found("processor", processor_name(), features=features)
     yield found("processor features", ", ".join(features) or "none that kernels use")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

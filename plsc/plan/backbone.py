@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from plsc.models.preprocessing import ImageSize, height_and_width
 from plsc.models.recompute_budget import LiveBytes
-from plsc.train.components import AUTOCAST_DTYPES
+from plsc.train.components import AUTOCAST_DTYPES, autocast_dtype
 
 _PRECISIONS = {dtype: name for name, dtype in AUTOCAST_DTYPES.items()}
 
@@ -124,10 +124,10 @@ def profile_backbone(
                 parameter.register_post_accumulate_grad_hook(_forget_gradient)
     weights = [(p.nbytes, p.requires_grad) for p in fake.parameters()]
     ledger = Ledger(fake)
-    watch = _UnitWatch(fake, ledger, AUTOCAST_DTYPES.get(precision, torch.float32).itemsize)
+    watch = _UnitWatch(fake, ledger, (autocast_dtype(precision) or torch.float32).itemsize)
     with mode, ledger:
         x = torch.empty(images, 3, *height_and_width(image_size))
-        dtype = AUTOCAST_DTYPES.get(precision)
+        dtype = autocast_dtype(precision)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             embeddings = fake(x)
         del x  # a step keeps no images but what the backbone saves of them

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from plsc import sizes
-from plsc.devices import DEVICES, GIB, TF32_SHARE, USABLE_SHARE, Device, known_device
+from plsc.devices import DEVICES, GIB, TF32_SHARE, USABLE_SHARE, Device, known_device, low_precision_units
 from plsc.errors import UsageError
 
 if TYPE_CHECKING:
@@ -156,9 +156,11 @@ def present_device(device: "torch.device") -> Device:
     """
     import torch
 
+    units = low_precision_units(device)
     if device.type != "cuda":
-        return Device("cpu", "cpu", dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), _CPU_PRODUCTS), _CPU_BANDWIDTH)
+        products = dict.fromkeys(("bf16", "fp16", "tf32", "fp32"), _CPU_PRODUCTS)
+        return Device("cpu", "cpu", products, _CPU_BANDWIDTH, units=units)
     properties = torch.cuda.get_device_properties(device)
     known = known_device(properties.name) or replace(DEVICES["a100"], nvlink=0.0)
     kernels = (properties.major, properties.minor) >= (8, 0)
-    return replace(known, name=properties.name, memory=properties.total_memory, has_kernels=kernels)
+    return replace(known, name=properties.name, memory=properties.total_memory, has_kernels=kernels, units=units)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plsc.config import Config
+from plsc.config.precision import with_precision
 from plsc.devices import GIB
 from plsc.errors import UsageError
 from plsc.models.preprocessing import size_text
@@ -54,6 +55,7 @@ class Plan:
             "classes": setup.classes,
             "embedding_dim": setup.config.embedding_dim,
             "backbone": setup.config.backbone,
+            "precision": setup.config.precision,
             "gpus": setup.world,
             "gpus_per_node": setup.per_node,
             "gpu_memory": self.hardware.memory,
@@ -111,7 +113,7 @@ def plan(
         raise UsageError(f"--classes {classes}: at least one is needed")
     if hardware.memory < GIB // 64:
         raise UsageError(f"{hardware.memory:,} bytes of memory are too little for anything; write it as 80GB or 78GiB")
-    setup = plan_config(config, classes, gpus, gpus_per_node)
+    setup = plan_config(with_precision(config, hardware.device.units), classes, gpus, gpus_per_node)
     why: tuple[str, ...] = ()
     if config.parallel.strategy == "auto":
         chosen = choose_strategy(setup, hardware)

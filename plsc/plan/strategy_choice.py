@@ -15,6 +15,7 @@ import torch
 
 from plsc.config import Config
 from plsc.config.checks import check_together
+from plsc.config.precision import with_precision
 from plsc.errors import UsageError
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh
@@ -94,7 +95,10 @@ def choose_on_ranks(config: Config, mesh: Mesh, between: str = "infiniband") -> 
         classes = open_training_data(filled.data).num_classes
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world_size))
         hardware = hardware_of(mesh.device, per_node, between)
-        return choose_strategy(plan_config(filled, classes, mesh.world_size, per_node), hardware)
+        resolved = with_precision(filled, hardware.device.units)
+        chosen = choose_strategy(plan_config(resolved, classes, mesh.world_size, per_node), hardware)
+        # the run resolves "auto" itself, with all ranks' devices and its checkpoint in view
+        return replace(chosen, config=replace(chosen.config, precision=config.precision))
 
     return on_main(choose, mesh)
 

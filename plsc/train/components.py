@@ -176,8 +176,16 @@ def with_preprocessing(config: Config) -> Config:
     return filled
 
 
+def autocast_dtype(precision: str) -> torch.dtype | None:
+    """What the backbone computes in, None for float32. "auto" is none of them: it is resolved when a run starts."""
+    return None if precision == "fp32" else AUTOCAST_DTYPES[precision]
+
+
 def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
-    """Build every component; every rank calls. UsageError where the configuration asks for the impossible."""
+    """Build every component; every rank calls. UsageError where the configuration asks for the impossible.
+
+    ``config.precision`` is not "auto" any more: :func:`plsc.config.precision.with_precision`.
+    """
     torch.manual_seed(config.seed)  # the same first weights on every rank
     strategy = raise_on_all_ranks(
         mesh, lambda: make_strategy(strategy_options(config), mesh, offload=config.parallel.offload)
@@ -294,7 +302,7 @@ def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange, gr
 
 def _autocast(config: Config, mesh: Mesh) -> torch.autocast:
     """The arithmetic of the backbone's passes."""
-    dtype = AUTOCAST_DTYPES.get(config.precision)
+    dtype = autocast_dtype(config.precision)
     return torch.autocast(mesh.device.type, dtype=dtype, enabled=dtype is not None)
 
 
@@ -347,7 +355,7 @@ def make_backbone(config: Config) -> Backbone:
         every=config.recompute_every,
         budget=config.recompute_budget,
         images=config.data.batch_size,
-        dtype=AUTOCAST_DTYPES.get(config.precision),
+        dtype=autocast_dtype(config.precision),
     )
     return backbone
 

@@ -10,7 +10,8 @@ activations nor the class head's second pass over its logits count. With images/
   tensors; attention as its plain formula has it.
 - of the class head, 6·D·S: 2·D·S for the logits of S class centres of D numbers, as much for the gradient of the
   embedding, and for that of the centres. S are all centres or, where classes are sampled, those of a step.
-- the peak is that of one device times the ranks: :func:`plsc.devices.peak_flops`.
+- the peak is that of one device times the ranks, in the precision in which it is fastest, whatever the run computes
+  in: :func:`plsc.devices.peak_flops`.
 """
 
 import copy
@@ -108,19 +109,14 @@ class EfficiencyMeter:
         self._components, self._timeline = components, timeline
         self._mesh = components.mesh
         self._backbone: BackboneFlops | None = None
-        self._peak = 0.0
+        self._peak, self._peak_precision = 0.0, ""
         if self._mesh.is_main:
             self._backbone = backbone_flops(components.template, components.config.data.preprocessing.image_size)
-            self._peak = peak_flops(self._mesh.device, self._precision) * self._mesh.world_size
+            peak, self._peak_precision = peak_flops(self._mesh.device)
+            self._peak = peak * self._mesh.world_size
         self._power_is_known = self._mesh.device.type == "cuda"
         self._waiting_share = 0.0
         self.own_seconds: list[dict[str, float]] = []
-
-    @property
-    def _precision(self) -> str:
-        """The precision whose peak counts. PyTorch's convolutions of float32 images run in TF32 on GPUs."""
-        precision = self._components.config.precision
-        return "tf32" if (precision, self._mesh.device.type) == ("fp32", "cuda") else precision
 
     def flops_per_image(self) -> float:
         """Model FLOPs that backbone and head take for an image in the present stage; 0 on ranks but the first."""
@@ -172,7 +168,7 @@ class EfficiencyMeter:
         per_rank = self._peak / self._mesh.world_size
         return (
             f"{self.flops_per_image() / 1e9:,.3g} GFLOP per image, forward and backward; MFU is the share of "
-            f"{per_rank / 1e12:,.3g} TFLOP/s a rank ({self._precision}, {_source(self._mesh)})"
+            f"{per_rank / 1e12:,.3g} TFLOP/s a rank (products in {self._peak_precision}, {_source(self._mesh)})"
         )
 
     def _of_all_ranks(self, seconds: Mapping[str, float]) -> tuple[int | None, float | None]:

@@ -156,9 +156,17 @@ class StepProgress:
 
 
 def header(
-    components: TrainComponents, total_steps: int, start: str, stages: Sequence[str] = (), work: str = ""
+    components: TrainComponents,
+    total_steps: int,
+    start: str,
+    stages: Sequence[str] = (),
+    work: str = "",
+    why_precision: str = "",
 ) -> list[str]:
-    """The lines at the start of a run: data, model, head, ranks, work, length, stages, evaluation, and its start."""
+    """The lines at the start of a run: data, model, head, ranks, work, length, stages, evaluation, and its start.
+
+    ``why_precision`` says why "auto" is the run's precision.
+    """
     config, dataset = components.config, components.dataset
     data = config.data
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
@@ -167,7 +175,7 @@ def header(
     lines = {
         "data": f"{images} from {data.train}, {pixels}, augment {data.augment}",
         **_pixels(data),
-        "model": _model(components),
+        "model": _model(components, why_precision),
         "head": _head(components),
         **_table_files(components),
         "ranks": _ranks(components),
@@ -216,19 +224,18 @@ def _pixels(data: DataConfig) -> dict[str, str]:
     return {"pixels": f"{contract.normalisation()} of values 0 to 255; {resized}"}
 
 
-def _model(components: TrainComponents) -> str:
+def _model(components: TrainComponents, why_precision: str) -> str:
     config = components.config
     extras = [name for name in ("channels_last", "compile", "sync_batchnorm", "rotation_tta") if getattr(config, name)]
     extras += [f"ema_decay {config.ema_decay:g}"] if config.ema_decay else []
     extras += (
         ["fp8 in the blocks" + (" (emulated)" if components.mesh.device.type == "cpu" else "")] if config.fp8 else []
     )
-    device = components.mesh.device.type
     model = (
         f"{config.backbone}, {components.strategy.size / 1e6:.1f} M parameters, embedding_dim {config.embedding_dim}"
     )
-    slow = " (slow on a CPU: bf16 and fp32 are not)" if (config.precision, device) == ("fp16", "cpu") else ""
-    return ", ".join([model, config.precision + slow, *extras])
+    precision = config.precision + (f" (auto: {why_precision})" if why_precision else "")
+    return ", ".join([model, precision, *extras])
 
 
 def _head(components: TrainComponents) -> str:

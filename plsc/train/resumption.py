@@ -3,8 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from plsc import config as configuration
 from plsc.config import Config
+from plsc.config.precision import with_precision
+from plsc.config.sections import AUTO
+from plsc.devices import Units, low_precision_speed, low_precision_units, shared_units
 from plsc.errors import UsageError
 from plsc.files import atomic_write
 from plsc.parallel import Mesh
@@ -15,7 +20,7 @@ from plsc.train.components import TrainComponents
 from plsc.train.metrics import METRICS
 from plsc.train.report import begins_anew
 from plsc.train.restart import Launch, mark_launch
-from plsc.train.state import changed_keys, changed_tables
+from plsc.train.state import changed_keys, changed_tables, stored_config
 
 CONFIG, CLASSES = "config.toml", "classes.json"
 # Tensors of an exchange that nothing else takes over when a run goes on without it, by the last part of their names.
@@ -71,6 +76,42 @@ def find_checkpoint(out: Path, resume: str | None, checkpoints: CheckpointFolder
     if stored is None:
         raise UsageError(f"{path} holds no finished checkpoint; --resume auto begins anew where there is none")
     return stored
+
+
+def resolve_precision(config: Config, mesh: Mesh, stored: StoredCheckpoint | None) -> tuple[Config, str]:
+    """Put a precision in the place of "auto", the same on all ranks; every rank calls.
+
+    Args:
+        config: of the run.
+        mesh: all ranks, whose devices choose.
+        stored: the checkpoint to go on from, whose precision stays.
+
+    Returns:
+        The configuration, and why "auto" is what it now says: "" where it was given.
+
+    Raises:
+        UsageError: another key does not go with it.
+    """
+    if config.precision != AUTO:
+        return config, ""
+    if stored is None:
+        units = shared_units(mesh)
+        return with_precision(config, units), units.reason
+    kept = stored_config(stored.state["config"]).precision
+    return with_precision(config, Units((kept,), "as in the checkpoint")), "as in the checkpoint"
+
+
+def slow_precision(config: Config, device: torch.device) -> list[str]:
+    """A line where the precision is slower than fp32, because ``device`` has no units for it; it is measured then."""
+    units = low_precision_units(device)
+    if config.precision in ("fp32", *units.precisions):
+        return []
+    speed = low_precision_speed(config.precision, device)
+    if speed >= 1:
+        return []
+    name = "this CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    slower = f'precision = "{config.precision}" is {1 / speed:.1f} times slower than fp32 here'
+    return [f"warning: {slower}: {name} has no units for it; leave it out for {units.best}"]
 
 
 def start_text(config: Config, stored: StoredCheckpoint | None, restarted: bool) -> str:

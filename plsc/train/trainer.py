@@ -32,7 +32,9 @@ from plsc.train.resumption import (
     check_folder,
     check_groups,
     find_checkpoint,
+    resolve_precision,
     resumption_lines,
+    slow_precision,
     start_text,
     write_descriptions,
 )
@@ -120,15 +122,16 @@ class Trainer:
     ) -> None:
         check_groups(config, mesh)
         config = raise_on_all_ranks(mesh, lambda: with_preprocessing(config))
-        self.config, self.mesh, self.out = config, mesh, out
+        self.mesh, self.out = mesh, out
         launch = current_launch(mesh)
         restarted, resume = on_main(lambda: after_restart(out, resume, launch), mesh)
         raise_on_all_ranks(mesh, lambda: check_folder(out, resume))
         dataset = raise_on_all_ranks(mesh, lambda: open_training_data(config.data))
         raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
-        self.components = build(config, dataset, mesh)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         stored = find_checkpoint(out, resume, self.checkpoints)  # a wrong one leaves no empty folder
+        self.config, self._why_precision = resolve_precision(config, mesh, stored)
+        self.components = build(self.config, dataset, mesh)
         self._restore(stored, resume)
         self.schedule = RunSchedule(self.components, self.position)
         superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
@@ -169,7 +172,10 @@ class Trainer:
         if self.mesh.is_main:  # other ranks may hold nothing of the head that it describes
             work = self.efficiency.describe()
             start = start_text(self.config, stored, restarted)
-            for line in header(self.components, self.schedule.last_step, start, self.schedule.plan.described(), work):
+            stages, why = self.schedule.plan.described(), self._why_precision
+            for line in header(self.components, self.schedule.last_step, start, stages, work, why):
+                self.report.line(line)
+            for line in slow_precision(self.config, self.mesh.device):
                 self.report.line(line)
         if stored is not None:
             for line in resumption_lines(stored, self.components, superseded, self._steps_left):

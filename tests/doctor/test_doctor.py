@@ -16,7 +16,8 @@ import torch
 from support import wrong_library
 from torch.distributed import TCPStore
 
-from plsc.doctor import machine, training
+from plsc.devices import Units
+from plsc.doctor import kernels, machine, training
 from plsc.head.backends import cpu_backend, self_check
 from plsc.head.backends.torch_backend import TorchBackend
 from plsc.native import build
@@ -55,9 +56,13 @@ def noise(chunk, unit_gradient, state, update):
     chunk.table.weight[chunk.index] = torch.randn(unit_gradient.shape).to(chunk.table.weight.dtype)
 
 
-def test_a_sound_machine_is_green(doctor):
+def test_a_sound_machine_is_green(doctor, monkeypatch):
+    monkeypatch.setattr(kernels, "low_precision_units", lambda device: Units((), "this CPU has no bf16 units"))
+    monkeypatch.setattr(kernels, "low_precision_speed", lambda precision, device: 1 / 3.7)
     code, sections, printed = doctor("versions", "machine", "choices", "collectives")
     assert code == 0
+    slower = "auto is fp32: bf16 is 3.7 times slower than fp32 here (this CPU has no bf16 units)"
+    assert sections["choices"]["precision"]["text"] == slower
     assert sections["versions"]["torch"] == {"state": "ok", "text": torch.__version__}
     assert sections["collectives"]["all-reduce"]["state"] == "-"
     assert re.search(r"^all ok: \d+ lines in \d+ s$", printed, re.MULTILINE)

@@ -21,7 +21,13 @@ from plsc.models.backbone import Backbone
 from plsc.parallel.step_timeline import StepTimeline
 from plsc.train.step import MicroBatch, Stepper
 
-SMALL = {"backbone": "resnet8", "data.image_size": 32, "data.batch_size": 16, "head.weight_dtype": "bfloat16"}
+SMALL = {
+    "backbone": "resnet8",
+    "precision": "bf16",
+    "data.image_size": 32,
+    "data.batch_size": 16,
+    "head.weight_dtype": "bfloat16",
+}
 FULL = {"backbone": "iresnet50", "data.image_size": 112, "data.batch_size": 128}
 VIT: dict[str, Any] = {"backbone": "vit_of_4_blocks", "data.image_size": 64, "data.batch_size": 64}
 ADAMW = {"optim.name": "adamw"}
