@@ -4,17 +4,18 @@ VENV := .venv
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 STAMP := $(VENV)/.installed
-# Processes that tests run in; each takes whole files of tests, and starts ranks of its own. One that a hanging test ends
-# is not replaced: the run ends, and names the test.
-PROCESSES ?= 1
+# Processes that tests run in: one for each core. Each takes whole files of tests, and starts ranks of its own. One that a
+# hanging test ends is not replaced: the run ends, and names the test.
+PROCESSES ?= $(shell nproc 2>/dev/null || echo 1)
 PYTEST := -m pytest $(if $(filter-out 1,$(PROCESSES)),--numprocesses $(PROCESSES) \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 
-.PHONY: help install lock quickstart test test-fast test-oldest fuzz gpu-day lint docs clean
+.PHONY: help install lock quickstart test test-all test-fast test-oldest fuzz gpu-day lint docs clean
 
 help:
-	@echo "make quickstart   train on built-in identities, evaluate on unseen ones, search; writes quickstart/report.html"
-	@echo "make test         all tests"
+	@echo "make quickstart   train on drawn identities, evaluate on unseen ones, fill a gallery; writes quickstart/report.html"
+	@echo "make test         the tests that guard behaviour, in about ten minutes on two cores"
+	@echo "make test-all     these and the second ring: everything, in about forty minutes"
 	@echo "make test-fast    the tests without the slow ones, for the inner loop"
 	@echo "make test-oldest  all tests with torch $(OLDEST_TORCH), the oldest supported, in $(OLDEST)"
 	@echo "make fuzz         fuzz targets of readers and routes; SECONDS=300 TARGET=rec SEED=7; inputs that fail go to fuzz-failures/"
@@ -56,10 +57,13 @@ quickstart: install
 	$(VENV)/bin/plsc quickstart --out quickstart
 
 test: install
-	$(VENV)/bin/python $(PYTEST)
+	$(VENV)/bin/python $(PYTEST) -m "not exhaustive"
+
+test-all: test
+	$(VENV)/bin/python $(PYTEST) -m exhaustive
 
 test-fast: install
-	$(VENV)/bin/python $(PYTEST) -m "not slow"
+	$(VENV)/bin/python $(PYTEST) -m "not exhaustive and not slow"
 
 test-oldest: $(OLDEST)/.installed
 	$(OLDEST)/bin/python $(PYTEST)

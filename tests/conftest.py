@@ -15,6 +15,7 @@ for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share
 
 from support.interpreter import Interpreter  # noqa: E402
 from support.ranks import RankPool  # noqa: E402
+from support.rings import SecondRing  # noqa: E402
 from support.time_limit import time_limit  # noqa: E402
 
 
@@ -81,12 +82,17 @@ def pytest_runtest_call() -> Iterator[None]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked gpu say why they do not run where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the second ring. Tests marked gpu say why they do not run where there is none."""
+    rings = SecondRing((Path(__file__).parent / "second_ring.txt").read_text(encoding="utf-8"))
+    for item in items:
+        if rings.holds(item.nodeid.removeprefix("tests/")):
+            item.add_marker("exhaustive")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if config.args == config.getini("testpaths") and rings.unused:  # everything was collected
+        raise pytest.UsageError(f"tests/second_ring.txt names nothing by {rings.unused}")
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
@@ -103,6 +109,10 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 DESELECTED = pytest.StashKey[int]()
+LEFT_OUT = {
+    "not exhaustive": "the second ring, which repeats the first on other options; 'make test-all'",
+    "not exhaustive and not slow": "slow tests (training, kills, wheels, large tables); 'make test', 'make test-all'",
+}
 SKIP_HINTS = {
     "needs Chromium": "the page's tests; install Chromium to run them (Debian, Ubuntu: apt-get install chromium)",
     "needs a CUDA device": "GPU tests; run them on a machine with an NVIDIA GPU",
@@ -119,8 +129,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         count = sum(reason in text for text in reasons)
         if count:
             terminalreporter.write_line(f"{count} skipped: {hint}")
-    if config.getoption("markexpr") == "not slow":
+    left_out = LEFT_OUT.get(config.getoption("markexpr"))
+    if left_out is not None:
         count = len(terminalreporter.stats.get("deselected", [])) or config.stash.get(DESELECTED, 0)
-        terminalreporter.write_line(
-            f"{count} left out: slow tests (training, kills, wheels, large tables); 'make test'"
-        )
+        terminalreporter.write_line(f"{count} left out: {left_out}")

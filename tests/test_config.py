@@ -35,14 +35,14 @@ def other_value(entry: Key) -> Any:
         return 120.0 if entry.name == "head.norm_high" else 1.5
     if entry.name in ("data.image_size", "data.mean", "data.std"):  # [data] bounds them together
         return {"data.image_size": (64, 32), "data.mean": 120.5, "data.std": (58.395, 57.12, 57.375)}[entry.name]
-    if entry.choices:
+    if entry.choices and entry.kind is str:
         value: Any = next(choice for choice in entry.choices if choice != entry.default)
     elif entry.kind is bool:
         value = not entry.default
     elif entry.kind is str:
         value = 'a "quoted" \\ näme\x7f'
     elif entry.kind is int:
-        value = (entry.default or 5) + 3
+        value = 8
     else:
         value = 0.625
     if entry.is_list:
