@@ -37,7 +37,9 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     report = None if args.serve and paths.report.exists() else _run_steps(paths)
     if args.serve:
         print(f"\n{paths.gallery.serve_command}", flush=True)
-        raise SystemExit(main(paths.gallery.serve_arguments))
+        code = main(paths.gallery.serve_arguments)
+        if code:
+            raise SystemExit(code)
     return report
 
 

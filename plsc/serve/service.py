@@ -210,8 +210,9 @@ class Service:
         return await self.in_filter(self.deadline(None), filter_warnings, self.store, collection, filter)
 
     def forget(self, collection: str) -> None:
-        """Drop what is remembered of a collection, which was created or deleted."""
-        self._remembered.pop(collection, None)
+        """Drop what is remembered of a collection, which was created or deleted, and the statistics of all."""
+        for name in (collection, ""):
+            self._remembered.pop(name, None)
 
     def deadline(self, milliseconds: int | None) -> float:
         """Deadline in ``time.monotonic()``: the caller's, or the service's limit where that is earlier."""

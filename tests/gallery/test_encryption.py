@@ -197,7 +197,7 @@ def test_a_key_that_cannot_be_erased_refuses_the_next_write_until_it_can(
 
     with monkeypatch.context() as patch:
         patch.setattr("plsc.gallery.sqlite.keys.os.pwrite", fail)
-        with pytest.raises(StorageError, match=r"keys cannot be written: 1 keys? of persons who were deleted"):
+        with pytest.raises(StorageError, match=r"keys cannot be written: 1 keys? of deleted people"):
             store.delete_person(GALLERY, made[0].id)
         assert store.search(GALLERY, faces(1), k=1)[0][0].person != made[0].id
         with pytest.raises(StorageError, match="keys cannot be written"):

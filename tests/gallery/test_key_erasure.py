@@ -142,7 +142,7 @@ def test_a_key_whose_erasure_is_not_synced_is_erased_again(
 
     with monkeypatch.context() as patch:
         patch.setattr("plsc.gallery.sqlite.keys.os.fdatasync", fail)
-        with pytest.raises(StorageError, match=r"keys cannot be written: 1 keys? of persons who were deleted"):
+        with pytest.raises(StorageError, match=r"keys cannot be written: 1 keys? of deleted people"):
             store.delete_person(GALLERY, made[0].id)
         with pytest.raises(StorageError, match="keys cannot be written"):
             store.compact()

@@ -104,6 +104,12 @@ def test_search_is_what_float64_says(live):
         assert (answer["approximate"], answer["recall"]) == (False, 1.0)
 
 
+def test_the_recall_of_a_collection_that_was_just_made_is_known(live):
+    asked = {"query": {"vector": vectors(1, 0)[0].tolist()}}
+    for name in ("older", "newer"):  # the statistics of the first search are remembered for a second
+        assert live.ask("POST", f"{live.collection(name)}/search", asked).json()["recall"] == 1.0
+
+
 def test_the_recall_of_an_approximate_search_is_told_for_what_it_was_measured_for(live, monkeypatch):
     place = live.collection("approximate")
 
