@@ -2,7 +2,7 @@
 
     python tests/planted.py [--only WORD] [--list] [--whole] [--processes N]
 
-A defect is caught by ``make test`` where a test outside of the marker "exhaustive" fails, by ``make test-all`` where one
+A defect is caught by ``make test`` where a test without the marker "exhaustive" fails, by ``make test-all`` where one
 within it does, and survives where none does. The tests are those of the files that guard it (all, with ``--whole``),
 which have to pass without any defect. The exit status is 1 where a defect survives, or ``make test`` catches fewer
 than nine of ten.
