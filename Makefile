@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 # Processes that tests run in: one for each core. Each takes whole files of tests, and starts ranks of its own. One that a
 # hanging test ends is not replaced: the run ends, and names the test.
 PROCESSES ?= $(shell nproc 2>/dev/null || echo 1)
+# Hundreds of processes import the same modules: they keep what they compile, whatever the caller's environment says.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := -m pytest $(if $(filter-out 1,$(PROCESSES)),--numprocesses $(PROCESSES) \
 	--dist loadfile --no-loadscope-reorder --max-worker-restart 0)
 
