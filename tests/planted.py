@@ -1,11 +1,11 @@
-"""Plants each defect of planted_defects.py in a copy of this checkout, and tells which ring of tests catches it.
+"""Plants each defect of tests/planted_defects in a copy of this checkout, and tells which ring of tests catches it.
 
     python tests/planted.py [--only WORD] [--list] [--whole] [--processes N]
 
-A defect is caught by ``make test`` where a test without the marker "exhaustive" fails, by ``make test-all`` where one
-within it does, and survives where none does. The tests are those of the files that guard it (all, with ``--whole``),
-which have to pass without any defect. The exit status is 1 where a defect survives, or ``make test`` catches fewer
-than nine of ten.
+A defect is caught by ``make test`` where a test outside of the marker "exhaustive" fails, by ``make test-all`` where
+one within it does, and survives where none does. The tests are those of the files that guard it, or all with
+``--whole``; they have to pass without any defect. The exit status is 1 where a defect survives, or where ``make test``
+catches fewer than nine of ten.
 """
 
 import argparse

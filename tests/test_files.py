@@ -53,6 +53,33 @@ def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path
     assert {path.name for path in tmp_path.iterdir()} == kept
 
 
+def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    replace = Path.replace
+
+    def renaming(self: Path, target: Path) -> Path:
+        events.append(f"rename {target.name}")
+        return replace(self, target)
+
+    monkeypatch.setattr(files, "sync", lambda path: events.append(f"sync {path.name}"))
+    monkeypatch.setattr(Path, "replace", renaming)
+    with files.atomic_write(tmp_path / "file") as tmp_file:
+        tmp_file.touch()
+    assert events == [f"sync {tmp_file.name}", "rename file", f"sync {tmp_path.name}"]
+    events.clear()
+    with files.atomic_write_group([tmp_path / "main", tmp_path / "other"]) as group:
+        for tmp_file in group:
+            tmp_file.touch()
+    written = [f"sync {tmp_file.name}" for tmp_file in group]
+    folder = f"sync {tmp_path.name}"
+    assert events == [*written, folder, "rename main", folder, "rename other", folder]
+    events.clear()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "inner").touch()
+    files.atomic_replace_dir(tmp_path / "new", tmp_path / "folder")
+    assert events == ["sync inner", "sync new", "rename folder", folder]
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_folder_is_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     if not exchange:

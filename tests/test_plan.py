@@ -235,9 +235,9 @@ def test_groups_stop_what_is_gathered_from_growing():
 
 
 def test_a_table_elsewhere_leaves_the_gpu_free_and_costs_its_bus():
-    def planned(placement: str) -> Plan:
+    def planned(placement: str, sample_rate: float = 1.0) -> Plan:
         tree = configuration.to_dict(settings(batch=256))
-        tree["head"]["placement"] = placement
+        tree["head"] |= {"placement": placement, "sample_rate": sample_rate}
         return plan(configuration.from_dict(tree), 20_000_000, replace(CARD, host_memory=100 * GIB))
 
     device, host, file = (planned(placement).configured for placement in ("device", "host", "mmap:table.bin"))
@@ -246,6 +246,10 @@ def test_a_table_elsewhere_leaves_the_gpu_free_and_costs_its_bus():
     assert host.timing.seconds == file.timing.seconds > device.timing.seconds
     assert host.timing.parts["host bus, not hidden"] > 0
     assert all(estimate.fits for estimate in (device, host, file))
+    for rate, row in ((1.0, 1544 + 1024), (0.5, 1544)):  # an exact step's weights come once more, for the second pass
+        timing = planned("host", rate).configured.timing
+        seconds = timing.parts.get("host bus, not hidden", 0.0) + timing.hidden["host bus"]
+        assert seconds * CARD.links.bus == pytest.approx(rate * 20_000_000 * row)
 
 
 def test_groups_are_those_of_the_configuration():

@@ -222,7 +222,7 @@ def test_training_that_does_not_repeat_or_is_wrong_is_named(doctor, monkeypatch)
         run = real(*args)
         calls.append(run)
         scale = 1.001 if len(calls) % 2 else 1.0
-        return training.Run([loss * scale for loss in run.losses], run.weights)
+        return training.Run([*run.losses[:-1], run.losses[-1] * scale], run.weights)
 
     monkeypatch.setattr(training, "train", drifting)
     code, sections, _ = doctor("training")

@@ -158,6 +158,17 @@ def test_a_model_that_answers_nan_is_refused(tmp_path: Path) -> None:
     assert contents(tmp_path) == []
 
 
+def test_a_written_file_that_answers_nan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: Path, real: Any = export.load_model) -> Any:
+        monkeypatch.setattr(export.TorchEngine, "run", lambda self, images: torch.full((len(images), DIM), torch.nan))
+        return real(path)
+
+    monkeypatch.setattr(export, "load_model", load)
+    with pytest.raises(DataError, match="its embeddings are off by inf"):
+        export.export_insightface(small("mobilefacenet"), tmp_path / "m.pt")
+    assert contents(tmp_path) == []
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")

@@ -46,11 +46,11 @@ class Pictures(ImageDataset):
 
 
 def stand_in(seed: int = 0, scale: float = 1.0) -> Any:
-    """An embedder of 8 dimensions: a fixed linear map."""
+    """An embedder of 8 dimensions: a fixed linear map, of grey to 0, so that a black image has an embedding too."""
     weight = torch.randn(3 * SIZE * SIZE, 8, generator=torch.Generator().manual_seed(seed)) * scale
 
     def embed(images: torch.Tensor) -> torch.Tensor:
-        return images.flatten(1).float() @ weight / 255
+        return (images.flatten(1).float() - 128) @ weight / 255
 
     contract = Preprocessing(SIZE)
     embedder = SimpleNamespace(

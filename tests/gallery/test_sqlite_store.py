@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite import compaction
 from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person, open_store
+from plsc.gallery.store import IdempotentRequest, NewPerson, Person, open_store
 from plsc.gallery.transfer import export_set, import_set
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
@@ -278,6 +279,31 @@ def test_a_filter_is_remembered_only_while_nothing_changes(tmp_path: Path) -> No
     store.update_person(GALLERY, one.id, metadata={"on": 1})
     assert [match.person for match in store.search(GALLERY, faces(1), filter=truth)[0]] == [other.id]
     assert [match.person for match in store.search(GALLERY, faces(1), filter=number)[0]] == [one.id]
+    store.delete_person(GALLERY, one.id)
+    assert store.search(GALLERY, faces(1), filter=number) == [[]]
+    store.close()
+
+
+def test_commits_are_synced_by_every_connection(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    for connection in (store._database.writing, store._database.reading):
+        with connection() as db:
+            assert db.execute("PRAGMA synchronous").fetchone() == (2,), "2 is FULL"
+    store.close()
+
+
+def test_answers_are_forgotten_behind_a_write_under_way(tmp_path: Path) -> None:
+    store = open_people(tmp_path / "store")
+    with ThreadPoolExecutor(1) as thread:
+        forgetting: list[Future[int]] = []
+
+        def answer(result: object) -> tuple[int, bytes]:
+            forgetting.append(thread.submit(store.forget_answers, "2990-01-01T00:00:00.000Z", 0))
+            assert not wait(forgetting, 0.2).done
+            return 201, b""
+
+        store.add_persons(GALLERY, [NewPerson(faces(1))], MODEL, idempotent=IdempotentRequest("t", "k", b"", answer))
+        assert forgetting[0].result(60) == 1
     store.close()
 
 

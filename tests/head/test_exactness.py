@@ -141,6 +141,13 @@ def test_five_steps_on_any_world(ranks, world, classes, batch):
     assert_equal_steps(got, dense_steps(MARGINS["arcface"][1], problem, 5), problem[0], 1e-9)
 
 
+def test_elasticface_plus_gives_the_hardest_samples_the_largest_margins():
+    margin = plsc.ElasticFace(m=0.35, std=0.1, base="cos", plus=True)
+    cos = torch.tensor([0.9, -0.5, 0.2, 0.6], dtype=torch.float64)
+    drawn = cos - margin.phi(cos, None, {}, torch.Generator().manual_seed(3))
+    assert drawn.argsort().tolist() == [0, 3, 2, 1]
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 53, 1000])
 def test_any_chunk_size(ranks, chunk):
     problem = make_problem(53, 12)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from reference import Oracle, relative_error
 
 import plsc
-from plsc.head.sampling import sample_classes, sample_with_fixed_size
+from plsc.head.sampling import ClassSampler, sample_classes, sample_with_fixed_size
 from plsc.head.sharded_head import softmax_of
 
 
@@ -106,6 +106,11 @@ def test_another_step_takes_other_negatives_and_the_same_seed_the_same():
     assert torch.equal(first[1], again[1])
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first[0], other[0])
+
+
+def test_shards_draw_independently():
+    first, second = (ClassSampler(start, start + 1000, 0.1, 0, torch.device("cpu")) for start in (0, 1000))
+    assert not torch.equal(first.draw(torch.tensor([7]), 0), second.draw(torch.tensor([1007]), 0))
 
 
 def test_low_precision_rows_outside_the_sample_are_bit_unchanged():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import plsc.models
-from plsc.models import Backbone
+from plsc.models import Backbone, vit
 
 # Small in each family: what they share with the large ones is code, not numbers.
 CHEAP = {"iresnet18", "mobilefacenet", "mobilefacenet_large", "resnet8", "vit_tiny"}
@@ -169,6 +169,11 @@ def test_dropout_acts_in_training_only_and_has_no_keys() -> None:
                 module.eval()
         model.dropout.train()
         assert not torch.equal(model(images(2, 32)), model(images(2, 32)))
+
+
+def test_branches_that_are_kept_make_up_for_those_that_are_dropped() -> None:
+    block = vit.Block(8, drop_path=0.75)
+    assert set(block._drop_path(torch.ones(200, 1, 1)).unique().tolist()) == {0.0, 4.0}
 
 
 def test_masked_patches_train_the_mask_token_and_leave_evaluation_alone() -> None:

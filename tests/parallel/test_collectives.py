@@ -32,6 +32,14 @@ def test_each_rank_keeps_its_rows_of_the_sum(ranks, sizes):
         assert torch.equal(got, want)
 
 
+def largest(mesh: Mesh) -> torch.Tensor:
+    return collectives.all_reduce_max(torch.tensor([float(mesh.rank), -float(mesh.rank)]), mesh)
+
+
+def test_every_rank_has_the_largest_of_each_element(ranks):
+    assert [each.tolist() for each in ranks(3, largest)] == [[2.0, 0.0]] * 3
+
+
 def objects(mesh: Mesh) -> tuple[list[int], int]:
     return collectives.all_gather_object(mesh.rank, mesh), collectives.broadcast_object(mesh.rank + 7, mesh)
 

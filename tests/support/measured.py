@@ -26,6 +26,7 @@ LIBRARIES = (
 KILL_SECONDS = 20  # of CPU: far beyond the contract, so that the figure of a slow refusal is still told
 KILL_BYTES = 4 << 30  # of address space beyond the libraries'
 HANG_SECONDS = 120
+CHECKOUT = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])  # not the package that is installed
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Commands:
     """Runs ``plsc`` commands in forks of a process that has imported the libraries."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": CHECKOUT}
         self._process = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
         )

@@ -155,8 +155,10 @@ def test_a_run_keeps_the_checkpoint_of_its_best_evaluation(tmp_path: Path, ranks
 def test_a_best_checkpoint_outlives_the_newer_ones(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"epochs": None, "steps": 6, "eval.every_steps": 2, "checkpoint.every_steps": 0}
     changes |= {"checkpoint.keep.last": 1, "checkpoint.keep.best": 1}
-    ranks(1, rated, tmp_path, changes, [0.7, 0.6, 0.5])
+    ranks(1, rated, tmp_path, changes, [0.7, 0.6, 0.7])
     assert names(CheckpointFolder(tmp_path / "checkpoints", ALONE)) == ["latest", "step-00000002", "step-00000006"]
+    state = json.loads((tmp_path / "checkpoints/step-00000006/state.json").read_text())
+    assert state["best"] == {"step": 2, "accuracy": 0.7}
 
 
 @pytest.mark.slow

@@ -52,7 +52,8 @@ run(mesh, own, {CHANGES})
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", "--monitor-interval", "0.1", *words]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join(str(folder) for folder in Path(__file__).parents[1:3])  # this checkout's package
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=2 * HANG_SECONDS, check=False
     )

@@ -10,6 +10,8 @@ import torch
 from support.tiny_runs import TINY, losses, register_tiny, run
 
 from plsc.errors import PlscError
+from plsc.optim.verdict import Verdict
+from plsc.train.components import MovingAverage
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
@@ -295,6 +297,35 @@ def average_by_hand(mesh: Any, out: Path) -> list[tuple[str, float]]:
         for name, value in last.items()
         if not name.endswith("num_batches_tracked")
     ]
+
+
+def test_a_skipped_step_leaves_the_moving_average() -> None:
+    average = MovingAverage({"weight": torch.zeros(2)}, 0.9)
+    for skips, expected in ((1.0, 0.0), (0.0, 0.9), (1.0, 0.9)):  # the first update of all weighs 0.9
+        average.update({"weight": torch.ones(2)}, Verdict(torch.tensor([skips])))
+        torch.testing.assert_close(average.values["weight"], torch.full((2,), expected))
+
+
+def seeds_of_steps(mesh: Any, out: Path) -> list[int]:
+    """The seed of torch's generator at each step's first pass."""
+    from plsc.train import step
+
+    seeds: list[int] = []
+    take = step.Stepper._backward
+
+    def noting(self: Any, group: Any) -> torch.Tensor:
+        seeds.append(torch.initial_seed())
+        return take(self, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step.Stepper, "_backward", noting)
+        run(mesh, out, {"data.batch_size": 6, "epochs": 1})
+    return seeds
+
+
+def test_every_rank_draws_other_numbers_at_every_step(tmp_path: Path, ranks: Ranks) -> None:
+    seeds = [seed for of_rank in ranks(2, seeds_of_steps, tmp_path) for seed in of_rank]
+    assert len(set(seeds)) == len(seeds) == 2 * 5
 
 
 def test_the_moving_average_is_what_is_shipped(tmp_path: Path, ranks: Ranks) -> None:

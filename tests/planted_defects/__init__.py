@@ -1,0 +1,11 @@
+"""Defects for tests/planted.py: each is a realistic mistake in one line, and the tests that guard against it.
+
+Add one where a bug was found that no test would have told, beside the test that now does.
+"""
+
+from planted_defects.defect import Defect as Defect
+from planted_defects.defect import planted as planted
+from planted_defects.training import TRAINING
+from planted_defects.using import USING
+
+DEFECTS = (*TRAINING, *USING)
