@@ -189,8 +189,8 @@ TRAINING = (
     Defect(
         "micro-batches of a pipeline end with a single image",
         "plsc/parallel/strategies/pipeline.py",
-        "rows = [*own[:-1], max(own[-1], 2)]",
-        "rows = [*own[:-1], max(own[-1], 1)]",
+        "max(own[-1], self.wrapping.least_images)]",
+        "max(own[-1], 1)]",
         ("tests/parallel/strategies/test_pipeline.py",),
     ),
     Defect(
@@ -289,9 +289,9 @@ TRAINING = (
     Defect(
         "a run that goes on with another batch size jumps in its schedule",
         "plsc/train/state.py",
-        "round(step * now / then)",
-        "round(step * then / now)",
-        ("tests/train/test_resume.py",),
+        "return (loader.epoch + 1) * steps_per_epoch(components)",
+        "return loader.epoch * steps_per_epoch(components)",
+        ("tests/train/test_finished.py",),
     ),
     Defect(
         "all ranks hash the same share of a checkpoint's files",
@@ -334,9 +334,9 @@ TRAINING = (
     Defect(
         "photos lie on their side",
         "data/codec.py",
-        "dtype=torch.uint8), _RGB, True)",
-        "dtype=torch.uint8), _RGB, False)",
-        ("tests/data/test_codec.py",),
+        "return _turned(pixels, exif_orientation(exif)) if exif else pixels",
+        "return pixels",
+        ("tests/data/test_orientation.py",),
     ),
     Defect(
         "records are written that begin between words",
