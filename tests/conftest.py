@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
+
+hypothesis.settings.register_profile("plsc", deadline=None)  # a busy machine is no failure
+hypothesis.settings.load_profile("plsc")
 
 for folder in (Path(__file__).parent, Path(__file__).parents[1]):  # tests share reference.py and support/;
     sys.path.insert(0, str(folder))  # the pool's workers import the test modules by their full names

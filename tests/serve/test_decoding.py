@@ -1,6 +1,7 @@
 """Pictures are decoded in processes with budgets: a hostile one costs its sender alone."""
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -70,7 +71,11 @@ def child_of(process: DecodeProcess) -> psutil.Process:
 
 
 def children() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "plsc.serve.decode_process" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has ended, perhaps just now
+            found += [child] if "plsc.serve.decode_process" in child.cmdline() else []
+    return found
 
 
 @pytest.mark.parametrize(
