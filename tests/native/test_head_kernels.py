@@ -151,9 +151,9 @@ def test_weights_are_the_same_bits_for_every_chunk_size_and_number_of_threads(pa
     ways = [{"chunk_classes": size} for size in (256, 512, 768, 4096)]
     ways += [{"threads": 3}] if path != "torch" else []
     results = [trained(70, 64, 1500, steps=1, **way, **options)[2].weight.detach() for way in ways]
-    last_place = 3e-7 if path == "torch" else 0.0  # PyTorch's first pass sums by chunks, and log Z moves with them
+    last_place = 1e-6 if path == "torch" else 0.0  # PyTorch's first pass sums by chunks, and log Z moves with them
     for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=last_place, atol=0.0)
+        torch.testing.assert_close(result, results[0], rtol=0.0, atol=last_place)
 
 
 def test_rows_that_take_no_part_keep_every_bit(path):
