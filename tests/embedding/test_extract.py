@@ -206,7 +206,7 @@ def test_a_folder_in_use_stops_every_rank(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_embeddings_that_are_not_finite(tmp_path: Path) -> None:
-    summary = run(ONE, tmp_path / "half", Pictures(30), embedder=stand_in(scale=1860), dtype="float16")
+    summary = run(ONE, tmp_path / "half", Pictures(30), embedder=stand_in(scale=4500), dtype="float16")
     made = EmbeddingSet(tmp_path / "half")
     assert 0 < summary["errors"] < 30
     assert np.isfinite(made.rows(0, 30)).all()
