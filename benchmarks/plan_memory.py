@@ -100,7 +100,7 @@ def _config(args: argparse.Namespace, classes: int) -> Config:
                 "image_size": args.image_size,
                 "batch_size": args.batch,
                 "workers": 0,
-                "cache": "never",
+                "cache": "none",
             },
             "head": {"weight_dtype": args.weights, "momentum_dtype": args.momentum, "sample_rate": args.sample_rate},
             "optim": {"name": args.optimizer},
