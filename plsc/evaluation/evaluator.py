@@ -68,7 +68,7 @@ class EvaluationSet:
 
 def evaluate(
     embed: Embed,
-    sets: Sequence[str],
+    sets: Sequence[str | EvaluationSet],
     *,
     image_size: ImageSize,
     interpolation: str = BILINEAR,
@@ -89,7 +89,8 @@ def evaluate(
 
     Args:
         embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) anywhere.
-        sets: .bin files of pairs; folders, lists, .rec files and ``avatars:…`` of identities not trained on.
+        sets: .bin files of pairs; folders, lists, .rec files and ``avatars:…`` of identities not trained on; or
+            what :func:`open_set` returned for one.
         image_size: of the images that ``embed`` takes: the side of squares in pixels, or (height, width).
         interpolation: by which pictures are resized to it.
         mesh: the ranks that share the work; all must call.
@@ -112,8 +113,9 @@ def evaluate(
             embedding is not finite.
     """
     results = {}
-    for source, name in zip(sets, set_names(sets), strict=True):
-        data = open_set(source, name, image_size)
+    names = set_names([data.name if isinstance(data, EvaluationSet) else data for data in sets])
+    for source, name in zip(sets, names, strict=True):
+        data = source if isinstance(source, EvaluationSet) else open_set(source, name, image_size)
         embedded = embed_images(
             embed,
             data.images,

@@ -425,7 +425,7 @@ def _optimizer_maker(config: Config, strategy: Strategy) -> Callable[[list[dict[
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         trust_coefficient=optim.trust_coefficient,
-        fused=strategy.steps_on_device and not Verdict.host_decides(strategy.mesh.device),
+        fused=strategy.steps_on_device or Verdict.host_decides(strategy.mesh.device),
         state_dtype=optim.state_dtype,
         compiled=config.compile or strategy.mesh.device.type != "cpu",
     )
