@@ -10,7 +10,7 @@ import plsc.models
 from plsc.models import Backbone, vit
 
 # Small in each family: what they share with the large ones is code, not numbers.
-CHEAP = {"iresnet18", "mobilefacenet", "mobilefacenet_large", "resnet8", "vit_tiny"}
+CHEAP = {"iresnet18", "mobilefacenet", "mobilefacenet_large", "resnet7", "resnet8", "vit_tiny"}
 NAMES = (*plsc.models.names(), "timm:test_vit", "timm:test_resnet", "turned:resnet8")
 RUN_NAMES = tuple(name for name in NAMES if name in CHEAP or name.startswith("timm:"))
 DIM = 24

@@ -19,6 +19,7 @@ def test_names_are_the_families_in_order_of_size() -> None:
         "iresnet200",
         "mobilefacenet",
         "mobilefacenet_large",
+        "resnet7",
         "resnet8",
         "vit_tiny",
         "vit_small",

@@ -1,7 +1,9 @@
-"""ResNet-8: eight layers for small images, trained in minutes on a CPU.
+"""ResNet-8 and ResNet-7: eight or seven layers for small images, trained in minutes on a CPU.
 
 A strided stem, then three basic blocks (He et al., 2016), each of which halves the map; the shortcut averages before
 its 1x1 convolution ("ResNet-D", He et al., 2019). The last map is flattened, not averaged, which keeps its positions.
+ResNet-7 leaves out the last convolution, on a map of 3x3 for images of 48 pixels: it has 61% of the weights, and
+learns more in a short run.
 """
 
 import math
@@ -20,13 +22,12 @@ WIDTHS = (32, 64, 128, 256)
 
 
 class StridedBlock(nn.Module):
-    """Conv 3x3 of stride 2, conv 3x3, plus the averaged input. (B, C, H, W) -> (B, C', H/2, W/2)."""
+    """Conv 3x3 of stride 2, conv 3x3 unless ``single``, plus the averaged input. (B, C, H, W) -> (B, C', H/2, W/2)."""
 
-    def __init__(self, channels_in: int, channels: int) -> None:
+    def __init__(self, channels_in: int, channels: int, *, single: bool) -> None:
         super().__init__()
-        self.residual = nn.Sequential(
-            *_convolution(channels_in, channels, 3, stride=2), nn.ReLU(), *_convolution(channels, channels, 3)
-        )
+        second = () if single else (nn.ReLU(), *_convolution(channels, channels, 3))
+        self.residual = nn.Sequential(*_convolution(channels_in, channels, 3, stride=2), *second)
         self.shortcut = nn.Sequential(nn.AvgPool2d(2), *_convolution(channels_in, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,13 +35,20 @@ class StridedBlock(nn.Module):
         return torch.relu(self.residual(x) + self.shortcut(x))
 
 
-class ResNet8(Backbone):
-    """Stem, three blocks, one linear layer over all positions, batch normalisation."""
+class SmallResNet(Backbone):
+    """Stem, three blocks, one linear layer over all positions, batch normalisation.
 
-    def __init__(self, embedding_dim: int, image_size: ImageSize) -> None:
-        super().__init__("resnet8", embedding_dim, image_size)
+    Args:
+        depth: layers, 8 or 7.
+        embedding_dim: D.
+        image_size: side in pixels, or (height, width).
+    """
+
+    def __init__(self, depth: int, embedding_dim: int, image_size: ImageSize) -> None:
+        super().__init__(f"resnet{depth}", embedding_dim, image_size)
         self.stem = nn.Sequential(*_convolution(3, WIDTHS[0], 3, stride=2), nn.ReLU())
-        self.blocks = nn.Sequential(*(StridedBlock(a, b) for a, b in pairwise(WIDTHS)))
+        blocks = [StridedBlock(a, b, single=depth == 7 and b == WIDTHS[-1]) for a, b in pairwise(WIDTHS)]
+        self.blocks = nn.Sequential(*blocks)
         self.embed = nn.Sequential(
             nn.Flatten(),
             nn.Linear(WIDTHS[-1] * positions(image_size), embedding_dim, bias=False),
@@ -68,10 +76,17 @@ def _convolution(channels_in: int, channels: int, kernel: int, *, stride: int = 
 @register_inference("blocks.0.residual.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     embedding_dim, flat = state["embed.1.weight"].shape
-    return Architecture("resnet8", embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
+    name = "resnet8" if "blocks.2.residual.3.weight" in state else "resnet7"
+    return Architecture(name, embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
+
+
+@register
+def resnet7(embedding_dim: int, image_size: ImageSize) -> Backbone:
+    """0.9 M parameters at 48x48 and D = 128, and four fifths of ResNet-8's arithmetic: the quickstart's."""
+    return SmallResNet(7, embedding_dim, image_size)
 
 
 @register
 def resnet8(embedding_dim: int, image_size: ImageSize) -> Backbone:
     """1.5 M parameters at 48x48 and D = 128: for small images and for trying things out."""
-    return ResNet8(embedding_dim, image_size)
+    return SmallResNet(8, embedding_dim, image_size)
