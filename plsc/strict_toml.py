@@ -175,7 +175,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UsageError:
         raise
     except ValueError as error:  # tomllib's, and Python's of a number of 4,300 digits
-        raise UsageError(f"{path} is not TOML: {first_line(error)}") from None
+        raise UsageError(f"{path} is not TOML: {first_line(error)}{_about_backslashes(text)}") from None
+
+
+def _about_backslashes(text: str) -> str:
+    r"""What to do where a Windows path stands in double quotes, in which ``\U`` begins the number of a letter."""
+    path = re.search(r"""=\s*\[?\s*("[^"\n]*\\[^"\n]*")""", text)
+    if path is None or read_toml_value(path[1]) != path[1]:  # what is no TOML comes back as it is
+        return ""
+    quoted = path[1].replace('"', "'")
+    return f"; write {quoted} in single quotes, or double each backslash"
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:

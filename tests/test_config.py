@@ -200,6 +200,8 @@ def test_numbers_must_be_finite_and_in_range(entry: Key, text: str) -> None:
         ("[eval]\nsets = [1]", "it takes a list of strings"),
         ("epochs = ", "is not TOML"),
         ("epochs = 1\nepochs = 2", "is not TOML"),
+        ('[data]\ntrain = "C:\\Users\\me"', "; write 'C:\\Users\\me' in single quotes, or double each backslash"),
+        ('[eval]\nsets = ["D:\\Data"]', "; write 'D:\\Data' in single quotes"),
     ],
 )
 def test_what_is_wrong_is_named(text: str, message: str, tmp_path: Path) -> None:
