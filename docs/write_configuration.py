@@ -7,7 +7,6 @@ committed page with the code.
 """
 
 import dataclasses
-import typing
 from pathlib import Path
 
 from plsc import config, losses
@@ -28,7 +27,8 @@ plsc train avatars_quickstart --out runs/first --steps 100 --optim.lr 0.05
 ```
 
 An unknown key, a value of the wrong type and a value out of range are errors that name the key and the nearest
-right one. `plsc train --list-keys` prints these tables as text. A run writes its complete configuration to
+right one. `plsc train --list-keys` prints these tables as text, `--list-keys optim` a section, `--list-keys lr` every
+key that is about a word; behind a CONFIG, with its values. A run writes its complete configuration to
 `RUN/config.toml`.
 
 A list is written `["a.bin", "b/"]` in TOML and `a.bin,b/` on the command line. Tables, those of `[optim.groups]` and
@@ -69,18 +69,10 @@ def page() -> str:
 def _heading(section: str) -> str:
     if not section:
         return "## The run\n\nThese keys stand at the top of the file, before the first section.\n"
-    _, _, meaning = (_schema(section).__doc__ or "").partition(": ")
+    meaning = config.section_meaning(section)
     first = meaning.partition(" ")[0]
     sentence = f"`{first}`{meaning.removeprefix(first)}" if "." in first else meaning[0].upper() + meaning[1:]
     return f"## `[{section}]`\n\n{sentence}\n"
-
-
-def _schema(section: str) -> type:
-    """The dataclass of a section by its dotted name."""
-    schema: type = config.Config
-    for part in section.split("."):
-        schema = typing.get_type_hints(schema)[part]
-    return schema
 
 
 def _table(keys: list[Key]) -> str:

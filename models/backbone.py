@@ -7,11 +7,10 @@ state_dict (.pt), which has no name in it. Configurations, ``plsc plan``, export
 new name from the registry.
 """
 
-import difflib
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,6 +21,7 @@ from plsc.errors import DataError, UsageError
 from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
 from plsc.models.preprocessing import image_size as checked_image_size
 from plsc.models.recompute import Segment, innermost_blocks, recompute_in_backward
+from plsc.nearest import did_you_mean
 
 SIZE_STEP = 16  # every convolutional family halves the image four times
 MIN_SIZE = 32
@@ -191,12 +191,6 @@ def count_blocks(state: Mapping[str, Tensor], pattern: str) -> int:
     """Return one more than the largest number that ``pattern``'s group matches in the keys; 0 without a match."""
     numbers = [int(match[1]) for key in state if (match := re.match(pattern, key))]
     return max(numbers, default=-1) + 1
-
-
-def did_you_mean(wrong: str, known: Iterable[str]) -> str:
-    """Return ``"; did you mean X?"`` for the nearest of ``known``, or an empty string."""
-    matches = difflib.get_close_matches(wrong.lower(), list(known), n=1, cutoff=0.4)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def _builder(name: str) -> Builder:

@@ -11,11 +11,11 @@ from plsc.models.backbone import (
     Backbone,
     Builder,
     create,
-    did_you_mean,
     in_full_precision,
     register_prefix,
 )
 from plsc.models.preprocessing import ImageSize, check_square, size_text
+from plsc.nearest import did_you_mean
 
 TIMM_PREFIX = "timm:"
 # The prefix of the name and that of the keys are in model files, so they keep these words.

@@ -261,6 +261,8 @@ _PLAIN = {
 
 def _entries(key: str, value: Any, values: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(section, line) of our keys for one of theirs; empty where there is none."""
+    if key == "warmup_epoch" and value is not None and value < 0:
+        return [("optim", f"warmup_epochs = 0  # {value} there: no warm-up")]
     if key in _PLAIN and value is not None:
         section, name = _PLAIN[key]
         return [(section, f"{name} = {toml_value(value)}")]

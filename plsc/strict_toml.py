@@ -9,7 +9,6 @@ be turned into one line each, and every command that reads a configuration would
 """
 
 import dataclasses
-import difflib
 import re
 import tomllib
 import typing
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import DataError, UsageError, first_line
+from plsc.nearest import did_you_mean, nearest
 from plsc.text_files import read_text
 from plsc.toml_keys import Key, keys_of, read_toml_value, toml_value
 
@@ -175,7 +175,16 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UsageError:
         raise
     except ValueError as error:  # tomllib's, and Python's of a number of 4,300 digits
-        raise UsageError(f"{path} is not TOML: {first_line(error)}") from None
+        raise UsageError(f"{path} is not TOML: {first_line(error)}{_about_backslashes(text)}") from None
+
+
+def _about_backslashes(text: str) -> str:
+    r"""What to do where a Windows path stands in double quotes, in which ``\U`` begins the number of a letter."""
+    path = re.search(r"""=\s*\[?\s*("[^"\n]*\\[^"\n]*")""", text)
+    if path is None or read_toml_value(path[1]) != path[1]:  # what is no TOML comes back as it is
+        return ""
+    quoted = path[1].replace('"', "'")
+    return f"; write {quoted} in single quotes, or double each backslash"
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
@@ -245,25 +254,30 @@ def known(name: str, keys: Mapping[str, Entry], where: str, hint: Hint = _no_hin
 
 
 def _nearest(name: str, keys: Mapping[str, Entry]) -> str:
-    """Name the key or section that a misspelt dotted ``name`` most resembles, as the end of a message."""
-    section, _, last = name.rpartition(".")
-    sections = sorted({other.split(".")[0] for other in keys if "." in other})
-    # "optimizer" is [optim]: a section's name that begins another word counts as near.
-    near = [other for other in sections if (section or name).startswith(other)]
-    near = near or difflib.get_close_matches(section or name, sections, n=1, cutoff=0.8)
-    within = [other for other in keys if section and near and other.startswith(f"{near[0]}.")]
-    if not section and near:
+    """Name the key or two, or the section, that a misspelt dotted ``name`` most resembles, as the end of a message."""
+    given, _, last = name.rpartition(".")
+    sections = sorted(_sections(keys))
+    near = nearest(given or name, sections)
+    if not given and near:
         return f"did you mean [{near[0]}]?"
-    for candidates in (within, list(keys)):
-        by_last: dict[str, str] = {}
-        for other in candidates:
-            by_last.setdefault(other.rpartition(".")[2], other)
-            by_last.setdefault(other.partition(".")[2], other)
-        if close := difflib.get_close_matches(last, by_last, n=1, cutoff=0.7):
-            return f"did you mean {by_last[close[0]]}?"
-    if within:
-        return f"[{near[0]}] has {', '.join(other.partition('.')[2] for other in within)}"
-    return "plsc train --list-keys lists every key"
+    # "optimizer" is [optim]: a section's name that begins another word counts as near.
+    near = near or [other for other in sections if (given or name).startswith(other)][-1:]
+    within = {other: entry for other, entry in keys.items() if given and near and other.startswith(f"{near[0]}.")}
+    attempts = [(last, spellings(within)), (last, spellings(keys))]
+    if re.search(r"[._]", name):  # of a section and a key in one
+        attempts.insert(1, (name, {key: [key] for key in keys}))
+    for word, known_by in attempts:
+        if hint := did_you_mean(word, known_by, most=2):
+            return hint.removeprefix("; ")
+    if not near:
+        return "plsc train --list-keys lists every key"
+    return f"plsc train --list-keys {near[0]} lists those of [{near[0]}]" if given else f"did you mean [{near[0]}]?"
+
+
+def spellings(keys: Mapping[str, Entry]) -> dict[str, list[str]]:
+    """Each key with the last part of its name, its name in its section, and what other programs call it."""
+    others = {name: entry.also_called if isinstance(entry, Key) else () for name, entry in keys.items()}
+    return {name: [name.rpartition(".")[2], name.partition(".")[2], *others[name]] for name in keys}
 
 
 def parse_arguments(arguments: Sequence[str], keys: Mapping[str, Entry], hint: Hint = _no_hint) -> dict[str, str]:

@@ -5,7 +5,6 @@ or a number ``| str``: one of the choices in place of a number.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import tomllib
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plsc.errors import UsageError
+from plsc.nearest import did_you_mean
 
 
 def key(
@@ -28,6 +28,7 @@ def key(
     most: float | None = None,
     below: float | None = None,
     renamed_from: str = "",
+    also_called: Sequence[str] = (),
     in_stages: bool = False,
     stands_for_section: bool = False,
 ) -> Any:
@@ -35,6 +36,7 @@ def key(
 
     ``choices`` may be a function, called when they are first needed: those of a module that is slow to import. One that
     ends in PATH stands for every text that goes on in its place.
+    ``also_called`` are names that other programs give to it, which errors answer with this one.
     ``in_stages`` says that a stage of a run may give the key another value, ``stands_for_section`` that a value in
     place of its section's table is the key's.
     """
@@ -44,6 +46,7 @@ def key(
         "choices": choices,
         "limits": limits,
         "renamed_from": renamed_from,
+        "also_called": tuple(also_called),
         "in_stages": in_stages,
         "stands_for_section": stands_for_section,
     }
@@ -61,6 +64,7 @@ class Key:
     choices_or_function: Sequence[str] | Callable[[], Sequence[str]]
     limits: Mapping[str, float | None]
     renamed_from: str = ""
+    also_called: tuple[str, ...] = ()
     in_stages: bool = False
     stands_for_section: bool = False
 
@@ -190,15 +194,10 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
                 metadata["choices"],
                 metadata["limits"],
                 metadata["renamed_from"],
+                metadata["also_called"],
                 metadata["in_stages"],
                 metadata["stands_for_section"],
             )
-
-
-def did_you_mean(value: str, choices: Sequence[str]) -> str:
-    """Return ``"; did you mean X?"`` for the choice that ``value`` most resembles, or nothing."""
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def toml_value(value: Any) -> str:

@@ -91,7 +91,9 @@ def test_the_recipes_on_the_page_are_the_shipped_ones() -> None:
         (["--backbone", "mbf"], "arcface_torch's mbf is mobilefacenet here"),
         (["--backbone", "vit_h"], "arcface_torch's vit_h has no counterpart here"),
         (["--lr", "1"], "did you mean optim.lr?"),
-        (["--optim.leraning_rate", "1"], "[optim] has name, head, lr, "),
+        (["--learning_rate", "1"], "no key learning_rate; did you mean optim.lr?"),
+        (["--optim.leraning_rate", "1"], "no key optim.leraning_rate; did you mean optim.lr?"),
+        (["--nprco", "2"], "no key nprco; did you mean --nproc?"),
         (["--zzzz", "1"], "plsc train --list-keys lists every key"),
     ],
 )
@@ -148,6 +150,15 @@ def test_their_margins(margins: str, lines: list[str], tmp_path: Path) -> None:
     assert 'precision = "fp32"' in text  # base.py's, where a recipe does not say
 
 
+def test_a_negative_warm_up_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "3millions.py"
+    path.write_text("config.warmup_epoch = -1\n")
+    translated = tmp_path / "3millions.toml"
+    translated.write_text(arcface_torch.to_toml(path))
+    assert "warmup_epochs = 0  # -1 there: no warm-up" in translated.read_text()
+    assert config.load(translated).optim.warmup_epochs == 0
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [("print(1)\n", "assigns no config.KEY"), ("config.lr = = 1\n", "is no Python file"), (None, "cannot read")],
@@ -176,6 +187,7 @@ def test_a_config_of_theirs_is_known_without_its_suffix(tmp_path: Path) -> None:
         "config.network = ['r50']",
         "config.sample_rate = 'all'",
         "config.val_targets = 3",
+        "config.warmup_epoch = 'none'",
     ],
 )
 def test_a_value_of_an_unexpected_kind_is_one_error(line: str, tmp_path: Path) -> None:

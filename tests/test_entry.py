@@ -24,10 +24,13 @@ def test_version(capsys):
 
 
 def test_an_unknown_command_is_one_line(capsys):
-    assert main(["trian"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        f"plsc: error: no command 'trian'; it is one of {', '.join(COMMANDS)}"
-    ]
+    for typed, meant in (("trian", "train"), ("quikstart", "quickstart"), ("serv", "serve")):
+        assert main([typed]) == 2
+        line = f"plsc: error: no command {typed!r}; did you mean {meant}? (see plsc --help)\n"
+        assert capsys.readouterr().err == line
+    assert main(["zzz"]) == 2
+    line = f"plsc: error: no command 'zzz'; it is one of {', '.join(COMMANDS)} (see plsc --help)\n"
+    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -69,14 +72,18 @@ def test_a_keys_value_is_not_taken_for_a_positional_argument(capsys):
 
 ONE_OF_EACH = [
     (["serve", "--model", "m"], "plsc serve: error: the following arguments are required: --store"),
-    (["export", "m", "--format", "onx", "--out", "o"], "plsc export: error: --format: invalid choice: 'onx'"),
+    (
+        ["export", "m", "--format", "onx", "--out", "o"],
+        "plsc export: error: --format: there is no 'onx'; did you mean onnx",
+    ),
     (["train", "x.toml", "--nproc", "two"], "plsc train: error: --nproc: invalid int value: 'two'"),
     (["index", "search", "x", "--qery", "y"], "there is no option --qery; did you mean --query?"),
     (["data", "convert", "a", "b", "--nope"], "plsc data convert: error: there is no option --nope (see"),
     (["export", "m", "stray", "--format", "onnx", "--out", "o"], "plsc export: error: unexpected stray"),
     (["gallery", "check"], "plsc gallery check: error: the following arguments are required: STORE"),
     (["tokens"], "plsc tokens: error: the following arguments are required: add|change|list|remove"),
-    (["data", "conver"], "plsc data: error: COMMAND: invalid choice: 'conver'"),
+    (["data", "conver"], "plsc data: error: COMMAND: there is no 'conver'; did you mean convert? (see"),
+    (["data", "zzz"], "plsc data: error: COMMAND: invalid choice: 'zzz' (choose from "),
 ]
 
 

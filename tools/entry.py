@@ -2,14 +2,13 @@
 
 Every other module of this package is a command: it defines ``HELP`` (a line for the overview), ``configure(parser)``
 and ``run(args)``, whose result ``--json`` writes; ``accepts_overrides = True`` gives it ``args.overrides``, and
-``exit_code(result)`` says whether a result that was found is a failure.
+``args.options``, the names of its own options; ``exit_code(result)`` says whether a result that was found is a failure.
 
 A command imports torch, and whatever imports it, in ``run`` only: help and usage errors take no time then.
 """
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import itertools
 import json
@@ -26,6 +25,7 @@ from typing import Any, NoReturn
 
 from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
+from plsc.nearest import did_you_mean
 from plsc.signing import VERIFY_KEY
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
@@ -75,8 +75,15 @@ class ArgumentParser(argparse.ArgumentParser):
         for word in itertools.takewhile(lambda word: word != "--", words):
             name = word.partition("=")[0]
             if name.startswith("--") and name not in known:
-                near = difflib.get_close_matches(name[2:], [option[2:] for option in known], n=1)
-                self.error(f"there is no option {name}" + (f"; did you mean --{near[0]}?" if near else ""))
+                near = did_you_mean(name, {option: (option[2:], option) for option in known})
+                self.error(f"there is no option {name}{near}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Name the choice, or the sub-command, that a wrong one most resembles; argparse would list all of them."""
+        names = [str(choice) for choice in action.choices or ()]
+        if action.choices is not None and value not in action.choices and (near := did_you_mean(str(value), names)):
+            raise argparse.ArgumentError(action, f"there is no {value!r}{near}")
+        super()._check_value(action, value)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -92,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        return _fail("plsc", f"no command {name!r}; it is one of {', '.join(COMMANDS)}", 2)
+        near = did_you_mean(name, COMMANDS) or f"; it is one of {', '.join(COMMANDS)}"
+        return _fail("plsc", f"no command {name!r}{near} (see plsc --help)", 2)
     return _run(_tool(name), name, rest)
 
 
@@ -207,13 +215,15 @@ def _result_file(args: argparse.Namespace) -> Iterator[Callable[[Any], None]]:
 
 
 def _parse(parser: ArgumentParser, argv: list[str], *, overrides: bool) -> argparse.Namespace:
-    """Parse ``argv``; with ``overrides``, --KEY VALUE pairs that the parser does not know become args.overrides."""
+    """Parse ``argv``; with ``overrides``, --KEY VALUE pairs that it does not know become args.overrides."""
     if not overrides:
         return parser.parse_args(argv)
     parser.accepts_unknown = True
-    own, pairs = _split_overrides(argv, {name for action in parser._actions for name in action.option_strings})
+    options = [name for action in parser._actions for name in action.option_strings]
+    own, pairs = _split_overrides(argv, set(options))
     args, unknown = parser.parse_known_args(own)
     args.overrides = pairs + unknown
+    args.options = options
     return args
 
 

@@ -66,7 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plan, and print it."""
-    config = configuration.load(args.config, {**configuration.parse_arguments(args.overrides), **_placement(args)})
+    config = configuration.load(
+        args.config, {**configuration.parse_arguments(args.overrides, args.options), **_placement(args)}
+    )
     from plsc.plan import plan
     from plsc.plan.planner import as_text
 

@@ -3,8 +3,8 @@
     plsc train avatars_quickstart --nproc 2 --out runs/avatars
 
 CONFIG is a TOML file, or the name of a configuration that ships with plsc (listed below). It sets the data, the
-backbone and whatever else differs from the defaults; `plsc train --list-keys` lists every key. Any key can also be
-given here, and then overrides the file:
+backbone and whatever else differs from the defaults. `plsc train --list-keys` lists every key, `--list-keys optim` a
+section, `--list-keys lr` the keys about a word. Any key can also be given here, and then overrides the file:
 
     plsc train my.toml --data.train faces.rec --optim.lr 0.05 --epochs 10
 
@@ -85,7 +85,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--as-toml", action="store_true", help="print CONFIG as TOML, every key or an arcface_torch config's, and end"
     )
-    parser.add_argument("--list-keys", action="store_true", help="list every configuration key and end")
+    parser.add_argument(
+        "--list-keys",
+        metavar="SECTION|WORD",
+        nargs="?",
+        const="",
+        help="list every configuration key, those of a section, or those that are about a word, and end; with CONFIG, "
+        "its values beside the defaults",
+    )
     parser.add_argument("--keys", action="store_true", help=argparse.SUPPRESS)  # its former name, until 0.2
     parser.epilog = "--KEY VALUE: any key of the configuration, e.g. --epochs 3 --optim.lr 0.05 (see --list-keys)"
 
@@ -96,8 +103,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         warnings.warn(
             "--keys is now called --list-keys; the old name goes with the next release", FutureWarning, stacklevel=2
         )
-    if args.keys or args.list_keys:
-        print(configuration.describe())
+    if args.keys or args.list_keys is not None:
+        _list_keys(args)
         return None
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
@@ -116,6 +123,14 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
         return _train_here(config, args)
     _launch(config, args)
     return None
+
+
+def _list_keys(args: argparse.Namespace) -> None:
+    """Print the keys; a word that names a configuration, in CONFIG's place, is that."""
+    word = args.list_keys or ""
+    if args.config is None and (Path(word).suffix == ".toml" or word in configuration.shipped()):
+        args.config, word = Path(word), ""
+    print(configuration.describe(word, _load(args) if args.config is not None or args.overrides else None))
 
 
 def _launch(config: Config, args: argparse.Namespace) -> None:
@@ -152,7 +167,7 @@ def _load(args: argparse.Namespace) -> Config:
     with warnings.catch_warnings():
         if os.environ.get("RANK", "0") != "0" or (args.nproc * args.nnodes > 1 and not is_launched()):
             warnings.simplefilter("ignore", FutureWarning)
-        return configuration.load(args.config, configuration.parse_arguments(args.overrides))
+        return configuration.load(args.config, configuration.parse_arguments(args.overrides, args.options))
 
 
 def _rank_arguments(args: argparse.Namespace) -> list[str]:

@@ -11,10 +11,11 @@ from plsc.config.checks import make_margin as make_margin
 from plsc.config.data import DataConfig as DataConfig
 from plsc.config.head import HeadConfig as HeadConfig
 from plsc.config.head import margin_keys as margin_keys
+from plsc.config.listing import describe as describe
+from plsc.config.listing import section_meaning as section_meaning
 from plsc.config.loading import KEYS as KEYS
 from plsc.config.loading import SHIPPED as SHIPPED
 from plsc.config.loading import TABLES as TABLES
-from plsc.config.loading import describe as describe
 from plsc.config.loading import differences as differences
 from plsc.config.loading import from_dict as from_dict
 from plsc.config.loading import load as load

@@ -9,7 +9,8 @@ from plsc.config.optim import OptimConfig
 from plsc.config.sections import AUTO, Config, get
 from plsc.config.stages import check_stages, stage_configs
 from plsc.errors import UsageError
-from plsc.toml_keys import did_you_mean, toml_value
+from plsc.nearest import did_you_mean
+from plsc.toml_keys import toml_value
 
 if TYPE_CHECKING:
     from plsc.losses.margins import Margin  # imports torch

@@ -18,6 +18,7 @@ class DataConfig:
         "avatars:2000x30",
         "Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or "
         "avatars:IDENTITIESxIMAGES, which plsc draws.",
+        also_called=("dataset", "data_dir", "root"),
     )
     image_size: int | tuple[int, ...] | None = key(
         None,
@@ -44,7 +45,10 @@ class DataConfig:
         above=0,
     )
     batch_size: int = key(
-        128, "Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.", least=1
+        128,
+        "Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.",
+        least=1,
+        also_called=("bs",),
     )
     augment: str = key(
         "flip",

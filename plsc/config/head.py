@@ -19,7 +19,7 @@ def margin_keys() -> dict[str, tuple[str, ...]]:
 class HeadConfig:
     """[head]: the class head; the number of classes comes from the data."""
 
-    margin: str = key("arcface", "Margin of the softmax.", choices=lambda: tuple(margin_keys()))
+    margin: str = key("arcface", "Margin of the softmax.", choices=lambda: tuple(margin_keys()), also_called=("loss",))
     s: float | None = key(None, "Scale of the cosines; unset: 64.", above=0, in_stages=True)
     m: float | None = key(
         None,

@@ -11,6 +11,7 @@ from plsc import arcface_torch, strict_toml
 from plsc.config.checks import EXCLUSIVE, check_together
 from plsc.config.sections import Config, get
 from plsc.errors import UsageError
+from plsc.nearest import did_you_mean
 from plsc.strict_toml import Entry, Tables
 from plsc.toml_keys import Key, keys_of, toml_value
 
@@ -145,20 +146,17 @@ def shown(name: str, value: Any) -> str:
     return "unset" if value is None else toml_value(value)
 
 
-def describe() -> str:
-    """List every key with its default, type and meaning, as text."""
-    lines: list[str] = []
-    for entry in KEYS.values():
-        default = "(unset)" if entry.default is None else f"= {toml_value(entry.default)}"
-        lines += [f"{entry.name} {default}", f"    {entry.doc}  [{entry.expected}]"]
-    for table in TABLES.values():
-        lines += [table.title, f"    {table.doc}  [{table.expected}, of: {', '.join(table.keys)}]"]
-    return "\n".join(lines)
+def parse_arguments(arguments: Sequence[str], options: Sequence[str] = ()) -> dict[str, str]:
+    """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`.
 
+    ``options`` are those of the command, ``"--nproc"``, one of which a misspelt key may be.
+    """
 
-def parse_arguments(arguments: Sequence[str]) -> dict[str, str]:
-    """Parse ``["--optim.lr", "0.2"]`` to overrides for :func:`load`; see :func:`strict_toml.parse_arguments`."""
-    return strict_toml.parse_arguments(arguments, _ENTRIES, arcface_torch.key_hint)
+    def hint(name: str) -> str | None:
+        near = did_you_mean(name, {option: [option[2:].replace("-", "_")] for option in options})
+        return arcface_torch.key_hint(name) or near.removeprefix("; ") or None
+
+    return strict_toml.parse_arguments(arguments, _ENTRIES, hint)
 
 
 def _section(schema: type[_Schema], values: Mapping[str, Any], prefix: str = "") -> _Schema:

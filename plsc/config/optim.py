@@ -63,6 +63,7 @@ class OptimConfig:
         0.1,
         "Peak learning rate, of a global batch of base_batch images where lr_scaling is set.",
         above=0,
+        also_called=("learning_rate", "base_lr"),
         in_stages=True,
     )
     lr_scaling: str = key(
@@ -79,7 +80,7 @@ class OptimConfig:
     trust_coefficient: float = key(
         1e-3, "lars: length of a layer's step as a share of its weights' norm, before lr.", above=0
     )
-    weight_decay: float = key(5e-4, "Weight decay of all weights, the head's included.", least=0)
+    weight_decay: float = key(5e-4, "Weight decay of all weights, the head's included.", least=0, also_called=("wd",))
     no_decay: tuple[str, ...] = key(
         (),
         "Patterns of names of the backbone's weights without weight decay, as *.bias or *norm*; lars and lamb do not "
@@ -112,7 +113,11 @@ class OptimConfig:
         choices=("float32", "int8"),
     )
     schedule: str = key(
-        "polynomial", "Course of the learning rate after the warm-up.", choices=_schedules, in_stages=True
+        "polynomial",
+        "Course of the learning rate after the warm-up.",
+        choices=_schedules,
+        also_called=("scheduler",),
+        in_stages=True,
     )
     warmup_epochs: float | None = key(None, "Epochs of linear warm-up; unset: none.", least=0, in_stages=True)
     warmup_steps: int | None = key(
@@ -138,7 +143,10 @@ class OptimConfig:
         False, "Include the head's gradient in the norm and clip it too; false: the backbone's gradient alone."
     )
     accumulate: int = key(
-        1, "Micro-batches per step (gradient accumulation); the step equals that of one large batch.", least=1
+        1,
+        "Micro-batches per step (gradient accumulation); the step equals that of one large batch.",
+        least=1,
+        also_called=("grad_accum", "gradient_accumulation_steps"),
     )
 
     @property

@@ -93,7 +93,9 @@ class Config:
     """A training run. ``epochs`` and ``steps`` exclude each other."""
 
     backbone: str = key(
-        "iresnet50", "Backbone: iresnet18 to iresnet200, mobilefacenet, vit_small, vit_base, …, or timm:NAME."
+        "iresnet50",
+        "Backbone: iresnet18 to iresnet200, mobilefacenet, vit_small, vit_base, …, or timm:NAME.",
+        also_called=("model", "arch"),
     )
     embedding_dim: int = key(512, "Length of an embedding.", least=2)
     precision: str = key(
@@ -102,14 +104,29 @@ class Config:
         "units for it (GPUs from Ampere on; CPUs with AMX-BF16, AVX512-BF16 or ARM's BF16), fp16 on Volta and Turing, "
         "else fp32; a run that goes on keeps what it began with.",
         choices=(AUTO, "fp32", "bf16", "fp16"),
+        also_called=("amp", "dtype"),
     )
-    epochs: int | None = key(None, "Passes over the data; unset: 20, unless steps is given.", least=1)
-    steps: int | None = key(None, "Steps to train, in place of epochs.", least=1)
-    seed: int = key(0, "Seed of weights, order of the data, augmentation and sampling.", least=0, below=2**31)
+    epochs: int | None = key(
+        None,
+        "Passes over the data; unset: 20, unless steps is given.",
+        least=1,
+        also_called=("num_epochs", "max_epochs"),
+    )
+    steps: int | None = key(
+        None, "Steps to train, in place of epochs.", least=1, also_called=("max_steps", "iterations")
+    )
+    seed: int = key(
+        0,
+        "Seed of weights, order of the data, augmentation and sampling.",
+        least=0,
+        below=2**31,
+        also_called=("random_seed",),
+    )
     init_weights: str = key(
         "",
         "Backbone weights to start from: a .safetensors of a run, arcface_torch's .pt, or, for timm:NAME, timm's own: "
         "a file, a folder with config.json, timm/NAME or hf-hub:ORG/NAME; the head starts from scratch; empty: none.",
+        also_called=("pretrained",),
     )
     head_ranks: int = key(
         0,

@@ -75,9 +75,40 @@ def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--list-keys"]) == 0
     listed = capsys.readouterr().out
     assert "optim.warmup_epochs (unset)" in listed
+    assert listed.startswith("The keys that are changed most\n  data.train = ")
+    titles = [line for line in listed.splitlines() if line.startswith("[")]
+    assert titles[:2] == [
+        "[data]: the images to train on.",
+        "[head]: the class head; the number of classes comes from the data.",
+    ]
     with pytest.warns(FutureWarning, match="now called --list-keys"):
         assert main(["train", "--keys"]) == 0
     assert capsys.readouterr().out == listed
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["checkpoint.keep"], ["checkpoint.keep.last", "checkpoint.keep.every_hours", "checkpoint.keep.best"]),
+        (["gamma"], ["optim.milestones", "optim.gamma"]),
+        (["learning_rate"], ["optim.lr"]),
+    ],
+)
+def test_keys_of_a_section_or_about_a_word(
+    words: list[str], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--list-keys", *words]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed if line.startswith("  ") and line[2] != " "] == names
+
+
+def test_a_configurations_values_stand_beside_the_defaults(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(recipe), "--optim.lr", "0.25", "--list-keys", "lr"]) == 0
+    listed = capsys.readouterr().out
+    assert "  optim.lr = 0.25   (default: 0.1)\n" in listed
+    assert "  optim.base_batch = 512\n" in listed
+    assert main(["train", "--list-keys", "leraning_rate"]) == 2
+    assert capsys.readouterr().err.endswith("did you mean optim.lr?\n")
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
