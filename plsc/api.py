@@ -97,7 +97,7 @@ def embed(
             sequence of images, such as a list of paths or an array (N, H, W, 3); or what :func:`open_images` returned.
         flip: average over each image and its mirror image. Compare such embeddings with their like only.
         landmarks: a file of five points for each image, by which faces are aligned.
-        detector: ``onnx:FILE``, an SCRFD model that finds each image's largest face.
+        detector: ``mtcnn`` or ``onnx:FILE``, which finds each image's largest face.
         batch_size: images per step of the model.
         workers: decoding processes; 0: none but this.
         errors: is filled with {row: problem} of images that cannot be read, aligned or embedded, whose rows are zero.

@@ -22,7 +22,7 @@ from typing import Any
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output, new_folder
 from plsc.progress import counted
-from plsc.tools.entry import add_result_options
+from plsc.tools.entry import add_detector_option, add_result_options
 
 DRAWN_PAIRS = 6000
 HELP = "convert, check, count and align sets of images; make verification pairs"
@@ -91,7 +91,7 @@ def _configure_align(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help='lines path,x1,y1,…,x5,y5 in pixels (or with tabs, or {"path", "landmarks"} as JSON): docs/faces.md',
     )
-    source.add_argument("--detector", metavar="onnx:FILE", help="an SCRFD model that finds each picture's largest face")
+    add_detector_option(source, "find each picture's largest face")
     parser.add_argument("--size", type=int, default=112, metavar="S", help="side of the crops in pixels (112)")
     parser.add_argument("--encoding", choices=("jpeg", "png"), default="jpeg", help="of the crops (jpeg, quality 95)")
     parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that cut (0: this one)")

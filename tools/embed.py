@@ -2,7 +2,7 @@
 
   plsc embed runs/faces --data photos/ --out photos.emb
   plsc embed model.safetensors --data gallery.rec --out gallery.emb --nproc 4 --flip
-  plsc embed runs/faces --data photos/ --out photos.emb --detector onnx:scrfd_10g_bnkps.onnx
+  plsc embed runs/faces --data photos/ --out photos.emb --detector mtcnn
 
 MODEL is a run directory, a .safetensors, .pt or .onnx file. A run directory stands for its model.safetensors, the last
 weights; --best takes best.safetensors, those of the best evaluation. DATA is a folder per identity, any folder of
@@ -23,7 +23,14 @@ from plsc.errors import UsageError
 from plsc.files import new_folder, read_json
 from plsc.progress import counted
 from plsc.signing import load_private_key, sign
-from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, is_launched, main
+from plsc.tools.entry import (
+    add_detector_option,
+    add_result_options,
+    add_sign_option,
+    add_verify_option,
+    is_launched,
+    main,
+)
 
 HELP = "turn images into an embedding set"
 
@@ -37,9 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--landmarks", type=Path, metavar="FILE", help="align faces by these points (path,x1,y1,…,x5,y5)"
     )
-    parser.add_argument(
-        "--detector", metavar="onnx:FILE", help="find each image's largest face by this SCRFD model, and align it"
-    )
+    add_detector_option(parser, "find each image's largest face, and align it")
     parser.add_argument(
         "--batch-size", type=int, metavar="N", help="images per step and process (256 on a GPU, 64 on a CPU)"
     )

@@ -150,6 +150,12 @@ def add_verify_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify-key", metavar="PUBKEY", type=Path, help=text)
 
 
+def add_detector_option(parser: "argparse._ActionsContainer", purpose: str) -> None:
+    """Declare --detector, for a command that takes whole photos; ``purpose`` begins its help."""
+    text = f"{purpose}: mtcnn (pip install plsc-torch[detector]), or onnx:FILE, a file of SCRFD or YuNet"
+    parser.add_argument("--detector", metavar="NAME", help=text)
+
+
 def add_sign_option(parser: argparse.ArgumentParser) -> None:
     """Declare --sign, for a command that writes what others read."""
     text = "sign what is written by this private key: a PEM file of ed25519"

@@ -1,7 +1,7 @@
 """Serve a model and a gallery over HTTP: enrol people, search by picture, compare, with a page to try it all.
 
   plsc serve --model model.safetensors --store gallery/ --port 8080
-  plsc serve --model model.onnx --store gallery/ --calibration calibration.json --fmr 1e-4
+  plsc serve --model model.onnx --store gallery/ --calibration calibration.json --fmr 1e-4 --detector mtcnn
   plsc serve --model model.onnx --store postgres:DSN --host 0.0.0.0 --tokens tokens.toml --metrics-port 9090
 
 Without tokens only this machine may call. Pictures are expected to be aligned faces, and resized, unless they come
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
 from plsc.gallery.store import COMPACT_WITHIN, SPEC_FORMS, display_name, store_folder
-from plsc.tools.entry import add_verify_option, main
+from plsc.tools.entry import add_detector_option, add_verify_option, main
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
@@ -57,7 +57,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="(auto: on a GPU bf16, fp16 on Volta and Turing; fp32 on a CPU and for .onnx)",
     )
     model.add_argument("--flip", action="store_true", help="average over each picture and its mirror image")
-    model.add_argument("--detector", metavar="onnx:FILE", help="finds faces in pictures without landmarks")
+    add_detector_option(model, "find faces in pictures without landmarks")
     search = parser.add_argument_group("searching")
     search.add_argument("--precision", choices=("bf16", "fp32"), default="bf16", help="of the vectors in memory (bf16)")
     search.add_argument("--latency-ms", type=float, metavar="L", help="allow approximate search where exact misses it")

@@ -89,7 +89,7 @@ def open_images(
         image_size: of the model: the side of squares, or (height, width). Images are taken for aligned crops and
             resized, unless one of the next two aligns them, which gives squares.
         landmarks: a file of landmarks (see :mod:`plsc.data.alignment`).
-        detector: ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
+        detector: a name or ``onnx:FILE`` (see :mod:`plsc.embedding.detector`).
 
     Raises:
         UsageError: there is no such source, or both landmarks and a detector are given. Otherwise as

@@ -179,8 +179,9 @@ def test_data_align_finds_faces_by_a_detector(workers, photos, tmp_path):
     [
         ([], 2, "required"),
         (["--landmarks", "none.csv"], 2, "no landmark file none.csv"),
-        (["--detector", "d.onnx"], 2, "a detector is named onnx:FILE"),
-        (["--detector", "onnx:none.onnx"], 2, "there is no detector none.onnx; none is shipped"),
+        (["--detector", "d.onnx"], 2, "did you mean onnx:d.onnx?"),
+        (["--detector", "mtcn"], 2, "named mtcnn or onnx:FILE, not 'mtcn'; did you mean mtcnn?"),
+        (["--detector", "onnx:none.onnx"], 2, "there is no detector none.onnx"),
         (["--landmarks", "a", "--detector", "onnx:b"], 2, "not allowed with"),
         (["--landmarks", "p.csv", "--size", "0"], 2, "--size is 0"),
         (["--landmarks", "p.csv", "--workers", "-1"], 2, "--workers is -1"),

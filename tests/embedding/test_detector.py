@@ -7,6 +7,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 from support.scrfd import BOX, POINTS, stand_in, write_model
+from support.yunet import write_yunet
 
 from plsc.data.alignment import TEMPLATE
 from plsc.embedding.detector import Face, open_detector
@@ -59,6 +60,16 @@ def test_pictures_of_any_size_are_letterboxed_and_told_in_their_own_pixels(heigh
     # Rounding the scaled picture to whole pixels moves things by a pixel of the model's input at most.
     np.testing.assert_allclose(faces[0].box, np.clip(box, 0, [width, height] * 2), atol=1 / scale)
     np.testing.assert_allclose(faces[0].landmarks, points, atol=1 / scale)
+
+
+def test_yunet_gives_known_boxes_and_landmarks(tmp_path):
+    """Its input is BGR of 0 to 255, its score the geometric mean of two, its boxes are centres and logarithms."""
+    write_yunet(tmp_path / "y.onnx", box=(0.5, 0.25, np.log(4), np.log(2)), points=POINTS)
+    face, other = opened(tmp_path / "y.onnx").faces(painted(128, 128, (8, 4, 10), (32, 2, 1, 204)))
+    assert [face.score, other.score] == pytest.approx([0.9, np.sqrt(0.8 * 0.81)], abs=1e-4)
+    np.testing.assert_allclose(face.box, [80 + 4 - 16, 32 + 2 - 8, 80 + 4 + 16, 32 + 2 + 8], atol=1e-3)
+    np.testing.assert_allclose(other.box, [0, 72 - 32, 48 + 64, 72 + 32], atol=1e-3)
+    np.testing.assert_allclose(face.landmarks, POINTS * 8 + [80, 32], atol=1e-3)
 
 
 @pytest.mark.parametrize(("reach", "kept"), [(1.0, 2), (3.0, 1)])
@@ -209,6 +220,15 @@ HOSTILE = {
         "takes one picture of floats",
     ),
     "odd sides": (lambda path: stand_in(path, shape=(1, 3, 100, 64)), "multiples of 32"),
+    "an embedding model": (
+        lambda path: write_model(
+            path,
+            [helper.make_node("GlobalAveragePool", ["x"], ["p"]), helper.make_node("Flatten", ["p"], ["y"])],
+            (1, 3, 112, 112),
+            ["y"],
+        ),
+        r"is an embedding model \(112x112, one output of 3\), no detector",
+    ),
     "no model": (lambda path: path.write_text("hello"), "no ONNX file"),
     "an empty file": (lambda path: path.write_bytes(b""), "no ONNX file"),
 }
