@@ -12,7 +12,7 @@ import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,20 @@ _TRANSPOSES = (  # by orientation, from 2 on: names in Pillow's Image.Transpose
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM"),
     *("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"),
 )
+_DIVISORS = (1, 2, 4, 8)  # of a JPEG's sides: libjpeg skips the rest of each 8x8 block's frequencies
 _BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 _MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")  # in a JPEG's coded data: neither a stuffed byte nor a restart
 
 
 class TooLargeError(DataError):
     """An image has more pixels than are allowed."""
+
+
+class Shrunk(NamedTuple):
+    """An image, uint8 (H, W, 3), whose sides were divided by ``divisor``: 1, 2, 4 or 8, rounded up."""
+
+    pixels: Pixels
+    divisor: int
 
 
 def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...] = FORMATS) -> Pixels:
@@ -58,13 +66,29 @@ def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...]
         TooLargeError: it has more than ``max_pixels`` pixels.
         DataError: it does not decode.
     """
+    return decode_shrunk(data, name, max_pixels, max_pixels, formats).pixels
+
+
+def decode_shrunk(
+    data: bytes, name: str, max_pixels: int, max_jpeg_pixels: int, formats: tuple[str, ...] = FORMATS
+) -> Shrunk:
+    """Decode as :func:`decode_rgb`; a JPEG with more than ``max_pixels`` as much smaller as fits them.
+
+    libjpeg shrinks it while it decodes, in the memory and a part of the time that the smaller image takes.
+
+    Args:
+        max_jpeg_pixels: limit on width x height of a JPEG's header.
+
+    Raises:
+        TooLargeError, DataError: as :func:`decode_rgb`.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with open_header(data, formats) as image:
-            check_pixels(image.width, image.height, name, max_pixels)
+            divisor = _shrink(image, name, max_pixels, max_jpeg_pixels)
             check_scans(data, name)
-            return to_rgb(image, jpeg_exif(data))
+            return Shrunk(to_rgb(image, jpeg_exif(data)), divisor)
     except Image.DecompressionBombError:
         raise TooLargeError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
     except DataError:
@@ -72,6 +96,20 @@ def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...]
     except Exception as error:  # Pillow's decoders raise nearly every kind on hostile bytes
         detail = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(f"{name} does not decode ({detail[:120]}); replace or remove it") from None
+
+
+def _shrink(image: Any, name: str, max_pixels: int, max_jpeg_pixels: int) -> int:
+    """Let Pillow decode a JPEG so small that it holds ``max_pixels``; returns what its sides are divided by."""
+    width, height = image.size
+    check_pixels(width, height, name, max_jpeg_pixels if image.format in ("JPEG", "MPO") else max_pixels)
+    for divisor in _DIVISORS:
+        smaller = -(-width // divisor), -(-height // divisor)
+        if smaller[0] * smaller[1] <= max_pixels:
+            if divisor > 1:
+                image.draft(None, (max(width // divisor, 1), max(height // divisor, 1)))
+            return divisor
+    check_pixels(width, height, name, max_pixels)
+    return 1
 
 
 def check_pixels(width: int, height: int, name: str, max_pixels: int) -> None:

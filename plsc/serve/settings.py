@@ -19,7 +19,8 @@ class Limits:
     Attributes:
         body_bytes: body of one request.
         memory_bytes: bodies of all requests in flight; and answers that their callers have not taken.
-        image_pixels: width x height of an image, read from its header.
+        image_pixels: width x height of an image, read from its header, or of a JPEG as it is decoded.
+        jpeg_pixels: width x height of a JPEG, which is decoded at 1/2, 1/4 or 1/8 of its sides to hold the former.
         inputs: images and vectors of one request.
         k: matches of one query.
         matches: queries x k of one request.
@@ -40,7 +41,8 @@ class Limits:
 
     body_bytes: int = 16 * MIB
     memory_bytes: int = 512 * MIB
-    image_pixels: int = 12_000_000
+    image_pixels: int = 13_000_000
+    jpeg_pixels: int = 65_000_000
     inputs: int = 256
     k: int = 1000
     matches: int = 50_000
