@@ -32,6 +32,7 @@ Code = Literal[
     "forbidden",
     "not_found",
     "method_not_allowed",
+    "too_slow",
     "conflict",
     "precondition_failed",
     "too_large",
@@ -44,7 +45,7 @@ Code = Literal[
     "deadline",
     "quota_exceeded",
 ]
-_STATUSES = (400, 401, 403, 404, 405, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
+_STATUSES = (400, 401, 403, 404, 405, 408, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
 CODES: dict[int, str] = dict(zip(_STATUSES, get_args(Code), strict=True))
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
@@ -67,6 +68,7 @@ _DESCRIPTIONS = {
     401: "No token, or an unknown one",
     403: "The token's role does not suffice",
     404: "Not found",
+    408: "The body came too slowly",
     409: "It exists already, belongs to another model, or a request with its Idempotency-Key is in progress",
     412: "The person was changed since it was read",
     413: "Larger than allowed",
@@ -192,5 +194,5 @@ def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[
     """OpenAPI's ``responses``: those of ``statuses``, and those that every operation with a role may give."""
     return {
         status: {"model": model, "description": _DESCRIPTIONS[status], "headers": _HEADERS.get(status, {})}
-        for status in sorted({400, 401, 403, 429, 500, 503, *statuses})
+        for status in sorted({400, 401, 403, 429, 500, 503, *statuses, *((408,) if 413 in statuses else ())})
     }

@@ -34,7 +34,9 @@ class Limits:
         anonymous_connections: open at once besides those.
         requests: in flight at once, of callers who may do more than what is open to anyone.
         head_seconds: until a request's head has arrived.
-        body_seconds: until its body has arrived.
+        body_seconds: until its body has arrived, and a second more for each ``body_rate`` bytes of it that came.
+        body_rate: bytes a second.
+        slow_body_seconds: until its body has arrived at the latest.
         send_seconds: until the caller has taken an answer.
         deadline_seconds: for the whole request.
     """
@@ -57,6 +59,8 @@ class Limits:
     requests: int = 512
     head_seconds: float = 10.0
     body_seconds: float = 30.0
+    body_rate: int = 16 * 1024
+    slow_body_seconds: float = 300.0
     send_seconds: float = 30.0
     deadline_seconds: float = 30.0
 
