@@ -148,10 +148,11 @@ class RequestContext:
             raise ApiError(_TOO_SLOW, f"{came}; send at least {rate:,} a second, or less") from None
 
     def _body_due(self) -> float:
-        """When more of the body has to be there: what came earns time, while others do not need it."""
+        """When the next piece of the body has to be there: what came earns time, while others do not need it."""
         limits = self._limits
         earned = self.body_bytes / limits.body_rate if self._admission.has_room else 0.0
-        return self.begun + min(limits.body_seconds + earned, limits.slow_body_seconds)
+        in_all = self.begun + min(limits.body_seconds + earned, limits.slow_body_seconds)
+        return min(in_all, time.monotonic() + limits.body_seconds)
 
     async def _drop_body(self) -> None:
         """Take what a caller still sends who has been answered: closing at once would lose the answer on its way."""

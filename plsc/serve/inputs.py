@@ -48,7 +48,8 @@ def decode(
         process: where the file is decoded; its pixels are aligned or resized here.
         contract: the model's, which says what size it takes.
         landmarks: (5, 2) points to align by, in pixels of the file's picture; without them ``detector`` finds the main
-            face, and without that the image is taken as an aligned crop and resized, with warnings where it does not look like one.
+            face, and without that the image is taken as an aligned crop and resized, with warnings where it does not
+            look like one.
 
     Raises:
         ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.

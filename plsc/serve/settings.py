@@ -34,7 +34,7 @@ class Limits:
         anonymous_connections: open at once besides those.
         requests: in flight at once, of callers who may do more than what is open to anyone.
         head_seconds: until a request's head has arrived.
-        body_seconds: until its body has arrived, and a second more for each ``body_rate`` bytes of it that came.
+        body_seconds: until its body, or the next piece, has arrived; ``body_rate`` bytes earn the body a second more.
         body_rate: bytes a second.
         slow_body_seconds: until its body has arrived at the latest.
         send_seconds: until the caller has taken an answer.
