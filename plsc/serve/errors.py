@@ -1,12 +1,13 @@
 """Errors as HTTP responses: ``{"error": {"code", "message"}}``, one line that states the problem and the fix."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -69,7 +70,7 @@ _DESCRIPTIONS = {
     403: "The token's role does not suffice",
     404: "Not found",
     408: "The body came too slowly",
-    409: "It exists already, belongs to another model, or a request with its Idempotency-Key is in progress",
+    409: "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
     412: "The person was changed since it was read",
     413: "Larger than allowed",
     415: "Unsupported content type",
@@ -106,9 +107,17 @@ class ApiError(HTTPException):
         status: HTTP status. 503 gets a ``Retry-After`` header.
         message: problem and fix; white space is collapsed into one line.
         headers: further headers of the response.
+        details: for machines, besides the error in the body.
     """
 
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: dict[str, str] | None = None,
+        details: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.details = details
         if status == 503:
             headers = {"Retry-After": str(RETRY_SECONDS), **(headers or {})}
         super().__init__(status, " ".join(message.split()), headers)
@@ -121,10 +130,19 @@ class ErrorDetail(BaseModel):
     message: str
 
 
+class KnownPerson(BaseModel):
+    """Somebody enrolled whom the faces of an enrolment match, at or above the service's threshold."""
+
+    id: int
+    name: str | None
+    score: float
+
+
 class ErrorBody(BaseModel):
     """The body of every error outside /v2."""
 
     error: ErrorDetail
+    known: KnownPerson | None = Field(None, description="Only where on_known=refuse refused an enrolment")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
@@ -175,7 +193,7 @@ def to_response(path: str, error: HTTPException) -> Response:
     status, message = error.status_code, str(error.detail)
     code = CODES.get(status, "bad_request" if status < 500 else "internal")
     is_inference = path == "/v2" or path.startswith("/v2/")
-    body = {"error": message if is_inference else {"code": code, "message": message}}
+    body = {"error": message if is_inference else {"code": code, "message": message}, **getattr(error, "details", {})}
     return Response(to_json(body), status, error.headers, "application/json")
 
 
