@@ -14,14 +14,13 @@ from plsc.data.codec import resize_image
 from plsc.embedding.detector import Detector
 from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, UsageError
-from plsc.image_files import TooLargeError
+from plsc.image_files import TooLargeError, is_heic, unread_formats
 from plsc.models.preprocessing import Preprocessing, check_square
 from plsc.serve.decoding import DecodeProcess
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
 Float32 = npt.NDArray[np.float32]
-IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 
 
 class DecodedImage(NamedTuple):
@@ -33,6 +32,8 @@ class DecodedImage(NamedTuple):
 
 def image_bytes(item: Input, name: str) -> bytes:
     """The encoded image of an input; :class:`ApiError` 422 if it is no base64."""
+    if isinstance(item.image, bytes):
+        return item.image
     try:
         return pybase64.b64decode(item.image or "", validate=True)
     except (binascii.Error, ValueError):
@@ -42,13 +43,14 @@ def image_bytes(item: Input, name: str) -> bytes:
 def decode(
     process: DecodeProcess, data: bytes, name: str, contract: Preprocessing, landmarks: Any, detector: Detector | None
 ) -> DecodedImage:
-    """Decode a JPEG, PNG or WEBP file as the model expects it.
+    """Decode a JPEG, PNG, WEBP or HEIC file as the model expects it.
 
     Args:
         process: where the file is decoded; its pixels are aligned or resized here.
         contract: the model's, which says what size it takes.
-        landmarks: (5, 2) points to align by; without them ``detector`` finds the main face, and without that the
-            image is taken as an aligned crop and resized, with warnings where it does not look like one.
+        landmarks: (5, 2) points to align by, in pixels of the file's picture; without them ``detector`` finds the main
+            face, and without that the image is taken as an aligned crop and resized, with warnings where it does not
+            look like one.
 
     Raises:
         ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
@@ -56,26 +58,35 @@ def decode(
     check_format(data, name)
     size = contract.image_size
     try:
-        image = torch.from_numpy(process.decode(data, name)).permute(2, 0, 1)
+        pixels, divisor = process.decode(data, name)
+    except TooLargeError as error:
+        raise ApiError(413, f"{error}, send a JPEG, or raise --max-megapixels of the service") from None
     except DataError as error:
-        raise ApiError(413 if isinstance(error, TooLargeError) else 422, str(error)) from None
+        raise ApiError(422, str(error)) from None
+    image = torch.from_numpy(pixels).permute(2, 0, 1)
     try:
         if landmarks is not None:
-            return DecodedImage(align_face(image, landmarks, check_square(size, "aligning by landmarks"), name), ())
+            points = (np.asarray(landmarks) + 0.5) / divisor - 0.5  # a pixel stands for divisor x divisor of the file's
+            return DecodedImage(align_face(image, points, check_square(size, "aligning by landmarks"), name), ())
         if detector is not None:
             return DecodedImage(detector.aligned(image, check_square(size, "aligning faces"), name), ())
     except (DataError, UsageError) as error:
         raise ApiError(422, str(error)) from None
     found = picture_warnings(image, size)
-    warnings = [f"{name}: {warning.message}; give an aligned crop" for warning in found]
+    shrunk = f" (decoded at 1/{divisor})" if divisor > 1 else ""
+    warnings = [f"{name}: {warning.message}{shrunk}; give an aligned crop" for warning in found]
     return DecodedImage(resize_image(image, size, contract.interpolation), warnings)
 
 
 def check_format(data: bytes, name: str) -> None:
-    """:class:`ApiError` 415 unless the first bytes are those of a JPEG, PNG or WEBP file."""
+    """:class:`ApiError` 415 unless the first bytes are those of a file that is read here: JPEG, PNG, WEBP or HEIC."""
+    if is_heic(data):
+        if "HEIF" in unread_formats():
+            raise ApiError(415, f"{name} is HEIC: pip install plsc-torch[heic] on the server, or send JPEG")
+        return
     webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
     if not (webp or data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"))):
-        raise ApiError(415, f"{name} is no JPEG, PNG or WEBP image; convert it first")
+        raise ApiError(415, f"{name} is no JPEG, PNG or WEBP image, nor HEIC; convert it first")
 
 
 def input_vector(item: Input, name: str, dim: int) -> Float32:
