@@ -34,11 +34,11 @@ def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) 
 
     page.locator("#browse-filter").fill("!even, number >= 3")
     page.locator("#browse-filter").press("Enter")
-    expect(page.locator("#browse-summary")).to_have_text("Nobody here matches the filter.")
+    expect(page.locator("#browse-summary")).to_have_text("No people here match the filter.")
     expect(page.locator("#browse-warning")).to_be_empty()
     page.locator("#browse-filter").fill("evn = true")
     page.locator("#browse-filter").press("Enter")
-    expect(page.locator("#browse-warning")).to_have_text('no person has a field "evn"; fields: even, number.')
+    expect(page.locator("#browse-warning")).to_have_text('nothing here has a field "evn"; fields: even, number.')
     page.locator("#browse-filter").fill("even = false, number >= 51")
     page.locator("#browse-filter").press("Enter")
     expect(names).to_have_text([f"Person of {number}" for number in (51, 53, 55, 57, 59)])
@@ -88,7 +88,7 @@ def test_a_collection_is_made_by_mouse_and_by_keyboard(visit: Any, people: str, 
     expect(page.get_by_label("Collection", exact=True)).to_have_value("guests")
     assert "guests" in [one.name for one in service.store.collections()]
     page.get_by_role("tab", name="Browse").click()
-    expect(page.locator("#browse-summary")).to_have_text("Nobody is enrolled here yet.")
+    expect(page.locator("#browse-summary")).to_have_text("No people are enrolled here yet.")
 
 
 def test_an_empty_service_asks_for_a_collection(visit: Any, tmp_path: Path) -> None:
