@@ -50,8 +50,8 @@ class Info(BaseModel):
     """The service: its model, threshold and limits, and what the caller may do.
 
     ``score_step`` is what this caller's scores are multiples of, 0 where they are exact; ``collections`` null is all.
-    ``item`` and ``items`` name one and many of what collections hold. ``audit_head`` is the audit log's newest line, for
-    admins of all collections: note it elsewhere to see cuts by it.
+    ``item`` and ``items`` name one and many of what collections hold. ``audit_head`` is the audit log's newest line,
+    for admins of all collections: note it elsewhere to see cuts by it.
     """
 
     version: str
