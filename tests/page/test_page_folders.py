@@ -12,38 +12,9 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, KURT
-from support.page_kit import PageService, chosen, draw, embedding, png
+from support.page_kit import PageService, chosen, draw, drop, embedding, png
 
 pytestmark = pytest.mark.slow
-
-# Drops what [[path, bytes]] describes, with folders as a browser hands them over, readers that give one at a time.
-DROP = """([files, place]) => {
-    const entry = (name, found) => {
-        if (found.length === 1 && found[0][0] === "") {
-            const file = new File([new Uint8Array(found[0][1])], name);
-            return { name, isFile: true, isDirectory: false, file: (done) => done(file) };
-        }
-        const names = [...new Set(found.map(([path]) => path.split("/")[0]))];
-        const below = (one) => found.filter(([path]) => path.split("/")[0] === one)
-            .map(([path, bytes]) => [path.split("/").slice(1).join("/"), bytes]);
-        const entries = names.map((one) => entry(one, below(one)));
-        return { name, isFile: false, isDirectory: true,
-            createReader: () => ({ readEntries: (done) => done(entries.splice(0, 1)) }) };
-    };
-    const roots = entry("", files).createReader();
-    const items = [];
-    for (let more = true; more;) roots.readEntries((some) => {
-        more = some.length > 0;
-        items.push(...some.map((one) => ({ webkitGetAsEntry: () => one })));
-    });
-    const event = new Event("drop", { bubbles: true, cancelable: true });
-    event.dataTransfer = { items, files: items };
-    document.querySelector(place).dispatchEvent(event);
-}"""
-
-
-def drop(page: Any, files: dict[str, bytes], place: str = "#enrol-pictures .pictures") -> None:
-    page.evaluate(DROP, [[[path, list(content)] for path, content in files.items()], place])
 
 
 @pytest.fixture
@@ -71,7 +42,9 @@ def test_a_folder_of_folders_is_enrolled_with_a_report(visit: Any, staff: str, s
     }
     drop(page, files)
     expect(page.locator("#many-title")).to_have_text("23 people with 45 pictures")
-    expect(page.locator("#many-plan")).to_contain_text("2 files will be left out: team/loose.png, …")
+    expect(page.locator("#many-plan")).to_contain_text(
+        "2 files will be left out: team/loose.png (beside the folders, in none of them), …"
+    )
     page.get_by_role("button", name="Enrol 23 people").click()
     expect(page.locator("#many-summary")).to_have_text("23 of 23 people: 22 enrolled, 1 left out.")
     report = page.locator("#many-report li")

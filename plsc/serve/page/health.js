@@ -9,6 +9,7 @@ const EVERY = 10_000;   // milliseconds between looks
 const limitsShown = () => ({
   body_bytes: ["One request", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
   image_pixels: ["One picture", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
+  jpeg_pixels: ["One JPEG", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
   inputs: ["Pictures at once", grouped],
   k: ["One search", (k) => `${grouped(k)} matches`],
   matches: ["Searches of one request", (many) => `${grouped(many)} matches together`],
@@ -71,7 +72,7 @@ function show() {
   fill("service-limits", Object.fromEntries(given.map(([key, value]) => [known[key]?.[0] ?? key, limit(value, known[key]?.[1])])));
   byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
   byId("kept").textContent = info.thumbnails
-    ? "The service keeps a small crop of each enrolled picture. It is deleted with the picture's entry."
+    ? "The service keeps a small crop of each enrolled picture. The crop is deleted with its entry."
     : `The service keeps embeddings only, no pictures. ${capital(words().many)} are shown by initials and numbers.`;
   for (const hint of document.querySelectorAll(".crops")) showCrops(hint, info);
 }

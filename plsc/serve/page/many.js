@@ -31,9 +31,9 @@ export const isRunning = () => work !== null && !byId("many-stop").hidden;
 export function offer({ groups, leftOut }) {
   work = { collection: null, groups, leftOut, results: [], stopped: false, asking: Promise.resolve(), standing: null };
   const pictures = groups.reduce((sum, group) => sum + group.files.length, 0);
-  const others = leftOut.length === 0 ? "" : ` ${pluralize(leftOut.length, "file")} will be left out: ${leftOut[0].name}${leftOut.length > 1 ? ", …" : ""} (${leftOut[0].why}).`;
+  const others = leftOut.length === 0 ? "" : ` ${pluralize(leftOut.length, "file")} will be left out: ${leftOut[0].name} (${leftOut[0].why})${leftOut.length > 1 ? ", …" : "."}`;
   byId("many-title").textContent = `${countItems(groups.length)} with ${pluralize(pictures, "picture")}`;
-  byId("many-plan").textContent = `Each folder is one ${words().one}, with the folder's name: ${groups.slice(0, 3).map(({ name }) => name).join(", ")}${groups.length > 3 ? ", …" : ""}.${others}`;
+  byId("many-plan").textContent = `Each folder is one ${words().one}, with the folder's name: ${groups.slice(0, 3).map(({ name }) => name).join(", ")}${groups.length > 3 ? ", …" : "."}${others}`;
   byId("many-start").textContent = `Enrol ${countItems(groups.length)}`;
   byId("many-stop").disabled = false;
   byId("many-start").disabled = byId("enrol-send").disabled;

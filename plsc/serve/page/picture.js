@@ -99,7 +99,7 @@ export class Pictures {
 
   invitation() {
     if (this.files.length > 0) return [this.capacity > 1 ? "Add another picture" : "Choose another"];
-    return [element("strong", {}, this.label), element("span", {}, "Drop, paste or choose")];
+    return [element("strong", {}, this.label), element("span", {}, this.foldersChosen === null ? "Drop, paste or choose" : "Drop pictures or a folder, paste, or choose")];
   }
 
   thumbnail(file, index) {
