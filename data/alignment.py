@@ -299,6 +299,7 @@ class AlignedImages(ImageDataset):
         side = check_square(image_size, "aligning faces")
         super().__init__(pictures.source, pictures.labels, pictures.class_names, side)
         self.skipped, self.empty_classes = pictures.skipped, pictures.empty_classes
+        self.left_out = pictures.left_out
         self.alignment = locate.fingerprint
         self._pictures, self._locate, self._size = pictures, locate, side
 

@@ -1,6 +1,9 @@
 """Image codec: encoded images to RGB pixels and back, and resizing; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
+import os
+import re
+import stat
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -11,10 +14,12 @@ import torch
 
 from plsc.errors import DataError, UsageError
 from plsc.image_files import (
+    SUFFIXES,
     check_pixels,
     check_scans,
     decode_rgb,
     exif_orientation,
+    is_heic,
     jpeg_exif,
     jpeg_size,
     open_header,
@@ -30,22 +35,22 @@ if TYPE_CHECKING:
 Encoding = Literal["jpeg", "png"]
 
 MAX_PIXELS = 64 * 2**20
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp")
 
 _RGB = 3  # torchvision's ImageReadMode.RGB
-_SIGNATURES = (
-    (b"\xff\xd8\xff", ".jpg"),
-    (b"\x89PNG\r\n\x1a\n", ".png"),
-    (b"RIFF", ".webp"),
-    (b"BM", ".bmp"),
-    (b"GIF8", ".gif"),
-    (b"II*\0", ".tiff"),
-    (b"MM\0*", ".tiff"),
+_SIGNATURES = (  # of formats of plsc.image_files
+    (re.compile(rb"\xff\xd8\xff"), "JPEG"),
+    (re.compile(rb"\x89PNG\r\n\x1a\n"), "PNG"),
+    (re.compile(rb"RIFF"), "WEBP"),
+    (re.compile(rb"BM"), "BMP"),
+    (re.compile(rb"GIF8"), "GIF"),
+    (re.compile(rb"II\*\0|MM\0\*"), "TIFF"),
+    (re.compile(rb"P[1-6][\s#]"), "PPM"),
+    (re.compile(rb"....ftypavi[fs]", re.DOTALL), "AVIF"),
 )
 
 
 def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
-    """Decode a JPEG, PNG, WEBP, BMP, GIF (first frame), TIFF or PPM image.
+    """Decode an image of one of :data:`plsc.image_files.FORMATS`, of several frames the first.
 
     Grey becomes RGB, 16 bits become 8, and transparent pixels are composited on white.
 
@@ -127,11 +132,19 @@ def _from_array(image: "np.ndarray[Any, Any]", name: str) -> torch.Tensor:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Read a file; a :class:`DataError` names it if it cannot be read."""
+    """Read a file; a :class:`DataError` names it if it cannot be read, or is a pipe, a socket or a device."""
     try:
-        return path.read_bytes()
+        with open(path, "rb", opener=_open_at_once) as file:  # pathlib takes no opener
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DataError(f"cannot read {path}: it is no regular file")
+            return file.read()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for what a pipe's other end writes."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def resize_image(image: torch.Tensor, size: ImageSize, interpolation: str = BILINEAR) -> torch.Tensor:
@@ -166,8 +179,10 @@ def encode_image(image: torch.Tensor, encoding: Encoding = "jpeg") -> bytes:
 
 
 def suffix_of(data: bytes) -> str | None:
-    """Return the file suffix for an encoded image by its first bytes; None if they are no image's."""
-    return next((suffix for signature, suffix in _SIGNATURES if data.startswith(signature)), None)
+    """Return the usual file suffix for an encoded image by its first bytes; None if they are no image's."""
+    if is_heic(data):
+        return SUFFIXES["HEIF"][0]
+    return next((SUFFIXES[name][0] for signature, name in _SIGNATURES if signature.match(data)), None)
 
 
 def image_pixels(data: bytes) -> tuple[int, int]:

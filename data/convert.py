@@ -19,18 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from plsc.data.codec import IMAGE_SUFFIXES, Encoding, image_pixels, suffix_of
+from plsc.data.codec import Encoding, image_pixels, suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.data.record_keys import write_key
 from plsc.data.recordio import check_records, record_writer
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
+from plsc.image_files import SUFFIXES
 from plsc.progress import Progress
 
 LIST_NAME = "images.tsv"
 _SAFE_NAME = re.compile(rb"[^./\\\0\t\n\r][^/\\\0\t\n\r]{0,199}").fullmatch
-_FORMATS = {".jpeg": ".jpg"}  # suffixes by which a format goes, other than codec.suffix_of's
+_USUAL = {suffix: suffixes[0] for suffixes in SUFFIXES.values() for suffix in suffixes}  # suffixes of codec.suffix_of
 _log = logging.getLogger("plsc.data")
 
 
@@ -232,10 +233,9 @@ class _OutputNames:
     def _unused(self, name: str, suffix: str) -> str:
         """Return ``name`` with ``suffix``, if no other image has or will have it; otherwise one derived from it."""
         path = PurePosixPath(name)
-        keeps = _FORMATS.get(path.suffix.lower(), path.suffix.lower()) == suffix or suffix not in IMAGE_SUFFIXES
-        if keeps and path.suffix and name not in self._used:
+        if _USUAL.get(path.suffix.lower()) == suffix and name not in self._used:
             return name
-        replaced = str(path.with_suffix(suffix)) if path.suffix.lower() in IMAGE_SUFFIXES else name + suffix
+        replaced = str(path.with_suffix(suffix)) if path.suffix.lower() in _USUAL else name + suffix
         if replaced not in self._used and replaced not in self._own:
             return replaced
         candidates = (f"{name}{f'-{number}' if number > 1 else ''}{suffix}" for number in itertools.count(1))

@@ -34,7 +34,8 @@ class ImageDataset(ABC):
         image_size: side of the square images in pixels, or (height, width); None leaves each at its stored size.
         interpolation: by which they are resized to it.
         skipped: the reason why a record was left out, by the record's key.
-        empty_classes: names of classes without an image; they have no label.
+        empty_classes: classes without an image, which have no label: what each holds instead, in words, by its name.
+        left_out: numbers of files that are no pictures, or of a kind that is not read here, by suffix.
         alignment: fingerprint of the face alignment; "" where images are returned as stored.
     """
 
@@ -47,7 +48,8 @@ class ImageDataset(ABC):
         self.image_size = None if image_size is None else checked_image_size(image_size)
         self.interpolation = BILINEAR
         self.skipped: dict[str, str] = {}
-        self.empty_classes: list[str] = []
+        self.empty_classes: dict[str, str] = {}
+        self.left_out: dict[str, int] = {}
         self.alignment = ""
 
     @property

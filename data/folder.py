@@ -1,15 +1,16 @@
 """Data sets of image files: a folder per identity, or a list of paths and labels."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from plsc.data.codec import IMAGE_SUFFIXES, read_bytes
+from plsc.data.codec import read_bytes
 from plsc.data.dataset import EncodedDataset, map_names
+from plsc.data.picture_files import PictureFiles, kinds_text
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
+from plsc.image_files import readable_suffixes
 from plsc.models.preprocessing import ImageSize
 from plsc.text_files import not_utf8, text_lines
 
@@ -17,9 +18,8 @@ from plsc.text_files import not_utf8, text_lines
 class FolderDataset(EncodedDataset):
     """A folder whose sub-folders are the identities, in order of name; each holds its images, at any depth.
 
-    A sub-folder may be a symbolic link; links to folders below it are not followed, so that there is no cycle. Images
-    are files ending in .jpg, .jpeg, .png, .webp or .bmp in either case; names that begin with a dot are ignored.
-    ``empty_classes`` lists the sub-folders without an image, which are no classes.
+    :class:`plsc.data.picture_files.PictureFiles` finds them, and says what it leaves out. ``empty_classes`` names the
+    sub-folders without an image, which are no classes.
 
     Raises:
         UsageError: there is no image in any sub-folder.
@@ -27,24 +27,26 @@ class FolderDataset(EncodedDataset):
 
     def __init__(self, folder: Path, image_size: ImageSize | None = 112) -> None:
         self.folder = folder
-        empty: list[str] = []
+        files = PictureFiles(folder)
+        empty: dict[str, str] = {}
         paths: list[str] = []
         classes: list[str] = []
         counts: list[int] = []
-        for name in identities(folder):
-            images = sorted(images_below(folder, name))
+        for name in files.identities:
+            images, others = files.below(name)
             if images:
                 paths += images
                 classes.append(name)
                 counts.append(len(images))
             else:
-                empty.append(name)
+                empty[name] = kinds_text(others)
         if not paths:
-            raise UsageError(_no_image_error(folder))
+            raise UsageError(_no_image_error(files))
+        files.report()
         self._paths = PackedStringColumn(paths)
         labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
         super().__init__(str(folder), labels, PackedStringColumn(classes), image_size)
-        self.empty_classes = empty
+        self.empty_classes, self.left_out = empty, dict(files.left_out)
 
     def key(self, index: int) -> str:
         """Return the image's path below the folder."""
@@ -90,28 +92,12 @@ class ListDataset(EncodedDataset):
         return read_bytes(self.folder / self._paths[index])
 
 
-def identities(folder: Path) -> list[str]:
-    """Return the names of the sub-folders, in order; symbolic links to folders are among them."""
-    with os.scandir(folder) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-
-
-def images_below(folder: Path, below: str) -> Iterator[str]:
-    """Yield the images under ``folder/below``, relative to ``folder``, unordered; follow no link to a folder."""
-    with os.scandir(folder / below) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir(follow_symlinks=False):
-                yield from images_below(folder, f"{below}/{entry.name}")
-            elif entry.name.lower().endswith(IMAGE_SUFFIXES) and not entry.is_dir():
-                yield f"{below}/{entry.name}"
-
-
-def _no_image_error(folder: Path) -> str:
-    loose = any(entry.name.lower().endswith(IMAGE_SUFFIXES) for entry in folder.iterdir())
-    problem = "has images but no sub-folder with any" if loose else "has no image in any sub-folder"
-    return f"{folder} {problem}; give each identity a folder of its own ({', '.join(IMAGE_SUFFIXES)})"
+def _no_image_error(files: PictureFiles) -> str:
+    problem = "has images but no sub-folder with any" if files.loose else "has no image in any sub-folder"
+    others = f", and holds {kinds_text(files.left_out)}" if files.left_out else ""
+    return (
+        f"{files.folder} {problem}{others}; give each identity a folder of its own ({', '.join(readable_suffixes())})"
+    )
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:

@@ -43,7 +43,8 @@ def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> di
         ``source``, ``images``, ``classes``, ``broken`` (a count), ``broken_images`` (the first 100:
         ``{"key", "why"}``), ``duplicates`` (the number of images with the same bytes as an earlier one),
         ``duplicates_across_classes`` (those of them whose earlier image is of another class), ``duplicate_images`` (the
-        first 100: ``{"key", "same_as"}``), ``empty_classes``.
+        first 100: ``{"key", "same_as"}``), ``empty_classes``, ``files_left_out`` (numbers of files
+        that are no pictures, or not read here, by suffix).
     """
     digests = np.zeros((len(dataset), 2), dtype=np.uint64)
     broken: dict[int, str] = {}
@@ -65,6 +66,7 @@ def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> di
         "broken_images": [{"key": key, "why": why} for key, why in list(reasons.items())[:MAX_LISTED]],
         **_duplicates(dataset, digests, np.array(sorted(broken), dtype=np.int64)),
         "empty_classes": _empty_classes(dataset),
+        "files_left_out": dataset.left_out,
     }
 
 
@@ -122,7 +124,7 @@ def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDAr
 def _empty_classes(dataset: ImageDataset) -> list[str]:
     """Return the names of classes without an image: those left out on opening, and those with a label."""
     counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
-    return dataset.empty_classes + [dataset.class_names[int(label)] for label in np.flatnonzero(counts == 0)]
+    return [*dataset.empty_classes, *(dataset.class_names[int(label)] for label in np.flatnonzero(counts == 0))]
 
 
 _BAR = 40
@@ -134,8 +136,8 @@ def stats(dataset: ImageDataset) -> dict[str, Any]:
 
     Returns:
         ``source``, ``images``, ``classes``, ``images_per_class`` (``min``, ``median``, ``mean``, ``max``),
-        ``single_image_classes``, ``largest_class``, ``left_out``, and ``histogram``: classes by number of images, as a
-        list of ``{"from", "to", "classes"}``.
+        ``single_image_classes``, ``largest_class``, ``left_out``, ``files_left_out`` (as :func:`check`), and
+        ``histogram``: classes by number of images, as a list of ``{"from", "to", "classes"}``.
     """
     counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
     return {
@@ -151,6 +153,7 @@ def stats(dataset: ImageDataset) -> dict[str, Any]:
         "single_image_classes": int(np.sum(counts == 1)),
         "largest_class": dataset.class_names[int(counts.argmax())],
         "left_out": len(dataset.skipped),
+        "files_left_out": dataset.left_out,
         "histogram": _histogram(counts),
     }
 

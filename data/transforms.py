@@ -172,6 +172,7 @@ class RotatedDataset(ImageDataset):
         super().__init__(dataset.source, labels, _RotatedNames(dataset.class_names), dataset.image_size)
         self.dataset = dataset
         self.skipped, self.empty_classes, self.alignment = dataset.skipped, dataset.empty_classes, dataset.alignment
+        self.left_out = dataset.left_out
 
     def image(self, index: int) -> torch.Tensor:
         """Return image ``index // 4`` of the data set after ``index % 4`` counter-clockwise quarter turns."""

@@ -3,16 +3,19 @@
 Every file is hostile: pixels and scans are counted before anything is decoded.
 
 A picture is turned upright by the orientation in its EXIF, as browsers show it: XMP is ignored. It is read here alone,
-so that every decoder gives the same pixels. A TIFF is turned by Pillow while it is loaded: the tag is its own.
+so that every decoder gives the same pixels. Two kinds are turned while they are loaded, by what they have besides EXIF:
+TIFF by Pillow, HEIC by pillow-heif. Pillow hands on an AVIF's turning as EXIF.
 """
 
+import importlib.util
 import io
 import re
 import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,20 +27,71 @@ Segment = tuple[int, int, int]  # of a JPEG: marker, start and end of its conten
 
 MAX_SCANS = 100  # of a progressive JPEG; encoders write about 10, and each costs as much as a whole baseline image
 
-# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files.
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files; and the
+# suffixes of their files, in lower case, the usual one first. HEIF is pillow-heif's.
+SUFFIXES = {
+    "JPEG": (".jpg", ".jpeg", ".jfif"),
+    "PNG": (".png",),
+    "WEBP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tiff", ".tif"),
+    "PPM": (".pnm", ".pgm", ".ppm", ".pbm"),
+    "AVIF": (".avif",),
+    "HEIF": (".heic", ".heif", ".hif"),
+}
+FORMATS = tuple(SUFFIXES)
+PICTURE_SUFFIXES = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)  # whether read here or not
+_HEIC_BRANDS = {brand + kind for brand in (b"hei", b"hev") for kind in (b"c", b"x", b"m", b"s")}
+_LONGEST_FTYP = 256  # bytes of the first box that are looked at: 60 brands
 _EXIF = b"Exif\0\0"
 _ORIENTATION, _SHORT, _LONG = 0x0112, 3, 4  # a tag, and types of its value
 _TRANSPOSES = (  # by orientation, from 2 on: names in Pillow's Image.Transpose
     *("FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM"),
     *("TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"),
 )
+_DIVISORS = (1, 2, 4, 8)  # of a JPEG's sides: libjpeg skips the rest of each 8x8 block's frequencies
 _BYTE_ORDERS = {b"II*\0": "<", b"MM\0*": ">"}
 _MARKER = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")  # in a JPEG's coded data: neither a stuffed byte nor a restart
 
 
 class TooLargeError(DataError):
     """An image has more pixels than are allowed."""
+
+
+class Shrunk(NamedTuple):
+    """An image, uint8 (H, W, 3), whose sides were divided by ``divisor``: 1, 2, 4 or 8, rounded up."""
+
+    pixels: Pixels
+    divisor: int
+
+
+@cache
+def unread_formats() -> dict[str, str]:
+    """Of formats that this installation does not read: what does, by the format's name."""
+    from PIL import features
+
+    missing = {}
+    if not features.check("avif"):
+        missing["AVIF"] = "Pillow 11.3 or later reads them"
+    if importlib.util.find_spec("pillow_heif") is None:
+        missing["HEIF"] = "pip install plsc-torch[heic] reads them"
+    return missing
+
+
+@cache
+def readable_suffixes() -> tuple[str, ...]:
+    """The suffixes, in lower case, of picture files that this installation reads."""
+    readable = [suffixes for name, suffixes in SUFFIXES.items() if name not in unread_formats()]
+    return tuple(suffix for suffixes in readable for suffix in suffixes)
+
+
+def is_heic(data: bytes) -> bool:
+    """Whether a file is HEIF of the brands that HEVC is for (ISO/IEC 23008-12, B.4), by its first box."""
+    if data[4:8] != b"ftyp":
+        return False
+    end = min(int.from_bytes(data[:4], "big"), _LONGEST_FTYP)
+    return not _HEIC_BRANDS.isdisjoint([data[place : place + 4] for place in range(8, end, 4)])
 
 
 def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...] = FORMATS) -> Pixels:
@@ -58,13 +112,29 @@ def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...]
         TooLargeError: it has more than ``max_pixels`` pixels.
         DataError: it does not decode.
     """
+    return decode_shrunk(data, name, max_pixels, max_pixels, formats).pixels
+
+
+def decode_shrunk(
+    data: bytes, name: str, max_pixels: int, max_jpeg_pixels: int, formats: tuple[str, ...] = FORMATS
+) -> Shrunk:
+    """Decode as :func:`decode_rgb`; a JPEG with more than ``max_pixels`` as much smaller as fits them.
+
+    libjpeg shrinks it while it decodes, in the memory and a part of the time that the smaller image takes.
+
+    Args:
+        max_jpeg_pixels: limit on width x height of a JPEG's header.
+
+    Raises:
+        TooLargeError, DataError: as :func:`decode_rgb`.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
         with open_header(data, formats) as image:
-            check_pixels(image.width, image.height, name, max_pixels)
+            divisor = _shrink(image, name, max_pixels, max_jpeg_pixels)
             check_scans(data, name)
-            return to_rgb(image, jpeg_exif(data))
+            return Shrunk(to_rgb(image, jpeg_exif(data)), divisor)
     except Image.DecompressionBombError:
         raise TooLargeError(f"{name} has more than the {max_pixels:,} pixels allowed; shrink it first") from None
     except DataError:
@@ -72,6 +142,20 @@ def decode_rgb(data: bytes, name: str, max_pixels: int, formats: tuple[str, ...]
     except Exception as error:  # Pillow's decoders raise nearly every kind on hostile bytes
         detail = "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise DataError(f"{name} does not decode ({detail[:120]}); replace or remove it") from None
+
+
+def _shrink(image: Any, name: str, max_pixels: int, max_jpeg_pixels: int) -> int:
+    """Let Pillow decode a JPEG so small that it holds ``max_pixels``; returns what its sides are divided by."""
+    width, height = image.size
+    check_pixels(width, height, name, max_jpeg_pixels if image.format in ("JPEG", "MPO") else max_pixels)
+    for divisor in _DIVISORS:
+        smaller = -(-width // divisor), -(-height // divisor)
+        if smaller[0] * smaller[1] <= max_pixels:
+            if divisor > 1:
+                image.draft(None, (max(width // divisor, 1), max(height // divisor, 1)))
+            return divisor
+    check_pixels(width, height, name, max_pixels)
+    return 1
 
 
 def check_pixels(width: int, height: int, name: str, max_pixels: int) -> None:
@@ -135,13 +219,34 @@ def exif_orientation(exif: bytes) -> int:
 
 @contextmanager
 def open_header(data: bytes, formats: tuple[str, ...] = FORMATS) -> Iterator[Any]:
-    """Open a Pillow image, reading only its header, with Pillow's warnings off."""
+    """Open a Pillow image, reading only its header, with Pillow's warnings off.
+
+    ImportError tells of HEIC without pillow-heif.
+    """
     from PIL import Image, TiffImagePlugin, WebPImagePlugin  # noqa: F401 (the plugins register themselves)
 
+    if "HEIF" in formats:
+        formats = _heif_reader() if is_heic(data) else tuple(name for name in formats if name != "HEIF")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow warns at its own pixel limit and about odd palettes
         with Image.open(io.BytesIO(data), formats=formats) as image:
             yield image
+
+
+def _heif_reader() -> tuple[str]:
+    """Let Pillow open HEIF, by pillow-heif; returns its name of the format.
+
+    libheif bounds the decoder's memory by the size that the header gives.
+    """
+    from PIL import Image
+
+    if "HEIF" not in Image.OPEN:
+        try:
+            import pillow_heif
+        except ImportError:
+            raise ImportError("HEIC; pip install plsc-torch[heic] reads it") from None
+        pillow_heif.register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
+    return ("HEIF",)
 
 
 def to_rgb(image: Any, exif: bytes | None = None) -> Pixels:
@@ -168,7 +273,9 @@ def to_rgb(image: Any, exif: bytes | None = None) -> Pixels:
 
 
 def _exif_of(image: Any) -> bytes:
-    """The EXIF that Pillow found, without the orientation that it takes from XMP."""
+    """The EXIF that Pillow found, without the orientation that it takes from XMP; none of HEIF, which is upright."""
+    if image.format == "HEIF":
+        return b""
     exif, profile = image.info.get("exif"), image.info.get("Raw profile type exif")
     if exif is None and isinstance(profile, str):  # ImageMagick's form in a PNG: three lines of header, then hex
         with suppress(ValueError):

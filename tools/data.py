@@ -140,14 +140,16 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.files import write_json
 
     _at_least(args.workers, 0, "--workers")
-    result = check(open_dataset(args.source, image_size=None, max_bad_records=None), workers=args.workers)
+    dataset = open_dataset(args.source, image_size=None, max_bad_records=None)
+    result = check(dataset, workers=args.workers)
     print(f"{result['source']}: {_images_of_classes(result)}")
     for item in result["broken_images"]:
         print(f"  broken: {item['key']}: {item['why']}")
     for item in result["duplicate_images"]:
         print(f"  duplicate: {item['key']} is {item['same_as']} again")
     for name in result["empty_classes"][:100]:
-        print(f"  empty class: {name}")
+        others = dataset.empty_classes.get(name)
+        print(f"  empty class: {name}" + (f", which holds {others}" if others else ""))
     counts = (
         f"{result['broken']:,} broken, {counted(result['duplicates'], 'duplicate')} "
         f"({result['duplicates_across_classes']:,} across classes), "

@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("limits").add_argument
     add("--max-body-mib", type=int, default=16, metavar="N", help="of a request (16)")
-    add("--max-megapixels", type=float, default=12.0, metavar="N", help="of a picture (12)")
+    add("--max-megapixels", type=float, default=13.0, metavar="N", help="of a picture; larger JPEGs shrink (13)")
     add("--max-inputs", type=int, default=256, metavar="N", help="pictures and vectors a request (256)")
     add("--max-collections", type=int, default=1000, metavar="N", help="(1000)")
     add("--max-persons", type=int, metavar="N", help="of a collection (any number)")
@@ -198,9 +198,11 @@ def _audit_events(args: argparse.Namespace) -> frozenset[str]:
 def _limits(args: argparse.Namespace) -> "Limits":
     from plsc.serve.settings import Limits
 
+    pixels = _pixels(args)
     return Limits(
         body_bytes=_positive(args, "max_body_mib") * MIB,
-        image_pixels=_pixels(args),
+        image_pixels=pixels,
+        jpeg_pixels=max(pixels, Limits.jpeg_pixels),
         inputs=_positive(args, "max_inputs"),
         collections=_positive(args, "max_collections"),
         persons=_positive_or_none(args, "max_persons"),

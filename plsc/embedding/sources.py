@@ -9,11 +9,12 @@ import torch
 
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
-from plsc.data.codec import IMAGE_SUFFIXES, read_bytes, resize_image, to_rgb_tensor
+from plsc.data.codec import read_bytes, resize_image, to_rgb_tensor
 from plsc.data.dataset import EncodedDataset
-from plsc.data.folder import identities, images_below
+from plsc.data.picture_files import PictureFiles
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import UsageError
+from plsc.image_files import PICTURE_SUFFIXES
 from plsc.models.preprocessing import ImageSize
 
 if TYPE_CHECKING:
@@ -122,10 +123,10 @@ def _open(source: "ImageSource", image_size: ImageSize | None) -> ImageDataset:
     if not isinstance(source, str | Path):
         return ImageList(_as_sequence(source), image_size)
     path = Path(source)
-    if path.is_file() and _is_image(path.name):
+    if path.is_file() and path.name.lower().endswith(PICTURE_SUFFIXES):
         return LooseImages(path.parent, [path.name], image_size)
-    if path.is_dir() and any(_is_image(entry.name) for entry in path.iterdir()) and not any(path.glob("*.rec")):
-        return LooseImages(path, _images_below(path), image_size)
+    if path.is_dir() and not any(path.glob("*.rec")) and (files := PictureFiles(path)).loose:
+        return _loose_images(files, image_size)
     return open_dataset(source, image_size=image_size)
 
 
@@ -137,11 +138,10 @@ def _as_sequence(source: "ImageSource") -> "Sequence[ImageLike]":
     return [cast("ImageLike", source)]  # ImageList refuses what is no image
 
 
-def _is_image(name: str) -> bool:
-    return name.lower().endswith(IMAGE_SUFFIXES) and not name.startswith(".")
-
-
-def _images_below(root: Path) -> list[str]:
-    """Paths of the images directly in ``root`` and, as in a folder per identity, below its sub-folders."""
-    loose = [entry.name for entry in root.iterdir() if _is_image(entry.name) and not entry.is_dir()]
-    return sorted([*loose, *(path for name in identities(root) for path in images_below(root, name))])
+def _loose_images(files: PictureFiles, image_size: ImageSize | None) -> LooseImages:
+    """The pictures directly in a folder and, as in a folder per identity, below its sub-folders."""
+    below = [path for name in files.identities for path in files.below(name)[0]]
+    files.report()
+    images = LooseImages(files.folder, sorted([*files.loose, *below]), image_size)
+    images.left_out = dict(files.left_out)
+    return images

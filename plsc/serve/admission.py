@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -23,10 +24,17 @@ from plsc.serve.turns import Turns
 # Headers that decide about a request. Were one sent twice, a proxy might have judged by the other.
 _SINGLE = (b"host", b"authorization", b"origin", b"sec-fetch-site", b"content-type", b"content-encoding")
 _PROXY_HEADERS = (b"forwarded", b"via", b"x-real-ip")
-_HTTP_PORT = 80
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _REFUSED = (401, 403, 429)
+_NO_TOKEN = "a token is needed: ask who runs the service for one, and send it as Authorization: Bearer TOKEN"
+_UNKNOWN_TOKEN = (
+    "The service does not know this token; check it for a missing character, or ask who runs the service for another "
+    "(it is sent as Authorization: Bearer TOKEN)"
+)
 OPEN, ANY = Permission(None), Permission("search")
+_HEALTH = ("/health/", "/v2/health/")
+_TOO_SLOW = 408
+_LINGER_SECONDS, _LINGER_PAUSE = 5.0, 1.0  # for which what still comes is dropped: a reset would take the answer along
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for callers that went away before the answer
 
 
@@ -40,7 +48,6 @@ class RequestContext:
     # A thousand may wait at a time, and be out of the processor's caches when their turn comes.
     __slots__ = (
         "_admission",
-        "_body_due",
         "_empty_body_read",
         "_limits",
         "_receive",
@@ -66,7 +73,6 @@ class RequestContext:
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun, self._limits = time.monotonic(), limits
         self.body_complete = not self.announces_body()
-        self._body_due = self.begun + limits.body_seconds
         self._empty_body_read = False
         self.body_bytes = 0
         self.is_counted, self.disconnected = False, False
@@ -119,8 +125,13 @@ class RequestContext:
             if not self.body_complete:  # the rest of the body is not waited for
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        if self.connection is None or not self.connection.is_lost:  # uvloop raises where a lost one is written to
-            await self._send(message)
+        if self.connection is not None and self.connection.is_lost:  # uvloop raises where a lost one is written to
+            return
+        if self.status == _TOO_SLOW and message["type"] == "http.response.body":
+            await self._send({**message, "more_body": True})
+            await self._drop_body()
+            message = {"type": "http.response.body", "body": b""}
+        await self._send(message)
 
     def close(self) -> None:
         """Stop watching the connection: the next request on it is another."""
@@ -129,11 +140,29 @@ class RequestContext:
 
     async def _receive_in_time(self) -> Message:
         try:
-            async with asyncio.timeout_at(self._body_due):  # the loop's clock is time.monotonic
+            async with asyncio.timeout_at(self._body_due()):  # the loop's clock is time.monotonic
                 return await self._receive()
         except TimeoutError:
-            seconds = self._limits.body_seconds
-            raise ApiError(400, f"the body did not arrive within {seconds:g} s; send it faster, or less") from None
+            seconds, rate = time.monotonic() - self.begun, self._limits.body_rate
+            came = f"the body did not arrive within {seconds:.0f} s, {self.body_bytes:,} bytes of it did"
+            raise ApiError(_TOO_SLOW, f"{came}; send at least {rate:,} a second, or less") from None
+
+    def _body_due(self) -> float:
+        """When the next piece of the body has to be there: what came earns time, while others do not need it."""
+        limits = self._limits
+        earned = self.body_bytes / limits.body_rate if self._admission.has_room else 0.0
+        in_all = self.begun + min(limits.body_seconds + earned, limits.slow_body_seconds)
+        return min(in_all, time.monotonic() + limits.body_seconds)
+
+    async def _drop_body(self) -> None:
+        """Take what a caller still sends who has been answered: closing at once would lose the answer on its way."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while True:
+                    async with asyncio.timeout(_LINGER_PAUSE):
+                        message = await self._receive()
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
 
     def _count(self, size: int) -> None:
         self.body_bytes += size
@@ -216,6 +245,11 @@ class Admission:
             status = context.status or CLIENT_CLOSED_REQUEST
             self._metrics.request(template, scope["method"], status, time.monotonic() - context.begun)
 
+    @property
+    def has_room(self) -> bool:
+        """True while slow callers may have more time: half of the memory for bodies and of the requests is free."""
+        return self._body_bytes <= self._limits.memory_bytes / 2 and self._in_flight <= self._limits.requests / 2
+
     def hold(self, size: int) -> None:
         """Count ``size`` more bytes of bodies in flight; :class:`ApiError` 503 if all together are too many."""
         self._body_bytes += size
@@ -256,7 +290,7 @@ class Admission:
         connection = context.connection
         if self._tokens is None or context.caller is not None or connection is None or connection.is_identified:
             return True
-        is_health = context.scope["path"].startswith(("/health/", "/v2/health/"))
+        is_health = context.scope["path"].startswith(_HEALTH)
         await (self._health_turns if is_health else self._turns).wait(connection)
         return not connection.is_lost
 
@@ -276,7 +310,7 @@ class Admission:
         _check_head(scope, headers, self._limits)
         if self._tokens is None:
             _check_is_direct(scope, headers)
-            _check_origin(headers, scope["server"])
+            _check_origin(scope, headers)
         permission, collection = self._match(scope)
         context.collection = collection
         if permission.role is None:
@@ -316,8 +350,7 @@ class Admission:
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
         token = self._tokens.find(secret.strip()) if scheme.lower() == b"bearer" else None
         if token is None:
-            message = "a token is needed: send Authorization: Bearer TOKEN, with a token that the service knows"
-            raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
+            raise ApiError(401, _UNKNOWN_TOKEN if secret.strip() else _NO_TOKEN, {"WWW-Authenticate": "Bearer"})
         if time.time() >= token.expiry:
             message = f"the token {token.name} has expired ({token.expires}); ask for another"
             raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
@@ -358,30 +391,28 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes], limits: Limits) -> No
 def _check_is_direct(scope: Scope, headers: dict[bytes, bytes]) -> None:
     """:class:`ApiError` 403 for a request that came through a proxy, which makes any caller one of this machine.
 
-    A proxy that is told nothing shows in HTTP/1.0, which nginx long spoke by default, and nobody else speaks.
+    A proxy that is told nothing shows in HTTP/1.0, which nginx long spoke by default. Health checks speak it as well,
+    and learn nothing but that the service lives.
     """
     shown = [name.decode("latin-1") for name in headers if name in _PROXY_HEADERS or name.startswith(b"x-forwarded-")]
-    if scope["http_version"] == "1.0":
-        shown.append("HTTP/1.0")
     if shown:
         raise ApiError(403, f"the request came through a proxy ({shown[0][:40]}); behind one, give plsc serve --tokens")
+    if scope["http_version"] == "1.0" and not scope["path"].startswith(_HEALTH):
+        raise ApiError(403, "HTTP/1.0 is what proxies speak: send HTTP/1.1, or behind a proxy give plsc serve --tokens")
 
 
-def _check_origin(headers: dict[bytes, bytes], server: tuple[str, int | None] | None) -> None:
+def _check_origin(scope: Scope, headers: dict[bytes, bytes]) -> None:
     """:class:`ApiError` 403 for a web page of another site: without tokens, being on this machine is what admits.
 
     A name made to resolve to 127.0.0.1 (DNS rebinding) shows in Host, another page's script in Origin and
-    Sec-Fetch-Site; a proxy that sends no Host of its own, in the port.
+    Sec-Fetch-Site. The port is whatever a tunnel listens on. HTTP/1.0 may have no Host; no browser speaks it.
     """
+    if scope["http_version"] == "1.0" and b"host" not in headers:
+        return
     host = headers.get(b"host", b"").decode("latin-1").lower()
     found = HOST.fullmatch(host)
     if found is None or not is_loopback(found["name"]):
         raise ApiError(403, "without tokens only this machine is served: call it 127.0.0.1, or set tokens up")
-    port = server[1] if server is not None else None
-    if port is not None and int(found["port"] or _HTTP_PORT) != port:
-        raise ApiError(
-            403, f"Host names another port than {port}, where this service listens; call it there, or set tokens up"
-        )
     origin = headers.get(b"origin")
     if origin is not None and origin.decode("latin-1").lower() not in (f"http://{host}", f"https://{host}"):
         raise ApiError(403, "a page of another origin may not call this service; call it from its own page")

@@ -4,7 +4,8 @@ It reads jobs from its standard input and writes pixels to its standard output, 
 opens no file. :class:`plsc.serve.decoding.DecodeProcess` is its other end.
 
   job     JOB: bytes of the name, bytes of the file; then both
-  answer  ANSWER: a status, and for PIXELS height and width, otherwise 0 and the bytes of a message; then the content
+  answer  ANSWER: a status; for PIXELS what the sides were divided by, height and width, otherwise two zeros and the
+          bytes of a message; then the content
 """
 
 import io
@@ -16,7 +17,7 @@ import sys
 from typing import BinaryIO
 
 from plsc.errors import DataError
-from plsc.image_files import Pixels, TooLargeError, decode_rgb, open_header
+from plsc.image_files import Shrunk, TooLargeError, decode_shrunk, open_header
 
 try:
     import resource
@@ -24,7 +25,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 JOB = struct.Struct("<II")
-ANSWER = struct.Struct("<BII")
+ANSWER = struct.Struct("<BBII")
 READY, PIXELS, UNUSABLE, TOO_LARGE = range(4)
 FORMATS = ("JPEG", "PNG", "WEBP")
 _PIPE_BYTES = 1 << 20
@@ -33,30 +34,31 @@ _BASE_BYTES = 64 << 20
 _BYTES_PER_PIXEL = 32  # Pillow holds 4, a progressive JPEG's coefficients 6, and conversions a few copies
 
 
-def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, cpu_seconds: int) -> None:
+def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, max_jpeg_pixels: int, cpu_seconds: int) -> None:
     """Decode until there are no more jobs."""
-    answers.write(ANSWER.pack(READY, 0, 0))
+    answers.write(ANSWER.pack(READY, 0, 0, 0))
     answers.flush()
     while len(head := jobs.read(JOB.size)) == JOB.size:
         name_size, size = JOB.unpack(head)
         name = jobs.read(name_size).decode()
         _limit_cpu(cpu_seconds)
         try:
-            pixels = decode_rgb(jobs.read(size), name, max_pixels, FORMATS)
+            picture = decode_shrunk(jobs.read(size), name, max_pixels, max_jpeg_pixels, FORMATS)
         except DataError as error:
             message = str(error).encode()
-            answers.write(ANSWER.pack(TOO_LARGE if isinstance(error, TooLargeError) else UNUSABLE, 0, len(message)))
+            status = TOO_LARGE if isinstance(error, TooLargeError) else UNUSABLE
+            answers.write(ANSWER.pack(status, 0, 0, len(message)))
             answers.write(message)
         else:
-            _write_pixels(answers, pixels)
-            del pixels  # before the next are decoded
+            _write_pixels(answers, picture)
+            del picture  # before the next are decoded
         answers.flush()
 
 
-def _write_pixels(answers: BinaryIO, pixels: Pixels) -> None:
-    height, width, _ = pixels.shape
-    answers.write(ANSWER.pack(PIXELS, height, width))
-    answers.write(pixels.data)
+def _write_pixels(answers: BinaryIO, picture: Shrunk) -> None:
+    height, width, _ = picture.pixels.shape
+    answers.write(ANSWER.pack(PIXELS, picture.divisor, height, width))
+    answers.write(picture.pixels.data)
 
 
 def _limit_memory(max_pixels: int) -> None:
@@ -117,13 +119,13 @@ def _import_decoders() -> None:
 
 
 def main() -> None:
-    """Serve the parent: ``python -m plsc.serve.decode_process MAX_PIXELS CPU_SECONDS``."""
-    max_pixels, cpu_seconds = (int(value) for value in sys.argv[1:])
+    """Serve the parent: ``python -m plsc.serve.decode_process MAX_PIXELS MAX_JPEG_PIXELS CPU_SECONDS``."""
+    max_pixels, max_jpeg_pixels, cpu_seconds = (int(value) for value in sys.argv[1:])
     jobs, answers = _prepare()
     _import_decoders()
     _limit_memory(max_pixels)
     try:
-        serve(jobs, answers, max_pixels, cpu_seconds)
+        serve(jobs, answers, max_pixels, max_jpeg_pixels, cpu_seconds)
     except BrokenPipeError:  # the parent is gone
         os._exit(0)
 

@@ -21,13 +21,13 @@ from typing import Any, cast
 import numpy as np
 
 from plsc.errors import DataError
-from plsc.image_files import Pixels, TooLargeError
+from plsc.image_files import Shrunk, TooLargeError
 from plsc.serve.decode_process import ANSWER, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError
 
 Work = Callable[["DecodeProcess"], Any]
 
-_PIXELS_PER_CPU_SECOND = 6_000_000  # a tenth of what the slowest of usual encodings reach
+_PIXELS_PER_CPU_SECOND = 6_500_000  # a tenth of what the slowest of usual encodings reach
 _MIN_CPU_SECONDS = 2
 _WALL_SECONDS = 5  # for each second of processor time: the machine may be busy
 _ABANDONED_SECONDS = 0.1  # that a decoding may go on whose caller is gone; starting a new process costs as much
@@ -43,11 +43,12 @@ class DecodeProcess:
     One thread at a time decodes; any thread may call :meth:`kill`.
 
     Args:
-        max_pixels: of a picture.
+        max_pixels: of a picture, as it is decoded.
+        max_jpeg_pixels: of a JPEG, which is decoded smaller where it has more than ``max_pixels``.
     """
 
-    def __init__(self, max_pixels: int) -> None:
-        self._max_pixels = max_pixels
+    def __init__(self, max_pixels: int, max_jpeg_pixels: int) -> None:
+        self._max_pixels, self._max_jpeg_pixels = max_pixels, max_jpeg_pixels
         self._cpu_seconds = max(_MIN_CPU_SECONDS, -(-max_pixels // _PIXELS_PER_CPU_SECOND))
         self._process: subprocess.Popen[bytes] | None = None
         self._guard = threading.Lock()  # of the process and of what is known of it
@@ -87,8 +88,8 @@ class DecodeProcess:
                 print("plsc serve: a process that decodes pictures did not start", file=sys.stderr, flush=True)
             raise ApiError(503, "pictures cannot be decoded at the moment; see the server's log") from None
 
-    def decode(self, data: bytes, name: str) -> Pixels:
-        """Decode a picture: uint8 (H, W, 3).
+    def decode(self, data: bytes, name: str) -> Shrunk:
+        """Decode a picture, in a size that holds the limit.
 
         Raises:
             TooLargeError: it has too many pixels.
@@ -127,7 +128,8 @@ class DecodeProcess:
 
     def _open(self) -> "subprocess.Popen[bytes]":
         # -P: modules are not looked for in the working directory, which only those do who run there
-        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", self._max_pixels, self._cpu_seconds]
+        limits = (self._max_pixels, self._max_jpeg_pixels, self._cpu_seconds)
+        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", *limits]
         environment = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109 (the text that sys.path means)
         environment |= {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -139,7 +141,7 @@ class DecodeProcess:
             env=environment,
         )
 
-    def _decode(self, data: bytes, name: str) -> Pixels:
+    def _decode(self, data: bytes, name: str) -> Shrunk:
         self.start()
         encoded = name.encode()
         process = cast("subprocess.Popen[bytes]", self._process)
@@ -149,10 +151,11 @@ class DecodeProcess:
         process.stdin.flush()
         return self._answer(name)
 
-    def _answer(self, name: str) -> Pixels:
-        status, first, second = ANSWER.unpack(self._read(ANSWER.size))
+    def _answer(self, name: str) -> Shrunk:
+        status, divisor, first, second = ANSWER.unpack(self._read(ANSWER.size))
         if status == PIXELS and first * second <= self._max_pixels:
-            return np.frombuffer(self._read(first * second * 3), np.uint8).reshape(first, second, 3)
+            pixels = np.frombuffer(self._read(first * second * 3), np.uint8).reshape(first, second, 3)
+            return Shrunk(pixels, max(divisor, 1))
         if status not in (UNUSABLE, TOO_LARGE) or second > len(name) + 1000:
             raise EOFError  # a picture that took the process over cannot make this one allocate more
         message = bytes(self._read(second)).decode(errors="replace")
@@ -220,12 +223,13 @@ class Decoders:
 
     Args:
         share: of the processes that one caller may have at a time; there is one more.
-        max_pixels: of a picture.
+        max_pixels: of a picture, as it is decoded.
+        max_jpeg_pixels: of a JPEG.
     """
 
-    def __init__(self, share: int, max_pixels: int) -> None:
+    def __init__(self, share: int, max_pixels: int, max_jpeg_pixels: int) -> None:
         self._share = share
-        self._processes = [DecodeProcess(max_pixels) for _ in range(share + 1)]
+        self._processes = [DecodeProcess(max_pixels, max_jpeg_pixels) for _ in range(share + 1)]
         self._threads = ThreadPoolExecutor(len(self._processes), "plsc-decode")
         self._free = deque(self._processes)
         self._running: dict[DecodeProcess, _Job] = {}

@@ -1,12 +1,13 @@
 """Errors as HTTP responses: ``{"error": {"code", "message"}}``, one line that states the problem and the fix."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -32,6 +33,7 @@ Code = Literal[
     "forbidden",
     "not_found",
     "method_not_allowed",
+    "too_slow",
     "conflict",
     "precondition_failed",
     "too_large",
@@ -44,7 +46,7 @@ Code = Literal[
     "deadline",
     "quota_exceeded",
 ]
-_STATUSES = (400, 401, 403, 404, 405, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
+_STATUSES = (400, 401, 403, 404, 405, 408, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
 CODES: dict[int, str] = dict(zip(_STATUSES, get_args(Code), strict=True))
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
@@ -67,7 +69,8 @@ _DESCRIPTIONS = {
     401: "No token, or an unknown one",
     403: "The token's role does not suffice",
     404: "Not found",
-    409: "It exists already, belongs to another model, or a request with its Idempotency-Key is in progress",
+    408: "The body came too slowly",
+    409: "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
     412: "The person was changed since it was read",
     413: "Larger than allowed",
     415: "Unsupported content type",
@@ -104,9 +107,17 @@ class ApiError(HTTPException):
         status: HTTP status. 503 gets a ``Retry-After`` header.
         message: problem and fix; white space is collapsed into one line.
         headers: further headers of the response.
+        details: for machines, besides the error in the body.
     """
 
-    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        headers: dict[str, str] | None = None,
+        details: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.details = details
         if status == 503:
             headers = {"Retry-After": str(RETRY_SECONDS), **(headers or {})}
         super().__init__(status, " ".join(message.split()), headers)
@@ -119,10 +130,19 @@ class ErrorDetail(BaseModel):
     message: str
 
 
+class KnownPerson(BaseModel):
+    """Somebody enrolled whom the faces of an enrolment match, at or above the service's threshold."""
+
+    id: int
+    name: str | None
+    score: float
+
+
 class ErrorBody(BaseModel):
     """The body of every error outside /v2."""
 
     error: ErrorDetail
+    known: KnownPerson | None = Field(None, description="Only where on_known=refuse refused an enrolment")
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
@@ -173,7 +193,7 @@ def to_response(path: str, error: HTTPException) -> Response:
     status, message = error.status_code, str(error.detail)
     code = CODES.get(status, "bad_request" if status < 500 else "internal")
     is_inference = path == "/v2" or path.startswith("/v2/")
-    body = {"error": message if is_inference else {"code": code, "message": message}}
+    body = {"error": message if is_inference else {"code": code, "message": message}, **getattr(error, "details", {})}
     return Response(to_json(body), status, error.headers, "application/json")
 
 
@@ -192,5 +212,5 @@ def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[
     """OpenAPI's ``responses``: those of ``statuses``, and those that every operation with a role may give."""
     return {
         status: {"model": model, "description": _DESCRIPTIONS[status], "headers": _HEADERS.get(status, {})}
-        for status in sorted({400, 401, 403, 429, 500, 503, *statuses})
+        for status in sorted({400, 401, 403, 429, 500, 503, *statuses, *((408,) if 413 in statuses else ())})
     }

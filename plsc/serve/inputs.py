@@ -47,8 +47,9 @@ def decode(
     Args:
         process: where the file is decoded; its pixels are aligned or resized here.
         contract: the model's, which says what size it takes.
-        landmarks: (5, 2) points to align by; without them ``detector`` finds the main face, and without that the
-            image is taken as an aligned crop and resized, with warnings where it does not look like one.
+        landmarks: (5, 2) points to align by, in pixels of the file's picture; without them ``detector`` finds the main
+            face, and without that the image is taken as an aligned crop and resized, with warnings where it does not
+            look like one.
 
     Raises:
         ApiError: 415 for another format, 413 for too many pixels, 422 where it does not decode or shows no face.
@@ -56,18 +57,23 @@ def decode(
     check_format(data, name)
     size = contract.image_size
     try:
-        image = torch.from_numpy(process.decode(data, name)).permute(2, 0, 1)
+        pixels, divisor = process.decode(data, name)
+    except TooLargeError as error:
+        raise ApiError(413, f"{error}, send a JPEG, or raise --max-megapixels of the service") from None
     except DataError as error:
-        raise ApiError(413 if isinstance(error, TooLargeError) else 422, str(error)) from None
+        raise ApiError(422, str(error)) from None
+    image = torch.from_numpy(pixels).permute(2, 0, 1)
     try:
         if landmarks is not None:
-            return DecodedImage(align_face(image, landmarks, check_square(size, "aligning by landmarks"), name), ())
+            points = (np.asarray(landmarks) + 0.5) / divisor - 0.5  # a pixel stands for divisor x divisor of the file's
+            return DecodedImage(align_face(image, points, check_square(size, "aligning by landmarks"), name), ())
         if detector is not None:
             return DecodedImage(detector.aligned(image, check_square(size, "aligning faces"), name), ())
     except (DataError, UsageError) as error:
         raise ApiError(422, str(error)) from None
     found = picture_warnings(image, size)
-    warnings = [f"{name}: {warning.message}; give an aligned crop" for warning in found]
+    shrunk = f" (decoded at 1/{divisor})" if divisor > 1 else ""
+    warnings = [f"{name}: {warning.message}{shrunk}; give an aligned crop" for warning in found]
     return DecodedImage(resize_image(image, size, contract.interpolation), warnings)
 
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from plsc.gallery.store import Person, Precondition
 from plsc.gallery.validation import MAX_EXTERNAL_ID, check_expires, check_external_id
-from plsc.serve.errors import FORM, ApiError
+from plsc.serve.errors import FORM, ApiError, KnownPerson
 from plsc.serve.schemas import STORABLE, Body, Input, Metadata, Scalar, Warnings, with_warnings
 
 _TAG = r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"'
@@ -144,8 +144,16 @@ class PersonsView(BaseModel):
     warnings: Warnings = []
 
 
-class EnrolledPersonView(PersonView):
+class NewPersonView(PersonView):
     """A person as enrolled."""
+
+    known: KnownPerson | None = Field(
+        None, description="Who else is enrolled that the faces match, at or above the threshold; of POST alone"
+    )
+
+
+class EnrolledPersonView(NewPersonView):
+    """A person enrolled alone."""
 
     warnings: Warnings = []
 
@@ -153,7 +161,7 @@ class EnrolledPersonView(PersonView):
 class EnrolledView(BaseModel):
     """Persons enrolled together."""
 
-    persons: list[PersonView]
+    persons: list[NewPersonView]
     warnings: Warnings = []
 
 
@@ -165,6 +173,11 @@ def person_view(person: Person) -> PersonView:
 def enrolled_view(person: Person, warnings: list[str]) -> EnrolledPersonView:
     """The person of an enrolment, with warnings if there are any."""
     return with_warnings(EnrolledPersonView.model_construct(**_fields(person)), warnings)
+
+
+def new_person_view(person: Person, known: KnownPerson | None) -> NewPersonView:
+    """One of several enrolled persons, and who was known."""
+    return NewPersonView.model_construct(**_fields(person), known=known)
 
 
 def _fields(person: Person) -> dict[str, Any]:
@@ -179,18 +192,21 @@ def _fields(person: Person) -> dict[str, Any]:
     }
 
 
-def kept_enrolment(warnings: list[str], added: Sequence[Person]) -> Any:
-    """What is kept of an enrolment's answer: nothing of what the request says of persons, who may be deleted."""
-    return [[(person.id, person.faces, person.created) for person in added], warnings]
+def kept_enrolment(warnings: list[str], known: Sequence[Any], added: Sequence[Person]) -> Any:
+    """What is kept of an enrolment's answer: nothing of what the request says of persons, who may be deleted.
+
+    Args:
+        known: as :func:`plsc.serve.known.keep_known` keeps it.
+    """
+    return [[(person.id, person.faces, person.created) for person in added], warnings, known]
 
 
-def read_enrolment(persons: Sequence[PersonBody], kept: Any) -> tuple[list[Person], list[str]]:
-    """The persons and the warnings of an enrolment's answer, from the request and what :func:`kept_enrolment` kept."""
-    added = [
+def read_enrolment(persons: Sequence[PersonBody], kept: Any) -> list[Person]:
+    """The persons of an enrolment's answer, from the request and what :func:`kept_enrolment` kept."""
+    return [
         Person(id, body.name, body.metadata, tuple(faces), created, body.external_id, expires=body.expires)
         for body, (id, faces, created) in zip(persons, kept[0], strict=True)
     ]
-    return added, kept[1]
 
 
 def set_etag(response: Response, person: Person) -> None:

@@ -74,7 +74,7 @@ class Service:
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
         metrics.watch_audit(lambda: self.audit.head.sequence)
-        self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels)
+        self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
         self._storers = ThreadPoolExecutor(STORE_THREADS, "plsc-store")

@@ -22,7 +22,8 @@ class Limits:
     Attributes:
         body_bytes: body of one request.
         memory_bytes: bodies of all requests in flight; and answers that their callers have not taken.
-        image_pixels: width x height of an image, read from its header.
+        image_pixels: width x height of an image, read from its header, or of a JPEG as it is decoded.
+        jpeg_pixels: width x height of a JPEG, which is decoded at 1/2, 1/4 or 1/8 of its sides to hold the former.
         inputs: images and vectors of one request.
         k: matches of one query.
         matches: queries x k of one request.
@@ -36,14 +37,17 @@ class Limits:
         anonymous_connections: open at once besides those.
         requests: in flight at once, of callers who may do more than what is open to anyone.
         head_seconds: until a request's head has arrived.
-        body_seconds: until its body has arrived.
+        body_seconds: until its body, or the next piece, has arrived; ``body_rate`` bytes earn the body a second more.
+        body_rate: bytes a second.
+        slow_body_seconds: until its body has arrived at the latest.
         send_seconds: until the caller has taken an answer.
         deadline_seconds: for the whole request.
     """
 
     body_bytes: int = 16 * MIB
     memory_bytes: int = 512 * MIB
-    image_pixels: int = 12_000_000
+    image_pixels: int = 13_000_000
+    jpeg_pixels: int = 65_000_000
     inputs: int = 256
     k: int = 1000
     matches: int = 50_000
@@ -58,6 +62,8 @@ class Limits:
     requests: int = 512
     head_seconds: float = 10.0
     body_seconds: float = 30.0
+    body_rate: int = 16 * 1024
+    slow_body_seconds: float = 300.0
     send_seconds: float = 30.0
     deadline_seconds: float = 30.0
 

@@ -16,7 +16,7 @@ from support.pictures import stored
 from plsc.data import decode_image, read_image
 from plsc.data.codec import encode_image, image_pixels, resize_image, suffix_of
 from plsc.errors import DataError
-from plsc.image_files import MAX_SCANS, decode_rgb, jpeg_size
+from plsc.image_files import MAX_SCANS, SUFFIXES, decode_rgb, jpeg_size
 
 
 def gradient(width: int = 24, height: int = 16) -> Any:
@@ -25,17 +25,20 @@ def gradient(width: int = 24, height: int = 16) -> Any:
     return Image.fromarray(pixels.astype(np.uint8))
 
 
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF"])
 def test_formats(kind: str) -> None:
-    options = {"lossless": True} if kind == "WEBP" else {"quality": 95, "subsampling": 0} if kind == "JPEG" else {}
-    data = stored(gradient(), kind, **options)
+    if kind == "HEIF":
+        pytest.importorskip("pillow_heif", reason="needs pillow-heif").register_heif_opener()
+    options: dict[str, dict[str, Any]] = {"WEBP": {"lossless": True}, "JPEG": {"quality": 95, "subsampling": 0}}
+    options |= {"AVIF": {"quality": 95, "subsampling": "4:4:4"}, "HEIF": {"quality": 95, "chroma": "444"}}
+    data = stored(gradient(), kind, **options.get(kind, {}))
     image = decode_image(data, "x")
     assert (image.shape, image.dtype) == ((3, 16, 24), torch.uint8)
     expected = torch.from_numpy(np.array(gradient())).permute(2, 0, 1)
     error = (image.int() - expected.int()).abs().max()
-    assert error <= {"JPEG": 12, "GIF": 40}.get(kind, 0)
+    assert error <= {"JPEG": 12, "GIF": 40, "AVIF": 12, "HEIF": 12}.get(kind, 0)
     assert image_pixels(data) == (16, 24)
-    assert kind == "PPM" or suffix_of(data) is not None
+    assert suffix_of(data) == SUFFIXES[kind][0]
 
 
 @pytest.mark.parametrize(

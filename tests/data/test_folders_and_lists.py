@@ -32,7 +32,7 @@ def test_folder_per_identity(tmp_path: Path) -> None:
     assert [data.key(i) for i in range(5)] == ["10/z.jpeg", "ann/deep/er/y.bmp", "ann/x.webp", "zoe/a.JPG", "zoe/b.png"]
     assert data.labels.tolist() == [0, 1, 1, 2, 2]
     assert data.num_classes == 3
-    assert data.empty_classes == ["empty"]
+    assert data.empty_classes == {"empty": ""}
     assert data.image(0).shape == (3, 12, 12)
     assert open_dataset(tmp_path, image_size=None).image(0).shape == (3, 8, 10)
 

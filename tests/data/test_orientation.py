@@ -1,5 +1,7 @@
 """The same bytes give the same pixels in every decoder, turned by their EXIF and by nothing else."""
 
+import importlib.util
+import io
 import struct
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,6 +42,15 @@ def jpeg(*contents: bytes, at: bytes = b"") -> bytes:
     return data[:place] + segments + data[place:]
 
 
+def heic(content: bytes) -> bytes:
+    """The picture as iPhones store it: turned by a box of its own, and described by EXIF besides."""
+    import pillow_heif
+
+    file = io.BytesIO()
+    pillow_heif.from_pillow(Image.fromarray(PICTURE)).save(file, quality=95, exif=content)
+    return file.getvalue()
+
+
 def files() -> Iterator[tuple[str, bytes, int]]:
     """Name, file, and the orientation that it has to be turned by."""
     for kind in (SHORT, LONG):
@@ -73,6 +84,10 @@ def files() -> Iterator[tuple[str, bytes, int]]:
     profile.add_text("Raw profile type exif", f"\nexif\n{len(exif(6)):8}\n{exif(6).hex()}\n")
     yield "PNG of ImageMagick", stored(frames[0], "PNG", pnginfo=profile), 6
     yield "TIFF", stored(frames[0], "TIFF", tiffinfo={0x0112: 6}), 6
+    for value in range(1, 9):
+        yield f"AVIF {value}", stored(frames[0], "AVIF", quality=95, exif=exif(value)), value
+        if importlib.util.find_spec("pillow_heif") is not None:
+            yield f"HEIC {value}", heic(exif(value)), value
 
 
 @pytest.mark.parametrize(("data", "orientation"), [pytest.param(*rest, id=name) for name, *rest in files()])

@@ -25,8 +25,11 @@ from support.live_service import Live, image_input, live_service, picture
 from support.waiting import wait_until
 
 from plsc.data import decode_image
+from plsc.data.alignment import TEMPLATE, align_face
 from plsc.errors import DataError
+from plsc.models.preprocessing import Preprocessing
 from plsc.serve.decoding import DecodeProcess, Decoders
+from plsc.serve.inputs import decode
 from plsc.serve.settings import Limits
 
 MEGAPIXELS = 12_000_000
@@ -59,7 +62,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture
 def process() -> Iterator[DecodeProcess]:
-    running = DecodeProcess(MEGAPIXELS)
+    running = DecodeProcess(MEGAPIXELS, MEGAPIXELS)
     yield running
     running.close()
     running.reap()
@@ -95,7 +98,7 @@ def children() -> list[psutil.Process]:
 def test_pixels_are_those_of_the_library(process, kind, mode, options):
     """Embeddings made by the service and by plsc embed are compared with each other."""
     data = encoded(noise(61).crop((0, 0, 61, 40)).convert(mode), kind, **options)
-    pixels = torch.from_numpy(process.decode(data, "x")).permute(2, 0, 1)
+    pixels = torch.from_numpy(process.decode(data, "x").pixels).permute(2, 0, 1)
     assert torch.equal(pixels, decode_image(data, "x"))
 
 
@@ -112,13 +115,13 @@ def test_searches_go_before_decoding(process):
 def test_scans_are_limited_and_time_is_where_the_count_is_not(process, monkeypatch):
     with pytest.raises(DataError, match="more than 100 scans"):
         process.decode(scan_bomb(64, 200), "x")
-    slow = DecodeProcess(MEGAPIXELS)
+    slow = DecodeProcess(MEGAPIXELS, MEGAPIXELS)
     monkeypatch.setattr(slow, "_cpu_seconds", 0)  # the system counts whole seconds: this one is over within one
     try:
         with pytest.raises(DataError, match="takes too long"):
             list(map(slow.decode, [scan_bomb(3400, 80)] * 50, ["x"] * 50))
         monkeypatch.setattr(slow, "_cpu_seconds", 60)
-        assert slow.decode(picture(1), "x").shape == (16, 16, 3), "another process took its place"
+        assert slow.decode(picture(1), "x").pixels.shape == (16, 16, 3), "another process took its place"
     finally:
         slow.close()
         slow.reap()
@@ -136,14 +139,14 @@ def test_memory_is_limited(process):
 def test_a_killed_process_is_replaced(process):
     process.decode(picture(1), "x")
     child_of(process).kill()
-    assert process.decode(picture(2), "x").shape == (16, 16, 3)
+    assert process.decode(picture(2), "x").pixels.shape == (16, 16, 3)
     process.kill()
-    assert process.decode(picture(3), "x").shape == (16, 16, 3)
+    assert process.decode(picture(3), "x").pixels.shape == (16, 16, 3)
 
 
 def test_it_ends_with_its_parent(tmp_path):
     code = (
-        "import os; from plsc.serve.decoding import DecodeProcess; p = DecodeProcess(10**6); p.start();"
+        "import os; from plsc.serve.decoding import DecodeProcess; p = DecodeProcess(10**6, 10**6); p.start();"
         "print(p._process.pid, flush=True); os.kill(os.getpid(), 9)"
     )
     started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -163,7 +166,7 @@ def test_callers_take_turns():
         return name
 
     async def run() -> None:
-        decoders = Decoders(1, MEGAPIXELS)
+        decoders = Decoders(1, MEGAPIXELS, MEGAPIXELS)
         first = decoders.submit("a", [lambda p, n=n: work(f"a{n}", p) for n in range(4)])
         second = decoders.submit("a", [lambda p: work("b0", p)])
         third = decoders.submit("c", [lambda p: work("c0", p)])
@@ -223,7 +226,7 @@ def test_a_picture_that_nobody_waits_for_is_killed():
     bomb, others = scan_bomb(9000, 80), {child.pid for child in children()}
 
     async def run() -> None:
-        decoders = Decoders(1, 100_000_000)
+        decoders = Decoders(1, 100_000_000, 100_000_000)
         await asyncio.to_thread(decoders.start)
         started = {child.pid for child in children()} - others
         (future,) = decoders.submit("a", [lambda process: process.decode(bomb, "x")])
@@ -233,7 +236,7 @@ def test_a_picture_that_nobody_waits_for_is_killed():
             await asyncio.sleep(0.01)
         assert started - {child.pid for child in children()}, "it was decoded to its end"
         (next_one,) = decoders.submit("b", [lambda process: process.decode(picture(1), "x")])
-        assert (await next_one).shape == (16, 16, 3)
+        assert (await next_one).pixels.shape == (16, 16, 3)
         await asyncio.to_thread(decoders.close)
 
     asyncio.run(run())
@@ -255,7 +258,8 @@ def test_a_bad_picture_fails_alone_by_name(live):
     for data, status, said in (
         (scan_bomb(64, 200), 422, "scans"),
         (png(100, 50), 422, "does not decode"),
-        (encoded(Image.new("1", (4000, 3001)), "PNG"), 413, "12,000,000"),
+        (encoded(Image.new("1", (4000, 3251)), "PNG"), 413, "send a JPEG, or raise --max-megapixels"),
+        (encoded(Image.new("L", (9000, 7223)), "JPEG"), 413, "65,000,000"),
         (encoded(noise(20), "GIF"), 415, "JPEG, PNG or WEBP"),
     ):
         answer = live.ask("POST", "/v1/embeddings", {"inputs": [good, image_input(data), good]})
@@ -280,6 +284,48 @@ def test_the_end_does_not_wait_for_decoding(tmp_path, capfd):
     assert answers[0].status_code == 503
     assert {child.pid for child in children()} == others
     assert "Traceback" not in capfd.readouterr().err
+
+
+def smooth(width: int, height: int) -> Any:
+    """A picture without details that shrinking would lose."""
+    return (
+        Image.effect_noise((width // 25, height // 25), 90)
+        .convert("RGB")
+        .resize((width, height), Image.Resampling.BICUBIC)
+    )
+
+
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_landmarks_in_the_file_s_pixels_find_the_face_in_a_shrunk_picture(orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    data = encoded(smooth(801, 603), "JPEG", quality=95, exif=exif)
+    landmarks = 200 + 2.0 * TEMPLATE
+    process = DecodeProcess(800 * 603 // 4, 10**6)
+    try:
+        shrunk, divisor = process.decode(data, "x")
+        assert (divisor, sorted(shrunk.shape)) == (4, [3, 151, 201])
+        crop = decode(process, data, "x", Preprocessing(112), landmarks, None).pixels
+        full = align_face(decode_image(data, "x"), landmarks, 112)
+        assert (crop.float() - full).abs().mean() < 4 < (crop.float() - full.flip(-1)).abs().mean()
+    finally:
+        process.close()
+        process.reap()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [{}, {"progressive": True}])
+def test_a_photo_of_64_megapixels_is_decoded_within_the_limits(kind):
+    data = encoded(smooth(9248, 6936), "JPEG", **kind)
+    process = DecodeProcess(Limits().image_pixels, Limits().jpeg_pixels)
+    try:
+        assert process.decode(data, "x").pixels.shape == (1734, 2312, 3)
+        memory = Path(f"/proc/{child_of(process).pid}/status").read_text(encoding="ascii")
+        peak = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM"))
+        assert peak < (300 if kind else 120) * 1024, "kilobytes"
+    finally:
+        process.close()
+        process.reap()
 
 
 def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):

@@ -76,7 +76,7 @@ def test_an_image_and_the_token_of_the_environment(live, monkeypatch, capsys):
     assert " p1 " in capsys.readouterr().out
     monkeypatch.setenv("PLSC_TOKEN", "wrong")
     assert main([*command, "--query", str(live.folder / "pictures" / "1.png")]) == 1
-    assert "a token is needed" in capsys.readouterr().err
+    assert "does not know this token" in capsys.readouterr().err
     assert main([*command, "--query", "nothere.png"]) == 2
     assert main([*command, "--query", "x.png", "--model", "m"]) == 2
 

@@ -381,8 +381,13 @@ def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
             ({"Host": f"localhost:{port}"}, 200),
             ({"Host": f"[::1]:{port}"}, 200),
             ({"Host": f"127.0.0.9:{port}"}, 200),
-            ({"Host": "127.0.0.1"}, 403),
-            ({"Host": "127.0.0.1:80"}, 403),
+            ({"Host": "localhost"}, 200),
+            ({"Host": "localhost:9000"}, 200),
+            ({"Host": "localhost:9000", "Origin": "http://localhost:9000", "Sec-Fetch-Site": "same-origin"}, 200),
+            ({"Host": "localhost:9000", "Via": "1.1 proxy"}, 403),
+            ({"Host": "localhost:9000", "Origin": "http://localhost:9001"}, 403),
+            ({"Host": "evil.example:9000", "Origin": "http://evil.example:9000"}, 403),
+            ({"Host": "localhost.evil.example:9000"}, 403),
             ({"Host": f"[::1]evil.example:{port}"}, 403),
             ({"Host": f"127.0.0.1:80@evil.example:{port}"}, 403),
             ({"Host": f"127.0.0.1:{port}@evil.example"}, 403),
@@ -415,6 +420,26 @@ def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
         for path in ("/v1/compare", "/"):
             refused = live.http.post(path, json=body, headers={"Origin": "http://evil.example"})
             assert refused.status_code == 403
+
+
+@pytest.mark.parametrize("host", [b"", b"Host: localhost:9000\r\n"])
+def test_health_checks_may_speak_http_1_0(tmp_path, host):
+    with live_service(tmp_path) as live:
+        for path, status in ((b"/health/ready", b"200"), (b"/v2/health/live", b"200"), (b"/v1/info", b"403")):
+            with live.connect() as connection:
+                connection.sendall(b"GET %b HTTP/1.0\r\n%b\r\n" % (path, host))
+                answer = connection.recv(4096)
+                assert answer.split(b" ", 2)[1] == status, path
+                assert (b"send HTTP/1.1" in answer) == (status == b"403")
+        with live.connect() as connection:
+            connection.sendall(b"GET /health/ready HTTP/1.0\r\nHost: evil.example\r\n\r\n")
+            assert b" 403 " in connection.recv(4096)
+
+
+def test_a_wrong_token_is_told_in_words(live):
+    for secret, said in (({}, "a token is needed: "), (bearer("plsc_wrong"), "The service does not know this token")):
+        refused = live.ask("GET", "/v1/info", headers=secret)
+        assert (refused.status_code, refused.json()["error"]["message"][: len(said)]) == (401, said)
 
 
 def test_other_machines_need_tokens():

@@ -36,6 +36,7 @@ class LimitsInfo(BaseModel):
 
     body_bytes: int
     image_pixels: int
+    jpeg_pixels: int
     inputs: int
     k: int
     matches: int

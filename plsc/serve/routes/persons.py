@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -15,7 +15,8 @@ from starlette.responses import Response
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Person
 from plsc.serve import idempotency
-from plsc.serve.errors import ApiError, error_responses
+from plsc.serve.errors import ApiError, KnownPerson, error_responses
+from plsc.serve.known import OnKnown, find_known, keep_known, read_known, refuse_known
 from plsc.serve.person_schemas import (
     CONDITIONS_DESCRIBED,
     PUT_CONDITIONS_DESCRIBED,
@@ -26,6 +27,7 @@ from plsc.serve.person_schemas import (
     FacesBody,
     FacesView,
     FaceView,
+    PersonBody,
     PersonChange,
     PersonPut,
     PersonsBody,
@@ -33,6 +35,7 @@ from plsc.serve.person_schemas import (
     PersonView,
     enrolled_view,
     kept_enrolment,
+    new_person_view,
     person_view,
     read_enrolment,
     read_precondition,
@@ -44,6 +47,7 @@ from plsc.serve.schemas import FILTER_PARAMETER, IMAGE, Input, examples, parse_f
 from plsc.serve.service import Embedded, Service
 
 MAX_PAGE = 1000
+_CREATED, _ADDED_TO_KNOWN = 201, 200  # statuses of enrolments
 _READ_TOGETHER = 128  # persons; with the longest metadata, 32 MiB
 _FACE_BYTES = 20  # of a face in an answer, about
 _ADA = {"name": "Ada", "metadata": {"city": "Bern", "age": 31}, "faces": [{"image": IMAGE}]}
@@ -82,7 +86,10 @@ async def list_persons(
     status_code=201,
     response_model_exclude_unset=True,
     tags=["persons"],
-    responses=error_responses(404, 409, 413, 415, 422, 501, 504, 507),
+    responses={
+        200: {"model": EnrolledPersonView, "description": "on_known=add: the faces were added to who was known"},
+        **error_responses(404, 409, 413, 415, 422, 501, 504, 507),
+    },
     openapi_extra=idempotency.DESCRIBED,
 )
 @requires("write")
@@ -95,27 +102,33 @@ async def add_persons(
     service: Served,
     request: Request,
     response: Response,
+    on_known: Annotated[OnKnown, Query(description="What to do where a face matches somebody enrolled")] = "enrol",
 ) -> EnrolledPersonView | EnrolledView:
-    """Enrol one person, or several: all or none. They are stored and found by searches when this answers."""
+    """Enrol one person, or several: all or none. They are stored and found by searches when this answers.
+
+    With a threshold, `known` tells who else is enrolled that the faces match. on_known=refuse then enrols nobody
+    (409), and on_known=add adds the faces to that person, whose name and metadata stay (200).
+    """
     several = isinstance(body, PersonsBody)
     persons = body.persons if isinstance(body, PersonsBody) else [body]
     limit = service.settings.limits.inputs
     if len(persons) > limit:
         raise ApiError(413, f"{len(persons)} people; at most {limit} are enrolled in a request")
+    if several and on_known == "add":
+        raise ApiError(400, "on_known=add is for one person; enrol several one by one")
     async with service.idempotency.claim(request) as claim:
         if claim.stored is not None:
-            added, warnings = read_enrolment(persons, claim.replay(response))
+            done = await _replay_enrolment(service, collection, persons, claim.stored.status, claim.replay(response))
         else:
             charge(len(persons))
-            new, crops, warnings = await _embed_persons(service, collection, persons, several)
-            idempotent = claim.request(partial(kept_enrolment, warnings))
-            add = service.thumbnails.add_persons
-            added = await service.in_store(add, collection, new, service.contract_id, crops, idempotent=idempotent)
+            done = await _enrol(service, collection, persons, several, on_known, claim)
+    added, known, warnings, response.status_code = done
     record_ids(request, [person.id for person in added])
     if several:
-        return with_warnings(EnrolledView(persons=[person_view(person) for person in added]), warnings)
+        views = [new_person_view(person, who) for person, who in zip(added, known, strict=True)]
+        return with_warnings(EnrolledView(persons=views), warnings)
     set_etag(response, added[0])
-    return enrolled_view(added[0], warnings)
+    return enrolled_view(added[0], warnings).model_copy(update={"known": known[0]})
 
 
 # Before the routes of persons by id: an external id may hold a slash.
@@ -345,7 +358,7 @@ async def _embed_persons(
 ) -> tuple[list[NewPerson], list[list[torch.Tensor | None]], list[str]]:
     """The persons with the vectors of their inputs, all embedded together; their faces' crops; and warnings."""
     await service.require_collection(collection)
-    names = [f"persons[{index}].faces" if several else "faces" for index in range(len(persons))]
+    names = _group_names(len(persons), several)
     vectors, warnings, crops = await _embed_groups(
         service, [(name, person.faces) for name, person in zip(names, persons, strict=True)]
     )
@@ -357,6 +370,72 @@ async def _embed_persons(
     ]
     own_crops = [crops[stop - len(person.faces) : stop] for person, stop in zip(persons, stops, strict=True)]
     return new, own_crops, warnings
+
+
+def _group_names(count: int, several: bool) -> list[str]:
+    """What errors and warnings call the faces of each person of a request."""
+    return [f"persons[{index}].faces" if several else "faces" for index in range(count)]
+
+
+class _Enrolment(NamedTuple):
+    persons: list[Person]
+    known: list[KnownPerson | None]
+    warnings: list[str]
+    status: int
+
+
+async def _enrol(
+    service: Service,
+    collection: str,
+    persons: Sequence[PersonBody],
+    several: bool,
+    on_known: OnKnown,
+    claim: idempotency.Claim,
+) -> _Enrolment:
+    new, crops, warnings = await _embed_persons(service, collection, persons, several)
+    known = await find_known(service, collection, [np.asarray(person.vectors) for person in new])
+    if on_known == "refuse":
+        refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
+    if on_known == "add" and known[0] is not None:
+        person = await _add_to_known(service, collection, known[0], new[0], crops[0], claim, warnings)
+        return _Enrolment([person], known, warnings, _ADDED_TO_KNOWN)
+    idempotent = claim.request(partial(kept_enrolment, warnings, keep_known(known)))
+    add = service.thumbnails.add_persons
+    added = await service.in_store(add, collection, new, service.contract_id, crops, idempotent=idempotent)
+    return _Enrolment(added, known, warnings, _CREATED)
+
+
+async def _replay_enrolment(
+    service: Service, collection: str, persons: Sequence[PersonBody], status: int, kept: Any
+) -> _Enrolment:
+    _, warnings, kept_known = kept
+    known = await read_known(service, collection, kept_known)
+    if status == _ADDED_TO_KNOWN:
+        added = [await service.in_store(service.store.person, collection, kept_known[0][0])]
+    else:
+        added = read_enrolment(persons, kept)
+    return _Enrolment(added, known, warnings, status)
+
+
+async def _add_to_known(
+    service: Service,
+    collection: str,
+    known: KnownPerson,
+    new: NewPerson,
+    crops: list[torch.Tensor | None],
+    claim: idempotency.Claim,
+    warnings: list[str],
+) -> Person:
+    """Add the faces of ``new`` to who is known, and return that person."""
+
+    def keep(faces: list[int]) -> Any:
+        return [[(known.id, faces)], warnings, keep_known([known])]
+
+    idempotent = claim.request(keep, _ADDED_TO_KNOWN)
+    add, contract_id = service.thumbnails.add_faces, service.contract_id
+    await service.in_store(add, collection, known.id, new.vectors, contract_id, crops, idempotent=idempotent)
+    person: Person = await service.in_store(service.store.person, collection, known.id)
+    return person
 
 
 async def _embed_groups(service: Service, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:
