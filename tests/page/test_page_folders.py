@@ -3,7 +3,6 @@
 import base64
 import io
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from PIL import Image
 from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, KURT
-from support.page_kit import PageService, chosen, draw, drop, embedding, png
+from support.page_kit import PageService, chosen, cosine, draw, drop, embedding, png
 
 pytestmark = pytest.mark.slow
 
@@ -124,34 +123,15 @@ def test_a_chosen_folder_of_pictures_is_one_person(visit: Any, staff: str, tmp_p
     expect(page.locator("#enrol-done")).to_contain_text(" with 2 faces.")
 
 
-@pytest.fixture
-def knowing(people: str, service: PageService) -> Callable[[Any], None]:
-    """``knowing(page)``: the service's answers to ?on_known=refuse, that all are known but those called N…."""
-    known = {"id": service.store.persons(people)[0].id, "name": "Ada Lovelace", "score": 0.98}
-    refusal = {"error": {"code": "conflict", "message": "faces[0] matches Ada Lovelace"}, "known": known}
-
-    def answer(route: Any) -> None:
-        is_known = not (route.request.post_data_json.get("name") or "K").startswith("N")
-        if is_known and "on_known=refuse" in route.request.url:
-            route.fulfill(status=409, content_type="application/json", body=json.dumps(refusal))
-        else:
-            route.continue_()
-
-    return lambda page: page.route("**/persons?on_known=*", answer)
-
-
-def test_who_is_known_is_added_to_or_enrolled_only_when_asked(
-    visit: Any, people: str, service: PageService, knowing: Any
-) -> None:
+def test_who_is_known_is_added_to_or_enrolled_only_when_asked(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
-    knowing(page)
     page.get_by_role("tab", name="Enrol").click()
     page.locator("#enrol-pictures input").set_input_files(chosen(ADA_AGAIN))
     question = page.get_by_role("alertdialog", name="Already enrolled?")
     ada = service.store.persons(people)[0].id
     page.get_by_role("button", name="Enrol", exact=True).click()
     expect(question).to_contain_text(
-        f"This picture matches Ada Lovelace (#{ada}) at 0.980. Add it there, or enrol anyway?"
+        f"This picture matches Ada Lovelace (#{ada}) at {cosine(ADA, ADA_AGAIN):.3f}. Add it there, or enrol anyway?"
     )
     expect(page.get_by_role("button", name="Do not enrol")).to_be_focused()
     expect(question.get_by_label("Do the same for all")).to_be_hidden()
@@ -169,14 +149,11 @@ def test_who_is_known_is_added_to_or_enrolled_only_when_asked(
     assert len(service.store.persons(people)) == 5
 
 
-def test_a_folder_asks_once_what_to_do_with_all_who_are_known(
-    visit: Any, people: str, service: PageService, knowing: Any
-) -> None:
+def test_a_folder_asks_once_what_to_do_with_all_who_are_known(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
-    knowing(page)
     page.get_by_role("tab", name="Enrol").click()
-    names = ("Kay", "Kim", "Kit", "Ned")
-    drop(page, {f"team/{name}/face.png": png(draw(4000 + at)) for at, name in enumerate(names)})
+    pictures = {name: draw(seed, like=ADA) for seed, name in enumerate(("Kay", "Kim", "Kit"), 4000)}
+    drop(page, {f"team/{name}/face.png": png(picture) for name, picture in {**pictures, "Ned": draw(91)}.items()})
     page.get_by_role("button", name="Enrol 4 people").click()
     question = page.get_by_role("alertdialog", name="Already enrolled?")
     expect(question).to_contain_text("This picture of K")
