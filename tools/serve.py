@@ -129,6 +129,7 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
     )
     add("--thumbnails", type=Path, metavar="DIR", help="(STORE/thumbnails where the store is a folder)")
     add("--link-key", metavar="KEY", help="metadata key whose http(s) addresses the page shows as links (none)")
+    add("--items", default="people", metavar="NAME", help="what is enrolled, such as products or mouse/mice (people)")
 
 
 def _add_audit(parser: argparse.ArgumentParser) -> None:
@@ -147,7 +148,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
 
 def _settings(args: argparse.Namespace) -> "Settings":
     from plsc.serve.rate_limits import parse_rate_limits
-    from plsc.serve.settings import Settings
+    from plsc.serve.settings import Items, Settings
 
     folder = store_folder(args.store)
     if args.keep_thumbnails and folder is None and args.thumbnails is None:
@@ -175,6 +176,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
         thumbnails=folder / "thumbnails" if folder is not None and args.thumbnails is None else args.thumbnails,
         keep_thumbnails=args.keep_thumbnails,
         link_key=args.link_key,
+        items=Items.parse(args.items),
         audit=folder / "audit.jsonl" if folder is not None and args.audit is None else args.audit,
         audit_events=_audit_events(args),
         audit_rotated_bytes=_positive(args, "audit_mib") * MIB,

@@ -28,7 +28,7 @@ def filter_warnings(store: Store, collection: str, filter: Filter) -> list[str]:
     fields = list(dict.fromkeys(condition.key for condition in filter.conditions))[:_CHECKED_FIELDS]
     unknown = [key for key in fields if not _somebody_has(store, collection, key, "exists", True)]
     if unknown:
-        return [f"no person has a field {' or '.join(map(_quoted, unknown))}; {_known_fields(store, collection)}"]
+        return [f"nothing here has a field {' or '.join(map(_quoted, unknown))}; {_known_fields(store, collection)}"]
     checked = [condition for condition in filter.conditions if condition.key in fields][:_CHECKED_FIELDS]
     return [warning for condition in checked for warning in _kind_warnings(store, collection, condition)]
 
@@ -49,7 +49,7 @@ def _known_fields(store: Store, collection: str) -> str:
     persons = store.persons(collection, limit=_SAMPLED_PERSONS)
     fields = sorted({key for person in persons for key in person.metadata})
     more = ", …" if len(fields) > _NAMED_FIELDS else ""
-    return f"fields: {', '.join(fields[:_NAMED_FIELDS])}{more}" if fields else "nobody here has metadata"
+    return f"fields: {', '.join(fields[:_NAMED_FIELDS])}{more}" if fields else "nothing here has metadata"
 
 
 def _somebody_has(store: Store, collection: str, key: str, operator: str, value: Any) -> bool:

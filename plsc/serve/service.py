@@ -30,7 +30,7 @@ from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, im
 from plsc.serve.observability import Metrics
 from plsc.serve.quotas import with_quotas
 from plsc.serve.schemas import Input
-from plsc.serve.settings import Settings
+from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
 from plsc.serve.token_book import TokenBook
 
@@ -150,7 +150,8 @@ class Service:
         vectors = await self.worker.submit("embed", pixels, len(pixels), deadline)
         for vector, name in zip(vectors, names, strict=True):
             check_direction(vector, name)
-        warnings = [warning for image in decoded for warning in image.warnings]
+        faces = self.settings.items == PEOPLE  # only pictures of faces have to be aligned crops
+        warnings = [warning for image in decoded for warning in image.warnings] if faces else []
         return Embedded(np.asarray(vectors), warnings, [image.pixels for image in decoded])
 
     async def embed_pixels(self, images: torch.Tensor, deadline: float) -> Float32:

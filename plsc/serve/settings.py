@@ -5,11 +5,14 @@ import re
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
+from plsc.errors import UsageError
 from plsc.serve.rate_limits import RateLimit
 
 MIB = 2**20
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:(?P<port>[0-9]{1,5}))?")  # the header, in lower case
+_ITEMS = re.compile(r"(?P<one>[^\W\d_A-Z]{1,30})/(?P<plural>[^\W\d_A-Z]{1,30})|(?P<regular>[^\W\d_A-Z]{2,30}s)")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,33 @@ class Limits:
     deadline_seconds: float = 30.0
 
 
+class Items(NamedTuple):
+    """What collections hold, in words: one of it and many, as the page and answers name it."""
+
+    one: str = "person"
+    many: str = "people"
+
+    @classmethod
+    def parse(cls, text: str) -> "Items":
+        """The words of ``--items``: a plural that ends in s, or SINGULAR/PLURAL.
+
+        Raises:
+            UsageError: what is no such word.
+        """
+        if text == PEOPLE.many:
+            return PEOPLE
+        match = _ITEMS.fullmatch(text)
+        if match is None:
+            raise UsageError(f"--items {text}: give a plural in lower case, such as products, or both as in mouse/mice")
+        one, plural, regular = match["one"], match["plural"], match["regular"]
+        if regular is None:
+            return cls(one, plural)
+        return cls(regular[:-3] + "y" if regular.endswith("ies") else regular[:-1], regular)
+
+
+PEOPLE = Items()
+
+
 @dataclass(frozen=True)
 class Settings:
     """Settings of one service; ``snapshots`` and ``audit`` are None where the store has no folder.
@@ -75,6 +105,7 @@ class Settings:
     ``audit_events`` are the events of :mod:`plsc.serve.audit` that get a line; of its rotated files, ``audit_keep`` are
     kept, None keeps all.
     ``link_key`` is the metadata key whose web addresses the page shows as links; the service itself follows none.
+    ``items`` names what collections hold; for others than people nothing is said of faces and aligned crops.
     ``decode_processes`` decode pictures for one caller at a time; one more is kept for the others.
     """
 
@@ -97,6 +128,7 @@ class Settings:
     audit_rotated_bytes: int = 64 * MIB
     audit_keep: int | None = None
     link_key: str | None = None
+    items: Items = PEOPLE
     thumbnails: Path | None = None
     keep_thumbnails: bool = False
     limits: Limits = field(default_factory=Limits)

@@ -205,7 +205,7 @@ def test_filters_mean_the_same_in_every_store(store: Store) -> None:
 @pytest.mark.parametrize(
     ("filter", "warnings"),
     [
-        ({"set lfw": "x"}, ['no person has a field "set lfw"; fields: city, member, n']),
+        ({"set lfw": "x"}, ['nothing here has a field "set lfw"; fields: city, member, n']),
         ({"n": {"gt": "tall"}}, ['the field "n" is never text, and is compared with "tall"']),
         ({"city": {"lt": 3}}, ['the field "city" is never a number, and is compared with 3']),
         ({"city": True}, ['the field "city" is never true or false, and is compared with true']),
@@ -213,7 +213,7 @@ def test_filters_mean_the_same_in_every_store(store: Store) -> None:
         # the first four fields alone: each costs a look at every person
         (
             {f"x{number}": number for number in range(MAX_CONDITIONS)},
-            ['no person has a field "x0" or "x1" or "x2" or "x3"; fields: city, member, n'],
+            ['nothing here has a field "x0" or "x1" or "x2" or "x3"; fields: city, member, n'],
         ),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 from support.page_actions import ADA, ADA_AGAIN, DESKTOP, KURT
-from support.page_kit import PageService, chosen, draw
+from support.page_kit import PageService, chosen, draw, drop, png
 
 pytestmark = pytest.mark.slow
 
@@ -57,8 +57,13 @@ def test_no_view_has_an_issue(visit: Any, people: str, service: PageService, siz
     page.locator("#enrol-pictures input").set_input_files([chosen(ADA), chosen(KURT)])
     page.locator("#enrol-metadata").get_by_role("button", name="Add a field").click()
     assert_accessible(page, "enrolling")
+    drop(page, {"team/Rosa/a.png": png(draw(81)), "team/Sam/b.png": b"broken"})
+    assert_accessible(page, "a folder")
+    page.get_by_role("button", name="Enrol 2 people").click()
+    expect(page.get_by_role("button", name="As JSON")).to_be_visible()
+    assert_accessible(page, "the report of a folder")
     page.get_by_role("tab", name="Browse").click()
-    expect(page.locator("#persons > li")).to_have_count(4)
+    expect(page.locator("#persons > li")).to_have_count(5)
     assert_accessible(page, "browsing")
     page.get_by_role("button", name="Ada Lovelace", exact=True).click()
     expect(page.locator("#person")).to_be_visible()

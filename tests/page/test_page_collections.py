@@ -1,12 +1,16 @@
 """The page in a real browser: browsing, collections and the service's figures."""
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from support.page_actions import ADA, open_tab_by_keyboard, tab_to
+from support.page_actions import ADA, TABS, open_tab_by_keyboard, tab_to
 from support.page_kit import PageService, chosen, draw
+
+from plsc.serve.settings import Items
 
 pytestmark = pytest.mark.slow
 
@@ -34,11 +38,11 @@ def test_a_collection_is_browsed_page_by_page(visit: Any, service: PageService) 
 
     page.locator("#browse-filter").fill("!even, number >= 3")
     page.locator("#browse-filter").press("Enter")
-    expect(page.locator("#browse-summary")).to_have_text("Nobody here matches the filter.")
+    expect(page.locator("#browse-summary")).to_have_text("No people here match the filter.")
     expect(page.locator("#browse-warning")).to_be_empty()
     page.locator("#browse-filter").fill("evn = true")
     page.locator("#browse-filter").press("Enter")
-    expect(page.locator("#browse-warning")).to_have_text('no person has a field "evn"; fields: even, number.')
+    expect(page.locator("#browse-warning")).to_have_text('nothing here has a field "evn"; fields: even, number.')
     page.locator("#browse-filter").fill("even = false, number >= 51")
     page.locator("#browse-filter").press("Enter")
     expect(names).to_have_text([f"Person of {number}" for number in (51, 53, 55, 57, 59)])
@@ -77,6 +81,9 @@ def test_a_collection_is_made_by_mouse_and_by_keyboard(visit: Any, people: str, 
         "a collection's name begins with a letter and has letters, digits, _ . - only, 64 at most, unlike 'My Staff!'"
     )
     dialog.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="New…").click()
+    expect(dialog.get_by_label("Name")).to_have_value("")
+    dialog.get_by_role("button", name="Cancel").click()
     expect(dialog).to_be_hidden()
 
     tab_to(page, page.locator("#new-collection"))
@@ -88,7 +95,7 @@ def test_a_collection_is_made_by_mouse_and_by_keyboard(visit: Any, people: str, 
     expect(page.get_by_label("Collection", exact=True)).to_have_value("guests")
     assert "guests" in [one.name for one in service.store.collections()]
     page.get_by_role("tab", name="Browse").click()
-    expect(page.locator("#browse-summary")).to_have_text("Nobody is enrolled here yet.")
+    expect(page.locator("#browse-summary")).to_have_text("No people are enrolled here yet.")
 
 
 def test_an_empty_service_asks_for_a_collection(visit: Any, tmp_path: Path) -> None:
@@ -114,3 +121,72 @@ def test_the_services_figures_are_shown(visit: Any, people: str, service: PageSe
     expect(row.locator("td").nth(0)).to_have_text("4")
     expect(row.locator("td").nth(1)).to_have_text("5")
     expect(page.locator("#service-limits")).to_contain_text("16 MiB")
+
+
+def test_a_collection_is_deleted_only_by_its_name(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Service").click()
+    page.get_by_role("button", name="Delete the collection…").click()
+    question = page.get_by_role("alertdialog", name="Delete the collection?")
+    expect(question).to_contain_text(f"{people} with 4 people will be deleted")
+    sure = question.get_by_role("button", name="Delete permanently")
+    expect(sure).to_be_disabled()
+    question.get_by_label(f"Type {people} to confirm").fill(people[:-1])
+    expect(sure).to_be_disabled()
+    question.get_by_role("button", name="Keep").click()
+    page.get_by_role("button", name="Delete the collection…").click()
+    question.get_by_label(f"Type {people} to confirm").fill(people)
+    sure.click()
+    expect(page.locator("#manage-done")).to_have_text(f"{people} is deleted.")
+    assert people not in [one.name for one in service.store.collections()]
+    expect(page.get_by_label("Collection", exact=True)).not_to_have_value(people)
+
+
+def test_a_collections_list_is_downloaded(visit: Any, people: str) -> None:
+    page = visit(people)
+    page.get_by_role("tab", name="Service").click()
+    page.get_by_role("button", name="Download the list…").click()
+    with page.expect_download() as downloaded:
+        page.get_by_role("button", name="Download", exact=True).click()
+    assert downloaded.value.suggested_filename == f"{people}.json"
+    told = json.loads(Path(downloaded.value.path()).read_text())
+    assert [len(person["faces"]) for person in told["persons"]] == [1, 1, 2, 1]
+    assert told["persons"][2]["metadata"] == {"city": "Vienna", "age": 71}
+    expect(page.locator("#manage-done")).to_have_text("The list has 4 people.")
+
+
+def test_a_snapshot_is_taken_after_a_question(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path, snapshots=tmp_path / "snapshots")
+    try:
+        page = visit(service.collection("staff"), at=service)
+        page.get_by_role("tab", name="Service").click()
+        page.get_by_role("button", name="Take a snapshot…").click()
+        question = page.get_by_role("alertdialog", name="Take a snapshot?")
+        question.get_by_role("button", name="Take a snapshot").click()
+        expect(page.locator("#manage-done")).to_contain_text("MiB.")
+        (snapshot,) = (tmp_path / "snapshots").iterdir()
+        expect(page.locator("#manage-done")).to_contain_text(snapshot.name)
+    finally:
+        service.stop()
+
+
+def test_products_are_no_people(visit: Any, tmp_path: Path) -> None:
+    service = PageService(tmp_path, items=Items.parse("products"))
+    try:
+        service.enrol(service.collection("shop"), None, [ADA], colour="red")
+        page = visit("shop", at=service, bypass_csp=True)
+        page.locator("#search-picture input").set_input_files(chosen(draw(80)[:8], "wide.png"))
+        expect(page.locator("#matches button.name")).to_have_text(["Product 1"])
+        expect(page.locator("#search-warning")).to_be_empty()  # crops are aligned of faces alone
+        page.get_by_role("button", name="Product 1", exact=True).click()
+        expect(page.get_by_role("button", name="Delete this product…")).to_be_visible()
+        page.get_by_role("button", name="Delete picture 1").click()
+        page.get_by_role("button", name="Keep").click()
+        page.keyboard.press("Escape")
+        for tab in TABS:
+            page.get_by_role("tab", name=tab).click()
+            words = page.locator("body").inner_text().lower()
+            assert not re.search(r"\b(person|people|persons|faces?|somebody|nobody|who|stranger|crops)\b", words), tab
+            assert "product" in words or tab == "Compare"
+    finally:
+        service.stop()

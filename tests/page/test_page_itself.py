@@ -98,6 +98,30 @@ def test_nothing_is_wider_than_the_window(visit: Any, people: str, service: Page
         assert overflow(page) == 0, tab
 
 
+def test_every_target_is_large_enough_for_a_finger(visit: Any, people: str, service: PageService) -> None:
+    page = visit(people, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+
+    def assert_large(where: str) -> None:
+        small = page.evaluate(
+            """[...document.querySelectorAll("button, a, input, select, [tabindex='0']")]
+                .filter((it) => it.checkVisibility() && !it.matches(".skip"))
+                .map((it) => [it.outerHTML.slice(0, 90), it.getBoundingClientRect()])
+                .filter(([, box]) => box.width < 24 || box.height < 24)"""
+        )
+        assert small == [], where
+
+    expect(page.locator("#search-picture").get_by_role("button", name="Take a picture")).to_be_visible()
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#matches > li")).to_have_count(4)
+    for tab in TABS:
+        page.get_by_role("tab", name=tab).click()
+        assert_large(tab)
+    page.get_by_role("tab", name="Search").click()
+    page.locator("#matches button.name").first.click()
+    expect(page.locator("#person")).to_be_visible()
+    assert_large("a person")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_its_background(visit: Any, scheme: str) -> None:
     page = visit(color_scheme=scheme)

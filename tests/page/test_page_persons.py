@@ -51,7 +51,7 @@ def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, s
 def test_a_person_is_enrolled_by_keyboard(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     open_tab_by_keyboard(page, "Enrol")
-    choose_by_keyboard(page, page.get_by_role("button", name="Pictures of the person"), chosen(draw(40)))
+    choose_by_keyboard(page, page.get_by_role("button", name="Pictures to enrol"), chosen(draw(40)))
     tab_to(page, page.locator("#enrol-name"))
     page.keyboard.type("Sofya")
     page.keyboard.press("Enter")
@@ -89,6 +89,7 @@ def test_a_searched_picture_becomes_a_face_of_a_match_or_a_new_person(
     page.get_by_role("button", name="Enrol this picture as a new person").click()
     expect(page.locator("#enrol-pictures img")).to_have_count(1)
     page.get_by_role("button", name="Enrol", exact=True).click()
+    page.get_by_role("button", name="Enrol anyway").click()  # for it is Ada's
     expect(page.locator("#enrol-done")).to_contain_text("with 1 face")
     assert len(service.store.persons(people)) == 5
 
@@ -121,7 +122,7 @@ def test_enrolling_searching_a_wrong_click_and_its_undo_by_keyboard_alone(
 ) -> None:
     page = visit(people)
     open_tab_by_keyboard(page, "Enrol")
-    choose_by_keyboard(page, page.get_by_role("button", name="Pictures of the person"), chosen(draw(70)))
+    choose_by_keyboard(page, page.get_by_role("button", name="Pictures to enrol"), chosen(draw(70)))
     tab_to(page, page.locator("#enrol-name"))
     page.keyboard.type("Hedy")
     page.keyboard.press("Enter")
@@ -167,7 +168,13 @@ def test_thumbnails_stand_beside_matches_and_persons(visit: Any, tmp_path: Path)
         expect(page.locator("#persons img.thumbnail")).to_have_count(1)
         page.get_by_role("button", name="Ada", exact=True).click()
         expect(page.locator("#person-faces img.thumbnail")).to_have_count(2)
-        page.locator("#person-faces button").first.click()
+        page.locator("#person-faces").get_by_role("button", name="Show larger: Ada, face").first.click()
+        larger = page.get_by_role("dialog", name="Ada, face")
+        expect(larger.get_by_role("img", name="Ada, face")).to_be_visible()
+        page.keyboard.press("Escape")
+        expect(larger).to_be_hidden()
+        expect(page.locator("#person")).to_be_visible()
+        page.get_by_role("button", name="Delete face").first.click()
         page.get_by_role("button", name="Delete permanently").click()
         expect(page.locator("#person-faces img.thumbnail")).to_have_count(1)
         assert len(list((tmp_path / "thumbnails").rglob("*.jpg"))) == 1

@@ -33,7 +33,7 @@ def test_a_chosen_picture_is_searched_and_names_stay_text(visit: Any, people: st
         f"1 above the threshold among 4 people. The best is Ada Lovelace at {cosine(ADA, ADA_AGAIN):.3f}."
     )
     expect(page.locator("#search-odds")).to_have_text(
-        "At this threshold, about 5 in 1,000 strangers would match somebody here."  # five faces, one in 1,000 each
+        "At this threshold, about 5 in 1,000 strangers would match here by mistake."  # five faces, one in 1,000 each
     )
     assert page.locator("#search-picture img").evaluate("image => image.naturalWidth") == ADA.shape[1]
     hostile = page.locator("#matches > li").filter(has_text=HOSTILE)
@@ -99,9 +99,9 @@ def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any,
         page.locator("#search-filter").fill(typo)
         page.locator("#search-filter").press("Enter")
         expect(page.locator("#search-warning")).to_have_text(
-            f'no person has a field "{fields}"; fields: <b>note</b>, age, city.'
+            f'nothing here has a field "{fields}"; fields: <b>note</b>, age, city.'
         )
-        expect(page.locator("#search-summary")).to_have_text("Nobody in this collection matches the filter.")
+        expect(page.locator("#search-summary")).to_have_text("No people here match the filter.")
     page.locator("#search-filter").fill('{"city": {"near": "Bern"}}')
     page.get_by_role("button", name="Search", exact=True).click()
     expect(page.locator("#search-error")).to_contain_text("knows no 'near'")

@@ -421,7 +421,7 @@ def test_a_field_that_nobody_has_is_named_where_a_filter_finds_nobody(live):
 
     for typo in ({"set lfw": {"exists": True}}, {"set lfw": "x", "height": 3}):
         for answer in found(typo):
-            assert answer["warnings"] == ['no person has a field "set lfw"; fields: height, set']
+            assert answer["warnings"] == ['nothing here has a field "set lfw"; fields: height, set']
     for wrong, told in (
         ({"height": {"gt": "tall"}}, 'the field "height" is never text, and is compared with "tall"'),
         ({"height": True, "set": "lfw"}, 'the field "height" is never true or false, and is compared with true'),

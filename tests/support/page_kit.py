@@ -121,3 +121,34 @@ def png(picture: npt.NDArray[np.uint8]) -> bytes:
 def chosen(picture: npt.NDArray[np.uint8], name: str = "face.png") -> dict[str, Any]:
     """The picture as Playwright gives it to a file input."""
     return {"name": name, "mimeType": "image/png", "buffer": png(picture)}
+
+
+# Drops what [[path, bytes]] describes, with folders as a browser hands them over, readers that give one at a time.
+DROP = """([files, place]) => {
+    const entry = (name, found) => {
+        if (found.length === 1 && found[0][0] === "") {
+            const file = new File([new Uint8Array(found[0][1])], name);
+            return { name, isFile: true, isDirectory: false, file: (done) => done(file) };
+        }
+        const names = [...new Set(found.map(([path]) => path.split("/")[0]))];
+        const below = (one) => found.filter(([path]) => path.split("/")[0] === one)
+            .map(([path, bytes]) => [path.split("/").slice(1).join("/"), bytes]);
+        const entries = names.map((one) => entry(one, below(one)));
+        return { name, isFile: false, isDirectory: true,
+            createReader: () => ({ readEntries: (done) => done(entries.splice(0, 1)) }) };
+    };
+    const roots = entry("", files).createReader();
+    const items = [];
+    for (let more = true; more;) roots.readEntries((some) => {
+        more = some.length > 0;
+        items.push(...some.map((one) => ({ webkitGetAsEntry: () => one })));
+    });
+    const event = new Event("drop", { bubbles: true, cancelable: true });
+    event.dataTransfer = { items, files: items };
+    document.querySelector(place).dispatchEvent(event);
+}"""
+
+
+def drop(page: Any, files: dict[str, bytes], place: str = "#enrol-pictures .pictures") -> None:
+    """Drop files by their paths, as {"folder/file.png": content}, on a place of the page."""
+    page.evaluate(DROP, [[[path, list(content)] for path, content in files.items()], place])

@@ -1,10 +1,11 @@
 // Looking through a collection, page by page, by metadata (the service filters) and by name (this page does).
 
-import { arrowKeyNav, byId, day, element, pluralize, runWithErrors, showWarnings } from "./dom.js";
+import { arrowKeyNav, byId, day, element, runWithErrors, showWarnings } from "./dom.js";
 import { personHead } from "./person.js";
 import { readFilter, writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { hasRole, on, state } from "./state.js";
+import { capital, countFaces, countItems, words } from "./words.js";
 
 const PAGE = 25;      // persons shown at once
 const BATCH = 100;    // persons asked for at once while a name is looked for
@@ -52,7 +53,7 @@ async function load() {
   running?.abort();
   running = new AbortController();
   const { signal } = running;
-  byId("browse-title").textContent = state.collection === null ? "People" : `People in ${state.collection}`;
+  byId("browse-title").textContent = capital(words().many) + (state.collection === null ? "" : ` in ${state.collection}`);
   if (state.collection === null) return empty("There is no collection yet; create one first.");
   if (!hasRole("read")) return empty("Your token may only search. Browsing needs a token with the role read.");
   list.setAttribute("aria-busy", "true");
@@ -83,7 +84,7 @@ async function collect(after, signal) {
     if (answer.next === null) return { persons, next: null, looked };
     if (persons.length === PAGE) return { persons, next: answer.next, looked };
     after = answer.next;
-    byId("browse-summary").textContent = asked.name === "" ? "" : `checked ${pluralize(looked, "person", "people")}…`;
+    byId("browse-summary").textContent = asked.name === "" ? "" : `checked ${countItems(looked)}…`;
   }
   return { persons, next: after, looked };
 }
@@ -114,15 +115,15 @@ function empty(why) {
 
 function summaryText({ persons, looked }) {
   const page = starts.length > 1 ? `Page ${starts.length}: ` : "";
-  if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${pluralize(looked, "person", "people")} checked.`;
-  if (persons.length === 0) return asked.filter === null ? "Nobody is enrolled here yet." : "Nobody here matches the filter.";
+  if (asked.name !== "") return `${page}${persons.length.toLocaleString("en")} of the ${countItems(looked)} checked.`;
+  if (persons.length === 0) return asked.filter === null ? `No ${words().many} are enrolled here yet.` : `No ${words().many} here match the filter.`;
   const all = state.collections.find((one) => one.name === state.collection)?.persons;
   const whole = asked.filter === null && all !== undefined ? ` of ${all.toLocaleString("en")}` : "";
   const first = (starts.length - 1) * PAGE;
   return `${(first + 1).toLocaleString("en")} to ${(first + persons.length).toLocaleString("en")}${whole}.`;
 }
 
-const row = (person) => element("li", {}, ...personHead(person, person.faces[0]?.id, pluralize(person.faces.length, "face"), `since ${day(person.created)}`));
+const row = (person) => element("li", {}, ...personHead(person, person.faces[0]?.id, countFaces(person.faces.length), `since ${day(person.created)}`));
 
 /** Letters without case and accents. */
 const folded = (text) => text.normalize("NFKD").replace(/\p{M}/gu, "").toLowerCase();

@@ -11,6 +11,7 @@ export function setUpCollections() {
   select.onchange = () => choose(select.value);
   byId("new-collection").onclick = () => {
     byId("making-error").hidden = true;
+    byId("making-name").value = "";   // not the name that was refused before
     byId("making").showModal();
   };
   byId("making-cancel").onclick = () => byId("making").close();
@@ -41,7 +42,6 @@ async function make() {
   await call("POST", "v1/collections", { body: { name } });
   await list();
   choose(name);
-  byId("making-name").value = "";
   byId("making").close();
 }
 

@@ -21,7 +21,8 @@ export function setUpCompare() {
 }
 
 /** Two files fill both sides; one goes to the side that has the focus, else to the first empty one, else to the second. */
-export function receive(files) {
+export function receive(found) {
+  const files = found.map(({ file }) => file);
   if (files.length > 1) return sides.forEach((side, at) => side.take([files[at]]));
   const focused = sides.find((side) => side.box.contains(document.activeElement));
   const empty = sides.find((side) => side.files.length === 0);

@@ -76,14 +76,24 @@ export function showWarnings(region, warnings = []) {
   region.replaceChildren(...warnings.map((warning) => element("span", {}, `${warning}.`)));
 }
 
+/** Give the user a file to keep. */
+export function download(name, text, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  element("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 60_000);   // milliseconds: the browser reads it in its own time
+}
+
 /** A date as people read it; what is no date stays as it is. */
 export function day(iso) {
   const date = new Date(iso);
   return Number.isNaN(date.valueOf()) ? iso : date.toLocaleDateString("en-GB", { day: "numeric", month: "short", year: "numeric" });
 }
 
-/** Ask in a dialog; `action` runs on `yes`, and its error is shown there. Resolves to whether it was done. */
-export function confirmAction({ title, text, yes: yesLabel, no: noLabel }, action) {
+/**
+ * Ask in a dialog; `action` runs on `yes`, and its error is shown there. Resolves to whether it was done. With `name`,
+ * that has to be typed first.
+ */
+export function confirmAction({ title, text, yes: yesLabel, no: noLabel, name = null }, action) {
   const dialog = byId("confirm");
   const error = byId("confirm-error");
   const yes = byId("confirm-yes");
@@ -92,6 +102,12 @@ export function confirmAction({ title, text, yes: yesLabel, no: noLabel }, actio
   yes.textContent = yesLabel;
   byId("confirm-no").textContent = noLabel;
   error.hidden = true;
+  const typed = byId("confirm-typed");
+  byId("confirm-typing").hidden = name === null;
+  typed.labels[0].textContent = `Type ${name} to confirm`;
+  typed.value = "";
+  yes.disabled = name !== null;
+  typed.oninput = () => { yes.disabled = typed.value.trim() !== name; };
   dialog.showModal();
   return new Promise((resolve) => {
     let done = false;

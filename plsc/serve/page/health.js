@@ -1,23 +1,26 @@
 // Whether the service is ready, and its figures.
 
-import { byId, day, element, isolated, pluralize, runWithErrors } from "./dom.js";
+import { byId, day, element, isolated, runWithErrors } from "./dom.js";
 import { readiness, token } from "./service.js";
-import { emit, on, state } from "./state.js";
+import { emit, isLocked, on, state } from "./state.js";
+import { capital, countFaces, countItems, holdsPeople, words } from "./words.js";
 
 const EVERY = 10_000;   // milliseconds between looks
-const LIMITS = {
+const limitsShown = () => ({
   body_bytes: ["One request", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
   image_pixels: ["One picture", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
+  jpeg_pixels: ["One JPEG", (pixels) => `${grouped(pixels / 1e6)} million pixels`],
   inputs: ["Pictures at once", grouped],
   k: ["One search", (k) => `${grouped(k)} matches`],
   matches: ["Searches of one request", (many) => `${grouped(many)} matches together`],
   collections: ["Collections", grouped],
-  persons: ["People in a collection", grouped],
+  persons: [`${capital(words().many)} in a collection`, grouped],
   store_bytes: ["The store", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
-  metadata_bytes: ["Metadata of a person", (bytes) => `${grouped(bytes)} bytes`],
+  metadata_bytes: ["Metadata of one", (bytes) => `${grouped(bytes)} bytes`],
   answer_bytes: ["One answer", (bytes) => `${grouped(bytes / 2 ** 20)} MiB`],
-};
-const WORDS = { asking: "connecting…", ready: "ready", busy: "not ready", gone: "not answering" };
+});
+const WORDS = { asking: "connecting…", ready: "ready", busy: "not ready", gone: "not answering", locked: "token needed" };
+let found = "asking";   // what the last look found
 let refresh = async () => {};
 
 /** `reload` asks for everything again: after the service was away, and on the button. */
@@ -26,7 +29,8 @@ export function setUpHealth(reload) {
   byId("service-refresh").onclick = (event) => runWithErrors(byId("service-error"), () => refresh(true), event.target);
   on("info", show);
   on("collections", show);
-  on("gone", () => word("gone"));
+  on("gone", () => tell("gone"));
+  on("locked", () => tell(found));
   setInterval(look, EVERY);
   document.addEventListener("visibilitychange", look);
   look();
@@ -35,14 +39,16 @@ export function setUpHealth(reload) {
 /** Look now. Coming back is told by "back", so that what failed can be asked for again. */
 export async function look() {
   if (document.hidden) return;
-  const before = byId("health").dataset.state;
-  word(await readiness());
-  if (before === "gone" && byId("health").dataset.state === "ready") emit("back");
+  const before = found;
+  tell(await readiness());
+  if (before === "gone" && found === "ready") emit("back");
 }
 
-function word(found) {
-  byId("health").dataset.state = found;
-  if (byId("health-word").textContent !== WORDS[found]) byId("health-word").textContent = WORDS[found];
+function tell(now) {
+  found = now;
+  const word = found === "ready" && isLocked() ? "locked" : found;
+  byId("health").dataset.state = word;
+  if (byId("health-word").textContent !== WORDS[word]) byId("health-word").textContent = WORDS[word];
 }
 
 function show() {
@@ -51,21 +57,23 @@ function show() {
   if (info === null) return clear();
   const total = (key) => collections.reduce((sum, one) => sum + one[key], 0);
   fill("service-figures", {
-    "Enrolled": `${pluralize(total("faces"), "face")} of ${pluralize(total("persons"), "person", "people")}`,
+    "Enrolled": `${countFaces(total("faces"))} of ${countItems(total("persons"))}`,
     "Model": info.model.source,
     "Embedding": `${info.model.embedding_dim} numbers from ${sizeOf(info.model)} pixels`,
     "Contract": info.model.contract_id,
     "Threshold": threshold(info),
-    "Thumbnails": info.thumbnails ? "kept with each face enrolled from a picture" : "not kept",
-    "Detector": info.detector ? "finds the face in a picture" : "none; pictures must be aligned crops",
+    "Thumbnails": info.thumbnails ? "kept of each enrolled picture" : "not kept",
+    ...(holdsPeople() ? { "Detector": info.detector ? "finds the face in a picture" : "none; pictures must be aligned crops" } : {}),
     "Your role": info.role,
     "Version": info.version,
   });
-  fill("service-limits", Object.fromEntries(Object.entries(info.limits).filter(([, value]) => value !== null).map(([key, value]) => [LIMITS[key]?.[0] ?? key, limit(key, value)])));
+  const known = limitsShown();
+  const given = Object.entries(info.limits).filter(([, value]) => value !== null);
+  fill("service-limits", Object.fromEntries(given.map(([key, value]) => [known[key]?.[0] ?? key, limit(value, known[key]?.[1])])));
   byId("service-collections").tBodies[0].replaceChildren(...collections.map(collectionRow));
   byId("kept").textContent = info.thumbnails
-    ? "The service keeps a small crop of each enrolled picture until its face is deleted."
-    : "The service keeps embeddings only, no photographs. People are shown by initials and numbers.";
+    ? "The service keeps a small crop of each enrolled picture. The crop is deleted with its entry."
+    : `The service keeps embeddings only, no pictures. ${capital(words().many)} are shown by initials and numbers.`;
   for (const hint of document.querySelectorAll(".crops")) showCrops(hint, info);
 }
 
@@ -87,7 +95,7 @@ function collectionRow(one) {
 }
 
 function showCrops(hint, info) {
-  hint.hidden = info.detector;
+  hint.hidden = info.detector || !holdsPeople();
   hint.textContent = `The model expects aligned crops of ${sizeOf(info.model)} pixels. This service does not find faces in larger pictures.`;
 }
 
@@ -103,8 +111,8 @@ function fill(id, figures) {
   ));
 }
 
-function limit(key, value) {
-  return typeof value === "number" ? (LIMITS[key]?.[1] ?? grouped)(value) : JSON.stringify(value);
+function limit(value, written = grouped) {
+  return typeof value === "number" ? written(value) : JSON.stringify(value);
 }
 
 function grouped(number) {

@@ -5,12 +5,16 @@ import { loadCollections, setUpCollections } from "./collections.js";
 import * as compare from "./compare.js";
 import { byId, runWithErrors, showError, userError } from "./dom.js";
 import * as enrol from "./enrol.js";
+import { chosenFiles, droppedFiles } from "./folders.js";
 import { look, setUpHealth } from "./health.js";
+import { setUpManage } from "./manage.js";
+import { setUpMany } from "./many.js";
 import * as person from "./person.js";
 import * as search from "./search.js";
 import { call, token } from "./service.js";
-import { emit, on, state } from "./state.js";
+import { emit, isLocked, lock, on, state, unlock } from "./state.js";
 import { setUpThumbnails } from "./thumbnail.js";
+import { setUpWords } from "./words.js";
 
 const VIEWS = { search, compare, enrol, browse, service: {} };
 const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -47,10 +51,10 @@ function setUpTabs() {
 /** Pictures dropped or pasted anywhere go to what is open. */
 function setUpPictures() {
   const receive = (transfer) => {
-    const files = [...(transfer?.files ?? [])];
     const open = byId("person").open ? person : document.querySelector("dialog[open]") ? {} : VIEWS[current];
-    if (files.length > 0) open.receive?.(files);
-    return files.length > 0;
+    const someCame = (transfer?.files ?? []).length > 0;
+    if (someCame && !isLocked()) droppedFiles(transfer).then((found) => open.receive?.(found));
+    return someCame;
   };
   document.addEventListener("dragover", (event) => event.preventDefault());
   document.addEventListener("drop", (event) => {
@@ -66,6 +70,10 @@ function setUpToken() {
     form.hidden = false;
     byId("token").focus();
   };
+  on("unauthorized", () => {
+    lock();
+    if (form.hidden) ask();
+  });
   form.onsubmit = (event) => {
     event.preventDefault();
     runWithErrors(byId("token-error"), tryToken, form.querySelector("button"));
@@ -75,7 +83,6 @@ function setUpToken() {
     token.forget();
     start();
   };
-  on("unauthorized", () => form.hidden && ask());
 }
 
 async function tryToken() {
@@ -88,6 +95,7 @@ async function tryToken() {
   } catch (error) {
     if (former === null) token.forget();
     else token.set(former);
+    if (state.info !== null && error.code === "unauthorized") unlock();   // the former token is as good as before
     throw error;
   }
   byId("token").value = "";
@@ -98,6 +106,7 @@ async function tryToken() {
 
 async function load() {
   state.info = await call("GET", "v1/info");
+  unlock();
   emit("info");
   await loadCollections();
 }
@@ -116,15 +125,15 @@ async function start() {
   }
 }
 
-for (const setUp of [search.setUpSearch, compare.setUpCompare, enrol.setUpEnrol, browse.setUpBrowse, person.setUpPerson,
-  setUpThumbnails, setUpCollections, setUpTabs, setUpPictures, setUpToken]) setUp();
+for (const setUp of [setUpWords, search.setUpSearch, compare.setUpCompare, enrol.setUpEnrol, browse.setUpBrowse, person.setUpPerson,
+  setUpThumbnails, setUpCollections, setUpManage, setUpMany, setUpTabs, setUpPictures, setUpToken]) setUp();
 setUpHealth(async () => {
   await load();
   await look();
 });
 on("enrol", (files) => {
   show("enrol", true);
-  enrol.receive(files);
+  enrol.receive(chosenFiles(files));
 });
 on("back", start);
 start();

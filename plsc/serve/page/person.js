@@ -1,12 +1,13 @@
 // A person: as a row of a list, and in a dialog to change name and metadata, add and delete faces, delete the person.
 
-import { byId, clearError, confirmAction, day, element, isolated, offerUndo, pluralize, runWithErrors, showWarnings } from "./dom.js";
+import { byId, clearError, confirmAction, day, element, isolated, offerUndo, runWithErrors, showWarnings } from "./dom.js";
 import { linked, MetadataEditor, metadataLine } from "./metadata.js";
 import { asInputs, faceFiles, Pictures } from "./picture.js";
 import { writeJson } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { emit, hasRole, state } from "./state.js";
 import { faceThumbnail, portrait } from "./thumbnail.js";
+import { capital, countFaces, words } from "./words.js";
 
 const dialog = byId("person");
 const error = byId("person-error");
@@ -18,7 +19,7 @@ let pictures = null;
 
 export function setUpPerson() {
   editor = new MetadataEditor(byId("person-metadata"), "person-metadata");
-  pictures = new Pictures(byId("person-add"), { label: "Add a face", capacity: 8, changed: addFaces });
+  pictures = new Pictures(byId("person-add"), { label: "Add a picture", capacity: 8, changed: addFaces });
   byId("person-close").onclick = () => dialog.close();
   byId("person-form").onsubmit = (event) => {
     event.preventDefault();
@@ -40,8 +41,8 @@ export async function openPerson(id) {
   });
 }
 
-/** Files that were dropped or pasted while the dialog was open. */
-export const receive = (files) => pictures.take(files);
+/** What was dropped or pasted while the dialog was open. */
+export const receive = (found) => pictures.receive(found);
 
 function show(person) {
   shown = person;
@@ -56,8 +57,8 @@ function show(person) {
 }
 
 function faceRow(face) {
-  const remove = element("button", { type: "button", class: "quiet", "aria-label": `Delete face ${face.id}`, onclick: () => deleteFace(face.id) }, "Delete…");
-  return element("li", {}, faceThumbnail(shown.id, face.id), element("span", {}, `face ${face.id}`), hasRole("write") ? remove : null);
+  const remove = element("button", { type: "button", class: "quiet", "aria-label": `Delete ${words().face} ${face.id}`, onclick: () => deleteFace(face.id) }, "Delete…");
+  return element("li", {}, faceThumbnail(shown, face.id), element("span", {}, `${words().face} ${face.id}`), hasRole("write") ? remove : null);
 }
 
 async function save() {
@@ -77,7 +78,7 @@ async function addFaces(files) {
     show(await call("GET", place));
     showWarnings(byId("person-warning"), answer.warnings);
     const [path, faces] = [place, answer.faces.map((face) => face.id)];
-    offerUndo(byId("person-done"), `Added ${faces.map((face) => `face ${face}`).join(", ")}.`, error, () => undo(path, faces));
+    offerUndo(byId("person-done"), `Added ${faces.map((face) => `${words().face} ${face}`).join(", ")}.`, error, () => undo(path, faces));
     emit("changed");
   });
   if (added) pictures.clear();
@@ -90,22 +91,22 @@ async function undo(path, faces) {
   byId("person-title").focus();
   showWarnings(byId("person-warning"));
   emit("changed");
-  return `Undone: ${pluralize(faces.length, "face")} deleted.`;
+  return `Undone: ${countFaces(faces.length)} deleted.`;
 }
 
 async function deleteFace(face) {
-  const text = `Face ${face} of ${displayName(shown)} will no longer be found. This cannot be undone.`;
-  const done = await confirmAction({ title: "Delete this face?", text, ...DELETION }, () => call("DELETE", `${place}/faces/${face}`));
+  const text = `${capital(words().face)} ${face} of ${displayName(shown)} will no longer be found. This cannot be undone.`;
+  const done = await confirmAction({ title: `Delete this ${words().face}?`, text, ...DELETION }, () => call("DELETE", `${place}/faces/${face}`));
   if (!done) return;
   await runWithErrors(error, async () => show(await call("GET", place)));
-  tellDone(`Face ${face} is deleted.`);
+  tellDone(`${capital(words().face)} ${face} is deleted.`);
   byId("person-title").focus();
   emit("changed");
 }
 
 async function deletePerson() {
-  const text = `${displayName(shown)} (#${shown.id}) with ${pluralize(shown.faces.length, "face")} will no longer be found. This cannot be undone.`;
-  const done = await confirmAction({ title: "Delete this person?", text, ...DELETION }, () => call("DELETE", place));
+  const text = `${displayName(shown)} (#${shown.id}) with ${countFaces(shown.faces.length)} will no longer be found. This cannot be undone.`;
+  const done = await confirmAction({ title: `Delete this ${words().one}?`, text, ...DELETION }, () => call("DELETE", place));
   if (!done) return;
   dialog.close();
   emit("changed");
@@ -116,7 +117,7 @@ function tellDone(text) {
   showWarnings(byId("person-warning"));
 }
 
-export const displayName = (person) => person.name || `Person ${person.id}`;
+export const displayName = (person) => person.name || `${capital(words().one)} ${person.id}`;
 
 /** The first letters of the first and the last word of a name; "#" for none. */
 function initials(name) {
@@ -129,7 +130,7 @@ export function personHead(person, face, ...facts) {
   const open = { type: "button", class: "name", onclick: () => openPerson(person.id) };
   const name = element(hasRole("read") ? "button" : "strong", hasRole("read") ? open : {}, isolated(displayName(person)));
   return [
-    portrait(person.id, face, initials(person.name)),
+    portrait(person, face, initials(person.name)),
     element("div", { class: "who" },
       element("div", { class: "line" }, name, element("span", { class: "facts" }, [`#${person.id}`, ...facts].join(" · "))),
       metadataLine(person.metadata)),

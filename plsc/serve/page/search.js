@@ -1,12 +1,13 @@
 // Searching by a picture, and the matches.
 
-import { arrowKeyNav, byId, clearError, confirmAction, element, offerUndo, pluralize, runWithErrors, showError, showWarnings, userError } from "./dom.js";
+import { arrowKeyNav, byId, clearError, confirmAction, element, offerUndo, runWithErrors, showError, showWarnings, userError } from "./dom.js";
 import { displayName, personHead } from "./person.js";
 import { asInput, Pictures } from "./picture.js";
 import { readFilter } from "./scalars.js";
 import { call, inCollection } from "./service.js";
 import { emit, hasRole, isMatch, on, state, threshold } from "./state.js";
-import { falseMatchNote, formatScore, judgement, scoreBar, thresholdSlider } from "./threshold.js";
+import { formatScore, judgement, scoreBar, showFalseMatches, thresholdSlider } from "./threshold.js";
+import { countItems, words } from "./words.js";
 
 const error = byId("search-error");
 const summary = byId("search-summary");
@@ -32,7 +33,7 @@ export function setUpSearch() {
   on("changed", (by) => by !== "search" && search());
 }
 
-export const receive = (files) => pictures.take(files);
+export const receive = (found) => pictures.receive(found);
 
 async function search() {
   running?.abort();
@@ -81,23 +82,23 @@ function show() {
   if (matches === null) {
     summary.textContent = error.hidden && pictures.files.length === 0 ? "The matches appear here." : "";
     byId("search-foot").textContent = "";
-    byId("search-odds").textContent = "";
+    showFalseMatches(byId("search-odds"), 0);
     showWarnings(byId("search-warning"));
     byId("matches").replaceChildren();
     return;
   }
   summary.textContent = summaryText();
-  byId("search-odds").textContent = matches.length === 0 ? "" : falseMatchNote(gallery().faces);
+  showFalseMatches(byId("search-odds"), matches.length === 0 ? 0 : gallery().faces);
   byId("matches").replaceChildren(...matches.map(row));
 }
 
 const gallery = () => state.collections.find((one) => one.name === state.collection) ?? { persons: 0, faces: 0 };
 
 function summaryText() {
-  if (matches.length === 0) return searched.filtered ? "Nobody in this collection matches the filter." : "Nobody is enrolled here yet.";
+  if (matches.length === 0) return searched.filtered ? `No ${words().many} here match the filter.` : `No ${words().many} are enrolled here yet.`;
   const [best] = matches;
   const nearest = `${displayName(best.person)} at ${formatScore(best.score)}`;
-  const among = searched.filtered ? "the filtered people" : pluralize(gallery().persons, "person", "people");
+  const among = searched.filtered ? `the filtered ${words().many}` : countItems(gallery().persons);
   if (threshold() === null) return `The nearest of ${among} is ${nearest}. There is no threshold to compare with.`;
   const above = matches.filter((match) => isMatch(match.score, match.same_person)).length;
   if (above === 0) return `No match among ${among}. The nearest is ${nearest}.`;
@@ -108,7 +109,7 @@ function summaryText() {
 function row(match) {
   const add = element("button", { type: "button", class: "plain small", "aria-label": `Add this picture to ${displayName(match.person)}`, onclick: () => addFace(match, add) }, "Add this picture");
   const score = element("div", { class: "score" }, element("span", { class: "number" }, formatScore(match.score)), scoreBar(match.score), judgement(match.score, match.same_person));
-  return element("li", {}, ...personHead(match.person, match.face, `face ${match.face}`), score, hasRole("write") ? add : null);
+  return element("li", {}, ...personHead(match.person, match.face, `${words().face} ${match.face}`), score, hasRole("write") ? add : null);
 }
 
 /** Add the picture to a match; below the threshold only after a question, for one wrong face spoils later searches. */
@@ -124,9 +125,9 @@ function question({ person, score }) {
   const limit = threshold();
   const judged = limit === null ? "there is no threshold to compare with" : `below the threshold of ${formatScore(limit)}`;
   const [best] = matches;
-  const nearest = best.person.id === person.id ? "Nobody here is nearer."
+  const nearest = best.person.id === person.id ? "Nothing here is nearer."
     : `The nearest is ${displayName(best.person)} at ${formatScore(best.score)}.`;
-  const text = `The picture scores ${formatScore(score)} with ${name}: ${judged}. ${nearest} A picture of someone else would make later searches find ${name} by mistake.`;
+  const text = `The picture scores ${formatScore(score)} with ${name}: ${judged}. ${nearest} If it does not show ${name}, later searches will find ${name} by mistake.`;
   return { title: `Add this picture to ${name}?`, text, yes: `Add it to ${name}`, no: "Do not add" };
 }
 
@@ -135,11 +136,11 @@ async function sendFace(person) {
   const path = inCollection(state.collection, "persons", person.id, "faces");
   const answer = await call("POST", path, { body: { faces: [await asInput(file)] }, files: { "faces[0]": file } });
   const [{ id }] = answer.faces;
-  offerUndo(byId("search-done"), `The picture is now face ${id} of ${displayName(person)}.`, error, async () => {
+  offerUndo(byId("search-done"), `The picture is now ${words().face} ${id} of ${displayName(person)}.`, error, async () => {
     await call("DELETE", `${path}/${id}`);
     await renew();
     byId("search-again").focus();
-    return `Undone: face ${id} of ${displayName(person)} is deleted.`;
+    return `Undone: ${words().face} ${id} of ${displayName(person)} is deleted.`;
   });
   await renew();
 }

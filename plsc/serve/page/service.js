@@ -7,11 +7,16 @@ import { emit, state } from "./state.js";
 const BASE = new URL("../", import.meta.url);   // works below a proxy's prefix too
 const KEY = "plsc-token";
 
-/** What went wrong in one line; `code` is the service's, or "gone" where nothing answered. */
+/**
+ * What went wrong in one line; `code` is the service's, or "gone" where nothing answered. `file` is the picture that it
+ * is about, and `why` the line without its name; `known` is somebody enrolled who matches; `wait` are the seconds after
+ * which the service wants to be asked again.
+ */
 export class ServiceError extends Error {
-  constructor(code, message) {
+  constructor(code, message, more = {}) {
     super(message);
     this.code = code;
+    Object.assign(this, more);
     this.shown = true;   // meant for people: the console need not repeat it
   }
 }
@@ -31,10 +36,24 @@ export async function call(method, path, { body = null, signal = null, files = {
   if (body !== null) headers["Content-Type"] = "application/json";
   const answer = await reach(path, { method, headers, signal, body: body === null ? null : bodyOf(body) });
   const text = await readText(answer);
-  if (!answer.ok) throw toServiceError(answer, text, files);
+  if (!answer.ok) throw announced(toServiceError(answer, text, files));
   const found = text === "" ? null : parseJson(text);
   if (found?.warnings !== undefined) found.warnings = found.warnings.map((warning) => withFileName(warning, files));
   return found;
+}
+
+const TRIES = 5;   // of a request while the service is busy
+
+/** The same, asked again after a while where the service says so. */
+export async function callPatiently(method, path, options) {
+  for (let left = TRIES - 1; ; left -= 1) {
+    try {
+      return await call(method, path, options);
+    } catch (error) {
+      if (!error.wait || left === 0) throw error;
+      await new Promise((resolve) => setTimeout(resolve, 1000 * error.wait));
+    }
+  }
 }
 
 /** The object URL of a picture that the service has, null where it has none. */
@@ -91,21 +110,34 @@ function connectionError(error) {
   return new ServiceError("gone", `The service at ${BASE.host} does not answer; check that it is running, then try again.`);
 }
 
-/** A message that begins with an input's name, with the name of the file that the user chose instead. */
-function withFileName(message, files) {
+/** A message that begins with an input's name, as {file, why}: the file that the user chose, and what is said of it. */
+function aboutFile(message, files) {
   const input = Object.keys(files).find((name) => message.startsWith(name) && /^(?:: | is | has | does not )/.test(message.slice(name.length)));
-  return input === undefined ? message : `${fileName(files[input])}${message.slice(input.length)}`;
+  return input === undefined ? null : { file: files[input], why: message.slice(input.length) };
+}
+
+/** The same with the file's name in the place of the input's. */
+function withFileName(message, files) {
+  const about = aboutFile(message, files);
+  return about === null ? message : `${fileName(about.file)}${about.why}`;
+}
+
+function announced(error) {
+  if (error.code === "unauthorized") emit("unauthorized");
+  if (error.file !== undefined && error.known === null) emit("refused", { file: error.file, why: error.why.replace(/^:? /, "") });
+  return error;
 }
 
 function toServiceError(answer, text, files) {
-  let error = null;
+  let [error, known] = [null, null];
   try {
-    error = JSON.parse(text).error;
+    ({ error, known = null } = JSON.parse(text));
   } catch {
     // a proxy's page, perhaps: the status is shown instead
   }
   const code = error?.code ?? `http ${answer.status}`;
-  if (answer.status === 401) emit("unauthorized");
-  const message = error?.message === undefined ? undefined : withFileName(error.message, files);
-  return new ServiceError(code, message ?? `The answer was ${answer.status} without a reason. Is there a proxy in between?`);
+  if (answer.status === 401) return new ServiceError(code, token.get() === null ? "The service needs a token." : "The service does not know this token.");
+  if (error?.message === undefined) return new ServiceError(code, `The answer was ${answer.status} without a reason. Is there a proxy in between?`);
+  const more = { ...aboutFile(error.message, files), known, wait: Number(answer.headers.get("Retry-After") ?? 0) };
+  return new ServiceError(code, withFileName(error.message, files), more);
 }

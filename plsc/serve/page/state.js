@@ -19,6 +19,16 @@ export function emit(name, detail = null) {
   bus.dispatchEvent(new CustomEvent(name, { detail }));
 }
 
+/** While the service needs a token that it was not given, the page shows the field for one alone (page.css). */
+export const lock = () => setLocked(true);
+export const unlock = () => setLocked(false);
+export const isLocked = () => "locked" in document.body.dataset;
+
+function setLocked(locked) {
+  document.body.toggleAttribute("data-locked", locked);
+  emit("locked");
+}
+
 /** Whether the caller's token allows what needs `role`. */
 export function hasRole(role) {
   return RANKS.indexOf(state.info?.role) >= RANKS.indexOf(role);

@@ -3,6 +3,7 @@
 
 import { element } from "./dom.js";
 import { emit, isMatch, on, state, threshold } from "./state.js";
+import { words } from "./words.js";
 
 const STEP = 0.005;
 
@@ -43,18 +44,24 @@ export function judgement(score, said) {
   return element("span", { class: `judgement ${above ? "above" : "below"}` }, above ? "possible match" : "below threshold");
 }
 
+const ALARMING = 0.01;   // share of strangers who would match, from which the note is a warning
+
 /**
- * How many strangers would find somebody in a search of `faces` faces, as a sentence; "" where no rate is known: the
+ * Tell in `place` how many strangers would match in a search of `faces` faces; nothing where no rate is known: the
  * false-match rate is that of the service's own threshold, and is one comparison's. A search makes one with every face.
  */
-export function falseMatchNote(faces) {
+export function showFalseMatches(place, faces) {
   const rate = state.info?.false_match_rate ?? null;
-  if (rate === null || state.tried !== null || faces === 0) return "";
-  const share = 1 - (1 - rate) ** faces;
-  if (share > 0.95) return "At this threshold, nearly every stranger would match somebody here. Use a stricter one.";
+  const share = rate === null || state.tried !== null ? 0 : 1 - (1 - rate) ** faces;
+  place.className = share >= ALARMING ? "warning" : "hint";
+  place.textContent = share === 0 ? "" : falseMatchNote(share);
+}
+
+function falseMatchNote(share) {
+  const { strangers } = words();
+  if (share > 0.95) return `At this threshold, nearly all ${strangers} would match here. Use a stricter one.`;
   const among = 10 ** Math.max(1, Math.ceil(-Math.log10(share)));
-  const many = Math.round(share * among);
-  return `At this threshold, about ${many} in ${grouped(among)} strangers would match somebody here.`;
+  return `At this threshold, about ${Math.round(share * among)} in ${grouped(among)} ${strangers} would match here by mistake.`;
 }
 
 /** A score as a bar from 0 to 1 with the threshold ticked on it. */
@@ -76,7 +83,7 @@ function explained(service) {
   if (state.info === null) return "";
   if (service === null) return "The service has no threshold. Move the slider to try one.";
   const rate = state.info.false_match_rate;
-  const odds = rate ? ` One in ${grouped(Math.round(1 / rate))} pairs of strangers reaches it.` : "";
+  const odds = rate ? ` One in ${grouped(Math.round(1 / rate))} pairs of ${words().strangers} reaches it.` : "";
   return `The mark is the service's threshold, ${formatScore(service)}.${odds}`;
 }
 

@@ -1,8 +1,10 @@
 // Thumbnails of enrolled faces, where the service keeps them. They are fetched, for an <img> would send no token.
 
-import { element } from "./dom.js";
+import { byId, element } from "./dom.js";
 import { callForPicture, inCollection } from "./service.js";
+import { displayName } from "./person.js";
 import { on, state } from "./state.js";
+import { words } from "./words.js";
 
 const MOST = 500;          // pictures held at once
 const held = new Map();    // path -> a promise of an object URL, or of null where the service has none
@@ -10,6 +12,7 @@ const held = new Map();    // path -> a promise of an object URL, or of null whe
 export function setUpThumbnails() {
   on("collection", forget);
   on("info", forget);
+  byId("larger-close").onclick = () => byId("larger").close();
 }
 
 /** What stands for a person in a list: the thumbnail of `face` once it has come, until then and else `initials`. */
@@ -27,8 +30,17 @@ export function faceThumbnail(person, face) {
 }
 
 async function show(place, person, face) {
-  const url = await find(inCollection(state.collection, "persons", person, "faces", face, "thumbnail"));
-  if (url !== null) place.replaceWith(element("img", { class: "thumbnail", src: url, alt: "" }));   // the name stands beside it
+  const url = await find(inCollection(state.collection, "persons", person.id, "faces", face, "thumbnail"));
+  if (url === null) return;
+  const title = `${displayName(person)}, ${words().face} ${face}`;
+  place.replaceWith(element("button", { type: "button", class: "larger", "aria-label": `Show larger: ${title}`, onclick: () => enlarge(url, title) },
+    element("img", { class: "thumbnail", src: url, alt: "" })));
+}
+
+function enlarge(url, title) {
+  byId("larger-title").textContent = title;
+  byId("larger-image").replaceChildren(element("img", { src: url, alt: title }));
+  byId("larger").showModal();
 }
 
 function find(path) {

@@ -53,7 +53,8 @@ class Info(BaseModel):
     """The service: its model, threshold and limits, and what the caller may do.
 
     ``score_step`` is what this caller's scores are multiples of, 0 where they are exact; ``collections`` null is all.
-    ``audit_head`` is the audit log's newest line, for admins of all collections: note it elsewhere to see cuts by it.
+    ``item`` and ``items`` name one and many of what collections hold. ``audit_head`` is the audit log's newest line,
+    for admins of all collections: note it elsewhere to see cuts by it.
     """
 
     version: str
@@ -64,6 +65,8 @@ class Info(BaseModel):
     detector: bool
     thumbnails: bool
     link_key: str | None
+    item: str
+    items: str
     role: Role
     rights: list[Right]
     collections: list[str] | None
@@ -126,6 +129,8 @@ async def info(service: Served) -> Info:
         detector=service.detector is not None,
         thumbnails=service.thumbnails.keeps,
         link_key=settings.link_key,
+        item=settings.items.one,
+        items=settings.items.many,
         role=caller.role,
         rights=sorted(caller.rights),
         collections=None if caller.collections is None else sorted(caller.collections),
