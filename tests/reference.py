@@ -102,3 +102,22 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     """‖got − want‖ / ‖want‖, in float64."""
     got, want = got.detach().double(), want.detach().double()
     return float((got - want).norm() / want.norm().clamp(min=1e-30))
+
+
+def retrieval(x: Tensor, labels: list[int]) -> dict[str, float]:
+    """Musgrave et al. (2020): every row of x (N, D) against all others in turn; among equals, other classes first."""
+    unit = x.double() / x.double().norm(dim=1, keepdim=True)
+    found: dict[str, list[float]] = {}
+    for query in range(len(labels)):
+        same = [label == labels[query] for label in labels]
+        order = sorted(
+            (j for j in range(len(labels)) if j != query), key=lambda j: (-float(unit[query] @ unit[j]), same[j])
+        )
+        hits, relevant = [same[j] for j in order], sum(same) - 1
+        if relevant:
+            for k in (1, 5, 10):
+                found.setdefault(f"recall@{k}", []).append(float(any(hits[:k])))
+            found.setdefault("r_precision", []).append(sum(hits[:relevant]) / relevant)
+            at = [sum(hits[: i + 1]) / (i + 1) for i in range(relevant) if hits[i]]
+            found.setdefault("map@r", []).append(sum(at) / relevant)
+    return {name: sum(values) / len(values) for name, values in found.items()}

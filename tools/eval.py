@@ -31,8 +31,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from plsc.errors import UsageError
-from plsc.files import check_output
+from plsc.errors import DataError, UsageError
+from plsc.files import check_output, write_json
 from plsc.tools.entry import add_result_options, add_verify_option
 
 if TYPE_CHECKING:
@@ -184,10 +184,24 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     print(results_table(sets))
     if model != RAW_PIXELS:
         print(f"embedded in {model.precision}")
+    _check_measured(result, args.json)
     _draw(args, sets)
     if args.calibration is not None:
         _calibrate(args, model, rocs, sum(sets[name]["images"] - sets[name]["unreadable"] for name in rocs))
     return result
+
+
+def _check_measured(result: dict[str, Any], json: Path | None) -> None:
+    """Name the sets without two images of one class; :class:`DataError` where there is no other set."""
+    sets = result["sets"]
+    names = [name for name, values in sets.items() if not values["genuine_pairs"]]
+    text = f"{', '.join(names)}: no class has two images, so there is nothing to compare; give two or more of each"
+    if names and len(names) == len(sets):
+        if json is not None:
+            write_json(json, result)
+        raise DataError(text)
+    if names:
+        print(f"warning: {text}", file=sys.stderr)
 
 
 def _calibrate(args: argparse.Namespace, model: "Embedder", rocs: "dict[str, Roc]", images: int) -> None:

@@ -26,6 +26,7 @@ from plsc.evaluation.pairs import (
     unit_rows_float32,
     verification,
 )
+from plsc.evaluation.retrieval import no_retrieval, retrieval
 from plsc.evaluation.roc import Roc, roc_from_scores, sampled_curve
 from plsc.models.preprocessing import BILINEAR, ImageSize
 from plsc.parallel.collectives import on_main
@@ -84,8 +85,8 @@ def evaluate(
 
     A .bin set is scored on its own pairs. Labelled images are scored for accuracy on pairs sampled by ``seed`` (all
     same pairs up to 6,000, and as many different ones); for ``auc``, ``eer`` and ``tar@far`` on all pairs of all images
-    (of whole identities sampled by ``seed`` if there are more than 10^8); and by
-    :func:`plsc.evaluation.identification`.
+    (of whole identities sampled by ``seed`` if there are more than 10^8); by :func:`plsc.evaluation.identification`;
+    and by :func:`plsc.evaluation.retrieval.retrieval`.
 
     Args:
         embed: maps images uint8 (B, 3, H, W) on the CPU to embeddings (B, D) anywhere.
@@ -95,7 +96,7 @@ def evaluate(
         interpolation: by which pictures are resized to it.
         mesh: the ranks that share the work; all must call.
         batch_size: images per call of ``embed``.
-        seed: samples the pairs for accuracy and the identities unknown to the open set.
+        seed: samples the pairs for accuracy, the identities unknown to the open set, and queries of more than 10^5.
         flip: add each image's mirror image to its embedding. None does so for .bin sets, as the LFW protocol has it,
             and not for labelled images, which are scored as they will be searched (a mirrored letter is another
             letter).
@@ -106,7 +107,7 @@ def evaluate(
     Returns:
         By the set's name (:func:`set_names`), in the order of ``sets``: {"accuracy", "accuracy_std",
         "threshold_cosine", "tar@far_folds", "auc", "eer", "tar@far", "impostor_pairs", "genuine_pairs", "rank1",
-        "rank5", "open_set", "images", "identities", "unreadable"}, with None for what a set cannot give.
+        "rank5", "open_set", "retrieval", "images", "identities", "unreadable"}, with None for what a set cannot give.
 
     Raises:
         UsageError, DataError: a set does not exist, is malformed or has too many unreadable images, or an
@@ -150,7 +151,7 @@ def _score_pairs(embedded: EmbeddedImages, is_same: NDArray[np.bool_]) -> tuple[
     complete = embedded.readable[0::2] & embedded.readable[1::2]
     rows, truth = embedded.rows[np.repeat(complete, 2)], is_same[complete]
     result = verification(rows, truth)
-    result |= {"rank1": None, "rank5": None, "open_set": None, "identities": None}
+    result |= {"rank1": None, "rank5": None, "open_set": None, "identities": None, "retrieval": no_retrieval()}
     return result, roc_from_scores(1.0 - squared_distances(rows, truth.size) / 2.0, truth)
 
 
@@ -159,11 +160,12 @@ def _score_identities(embedded: EmbeddedImages, all_labels: NDArray[np.int64], s
     first, second, is_same = sample_pairs(labels, seed)
     pairs = np.stack([first, second], axis=1).reshape(-1)
     sample = sample_identities(labels, seed)
-    roc = all_pairs_roc(unit_rows_float32(rows[sample]), labels[sample])
+    unit = unit_rows_float32(rows)
+    roc = all_pairs_roc(unit[sample], labels[sample])
     result = ten_folds(squared_distances(rows[pairs], is_same.size), is_same) | roc_summary(roc)
     ranks = identification(rows, labels, seed=seed)
     result |= {key: ranks[key] for key in ("rank1", "rank5", "open_set")}
-    result["identities"] = len(np.unique(labels))
+    result |= {"identities": len(np.unique(labels)), "retrieval": retrieval(unit, labels, seed=seed)}
     return result, roc
 
 

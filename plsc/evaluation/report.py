@@ -9,6 +9,13 @@ from plsc.evaluation.roc import FARS
 from plsc.files import atomic_write
 
 _NONE = "–"
+_RETRIEVAL = {
+    "Recall@1, %": "recall@1",
+    "Recall@5, %": "recall@5",
+    "Recall@10, %": "recall@10",
+    "mAP@R, %": "map@r",
+    "R-precision, %": "r_precision",
+}
 
 
 def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -34,6 +41,7 @@ def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
         "from impostor pairs": lambda result: _count(result["impostor_pairs"]),
         "rank-1, %": lambda result: percent(result["rank1"]),
         "rank-5, %": lambda result: percent(result["rank5"]),
+        **{label: lambda result, key=key: percent(result["retrieval"][key]) for label, key in _RETRIEVAL.items()},
     }
 
 

@@ -18,6 +18,7 @@ from plsc.errors import DataError, UsageError
 from plsc.evaluation.embedding import Embed, EmbeddedImages, embed_images
 from plsc.evaluation.evaluator import plot_data
 from plsc.evaluation.pairs import roc_summary, unit_rows
+from plsc.evaluation.retrieval import no_retrieval
 from plsc.evaluation.roc import roc_from_scores
 from plsc.models.preprocessing import ImageSize, check_square
 from plsc.parallel.collectives import on_main
@@ -182,7 +183,8 @@ def _score(faces: IjbFaces, embedded: EmbeddedImages, pairs: TemplatePairs, curv
     roc = roc_from_scores(cosines, pairs.is_same[complete])
     counts = {"images": len(faces), "identities": None, "templates": len(names)}
     counts["unreadable"] = int(np.sum(~kept))
-    return dict.fromkeys(_UNDEFINED) | roc_summary(roc) | counts | (plot_data(roc) if curves else {})
+    undefined = dict.fromkeys(_UNDEFINED) | {"retrieval": no_retrieval()}
+    return undefined | roc_summary(roc) | counts | (plot_data(roc) if curves else {})
 
 
 def find_prefix(folder: Path) -> str:

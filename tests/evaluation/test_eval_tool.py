@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from plsc.data.codec import encode_image
 from plsc.tools.entry import main
 
 SET = "avatars:6x4@900"
@@ -35,8 +36,6 @@ def test_files_are_replaced_only_when_asked(tmp_path, capsys):
 
 
 def test_pictures_that_are_no_crops_are_counted(tmp_path, capsys):
-    from plsc.data.codec import encode_image
-
     for person in "ab":
         (tmp_path / person).mkdir()
         for number in range(2):
@@ -46,6 +45,20 @@ def test_pictures_that_are_no_crops_are_counted(tmp_path, capsys):
     warning = "warning: 2 of 4 pictures may not be cropped as the model expects"
     assert (error := capsys.readouterr().err).count(warning) == 1
     assert "the first, a/0.png: 32x40 pixels are not square" in error
+
+
+def test_classes_of_one_image_are_refused(tmp_path, capsys):
+    for person in "ab":
+        (tmp_path / person).mkdir()
+        pixels = torch.randint(0, 256, (3, 32, 32), dtype=torch.uint8)
+        (tmp_path / person / "0.png").write_bytes(encode_image(pixels, "png"))
+    argv = ["eval", "raw-pixels", "--image-size", "32", "--data", str(tmp_path)]
+    line = f"{tmp_path.name}: no class has two images, so there is nothing to compare"
+    assert main([*argv, "--json", str(tmp_path / "result.json")]) == 1
+    assert f"plsc eval: error: {line}" in capsys.readouterr().err
+    assert json.loads((tmp_path / "result.json").read_text())["sets"][tmp_path.name]["images"] == 2
+    assert main([*argv, SET]) == 0
+    assert f"warning: {line}" in capsys.readouterr().err
 
 
 def test_a_model_file_is_judged_at_its_own_size(tmp_path):

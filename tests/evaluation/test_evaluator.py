@@ -12,6 +12,8 @@ from plsc.data import write_pairs
 from plsc.errors import DataError, UsageError
 from plsc.evaluation import evaluate, identification, raw_pixels, verification
 from plsc.evaluation.evaluator import set_names
+from plsc.evaluation.pairs import unit_rows_float32
+from plsc.evaluation.retrieval import no_retrieval, retrieval
 from plsc.parallel import Mesh
 
 ALONE = Mesh(0, 1, 0, torch.device("cpu"))
@@ -72,6 +74,7 @@ def test_a_bin_set_is_judged_on_its_own_pairs(pairs):
     for key in ("accuracy", "accuracy_std", "auc", "tar@far", "impostor_pairs", "threshold_cosine"):
         assert result[key] == expected[key]
     assert (result["images"], result["impostor_pairs"]) == (80, 20)
+    assert result["retrieval"] == no_retrieval()
     assert result["rank1"] is result["rank5"] is result["identities"] is None
     assert list(result["tar@far"]) == FARS
 
@@ -87,6 +90,7 @@ def test_a_folder_is_judged_on_all_its_pairs_and_searched(folder, flip):
     assert set(result) >= KEYS
     assert (result["rank1"], result["rank5"]) == (found["rank1"], found["rank5"])
     assert (result["images"], result["identities"]) == (len(files), 12)
+    assert result["retrieval"] == retrieval(unit_rows_float32(rows), labels)
     first, second = np.triu_indices(len(files), k=1)
     same = labels[first] == labels[second]
     everything = verification(rows[np.stack([first, second], axis=1).reshape(-1)], same)

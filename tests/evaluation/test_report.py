@@ -10,6 +10,7 @@ from plsc.errors import UsageError
 from plsc.evaluation.evaluator import plot_data
 from plsc.evaluation.pairs import roc_summary
 from plsc.evaluation.report import percent, results_table, roc_figure, score_figure
+from plsc.evaluation.retrieval import no_retrieval
 from plsc.evaluation.roc import roc_from_scores
 
 
@@ -26,6 +27,7 @@ def results():
             "threshold_cosine": 0.3,
             "rank1": None,
             "rank5": None,
+            "retrieval": no_retrieval() | {"map@r": 0.4321},
             "images": 8000,
             "identities": None,
             **roc_summary(roc),

@@ -1,6 +1,7 @@
 """Fuzz targets of readers: a valid file of each, damaged, read as commands read it."""
 
 import contextlib
+import importlib.util
 import json
 import pickle
 import random
@@ -111,7 +112,13 @@ def _landmarks() -> list[bytes]:
 def _pictures(folder: Path) -> list[Path]:
     from support.pictures import picture
 
-    return [picture(folder / f"sound.{suffix}") for suffix in ("png", "jpg", "webp", "bmp", "gif", "tiff")]
+    suffixes = ["png", "jpg", "webp", "bmp", "gif", "tiff", "avif"]
+    if importlib.util.find_spec("pillow_heif") is not None:
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
+        suffixes.append("heic")
+    return [picture(folder / f"sound.{suffix}") for suffix in suffixes]
 
 
 def _read_pairs(path: Path) -> None:
