@@ -67,8 +67,8 @@ class MtcnnDetector(Detector):
         factor = min(LONGEST_SIDE / max(height, width), 1.0)
         sides = max(round(height * factor), 1), max(round(width * factor), 1)
         picture = resize_image(image, sides).to(self._device)
-        boxes = self._refined(picture, self._proposals(picture))
-        scores, boxes, landmarks = (found.cpu().numpy() for found in self._placed(picture, boxes))
+        squares = self._refined(picture, self._proposals(picture))
+        scores, boxes, landmarks = (found.cpu().numpy() for found in self._placed(picture, squares))
         scale = np.array([width / sides[1], height / sides[0]], dtype=np.float32)
         boxes = np.clip(boxes * np.tile(scale, 2), 0, np.tile([width, height], 2)).astype(np.float32)
         landmarks = landmarks * scale - np.float32(0.5)  # from edges at 0 to pixel centres at integers

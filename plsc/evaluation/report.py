@@ -30,6 +30,7 @@ def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
     """Return the rows of the table, by label: functions that format a set's value. Shares are in percent."""
     rates = {f"TAR at FAR {far}, %": lambda result, far=far: percent(result["tar@far"][far]) for far in FARS}
+    retrieved = {label: lambda result, key=key: percent(result["retrieval"][key]) for label, key in _RETRIEVAL.items()}
     return {
         "images": lambda result: _count(result["images"]),
         "identities": lambda result: _count(result["identities"]),
@@ -41,7 +42,7 @@ def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
         "from impostor pairs": lambda result: _count(result["impostor_pairs"]),
         "rank-1, %": lambda result: percent(result["rank1"]),
         "rank-5, %": lambda result: percent(result["rank5"]),
-        **{label: lambda result, key=key: percent(result["retrieval"][key]) for label, key in _RETRIEVAL.items()},
+        **retrieved,
     }
 
 
