@@ -10,10 +10,12 @@ with plsc.Client("http://127.0.0.1:8080", token=None) as client:
 from __future__ import annotations  # signatures in help() then read as they are written here
 
 import json
+import os
 import random
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -26,6 +28,7 @@ from plsc.client_values import (
     Comparison,
     Filter,
     Input,
+    Known,
     Match,
     NewPerson,
     Person,
@@ -36,10 +39,11 @@ from plsc.client_values import (
     input_as_json,
     inputs_as_json,
     person_as_json,
+    read_known,
     read_match,
     read_person,
 )
-from plsc.errors import PlscError, UsageError, quoted
+from plsc.errors import DataError, PlscError, UsageError, quoted
 
 if TYPE_CHECKING:
     import httpx
@@ -52,6 +56,7 @@ __all__ = [
     "Comparison",
     "Filter",
     "Input",
+    "Known",
     "Match",
     "NewPerson",
     "Person",
@@ -60,6 +65,7 @@ __all__ = [
     "ServerError",
     "Snapshot",
     "Unchanged",
+    "token_from",
 ]
 
 _LONGEST_TIMEOUT = 366 * 86400.0  # seconds; sockets take no infinite one
@@ -69,11 +75,14 @@ _KEY = "Idempotency-Key"
 
 
 class ServerError(PlscError):
-    """An error response of the server, or none: ``status`` is HTTP's, 0 without an answer; ``code`` as in the docs."""
+    """An error response of the server, or none: ``status`` is HTTP's, 0 without an answer; ``code`` as in the docs.
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    ``known`` is who was enrolled already, where ``on_known="refuse"`` refused an enrolment (409).
+    """
+
+    def __init__(self, status: int, code: str, message: str, known: Known | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status, self.code, self.known = status, code, known
 
 
 class Client:
@@ -169,10 +178,21 @@ class Client:
         faces: Sequence[Input] = (),
         external_id: str | None = None,
         expires: str | None = None,
+        on_known: str = "enrol",
     ) -> Person:
-        """Enrol a person; one with the same ``external_id`` is a :class:`ServerError` with the status 409."""
-        person = person_as_json(NewPerson(name, metadata or {}, faces, external_id, expires))
-        return self._about_person("POST", f"{_path(collection)}/persons", person)
+        """Enrol a person; one with the same ``external_id`` is a :class:`ServerError` with the status 409.
+
+        Where a face matches somebody at or above the server's threshold, ``on_known="refuse"`` is a
+        :class:`ServerError` with ``known``, and ``"add"`` adds the faces to that person, who is returned.
+        """
+        return self.enrol(collection, NewPerson(name, metadata or {}, faces, external_id, expires), on_known=on_known)
+
+    def enrol(
+        self, collection: str, person: NewPerson, *, on_known: str = "enrol", idempotency_key: str | None = None
+    ) -> Person:
+        """Enrol a person as :meth:`add_person`; under a key of your own, a call repeated within a day is done once."""
+        path, body = f"{_path(collection)}/persons", person_as_json(person)
+        return self._about_person("POST", path, body, query={"on_known": on_known}, key=idempotency_key)
 
     def upsert_person(
         self,
@@ -244,10 +264,12 @@ class Client:
         """Delete the person with an external id and all faces."""
         self._request("DELETE", _external_path(collection, external_id), headers=_if_match(if_match))
 
-    def add_faces(self, collection: str, person: int, faces: Sequence[Input]) -> list[int]:
-        """Add faces to a person; returns their ids."""
-        body = {"faces": inputs_as_json("faces", faces)}
-        return [face["id"] for face in self._request("POST", f"{_path(collection, person)}/faces", body)["faces"]]
+    def add_faces(
+        self, collection: str, person: int, faces: Sequence[Input], *, idempotency_key: str | None = None
+    ) -> list[int]:
+        """Add faces to a person; returns their ids. ``idempotency_key`` as for :meth:`enrol`."""
+        path, body = f"{_path(collection, person)}/faces", {"faces": inputs_as_json("faces", faces)}
+        return [face["id"] for face in self._request("POST", path, body, key=idempotency_key)["faces"]]
 
     def delete_face(self, collection: str, person: int, face: int, *, if_match: Person | str | None = None) -> None:
         """Delete one face; ``if_match`` is its person."""
@@ -327,17 +349,19 @@ class Client:
         query: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         repeatable: bool = False,
+        key: str | None = None,
     ) -> httpx.Response:
         """The server's answer, asked for again where that is safe and may help.
 
-        A POST that is not ``repeatable`` by its nature carries an idempotency key, which makes it so.
+        A POST that is not ``repeatable`` by its nature carries an idempotency key, ``key`` or a new one, which makes it
+        so.
         """
         import httpx
 
         content = None if body is None else _as_json(body).encode()
         sent = {**(headers or {}), **({} if body is None else {"Content-Type": "application/json"})}
         if method == "POST" and not repeatable and self._sends_keys:
-            sent[_KEY] = f'"{uuid.uuid4()}"'
+            sent[_KEY] = f'"{key or uuid.uuid4()}"'
         tries = self._retries
         while True:
             try:
@@ -361,6 +385,18 @@ class Client:
             time.sleep(_pause(wait))
 
 
+def token_from(file: Path | None = None) -> str | None:
+    """The secret of a token: that in ``file``, else in $PLSC_TOKEN; :class:`DataError` for a file without a text."""
+    if file is None:
+        return os.environ.get("PLSC_TOKEN")
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{file} holds no token's secret") from None
+
+
 def _may_help(answer: httpx.Response) -> bool:
     """True if the same request may succeed later: the server is busy, or still at its first try."""
     return answer.status_code in (429, 503) or (answer.status_code == 409 and "Retry-After" in answer.headers)
@@ -378,11 +414,12 @@ def _content(answer: Any) -> Any:
     if answer.is_success:
         return answer.json() if answer.content else None
     try:
-        error = answer.json()["error"]
-        code, message = str(error["code"]), str(error["message"])
+        body = answer.json()
+        code, message = str(body["error"]["code"]), str(body["error"]["message"])
+        known = read_known(body)
     except (ValueError, KeyError, TypeError):
-        code, message = "internal", f"the server answered {answer.status_code} without saying why"
-    raise ServerError(answer.status_code, code, message)
+        code, message, known = "internal", f"the server answered {answer.status_code} without saying why", None
+    raise ServerError(answer.status_code, code, message, known)
 
 
 def _pause(retry_after: str) -> float:

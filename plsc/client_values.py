@@ -75,11 +75,21 @@ class NewPerson:
 
 
 @dataclass(frozen=True)
+class Known:
+    """Somebody enrolled already whom an enrolment's faces match: ``score`` is the best cosine."""
+
+    id: int
+    name: str | None
+    score: float
+
+
+@dataclass(frozen=True)
 class Person:
     """An enrolled person; ``faces`` are ids. Those of matches have neither ``faces`` nor ``created`` nor ``expires``.
 
     Attributes:
         etag: names this state of the person, for ``if_match``; None in matches and lists.
+        known: of an enrolment, who was enrolled already at or above the service's threshold.
     """
 
     id: int
@@ -90,6 +100,7 @@ class Person:
     external_id: str | None = None
     expires: str | None = None
     etag: str | None = field(default=None, compare=False)
+    known: Known | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -210,7 +221,13 @@ def read_person(view: Mapping[str, Any], etag: str | None = None) -> Person:
     """The person that JSON of the service describes."""
     faces = tuple(face["id"] for face in view.get("faces", ()))
     about = (view["id"], view["name"], view["metadata"], faces, view.get("created"))
-    return Person(*about, view.get("external_id"), view.get("expires"), etag)
+    return Person(*about, view.get("external_id"), view.get("expires"), etag, read_known(view))
+
+
+def read_known(view: Mapping[str, Any]) -> Known | None:
+    """Who was known, of an enrolment's answer or of the error that refused it."""
+    known = view.get("known")
+    return None if known is None else Known(**known)
 
 
 def read_match(view: Mapping[str, Any]) -> Match:

@@ -1,4 +1,4 @@
-"""Look after a gallery that no service is using: verify it, copy it, bring it elsewhere.
+"""Look after a gallery that no service is using: verify it, copy it, bring it elsewhere; enrol many into a served one.
 
   plsc gallery check STORE
   plsc gallery compact STORE
@@ -8,10 +8,12 @@
   plsc gallery import STORE people people.emb
   plsc gallery rotate-key STORE --encrypt gallery.key --new-key next.key
   plsc gallery audit STORE --verify
+  plsc gallery enrol http://127.0.0.1:8080 FOLDER --collection staff
 
 STORE is the folder of plsc serve, or the address of a server: milvus:URI, postgres:DSN. An encrypted folder takes
 --encrypt KEYFILE in every action. A folder has one owner at a time: a running service is asked by HTTP instead
-(POST /v1/snapshots, POST /v1/collections/people/compact).
+(POST /v1/snapshots, POST /v1/collections/people/compact). enrol asks one: a person for each sub-folder of FOLDER; run
+again, it goes on where it ended.
 """
 
 import argparse
@@ -28,12 +30,13 @@ from plsc.gallery.store import Store, display_name, open_store, store_folder
 from plsc.progress import counted
 from plsc.tools.entry import add_result_options, add_verify_option, main
 
-HELP = "verify, compact, copy, export and import a gallery; verify its audit log"
+HELP = "verify, compact, copy, export and import a gallery; enrol folders; verify its audit log"
+MAX_PARALLEL = 32
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the actions and their arguments."""
-    names = "check|compact|snapshot|restore|export|import|rotate-key|audit"
+    names = "check|compact|snapshot|restore|export|import|rotate-key|audit|enrol"
     actions = parser.add_subparsers(dest="action", required=True, metavar=names)
     check = _action(actions, "check", "verify every row and every file")
     check.add_argument("--snapshots", type=Path, metavar="DIR", help="of plsc serve --snapshots, to be looked into too")
@@ -66,6 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--head", metavar="HEAD", help="NUMBER:SHA256 noted earlier; then lines cut off its end show too"
     )
     add_verify_option(enrol)
+    _add_enrol(actions)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -80,8 +84,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "import": _import,
         "rotate-key": _rotate_key,
         "audit": _audit,
+        "enrol": _enrol,
     }
     return actions[args.action](args)
+
+
+def exit_code(result: dict[str, Any] | None) -> int:
+    """1 where somebody could not be enrolled."""
+    return int(bool(result and (result.get("failed") or result.get("stopped"))))
 
 
 def _action(
@@ -91,10 +101,25 @@ def _action(
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
     )
     parser.add_argument(first, metavar=metavar)
-    if name != "audit":
+    if name not in ("audit", "enrol"):
         parser.add_argument("--encrypt", type=Path, metavar="KEYFILE", help="of an encrypted store")
     add_result_options(parser, subcommand=True)
     return parser
+
+
+def _add_enrol(actions: Any) -> None:
+    text = "enrol a folder of folders into a running service, a person for each"
+    parser = _action(actions, "enrol", text, "url", "URL")
+    add = parser.add_argument
+    add("folder", type=Path, metavar="FOLDER", help="holds a sub-folder of pictures for each person, named as they are")
+    add("--collection", default="people", metavar="NAME", help="is made if there is none (people)")
+    add("--token-file", type=Path, metavar="FILE", help="holds the secret (default: $PLSC_TOKEN)")
+    add(
+        "--on-known",
+        choices=("ask", "skip", "add", "enrol"),
+        help="where a picture matches somebody enrolled, at the service's threshold (ask; skip without a terminal)",
+    )
+    add("--parallel", type=int, default=4, metavar="N", help="people at a time (4)")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -266,6 +291,17 @@ def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
     keys = rotate_key(Path(args.store), args.encrypt, args.new_key)
     print(f"{args.store}: {counted(keys, 'key')} under {args.new_key}; {args.encrypt} opens none of them")
     return {"store": args.store, "keys": keys}
+
+
+def _enrol(args: argparse.Namespace) -> dict[str, Any]:
+    from plsc.client import Client, token_from
+    from plsc.gallery.enrolment_run import enrol_folder
+
+    if not 1 <= args.parallel <= MAX_PARALLEL:
+        raise UsageError(f"--parallel {args.parallel}: it lies between 1 and {MAX_PARALLEL}")
+    on_known = args.on_known or ("ask" if sys.stdin.isatty() else "skip")
+    with Client(args.url, token_from(args.token_file)) as client:
+        return enrol_folder(client, args.folder, args.collection, on_known, args.parallel)
 
 
 def _counts(collections: list[dict[str, Any]]) -> str:

@@ -12,7 +12,6 @@ an approximate structure is built and tuned until it finds the share of true nei
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -183,16 +182,12 @@ def _search(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _search_service(args: argparse.Namespace) -> dict[str, Any]:
-    from plsc.client import Client
-    from plsc.data.codec import read_bytes
+    from plsc.client import Client, token_from
     from plsc.index.query import search_service
 
     if args.model is not None:
         raise UsageError("--model is the server's own with --server; leave it out")
-    token = os.environ.get("PLSC_TOKEN")
-    if args.token_file is not None:
-        token = read_bytes(args.token_file).decode("utf-8", errors="replace").strip()
-    with Client(args.server, token) as client:
+    with Client(args.server, token_from(args.token_file)) as client:
         queries = search_service(client, str(args.index), args.query, args.k)
     _print_queries(queries, "name", "person")
     return {"server": args.server, "collection": str(args.index), "k": args.k, "queries": queries}
