@@ -14,6 +14,7 @@ import os
 import signal
 import struct
 import sys
+from contextlib import suppress
 from typing import BinaryIO
 
 from plsc.errors import DataError
@@ -27,7 +28,7 @@ except ImportError:  # Windows
 JOB = struct.Struct("<II")
 ANSWER = struct.Struct("<BBII")
 READY, PIXELS, UNUSABLE, TOO_LARGE = range(4)
-FORMATS = ("JPEG", "PNG", "WEBP")
+FORMATS = ("JPEG", "PNG", "WEBP", "HEIF")
 _PIPE_BYTES = 1 << 20
 _NICENESS = 5  # searches go first where processors are short: a hostile picture takes seconds of one
 _BASE_BYTES = 64 << 20
@@ -111,7 +112,9 @@ def _import_decoders() -> None:
     """Import all that decoding needs, before memory is limited and somebody waits."""
     from PIL import Image
 
-    for kind in FORMATS:
+    with suppress(ImportError):  # an extra
+        import pillow_heif  # noqa: F401
+    for kind in FORMATS[:3]:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, kind)
         with open_header(file.getvalue(), FORMATS) as image:

@@ -14,14 +14,13 @@ from plsc.data.codec import resize_image
 from plsc.embedding.detector import Detector
 from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, UsageError
-from plsc.image_files import TooLargeError
+from plsc.image_files import TooLargeError, is_heic, unread_formats
 from plsc.models.preprocessing import Preprocessing, check_square
 from plsc.serve.decoding import DecodeProcess
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
 Float32 = npt.NDArray[np.float32]
-IMAGE_TYPES = ("image/jpeg", "image/png", "image/webp")
 
 
 class DecodedImage(NamedTuple):
@@ -33,6 +32,8 @@ class DecodedImage(NamedTuple):
 
 def image_bytes(item: Input, name: str) -> bytes:
     """The encoded image of an input; :class:`ApiError` 422 if it is no base64."""
+    if isinstance(item.image, bytes):
+        return item.image
     try:
         return pybase64.b64decode(item.image or "", validate=True)
     except (binascii.Error, ValueError):
@@ -42,7 +43,7 @@ def image_bytes(item: Input, name: str) -> bytes:
 def decode(
     process: DecodeProcess, data: bytes, name: str, contract: Preprocessing, landmarks: Any, detector: Detector | None
 ) -> DecodedImage:
-    """Decode a JPEG, PNG or WEBP file as the model expects it.
+    """Decode a JPEG, PNG, WEBP or HEIC file as the model expects it.
 
     Args:
         process: where the file is decoded; its pixels are aligned or resized here.
@@ -78,10 +79,14 @@ def decode(
 
 
 def check_format(data: bytes, name: str) -> None:
-    """:class:`ApiError` 415 unless the first bytes are those of a JPEG, PNG or WEBP file."""
+    """:class:`ApiError` 415 unless the first bytes are those of a file that is read here: JPEG, PNG, WEBP or HEIC."""
+    if is_heic(data):
+        if "HEIF" in unread_formats():
+            raise ApiError(415, f"{name} is HEIC: pip install plsc-torch[heic] on the server, or send JPEG")
+        return
     webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
     if not (webp or data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"))):
-        raise ApiError(415, f"{name} is no JPEG, PNG or WEBP image; convert it first")
+        raise ApiError(415, f"{name} is no JPEG, PNG or WEBP image, nor HEIC; convert it first")
 
 
 def input_vector(item: Input, name: str, dim: int) -> Float32:

@@ -84,10 +84,11 @@ def _media_type(header: bytes) -> str:
     return header[:256].decode("latin-1").partition(";")[0].strip().lower()
 
 
-def require_json(kind: str) -> None:
-    """:class:`ApiError` 415 unless a body's type is JSON."""
+def require_json(kind: str, taken: str = "application/json") -> None:
+    """:class:`ApiError` 415 unless a body's type is JSON; ``taken`` are the types that its message names."""
     if kind != "application/json":
-        raise ApiError(415, f"the body is {kind or 'of no type'}; send it with Content-Type: application/json")
+        curl = ", which curl says of itself" if kind == "application/x-www-form-urlencoded" else ""
+        raise ApiError(415, f"the body is {kind or 'of no type'}{curl}; send it with Content-Type: {taken}")
 
 
 def read_json(body: bytes, max_values: int, what: str = "the body") -> Any:
@@ -144,13 +145,16 @@ class JsonRoute(APIRoute):
         async def handle_json(request: Request) -> Response:
             if takes_body:
                 require_json(content_type(request.scope))
-            return await handle(_JsonRequest(request.scope, request.receive))
+            return await handle(JsonRequest(request.scope, request.receive))
 
         return handle_json
 
 
-class _JsonRequest(Request):
+class JsonRequest(Request):
+    """A request whose JSON is read by :func:`read_body`."""
+
     async def json(self) -> Any:
+        """The body's value."""
         return read_body(await self.body(), get_service(self.scope))
 
 

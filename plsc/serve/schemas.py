@@ -2,7 +2,8 @@
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 
 from plsc.errors import UsageError, quoted
 from plsc.gallery.filters import (
@@ -72,6 +73,17 @@ FILTER_PARAMETER = {
 _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _IN_BASE64: dict[str, Any] = {"contentEncoding": "base64", "minLength": 4, "pattern": _BASE64}
 
+
+def _check_picture(value: Any) -> Any:
+    if not isinstance(value, str | bytes):
+        raise PydanticCustomError("string_type", "Input should be a valid string")
+    return value
+
+
+# In base64, as JSON has it, or as it is, of an upload.
+EncodedPicture = Annotated[
+    str | bytes, PlainValidator(_check_picture), WithJsonSchema({"type": "string", **_IN_BASE64})
+]
 Metadata = Annotated[dict[str, Scalar], BeforeValidator(_check_metadata), WithJsonSchema(_METADATA)]
 FilterBody = Annotated[dict[str, Any], WithJsonSchema(FILTER_SCHEMA)]
 Warnings = Annotated[
@@ -135,9 +147,7 @@ class Input(Body):
 
     model_config = ConfigDict(json_schema_extra=_INPUT)
 
-    image: Annotated[str, Field(json_schema_extra=_IN_BASE64)] | None = Field(
-        None, description="A JPEG, PNG or WEBP file in base64"
-    )
+    image: EncodedPicture | None = Field(None, description="A JPEG, PNG, WEBP or HEIC file in base64")
     landmarks: list[Point] | None = Field(
         None,
         fail_fast=True,

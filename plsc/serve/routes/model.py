@@ -12,11 +12,13 @@ from starlette.responses import Response
 from plsc.serve.access import Right, Role, current_caller
 from plsc.serve.errors import error_responses
 from plsc.serve.rate_limits import charge, effective_limits
-from plsc.serve.routing import JsonRoute, Served, requires
+from plsc.serve.routing import Served, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, examples, with_warnings
 from plsc.serve.scores import ScoreView
+from plsc.serve.uploads import Upload, UploadRoute, accepts
 
-router = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["model"])
+router = APIRouter(prefix="/v1", route_class=UploadRoute, tags=["model"])
+_TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs")
 
 
 class ModelInfo(BaseModel):
@@ -138,8 +140,14 @@ async def info(service: Served) -> Info:
     )
 
 
-@router.post("/compare", responses=error_responses(413, 415, 422, 504), response_model_exclude_unset=True)
+@router.post(
+    "/compare",
+    responses=error_responses(413, 415, 422, 504),
+    response_model_exclude_unset=True,
+    openapi_extra=_TWO.described(),
+)
 @requires("search", counts_as="searches")
+@accepts(_TWO)
 async def compare(
     body: Annotated[
         CompareBody,
@@ -156,8 +164,14 @@ async def compare(
     return with_warnings(answer, warnings)
 
 
-@router.post("/embeddings", response_model=EmbeddingsView, responses=error_responses(413, 415, 422, 504))
+@router.post(
+    "/embeddings",
+    response_model=EmbeddingsView,
+    responses=error_responses(413, 415, 422, 504),
+    openapi_extra=_SEVERAL.described(),
+)
 @requires("search", "embeddings", counts_as="embeddings")
+@accepts(_SEVERAL)
 async def embeddings(
     body: Annotated[EmbeddingsBody, BodyParameter(openapi_examples=examples(a_picture={"inputs": [{"image": IMAGE}]}))],
     service: Served,

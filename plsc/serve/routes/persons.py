@@ -42,9 +42,10 @@ from plsc.serve.person_schemas import (
     set_etag,
 )
 from plsc.serve.rate_limits import charge
-from plsc.serve.routing import LARGEST_ID, CollectionName, Id, JsonRoute, Served, read_json, record_ids, requires
+from plsc.serve.routing import LARGEST_ID, CollectionName, Id, Served, read_json, record_ids, requires
 from plsc.serve.schemas import FILTER_PARAMETER, IMAGE, Input, examples, parse_filter, with_warnings
 from plsc.serve.service import Embedded, Service
+from plsc.serve.uploads import Upload, UploadRoute, accepts
 
 MAX_PAGE = 1000
 _CREATED, _ADDED_TO_KNOWN = 201, 200  # statuses of enrolments
@@ -54,7 +55,11 @@ _ADA = {"name": "Ada", "metadata": {"city": "Bern", "age": 31}, "faces": [{"imag
 _UPSERT = {"name": "Ada", "metadata": {"city": "Bern"}, "expires": "2030-01-31", "faces": [{"image": IMAGE}]}
 _SEVERAL = {"persons": [_ADA, {"name": "Grace", "faces": [{"image": IMAGE}]}]}
 
-router = APIRouter(prefix="/v1/collections", route_class=JsonRoute)
+_PERSON = Upload("faces", texts=("name", "metadata", "expires"), as_json=("metadata",))
+_NEW_PERSON = replace(_PERSON, texts=(*_PERSON.texts, "external_id"))
+_FACES = Upload("faces")
+
+router = APIRouter(prefix="/v1/collections", route_class=UploadRoute)
 
 
 @router.get(
@@ -90,9 +95,10 @@ async def list_persons(
         200: {"model": EnrolledPersonView, "description": "on_known=add: the faces were added to who was known"},
         **error_responses(404, 409, 413, 415, 422, 501, 504, 507),
     },
-    openapi_extra=idempotency.DESCRIBED,
+    openapi_extra=_NEW_PERSON.described(idempotency.DESCRIBED),
 )
 @requires("write")
+@accepts(_NEW_PERSON)
 async def add_persons(
     collection: CollectionName,
     body: Annotated[
@@ -144,9 +150,10 @@ _BY_EXTERNAL_ID = "/{collection}/persons/by-external-id/{external_id:path}"
         201: {"model": EnrolledPersonView, "description": "There was no such person"},
         **error_responses(404, 409, 412, 413, 415, 422, 501, 504, 507),
     },
-    openapi_extra=PUT_CONDITIONS_DESCRIBED,
+    openapi_extra=_PERSON.described(PUT_CONDITIONS_DESCRIBED),
 )
 @requires("write")
+@accepts(_PERSON)
 async def put_person(
     collection: CollectionName,
     external_id: ExternalIdPath,
@@ -272,9 +279,10 @@ async def delete_person(collection: CollectionName, person: Id, service: Served,
     response_model_exclude_unset=True,
     tags=["persons"],
     responses=error_responses(404, 409, 413, 415, 422, 501, 504, 507),
-    openapi_extra=idempotency.DESCRIBED,
+    openapi_extra=_FACES.described(idempotency.DESCRIBED),
 )
 @requires("write")
+@accepts(_FACES)
 async def add_faces(
     collection: CollectionName,
     person: Id,

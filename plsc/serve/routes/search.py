@@ -16,9 +16,7 @@ from plsc.index.ann import TUNED_FOR
 from plsc.serve.access import current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
-from plsc.serve.inputs import IMAGE_TYPES
 from plsc.serve.rate_limits import charge
-from plsc.serve.routes.persons import read_filter
 from plsc.serve.routing import (
     DirectRoute,
     content_type,
@@ -27,7 +25,6 @@ from plsc.serve.routing import (
     read_body,
     read_json,
     record_ids,
-    require_json,
     requires,
 )
 from plsc.serve.schemas import (
@@ -46,6 +43,7 @@ from plsc.serve.schemas import (
 )
 from plsc.serve.scores import ScoreView
 from plsc.serve.service import Service
+from plsc.serve.uploads import PICTURE_TYPES, Upload, check_type, is_upload, read_upload
 
 _IS_NAME = re.compile(COLLECTION_NAME).search
 _MATCH_BYTES = 96  # of a match besides its person
@@ -130,6 +128,7 @@ _COLLECTION_PARAMETER = {
     "schema": {"type": "string", "pattern": COLLECTION_NAME},
     "example": "staff",
 }
+_UPLOAD = Upload("queries", texts=tuple(SearchQuery.model_fields))
 _BODY = {
     "required": True,
     "content": {
@@ -139,7 +138,7 @@ _BODY = {
                 one_query={"query": {"image": IMAGE}, "k": 5}, several_with_a_threshold_and_a_filter=_SEARCHES
             ),
         },
-        **{kind: {"schema": {"type": "string", "format": "binary"}} for kind in IMAGE_TYPES},
+        **_UPLOAD.described()["requestBody"]["content"],
     },
 }
 
@@ -160,8 +159,7 @@ async def search(request: Request) -> Response:
     if not _IS_NAME(collection):
         raise ApiError(400, f"{COLLECTION_NAME_RULE}, unlike {ascii(collection)[:80]}")
     await service.require_collection(collection)
-    read = _read_image if content_type(request.scope) in IMAGE_TYPES else _read_inputs
-    search, warnings, deadline = await read(request, service, collection)
+    search, warnings, deadline = await _read_search(request, service, collection)
     view = ScoreView.of(current_caller(), service.settings)
     shown = search._replace(threshold=view.search_threshold(search.threshold))
     answer = await service.search(shown, deadline)
@@ -177,34 +175,32 @@ async def search(request: Request) -> Response:
     return Response(_to_json(results, threshold, quality, warnings), media_type="application/json")
 
 
-async def _read_image(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
-    """The search for an image that is the body itself, warnings about it, and the deadline."""
-    form = _parse(SearchQuery, dict(request.query_params))
-    deadline, filter = service.deadline(form.deadline_ms), read_filter(form.filter)
-    _check_k(service, form.k, 1)
-    vectors, warnings, _ = await service.embed([(await request.body(), None)], ["the body"], deadline)
-    return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
-
-
-async def _read_inputs(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
-    """The search for inputs in a JSON body, warnings about them, and the deadline."""
-    require_json(content_type(request.scope))
-    body = read_body(await request.body(), service)
-    if request.scope["query_string"] and isinstance(body, dict):
-        body = {**_query_options(request), **body}
+async def _read_search(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
+    """The search that a request asks for, warnings about its inputs, and the deadline."""
+    kind = content_type(request.scope)
+    check_type(kind)
+    if is_upload(kind):
+        body = await read_upload(request, service, _UPLOAD)
+        body = {"queries": body.pop(_UPLOAD.pictures), **_options(body)}
+    else:
+        body = read_body(await request.body(), service)
+        if request.scope["query_string"] and isinstance(body, dict):
+            body = {**_options(dict(request.query_params)), **body}
     form = _parse(SearchBody, body)
     deadline, filter = service.deadline(form.deadline_ms), parse_filter(form.filter)
     inputs = [form.query] if form.query is not None else form.queries or []
     _check_k(service, form.k, len(inputs))
     charge(len(inputs))
     names = ["query"] if form.query is not None else [f"queries[{index}]" for index in range(len(inputs))]
+    if kind in PICTURE_TYPES:
+        names = ["the body"]
     vectors, warnings, _ = await service.vectors(inputs, names, deadline)
     return Search(collection, vectors, form.k, form.threshold, filter), warnings, deadline
 
 
-def _query_options(request: Request) -> dict[str, Any]:
-    """What the query string gives as a JSON body would; :class:`ApiError` 400 for what it must not be."""
-    options = _parse(SearchQuery, dict(request.query_params)).model_dump(exclude_unset=True)
+def _options(texts: dict[str, str]) -> dict[str, Any]:
+    """What texts give as a JSON body would; :class:`ApiError` 400 for what it must not be."""
+    options = _parse(SearchQuery, texts).model_dump(exclude_unset=True)
     if options.get("filter") is not None:
         options["filter"] = read_json(options["filter"].encode(), len(options["filter"]), "the filter")
     return options
