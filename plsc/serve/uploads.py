@@ -46,12 +46,12 @@ class Upload:
 
     def described(self, *others: Mapping[str, Any]) -> dict[str, Any]:
         """OpenAPI's description of such bodies, for ``openapi_extra``; ``others`` describe parameters."""
-        several = {
+        several: dict[str, Any] = {
             "image": {"type": "array", "items": _FILE},
             _LANDMARKS: {"type": "array", "items": _TEXT, "description": "JSON, of each image in turn"},
         }
         texts = {name: {**_TEXT, "description": "JSON"} if name in self.as_json else _TEXT for name in self.texts}
-        files = dict.fromkeys(self.named, _FILE) if self.named else several
+        files: dict[str, Any] = dict.fromkeys(self.named, _FILE) if self.named else several
         content = {FORM_TYPE: {"schema": {"type": "object", "properties": {**files, **texts}}}}
         if self.pictures:
             content |= {kind: {"schema": _FILE} for kind in PICTURE_TYPES}
