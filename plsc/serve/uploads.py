@@ -52,7 +52,7 @@ class Upload:
         }
         texts = {name: {**_TEXT, "description": "JSON"} if name in self.as_json else _TEXT for name in self.texts}
         files: dict[str, Any] = dict.fromkeys(self.named, _FILE) if self.named else several
-        content = {FORM_TYPE: {"schema": {"type": "object", "properties": {**files, **texts}}}}
+        content: dict[str, Any] = {FORM_TYPE: {"schema": {"type": "object", "properties": {**files, **texts}}}}
         if self.pictures:
             content |= {kind: {"schema": _FILE} for kind in PICTURE_TYPES}
         parameters = [parameter for other in others for parameter in other["parameters"]]
