@@ -200,7 +200,7 @@ def _builder(name: str) -> Builder:
         if name.startswith(prefix):
             return resolve(name.removeprefix(prefix))
     synonym = _ARCFACE_TORCH_NAMES.get(name)
-    hint = f"; did you mean {synonym!r}?" if synonym else did_you_mean(name, _builders)
+    hint = f"; did you mean {synonym}?" if synonym else did_you_mean(name, list(_builders))
     raise UsageError(f"no backbone is called {name!r}{hint} (known: {', '.join(_builders)}, timm:NAME)")
 
 

@@ -42,7 +42,7 @@ def test_names_are_the_families_in_order_of_size() -> None:
     ],
 )
 def test_a_wrong_name_is_answered_with_the_nearest_right_one(wrong: str, right: str) -> None:
-    with pytest.raises(UsageError, match=f"did you mean '{right}'"):
+    with pytest.raises(UsageError, match=rf"did you mean {right}\?"):
         plsc.models.create(wrong)
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -263,7 +264,7 @@ class Servers:
     def _own_postgres(self) -> str:
         if not importlib.util.find_spec("pgserver"):
             pytest.skip("needs a Postgres with pgvector: pip install pgserver, or its DSN in PLSC_TEST_POSTGRES")
-        return self._exits.enter_context(postgres_server(self._folder / "pg"))
+        return self._exits.enter_context(postgres_server())
 
     def _own_milvus(self) -> str:
         if not importlib.util.find_spec("milvus_lite"):
@@ -279,17 +280,21 @@ def new_key_file(path: Path) -> Path:
 
 
 @contextmanager
-def postgres_server(folder: Path) -> Iterator[str]:
-    """A Postgres of its own in ``folder``, reached by a socket there; gives the DSN of its administrator."""
+def postgres_server() -> Iterator[str]:
+    """A Postgres of its own, reached by a socket; gives the DSN of its administrator.
+
+    It runs as another user, from whom each start of pytest closes the folder of pytest's temporary files.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it complains where no XDG_RUNTIME_DIR is set, which it does not need here
         import pgserver
 
-    server = pgserver.get_server(folder, cleanup_mode="stop")
-    try:
-        yield server.get_uri()
-    finally:
-        server.cleanup()
+    with tempfile.TemporaryDirectory(prefix="plsc-postgres-") as folder:
+        server = pgserver.get_server(Path(folder) / "data", cleanup_mode="stop")
+        try:
+            yield server.get_uri()
+        finally:
+            server.cleanup()
 
 
 @contextmanager
