@@ -170,7 +170,8 @@ def _read(file: RecordFile) -> NDArray[np.int64]:
     else:
         offsets = file.record_offsets()
         keys = np.arange(len(offsets), dtype=np.int64)
-        _log.warning("%s has no .idx; its %d records were found by their marks", file.path, len(keys))
+        if len(keys):
+            _log.warning("%s has no .idx; its %d records were found by their marks", file.path, len(keys))
     keys, offsets = _select_images(file, keys, offsets)
     try:
         stored = file.labels_at(offsets)

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
 HUB_PREFIX = "hf-hub:"
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first of them that a folder holds
+_HUB_SECONDS = 5.0  # for its first answer
 _TIMMS_OWN_ID = re.compile(r"timm/[\w.-]+")
 # timm's options that fetch or open other files: a file must not set them.
 FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
@@ -65,19 +67,37 @@ def _downloaded(hub_id: str) -> Path:
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     repository, _, revision = hub_id.removeprefix(HUB_PREFIX).partition("@")
+    silence = _why_no_hub()
+    get = partial(hf_hub_download, repository, revision=revision or None, local_files_only=silence is not None)
     try:
-        hf_hub_download(repository, CONFIG, revision=revision or None)
+        get(CONFIG)
         try:
-            return Path(hf_hub_download(repository, FILES[0], revision=revision or None))
+            return Path(get(FILES[0]))
         except EntryNotFoundError as error:
             if isinstance(error, LocalEntryNotFoundError):  # not known to be missing: the hub was not reached
                 raise
-            return Path(hf_hub_download(repository, FILES[1], revision=revision or None))
+            return Path(get(FILES[1]))
     except Exception as error:  # errors of the hub, its HTTP client and its checks of names share no base class
         raise UsageError(
-            f"{hub_id} cannot be had from the Hugging Face hub ({first_line(error)}); check its name and the network, "
-            f"or name a folder with its {CONFIG} and {FILES[0]}"
+            f"{hub_id} cannot be had from the Hugging Face hub ({silence or first_line(error)}); check its name and "
+            f"the network, or name a folder with its {CONFIG} and {FILES[0]}"
         ) from None
+
+
+def _why_no_hub() -> str | None:
+    """The reason why the hub is not asked, but its cache alone; None where it answers.
+
+    hf_hub_download would try five times, for half a minute, with a line of its own for each; nothing sets fewer.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, and the cache has not all of it"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # of whichever HTTP client it uses
+        return f"{constants.ENDPOINT}: {first_line(error)}"
+    return None
 
 
 def snapshot_config(file: Path) -> SnapshotConfig | None:

@@ -176,12 +176,15 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(path.read_text(encoding="utf-8").split() if path.exists() else ())
 
 
+_EMULATED_SECONDS = 2.0  # after which what is that slow is not measured again
+
+
 @functools.cache
 def low_precision_speed(precision: str, device: "torch.device") -> float:
     """How many times as fast as in fp32 a convolution, forward and backward, is under autocast in ``precision``.
 
-    Measured once, in about 0.3 s, or in seconds where it is emulated. Products of matrices say less: their backward
-    pass is as fast as their forward pass, which of convolutions without units is not so.
+    Measured once, in about 0.3 s, or in some seconds where it is emulated. Products of matrices say less: their
+    backward pass is as fast as their forward pass, which of convolutions without units is not so.
     """
     import torch
 
@@ -198,7 +201,9 @@ def low_precision_speed(precision: str, device: "torch.device") -> float:
     def seconds(enabled: bool) -> float:
         return shortest_seconds(lambda: step(enabled), device.type, 0.0)
 
-    rounds = [(seconds(False), seconds(True)) for _ in range(5)]  # in turns: others may use the machine
+    started, rounds = time.perf_counter(), list[tuple[float, float]]()
+    while len(rounds) < 5 and time.perf_counter() - started < _EMULATED_SECONDS:
+        rounds.append((seconds(False), seconds(True)))  # in turns: others may use the machine
     return min(plain for plain, _ in rounds) / min(low for _, low in rounds)
 
 

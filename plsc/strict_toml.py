@@ -169,7 +169,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}; name a TOML configuration") from None
     except DataError as error:
-        raise UsageError(f"{error}; it is not TOML") from None
+        raise UsageError(f"{error}; name a TOML file") from None
     except RecursionError:
         raise UsageError(f"{path} is not TOML that is meant here: it is nested too deeply") from None
     except UsageError:

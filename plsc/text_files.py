@@ -54,7 +54,7 @@ def read_text(path: Path, largest: int) -> str:
         OSError: it is missing, or cannot be read.
     """
     if path.exists() and not path.is_file():
-        raise DataError(f"cannot read {path}: it is no file; name one")
+        raise DataError(f"cannot read {path}: it is {'a folder' if path.is_dir() else 'no file'}")
     size = path.stat().st_size
     if size > largest:
         raise DataError(f"{path} has {size:,} bytes, where {largest:,} are the most; it is another kind of file")

@@ -226,7 +226,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         config.load(tmp_path)
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UsageError, match="is not TOML"):
+    with pytest.raises(UsageError, match="is not UTF-8 text; name a TOML file"):
         config.load(tmp_path / "binary.toml")
 
 
@@ -235,9 +235,9 @@ def test_a_shipped_configuration_is_loaded_by_its_name(tmp_path: Path, monkeypat
     assert config.shipped() == [path.stem for path in RECIPES]
     assert config.load("fine_tune") == config.load("fine_tune.toml") == config.load(config.SHIPPED / "fine_tune.toml")
     with pytest.raises(
-        UsageError, match=r"fine_tunes does not exist.*shipped configuration: avatars_quickstart, fine_tune"
+        UsageError, match=r"mine\.toml does not exist.*shipped configuration: avatars_quickstart, fine_tune"
     ):
-        config.load("fine_tunes")
+        config.load("mine.toml")
     (tmp_path / "fine_tune.toml").write_text("seed = 5")  # a file of the user's comes first
     assert config.load("fine_tune.toml").seed == 5
 

@@ -76,7 +76,7 @@ ONE_OF_EACH = [
         ["export", "m", "--format", "onx", "--out", "o"],
         "plsc export: error: --format: there is no 'onx'; did you mean onnx",
     ),
-    (["train", "x.toml", "--nproc", "two"], "plsc train: error: --nproc: invalid int value: 'two'"),
+    (["train", "x.toml", "--nproc", "two"], "plsc train: error: --nproc: 'two' is not a whole number"),
     (["index", "search", "x", "--qery", "y"], "there is no option --qery; did you mean --query?"),
     (["data", "convert", "a", "b", "--nope"], "plsc data convert: error: there is no option --nope (see"),
     (["export", "m", "stray", "--format", "onnx", "--out", "o"], "plsc export: error: unexpected stray"),

@@ -9,6 +9,7 @@
   training     a few steps on all ranks: twice bit by bit the same, and beside float64 in one piece
   plan         what plsc plan predicts of the head here, beside what was measured
 
+Without a GPU it takes about 16 s of processor time. A terminal shows what is being looked at.
 Exit code 1 if a line FAILs. A rank that hangs is named after --limit seconds. Send the file of --json with a question
 or a bug report: it holds versions, figures and host names, and nothing else of your files.
 

@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import pkgutil
+import re
 import signal
 import sys
 import time
@@ -34,6 +35,10 @@ COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
 # the launcher has ended this rank by then, and one line is printed instead of one per rank.
 _HOLD_SECONDS = 5.0
 _LONGEST_LINE = 2000  # characters of an error
+
+
+# argparse's names of the types of options' values, in words.
+_EXPECTED = {"int": "a whole number", "float": "a number"}
 
 
 class ArgumentError(UsageError):
@@ -68,6 +73,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`ArgumentError` in place of printing the usage and ending the process."""
+        for type_name, expected in _EXPECTED.items():
+            message = re.sub(rf"invalid {type_name} value: ('.*')$", rf"\1 is not {expected}", message)
         raise ArgumentError(self.prog, message.removeprefix("argument "))
 
     def _refuse_unknown_options(self, words: list[str]) -> None:

@@ -14,8 +14,8 @@ file system, run it on each, with its number, and the address at which the other
     plsc train my.toml --nproc 8 --nnodes 2 --node-rank 0 --master-addr node0 --out /shared/run     on node0
     plsc train my.toml --nproc 8 --nnodes 2 --node-rank 1 --master-addr node0 --out /shared/run     on node1
 
-The first machine prints the lines for all of them, as --dry-run does without starting anything. Or under torchrun,
-which prints a report of its own after our line where a rank fails; on each of the two machines:
+The first machine prints the lines for all of them, as --dry-run does without starting anything. torchrun works too. It
+prints a report of its own after our line where a rank fails. On each of the two machines:
 
     OMP_NUM_THREADS=8 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node0:29500 \\
         --no-python plsc train my.toml --out /shared/run

@@ -47,8 +47,8 @@ def describe(word: str = "", config: Config | None = None) -> str:
     inside = [name for name in (*sections(), "stage") if name and (name == word or name.startswith(f"{word}."))]
     if inside:
         return "\n\n".join(_section(section, config) for section in inside)
-    entries: list[Key | Tables] = [*KEYS.values(), *TABLES.values()]
-    found = [entry for entry in entries if _is_about(entry, word)]
+    every_entry: list[Key | Tables] = [*KEYS.values(), *TABLES.values()]
+    found = [entry for entry in every_entry if _is_about(entry, word)]
     if not found:
         known_by = {section: [section] for section in sections()} | spellings(KEYS)
         near = did_you_mean(word, known_by, most=2) or "; plsc train --list-keys lists every key"

@@ -81,8 +81,8 @@ def _resolve(path: Path) -> Path:
         return path
     if path.stem in shipped():
         return SHIPPED / f"{path.stem}.toml"
-    names = ", ".join(shipped())
-    raise UsageError(f"{path} does not exist: name a TOML file, or a shipped configuration: {names}")
+    near = did_you_mean(path.stem, shipped()) or f": {', '.join(shipped())}"
+    raise UsageError(f"{path} does not exist: name a TOML file, or a shipped configuration{near}")
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:

@@ -53,12 +53,12 @@ class Examination:
         return self.report.as_dict() if mesh.is_main else None
 
     def _look_at_kernels(self, mesh: Mesh) -> None:
-        device, tick = mesh.device, self._monitor.at
+        device, tick = mesh.device, self._at
         self._examine("choices", lambda: kernels.chosen(device))
         self._examine("kernels", lambda: [*kernels.head(device, tick), *kernels.scans(device, tick)])
 
     def _look_at_ranks(self, mesh: Mesh) -> None:
-        device, tick = mesh.device, self._monitor.at
+        device, tick = mesh.device, self._at
         speeds: list[Device] = []
 
         def measured() -> list[Line]:
@@ -78,7 +78,8 @@ class Examination:
         if section not in self._only:
             return
         self._section = section
-        self._monitor.at(section)
+        self.report.begin(section)
+        self._at(section)
         try:
             lines = look()
         except UsageError:
@@ -87,6 +88,10 @@ class Examination:
             lines = [failed(section, f"{type(error).__name__}: {first_line(error)}", "send this report")]
         by_rank = self._monitor.gather(f"lines of {section}", [asdict(line) for line in lines])
         self.report.add(section, merge([[Line(**line) for line in of_rank] for of_rank in by_rank]))
+
+    def _at(self, place: str) -> None:
+        self._monitor.at(place)
+        self.report.show_work(place)
 
     def _hung(self, hang: Hang) -> None:
         """Report ranks that hang, save the report, and end this process: nothing that hangs can be waited for."""

@@ -14,7 +14,7 @@ from plsc.parallel.mesh import Mesh
 
 Tick = Callable[[str], None]
 
-_SIDE = {"cpu": 1024, "cuda": 8192}  # of square factors
+_SIDE = {"cpu": 512, "cuda": 8192}  # of square factors
 _COPIED = {"cpu": 64 << 20, "cuda": 2 << 30}  # bytes, beyond any cache
 _BUS_BYTES = 256 << 20
 _MESSAGE = {"cpu": 4 << 20, "cuda": 256 << 20}  # bytes of a collective's larger side

@@ -1,6 +1,7 @@
 """The lines of a report: what was looked at, whether it is right, what was found, and what to do where it is not."""
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from typing import Any, Literal, TextIO
 State = Literal["ok", "FAIL", "-"]
 _COLOURS = {"ok": "\033[32m", "FAIL": "\033[1;31m", "-": "\033[2m"}
 _PLAIN = "\033[0m"
+_CLEARED = "\r\033[K"  # the line in which the cursor stands
 _NAME_WIDTH = 40
 
 
@@ -76,7 +78,7 @@ def _all_names(by_rank: Sequence[Sequence[Line]]) -> list[Line]:
 
 
 class Report:
-    """All sections of a report; each is printed when it is added.
+    """All sections of a report; each is printed when it is added, below its title.
 
     Args:
         ranks: that take part.
@@ -86,13 +88,25 @@ class Report:
     def __init__(self, ranks: int, out: TextIO | None = None) -> None:
         self._ranks, self.out = ranks, out
         self._started = datetime.now(UTC)
+        self._shows_work = False
         self.sections: dict[str, list[Line]] = {}
 
-    def add(self, title: str, lines: Sequence[Line]) -> None:
-        """Add lines to a section, a new one or the last."""
+    def begin(self, title: str) -> None:
+        """Print the title of a section that is being looked at."""
         if title not in self.sections:
             self.sections[title] = []
             self._print(title)
+
+    def show_work(self, text: str) -> None:
+        """Show on a terminal what is being looked at, until the next line is printed."""
+        if self.out is not None and self.out.isatty():
+            self._shows_work = True
+            width = shutil.get_terminal_size().columns - 1
+            print(f"{_CLEARED}{f'        … {text}'[:width]}", end="", file=self.out, flush=True)
+
+    def add(self, title: str, lines: Sequence[Line]) -> None:
+        """Add lines to a section, a new one or the last."""
+        self.begin(title)
         self.sections[title] += lines
         for line in lines:
             self._print(f"  {self._mark(line.state)}  {line.name:<{_NAME_WIDTH}}{line.text}")
@@ -139,7 +153,8 @@ class Report:
 
     def _print(self, text: str) -> None:
         if self.out is not None:
-            print(text, file=self.out, flush=True)
+            print(f"{_CLEARED if self._shows_work else ''}{text}", file=self.out, flush=True)
+            self._shows_work = False
 
 
 def _as_dict(line: Line) -> dict[str, Any]:

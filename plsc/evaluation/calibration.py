@@ -132,9 +132,12 @@ def read_calibration(path: str | Path) -> Calibration:
         DataError: there is no such file, or it is no calibration, or of another version.
         IntegrityError: its content does not match its digest.
     """
+    how = "`plsc eval MODEL --data DIR --calibration FILE` writes one"
+    if not Path(path).exists():
+        raise DataError(f"{path} does not exist; {how}")
     content = read_json(Path(path))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise DataError(f"{path} is no calibration; `plsc eval MODEL --data DIR --calibration FILE` writes one")
+        raise DataError(f"{path} is no calibration; {how}")
     seal = content.pop("seal", None)
     try:
         sound = seal == digest(content)

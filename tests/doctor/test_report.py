@@ -33,6 +33,19 @@ def test_words_stand_on_every_output_and_colours_on_terminals(monkeypatch):
     }
 
 
+def test_a_terminal_shows_what_is_being_looked_at_until_the_next_line():
+    plain, terminal = io.StringIO(), Terminal()
+    for out in (plain, terminal):
+        report = Report(1, out)
+        report.begin("kernels")
+        report.show_work("sums")
+        report.add("kernels", [absent("GPU", "none")])
+    assert plain.getvalue().split() == ["kernels", "-", "GPU", "none"]
+    title, work, line = terminal.getvalue().replace("\r\033[K", "|").split("|")
+    assert (title, work.split()) == ("kernels\n", ["…", "sums"])
+    assert line.endswith("none\n")
+
+
 def test_a_failure_of_any_rank_is_the_line():
     good = [found("sums", "right", error=1.0), found("sorts", "right")]
     bad = [failed("sums", "wrong", "repair it", error=9.0), found("sorts", "right"), failed("only here", "x", "y")]

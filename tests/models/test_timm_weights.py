@@ -200,15 +200,26 @@ def test_without_the_hub_its_ids_are_answered_in_a_line(hub_id: str, monkeypatch
     assert hub_id in str(caught.value)
 
 
+def test_a_hub_that_is_not_there_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(UsageError, match=r"cannot be had from the Hugging Face hub \(http://127\.0\.0\.1:1: .*refused"):
+        weights_file("hf-hub:org/name")
+    assert caplog.text == ""  # no line of the hub's own about trying again
+
+
 def test_a_hub_id_stands_for_the_snapshot_that_the_hub_gives(
     snapshot: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = []
 
-    def download(repository: str, name: str, revision: str | None = None) -> str:
+    def download(repository: str, name: str, revision: str | None = None, local_files_only: bool = False) -> str:
         asked.append((repository, name, revision))
         return str(snapshot / name)
 
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # a download that is replaced needs no hub
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert weights_file("hf-hub:org/name@v2") == snapshot / "model.safetensors"
     assert asked == [("org/name", "config.json", "v2"), ("org/name", "model.safetensors", "v2")]

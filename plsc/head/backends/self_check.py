@@ -38,6 +38,7 @@ _SEED, _STEP, _FIRST_ROW = 7, 3, 1000
 _LOG_Z = 9.0
 
 _verdicts: dict[tuple[object, ...], str | None] = {}
+_kernel_threads: int | None = None  # of the kernels under check, where the rest has one
 
 
 @dataclass(frozen=True)
@@ -206,6 +207,35 @@ def _plain_arithmetic(device: torch.device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let all but compiled kernels compute on one thread within: on shards this small, others take seven times as long.
+
+    For a process that only checks: threads are the whole process's.
+    """
+    global _kernel_threads
+    before = _kernel_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        _kernel_threads = None
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _under_check(backend: TorchBackend) -> Iterator[None]:
+    """Give the kernels of ``backend`` the threads that they will have: how rows are shared out is checked too."""
+    threads = _kernel_threads if backend.name == "cpu" else None
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        if threads is not None:
+            torch.set_num_threads(1)
+
+
 def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
     """Compare both passes of ``backend`` over ``shard`` with the formula in float64.
 
@@ -217,9 +247,10 @@ def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
         batch = shard.samples(rows)
         log_z, scale, target_grad = shard.derivatives()
         want = _reference(rows, batch, log_z, scale, target_grad)
-        first = backend.first_pass(rows, batch, shard.chunk, with_grad=True)
-        pieces = backend.second_pass(rows, batch, log_z, scale, target_grad, shard.chunk)
-        gradient = torch.cat([piece.clone() for _, piece in pieces])
+        with _under_check(backend):
+            first = backend.first_pass(rows, batch, shard.chunk, with_grad=True)
+            pieces = backend.second_pass(rows, batch, log_z, scale, target_grad, shard.chunk)
+            gradient = torch.cat([piece.clone() for _, piece in pieces])
         assert first.grad_embeddings is not None
         sum_bound, bound = shard.bounds
         grown = first.maximum.double().exp()
@@ -270,7 +301,8 @@ def check_update(
         (exact_chunk,) = exact.chunks(shard.classes)
         TorchBackend("reference").update(exact_chunk, gradient.double(), exact_state, update)
         updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
-        updater(chunk, gradient.clone(), state, update)
+        with _under_check(backend):
+            updater(chunk, gradient.clone(), state, update)
         found = _stored("weights", rows.weight, None, exact.weight, visited)
         for name, table in state.items():
             found += _stored(name.replace("_", " "), table.values, table.scale, exact_state[name].values, visited)
@@ -317,7 +349,8 @@ def _after_pass(
     state = {name: shard.state(name, dtype, rounding) for name, dtype in state_dtypes.items()}
     updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
     update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
-    run(rows, batch, *shard.derivatives(), shard.chunk, None, updater, lambda chunk: state, update)
+    with _under_check(backend):
+        run(rows, batch, *shard.derivatives(), shard.chunk, None, updater, lambda chunk: state, update)
     tables = {name: table.read(slice(0, len(rows.weight)), torch.float64) for name, table in state.items()}
     return {"weights": rows.weight.double(), "1/norms": rows.inverse_norm.double(), **tables}
 
