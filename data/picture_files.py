@@ -1,25 +1,19 @@
 """The pictures among a folder's files, and what is left out because it is none, or cannot be read here."""
 
-import logging
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from plsc.image_files import SUFFIXES, readable_suffixes, unread_formats
-from plsc.progress import counted
-
-_log = logging.getLogger("plsc.data")
+from plsc.progress import counted, log_once
 
 # What stands beside pictures in data sets and folders of cameras. It is named only where there is no picture at all.
-_SIDE_FILES = frozenset([
-    ".aae", ".csv", ".db", ".html", ".idx", ".ini", ".json", ".jsonl", ".log", ".lst", ".mat", ".md", ".npy", ".npz",
-    ".pdf", ".pkl", ".pts", ".rec", ".thm", ".toml", ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
-])  # fmt: skip
-_OTHER_PICTURES = frozenset(
-    [".arw", ".bpg", ".cr2", ".cr3", ".dng", ".eps", ".heics", ".jp2", ".jxl", ".nef", ".orf", ".psd", ".raf", ".svg"]
-)
+_is_side_file = re.compile(
+    r"\.(aae|csv|db|html|idx|ini|jsonl?|log|lst|mat|md|np[yz]|pdf|pkl|pts|rec|thm|toml|tsv|txt|xml|xmp|ya?ml)"
+).fullmatch
+_is_other_picture = re.compile(r"\.(arw|bpg|cr[23]|dng|eps|heics|jp2|jxl|nef|orf|psd|raf|svg)").fullmatch
 _LONGEST_SUFFIX = 8
 _LISTED_KINDS = 8
 
@@ -63,9 +57,9 @@ class PictureFiles:
 
     def report(self) -> None:
         """Log what was left out, in a line; once for a folder, and of several ranks by the first."""
-        others = Counter({kind: count for kind, count in self.left_out.items() if kind not in _SIDE_FILES})
+        others = Counter({kind: count for kind, count in self.left_out.items() if not _is_side_file(kind)})
         if others:
-            _log_once(f"{self.folder}: {counted(others.total(), 'file')} left out: {kinds_text(others)}")
+            log_once("plsc.data", f"{self.folder}: {counted(others.total(), 'file')} left out: {kinds_text(others)}")
 
     def _below(self, below: str, others: Counter[str]) -> Iterator[str]:
         with os.scandir(self.folder / below) as entries:
@@ -91,7 +85,7 @@ def _reason(kind: str) -> str:
     for name, reader in unread_formats().items():
         if kind in SUFFIXES[name]:
             return reader
-    if kind in _OTHER_PICTURES:
+    if _is_other_picture(kind):
         return "not read; save as JPEG"
     return "not a picture" if kind else "pictures are known by theirs, as .jpg"
 
@@ -104,9 +98,3 @@ def _kind(name: str) -> str:
     """The suffix in lower case; "" where the name has none that looks like one."""
     suffix = os.path.splitext(name)[1].lower()  # noqa: PTH122 (a Path for each file of millions)
     return suffix if suffix.isascii() and suffix[1:].isalnum() and len(suffix) <= _LONGEST_SUFFIX else ""
-
-
-@cache
-def _log_once(line: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
-        _log.warning(line)

@@ -64,6 +64,15 @@ class Backbone(nn.Module):
         """Side of the square images in pixels, or (height, width)."""
         return self.preprocessing.image_size
 
+    def __call__(self, x: Tensor) -> Tensor:
+        """Embed; :class:`UsageError` of images of another size than the backbone was made for."""
+        height, width = height_and_width(self.image_size)
+        if x.shape[-2:] != (height, width):
+            got = "x".join(str(side) for side in x.shape[-2:])
+            raise UsageError(f"{self.name} was made for {height}x{width}, got {got}: create it with their image_size")
+        embeddings: Tensor = super().__call__(x)
+        return embeddings
+
     def segments(self) -> list[Segment]:
         """Return the parts whose activations can be recomputed, in the order in which they run; perhaps none.
 

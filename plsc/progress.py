@@ -1,9 +1,19 @@
 """Progress line of a long-running command: count, rate and remaining time; counts and durations as text."""
 
+import logging
+import os
 import shutil
 import sys
 import time
+from functools import cache
 from typing import TextIO
+
+
+@cache
+def log_once(name: str, line: str) -> None:
+    """Log a warning by the logger ``name``: once in a process, and of several ranks by the first."""
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger(name).warning(line)
 
 
 class StatusLine:

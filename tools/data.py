@@ -10,6 +10,10 @@ that holds train.rec), or avatars:IDSxIMAGES[@FIRST], the built-in drawings.
   plsc data pairs lfw-aligned/ lfw.bin --list pairs.txt             LFW's own pairs and folds
   plsc data align photos/ --out faces.rec --landmarks points.csv    cut out the faces, aligned as models expect them
 
+Of a folder, files ending in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the first frame), .tif, .tiff, .pgm, .ppm,
+.pbm, .pnm and .avif are read, and .heic, .heif and .hif where pillow-heif is installed (the extra heic); a line names
+what is left out.
+
 Images keep their paths below SOURCE: in a folder with another suffix where the format changes, in a .rec by the keys
 file X.keys.tsv beside it (lines key<TAB>class<TAB>path). An output that exists is refused, unless --overwrite is given.
 """

@@ -6,7 +6,8 @@ model.safetensors, the last weights; --best takes best.safetensors, those of the
 
   --pairs X.bin     verification sets as insightface distributes them (lfw.bin, cfp_fp.bin, agedb_30.bin)
   --data DIR        a folder per identity, a list file, a .rec, or avatars:IDSxIMAGES@FIRST: all its pairs are
-                    compared, and every image is searched for among the first images of the identities
+                    compared, every image is searched for among the first images of the identities (rank-1),
+                    and every image among all others (Recall@K, mAP@R, R-precision)
   --ijb DIR         the folder IJBB or IJBC, with meta/ and loose_crop/ in it: template verification
 
 Accuracy is the LFW protocol's: ten folds; on .bin and IJB sets each image is embedded together with its mirror

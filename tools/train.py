@@ -22,7 +22,8 @@ prints a report of its own after our line where a rank fails. On each of the two
 
 The run directory holds config.toml (every key), train.log, metrics.jsonl, tensorboard/, checkpoints/, classes.json
 (the name of each class number), model.safetensors (the last weights) and best.safetensors (those of the best mean
-accuracy on eval.sets, if there are any); with --profile, profile/ too. Where a command takes a RUN it means the last
+accuracy on eval.sets, if there are any), progress.json (the step of the last weights, and the run's number of steps);
+with --profile, profile/ too. Where a command takes a RUN it means the last
 weights, and with --best the best. A run that was stopped, by whatever, goes on with --resume auto, on any number of
 ranks.
 

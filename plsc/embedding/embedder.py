@@ -9,12 +9,15 @@ from torch import Tensor, nn
 from plsc.devices import shared_units
 from plsc.embedding.preprocessing import contract_id, state_digest
 from plsc.errors import DataError, UsageError
+from plsc.files import read_json
 from plsc.models import Backbone, load_model
 from plsc.models.preprocessing import Preprocessing, height_and_width
 from plsc.parallel import Mesh
+from plsc.progress import log_once
 from plsc.signing import require_signed
 
 RUN_MODEL, RUN_BEST = "model.safetensors", "best.safetensors"
+RUN_PROGRESS = "progress.json"  # {"step": of the last weights, "steps": of the whole run}
 STATE_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 AUTO = "auto"
@@ -195,7 +198,8 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
     """Return the model file that ``source`` names.
 
     A run directory stands for the weights at the end of the training (``model.safetensors``), or with ``best`` for
-    those of the best evaluation (``best.safetensors``); a file stands for itself.
+    those of the best evaluation (``best.safetensors``); a file stands for itself. A line is logged of a run that is not
+    at its end.
 
     Raises:
         IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
@@ -215,7 +219,17 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
         raise UsageError(f"{path} has no {RUN_BEST}: it was trained without [eval] sets; leave --best out")
     model = path / (RUN_BEST if best else RUN_MODEL)
     require_signed(model)
+    _report_stopped(path)
     return model
+
+
+def _report_stopped(run: Path) -> None:
+    """Log a line where a run's weights are of an earlier step than its last."""
+    progress = read_json(run / RUN_PROGRESS) if (run / RUN_PROGRESS).is_file() else {}
+    step, steps = (progress.get(name) if isinstance(progress, dict) else None for name in ("step", "steps"))
+    if isinstance(step, int) and isinstance(steps, int) and step < steps:
+        place = f"{run} stopped at step {step:,} of {steps:,}, or is training still"
+        log_once("plsc.embedding", f"{place}; `plsc train CONFIG --out {run} --resume auto` goes on")
 
 
 def _engine(path: Path, device: torch.device, precision: str, architecture: str | None) -> Engine:

@@ -67,8 +67,9 @@ def write_report(paths: QuickstartPaths, result: QuickstartResult) -> Path:
 
 
 def _table_row(title: str, result: dict[str, Any]) -> str:
-    far = result["tar@far"]
+    far, found = result["tar@far"], result["retrieval"]
     values = [result["accuracy"], result["auc"], far["1e-2"], far["1e-3"], result["rank1"], result["rank5"]]
+    values += [found["recall@1"], found["map@r"]]
     cells = "".join(f"<td>{'–' if value is None else f'{100 * value:.2f}'}</td>" for value in values)
     return f"<tr><th scope=row>{html.escape(title)}</th>{cells}</tr>"
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from plsc.config import Config
+from plsc.embedding.embedder import RUN_PROGRESS
 from plsc.evaluation.evaluator import evaluate, open_set, set_names
-from plsc.files import atomic_write
+from plsc.files import atomic_write, write_json
 from plsc.models.weights import serialize_model
 from plsc.parallel.collectives import on_main
 from plsc.train.checkpoint_writer import write_errors
@@ -135,6 +136,22 @@ def _format_result(result: dict[str, Any]) -> str:
 def save_weights(components: TrainComponents, path: Path) -> None:
     """Write the backbone alone, replacing ``path`` atomically; every rank calls, the main one writes."""
     raise_on_all_ranks(components.mesh, weights_writer(components, path))
+
+
+def last_weights_writer(components: TrainComponents, out: Path, step: int, steps: int) -> Callable[[], None]:
+    """Return a function that writes the weights after ``step`` of ``steps`` into the run ``out``, and which they are.
+
+    As :func:`weights_writer`.
+    """
+    write_weights = weights_writer(components, out / MODEL)
+
+    def write() -> None:
+        write_weights()
+        if components.mesh.is_main:
+            with write_errors(str(out / RUN_PROGRESS)):
+                write_json(out / RUN_PROGRESS, {"step": step, "steps": steps})
+
+    return write
 
 
 def weights_writer(components: TrainComponents, path: Path) -> Callable[[], None]:

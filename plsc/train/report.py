@@ -11,10 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from plsc.config import Config, DataConfig
+from plsc.data.dataset import ImageDataset
 from plsc.files import AppendFile
 from plsc.head.replica_averaging import average_bytes
 from plsc.head.undo_journal import journal_bytes
@@ -191,6 +193,13 @@ def header(
         "start": start,
     }
     return [f"{name:<8}{line}" for name, line in lines.items()]
+
+
+def data_warnings(dataset: ImageDataset) -> list[str]:
+    """A line where no class has two images: nothing shows then what the images of a class have in common."""
+    if np.bincount(dataset.labels).max() > 1:
+        return []
+    return ["warning: no class has two images, so that nothing shows what makes them alike; give several of each class"]
 
 
 def closing_lines(out: Path, result: dict[str, Any]) -> list[str]:

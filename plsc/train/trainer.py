@@ -20,13 +20,13 @@ from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import build, open_training_data, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
-from plsc.train.evaluate import MODEL, RunEvaluation, check_sets, weights_writer
+from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
 from plsc.train.failures import Interrupted, StopRequest, monitor_ranks, raise_on_all_ranks
 from plsc.train.kept_batches import KeptBatches
 from plsc.train.metrics import Logger, MetricsLog
 from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
-from plsc.train.report import RunReport, StepProgress, append_to_log, closing_lines, header
+from plsc.train.report import RunReport, StepProgress, append_to_log, closing_lines, data_warnings, header
 from plsc.train.restart import after_restart, current_launch
 from plsc.train.resumption import (
     check_folder,
@@ -175,7 +175,8 @@ class Trainer:
             stages, why = self.schedule.plan.described(), self._why_precision
             for line in header(self.components, self.schedule.last_step, start, stages, work, why):
                 self.report.line(line)
-            for line in slow_precision(self.config, self.mesh.device):
+            warnings = slow_precision(self.config, self.mesh.device) + data_warnings(self.components.dataset)
+            for line in warnings:
                 self.report.line(line)
         if stored is not None:
             for line in resumption_lines(stored, self.components, superseded, self._steps_left):
@@ -324,7 +325,7 @@ class Trainer:
             if step > 0 and self._state_to_save() != self._saved:
                 with self.components.averaged():
                     tensors, state = capture(self.components, self.position)
-                    weights = weights_writer(self.components, self.out / MODEL)
+                    weights = last_weights_writer(self.components, self.out, step, self.schedule.last_step)
                     self.checkpointer.save(step, tensors, state, weights, partial(flush_tables, self.components))
                 self._saved = self._state_to_save()
             if wait:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import plsc.models
+from plsc.errors import UsageError
 from plsc.models import Backbone, vit
 
 # Small in each family: what they share with the large ones is code, not numbers.
@@ -32,6 +33,13 @@ def trained_a_little(name: str, size: int, **options: object) -> Backbone:
         for seed in range(2):
             model(images(6, size, seed))
     return model.eval()
+
+
+@pytest.mark.parametrize("name", ["resnet8", "timm:test_resnet"])  # the latter would take any size
+def test_pictures_of_another_size_are_refused_in_one_line(name: str) -> None:
+    model = plsc.models.create(name, embedding_dim=DIM, image_size=64)
+    with pytest.raises(UsageError, match=f"^{name} was made for 64x64, got 48x32: create it with their image_size$"):
+        model(torch.zeros(2, 3, 48, 32))
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from support.tiny_runs import losses, run, run_until
 
+from plsc.embedding.embedder import model_file
+from plsc.files import read_json
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
@@ -89,3 +91,19 @@ def test_the_schedule_ends_with_the_last_step_of_another_batch_size(tmp_path: Pa
     ranks(1, run, tmp_path, {"epochs": None, "steps": 9, "data.batch_size": 20}, "auto")
     assert "length  9 steps" in (tmp_path / "train.log").read_text()
     assert list(losses(tmp_path)) == list(range(1, 10))
+
+
+def test_a_run_that_stopped_early_says_so_where_its_model_is_used(
+    tmp_path: Path, ranks: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, changes = tmp_path / "run", {"epochs": 2, "data.train": "avatars:60x1"}
+    ranks(1, run_until, out, changes, None, 7)
+    assert "warning: no class has two images" in (out / "train.log").read_text()
+    for _ in range(2):
+        model_file(out)
+    line = f"{out} stopped at step 7 of 10, or is training still; `plsc train CONFIG --out {out} --resume auto` goes on"
+    assert caplog.messages == [line]
+    ranks(1, run, out, changes, "auto")
+    model_file(out)
+    assert caplog.messages == [line]
+    assert read_json(out / "progress.json") == {"step": 10, "steps": 10}
