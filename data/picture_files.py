@@ -13,11 +13,13 @@ from plsc.progress import counted
 _log = logging.getLogger("plsc.data")
 
 # What stands beside pictures in data sets and folders of cameras. It is named only where there is no picture at all.
-_SIDE_FILES = frozenset(
-    ".aae .csv .db .html .idx .ini .json .jsonl .log .lst .mat .md .npy .npz .pdf .pkl .pts .rec .thm .toml .tsv .txt "
-    ".xml .xmp .yaml .yml".split()
+_SIDE_FILES = frozenset([
+    ".aae", ".csv", ".db", ".html", ".idx", ".ini", ".json", ".jsonl", ".log", ".lst", ".mat", ".md", ".npy", ".npz",
+    ".pdf", ".pkl", ".pts", ".rec", ".thm", ".toml", ".tsv", ".txt", ".xml", ".xmp", ".yaml", ".yml",
+])  # fmt: skip
+_OTHER_PICTURES = frozenset(
+    [".arw", ".bpg", ".cr2", ".cr3", ".dng", ".eps", ".heics", ".jp2", ".jxl", ".nef", ".orf", ".psd", ".raf", ".svg"]
 )
-_OTHER_PICTURES = frozenset(".arw .bpg .cr2 .cr3 .dng .eps .heics .jp2 .jxl .nef .orf .psd .raf .svg".split())
 _LONGEST_SUFFIX = 8
 _LISTED_KINDS = 8
 

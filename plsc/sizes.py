@@ -1,8 +1,12 @@
-"""Amounts of memory: as people write them (4GB is 4·10^9 bytes, 4GiB is 4·2^30), and what the machine has left."""
+"""Amounts of memory, and counts, as people write them; and what memory the machine has left.
+
+4GB is 4·10^9 bytes, 4GiB is 4·2^30; 2M is a count of two million.
+"""
 
 import re
 import sys
 from collections.abc import Mapping
+from decimal import Decimal
 from pathlib import Path
 
 from plsc.errors import UsageError
@@ -19,6 +23,7 @@ UNITS: Mapping[str, float] = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_THOUSANDS: Mapping[str, int] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _AMOUNT = re.compile(r"\s*((?:\d+\.?\d*|\.\d+)(?:e\+?\d+)?)\s*([a-z]*)\s*")
 
 
@@ -47,6 +52,19 @@ def parse_memory(
     if not match or match[2] not in units or float(match[1]) <= 0:
         raise UsageError(f"{option} {text!r} is no amount of memory; write {examples}")
     return int(float(match[1]) * units[match[2]])
+
+
+def parse_count(text: str) -> int:
+    """Read a count, with or without a unit, in any case: ``2059906``, ``2,059,906``, ``500k``, ``2M``, ``1e6``, ``1B``.
+
+    Raises:
+        UsageError: anything else, or what is no whole number.
+    """
+    match = _AMOUNT.fullmatch(re.sub(r"(?<=\d)[,_](?=\d{3}(?!\d))", "", text.lower()))
+    count = Decimal(match[1]) * _THOUSANDS[match[2]] if match and match[2] in _THOUSANDS else Decimal("nan")
+    if not count.is_finite() or count != count.to_integral_value() or count.adjusted() > 18:
+        raise UsageError(f"{text!r} is no count; write 2000000, 2M, 500k or 2e6")
+    return int(count)
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:

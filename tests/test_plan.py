@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -374,11 +375,36 @@ def test_the_command_counts_the_data_and_writes_json(tmp_path, capsys):
     assert "not a measurement" in capsys.readouterr().out
 
 
+def test_the_recommendation_is_toml_that_gives_it(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    recipe = tmp_path / "run.toml"
+    recipe.write_text('backbone = "resnet8"\nepochs = 3\n[head]\nsample_rate = 0.1\n[data]\ntrain = "faces"\n')
+    arguments = ["--classes", "2M", "--images", "600k", "--gpus", "8", "--gpu-memory", "16GiB", "--json", str(out)]
+    assert main(["plan", str(recipe), *arguments]) == 0
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert result["classes"] == 2_000_000
+    assert result["gpu_hours"] == pytest.approx(3 * 600_000 / result["configured"]["images_per_second"] / 3600 * 8)
+    assert "with a median error of 22.6%; no GPU has confirmed" in printed
+    pasted = tomllib.loads(result["recommended"]["toml"])
+    assert pasted["head"]["sample_rate"] == 1.0
+    assert set(pasted) <= {"head", "head_ranks"}
+    changes = [word for key, value in pasted["head"].items() for word in (f"--head.{key}", str(value))]
+    head_ranks = ["--head_ranks", str(pasted["head_ranks"])] if "head_ranks" in pasted else []
+    assert main(["plan", str(recipe), *changes, *head_ranks, *arguments, "--overwrite"]) == 0
+    again = json.loads(out.read_text())
+    assert again["configured"]["seconds"] == again["recommended"]["seconds"] == result["recommended"]["seconds"]
+    assert again["recommended"]["toml"] == ""
+    assert "to change in the configuration" in printed
+    assert "to change in the configuration" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (["--data.train", "nowhere.rec"], 2, "--classes"),
         (["--classes", "0"], 2, "--classes 0"),
+        (["--classes", "2.5"], 2, "--classes: '2.5' is no count; write 2000000, 2M, 500k or 2e6"),
+        (["--images", "many"], 2, "--images: 'many' is no count"),
         (["--classes", "10", "--gpus", "0"], 2, "--gpus 0"),
         (["--classes", "10", "--gpu-memory", "much"], 2, "80GB"),
         (["--classes", "10", "--device", "abacus"], 2, "h100"),

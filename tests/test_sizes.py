@@ -3,7 +3,7 @@
 import pytest
 
 from plsc.errors import UsageError
-from plsc.sizes import available_bytes, parse_memory
+from plsc.sizes import available_bytes, parse_count, parse_memory
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,27 @@ def test_what_is_available_is_the_machines_or_what_its_container_leaves(tmp_path
     assert available_bytes(meminfo, tmp_path) == 0
     assert available_bytes(tmp_path / "none", tmp_path) is None
     assert available_bytes() > 2**20
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("2059906", 2059906),
+        ("2,059,906", 2059906),
+        ("2_000_000", 2 * 10**6),
+        ("500k", 500_000),
+        ("2M", 2 * 10**6),
+        ("1e6", 10**6),
+        ("2.06m", 2_060_000),
+        ("1B", 10**9),
+        ("0", 0),
+    ],
+)
+def test_counts(text: str, count: int) -> None:
+    assert parse_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "M", "1.5", "-2M", "2MB", "2 million", "1,00", "nan", "inf", "1e400", "1e-3"])
+def test_what_is_no_count(text: str) -> None:
+    with pytest.raises(UsageError, match="is no count"):
+        parse_count(text)

@@ -299,7 +299,9 @@ def _enrol(args: argparse.Namespace) -> dict[str, Any]:
 
     if not 1 <= args.parallel <= MAX_PARALLEL:
         raise UsageError(f"--parallel {args.parallel}: it lies between 1 and {MAX_PARALLEL}")
-    on_known = args.on_known or ("ask" if sys.stdin.isatty() else "skip")
+    on_known = args.on_known
+    if on_known is None:
+        on_known = "ask" if sys.stdin.isatty() else "skip"
     with Client(args.url, token_from(args.token_file)) as client:
         return enrol_folder(client, args.folder, args.collection, on_known, args.parallel)
 

@@ -16,6 +16,7 @@ from plsc.config.listing import section_meaning as section_meaning
 from plsc.config.loading import KEYS as KEYS
 from plsc.config.loading import SHIPPED as SHIPPED
 from plsc.config.loading import TABLES as TABLES
+from plsc.config.loading import changes_to_toml as changes_to_toml
 from plsc.config.loading import differences as differences
 from plsc.config.loading import from_dict as from_dict
 from plsc.config.loading import load as load

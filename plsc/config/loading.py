@@ -138,6 +138,18 @@ def differences(before: Config, after: Config) -> list[str]:
     return [f"{name} = {shown(name, now)} (was {shown(name, was)})" for name, (was, now) in pairs.items() if was != now]
 
 
+def changes_to_toml(before: Config, after: Config) -> str:
+    """Format the keys, tables left out, whose values differ as TOML, with those of ``after``; "" where none does."""
+    lines: list[str] = []
+    for section, entries in sections().items():
+        changed = [entry for entry in entries if get(before, entry.name) != get(after, entry.name)]
+        lines += [f"[{section}]"] if section and changed else []
+        for entry in changed:
+            value, last = get(after, entry.name), entry.name.rpartition(".")[2]
+            lines.append(f"# leave {last} out" if value is None else f"{last} = {toml_value(value)}")
+    return "\n".join(lines)
+
+
 def shown(name: str, value: Any) -> str:
     """Format a value of a key or of tables in one line."""
     entry = _ENTRIES[name]

@@ -80,8 +80,8 @@ class _Report:
         for name, held in empty.items():
             print(_plain(f"{name}: no picture in it, but {held}"))
         counts = Counter(outcome.status for outcome in self.outcomes.values())
-        totals = {
-            **{status: counts[status] for status in STATUSES},
+        totals: dict[str, int] = {
+            **{str(status): counts[status] for status in STATUSES},
             "faces": sum(outcome.faces for outcome in self.outcomes.values()),
             "left_out": sum(len(outcome.left_out) for outcome in self.outcomes.values()),
         }

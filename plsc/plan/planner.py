@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from plsc.config import Config
+from plsc.config import Config, changes_to_toml
 from plsc.config.precision import with_precision
 from plsc.devices import GIB
 from plsc.errors import UsageError
@@ -29,6 +29,8 @@ from plsc.plan.strategy_choice import choose_strategy, comparison, label
 from plsc.train.components import strategy_options
 
 _WIDTH = 48
+# Of the times with these constants, over the throughputs that others published: benchmarks/retrodiction.py.
+MEDIAN_ERROR = 0.226
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,11 @@ class Plan:
     """``largest`` maps (storage, placement) to the most classes that the exact softmax could have on these ranks.
 
     ``strategies`` are estimates of the configured run under each strategy of the backbone; ``strategy_why`` says why
-    "auto" became the configured one, and is empty where it was given.
+    "auto" became the configured one, and is empty where it was given. ``given`` is the configuration that was asked
+    about, before "auto" was resolved in it.
     """
 
+    given: Config
     hardware: Hardware
     configured: Estimate
     advice: Advice
@@ -66,7 +70,7 @@ class Plan:
             "activation_bytes_per_image": profile.activations / profile.images,
             "configured": self.configured.as_dict(),
             "disk": plan_disk(setup, profile).as_dict(),
-            "recommended": {**self.advice.choice.as_dict(), "why": self.advice.why},
+            "recommended": {**self.advice.choice.as_dict(), "why": self.advice.why, "toml": self.recommended_toml},
             "strategies": [each.as_dict() for each in self.strategies],
             "strategy_why": list(self.strategy_why),
             "largest_classes": [
@@ -75,7 +79,41 @@ class Plan:
             ],
             "epoch_seconds": self.epoch_seconds(self.configured),
             "recommended_epoch_seconds": self.epoch_seconds(self.advice.choice),
+            "gpu_hours": self.gpu_hours(self.configured),
+            "recommended_gpu_hours": self.gpu_hours(self.advice.choice),
+            "median_error": MEDIAN_ERROR,
         }
+
+    @property
+    def recommended_toml(self) -> str:
+        """The keys to change in the given configuration for the recommended run, as TOML; "" where there are none."""
+        setup = self.advice.choice.setup
+        of_table: dict[str, Any] = {}
+        if setup.placement != self.given.head.placement.partition(":")[0]:
+            of_table["placement"] = setup.placement
+        head_ranks = self.given.head_ranks
+        if setup.head_ranks != (head_ranks or setup.table_ranks):
+            head_ranks = setup.head_ranks
+        config = replace(
+            setup.config,
+            precision=self.given.precision,
+            head_ranks=head_ranks,
+            head=replace(setup.config.head, **of_table),
+        )
+        return changes_to_toml(self.given, config)
+
+    def run_seconds(self, of: Estimate) -> float | None:
+        """Seconds of the whole run, where it has a number of steps, or the number of images is known."""
+        config = of.setup.config
+        if config.steps is not None:
+            return config.steps * of.timing.seconds
+        epoch = self.epoch_seconds(of)
+        return None if epoch is None or config.epochs is None else config.epochs * epoch
+
+    def gpu_hours(self, of: Estimate) -> float | None:
+        """Hours of the whole run on each GPU, summed over them, where its length is known."""
+        seconds = self.run_seconds(of)
+        return None if seconds is None else seconds / 3600 * of.setup.world
 
     def epoch_seconds(self, of: Estimate) -> float | None:
         """Seconds of an epoch, where the number of images is known."""
@@ -119,7 +157,8 @@ def plan(
         chosen = choose_strategy(setup, hardware)
         setup, why = chosen.estimate.setup, chosen.why
     advice, largest = advise(setup, hardware, wanted), _largest_by_storage(setup, hardware)
-    return Plan(hardware, estimate(setup, hardware), advice, largest, comparison(setup, hardware), why, images)
+    strategies = comparison(setup, hardware)
+    return Plan(config, hardware, estimate(setup, hardware), advice, largest, strategies, why, images)
 
 
 def _largest_by_storage(setup: PlanConfig, hardware: Hardware) -> dict[tuple[tuple[str, str], str], int]:
@@ -154,7 +193,10 @@ def _heading(plan: Plan) -> Iterable[str]:
     linked = f"{nodes:,} node{'s' if nodes > 1 else ''}; "
     linked += f"{links.inside / 1e9:,.0f} GB/s inside a node" if setup.per_node > 1 else "one GPU to a node"
     linked += f", {links.between / 1e9:,.0f} GB/s between nodes" if nodes > 1 else ""
-    yield "A plan, not a measurement."
+    yield (
+        f"A plan, not a measurement: times that others published are planned with a median error of "
+        f"{MEDIAN_ERROR:.1%}; no GPU has confirmed those of plsc yet."
+    )
     yield ""
     size = size_text(config.data.preprocessing.image_size)
     batches = f" and micro-batch, {setup.micro_batches} micro-batches to a step" if setup.micro_batches > 1 else ""
@@ -226,6 +268,8 @@ def _time(plan: Plan) -> Iterable[str]:
     for name, seconds in timing.parts.items():
         yield _line(name, f"{seconds * 1e3:9.2f}")
     yield _line("in all", f"{timing.seconds * 1e3:9.2f}   {_rate(plan, plan.configured)}")
+    if run := _run(plan, plan.configured):
+        yield f"  {run}"
     for name, seconds in timing.hidden.items():
         yield _line(f"(hidden: {name}", f"{seconds * 1e3:9.2f})")
 
@@ -248,13 +292,33 @@ def _rate(plan: Plan, estimate: Estimate) -> str:
     return rate if epoch is None else f"{rate}, {epoch / 3600:,.2f} hours an epoch"
 
 
+def _run(plan: Plan, estimate: Estimate) -> str:
+    """What the whole run takes; "" where its length is not known."""
+    seconds, hours, config = plan.run_seconds(estimate), plan.gpu_hours(estimate), estimate.setup.config
+    if seconds is None or hours is None:
+        return ""
+    length = f"{config.steps:,} steps" if config.steps is not None else f"{config.epochs:,} epochs"
+    world = estimate.setup.world
+    gpus = f" x {world:,} GPUs = {_hours(hours)} GPU hours" if world > 1 else " of one GPU"
+    return f"{length}: {_hours(seconds / 3600)} hours{gpus}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f}" if hours >= 10 else f"{hours:.2g}"
+
+
 def _recommended(plan: Plan) -> Iterable[str]:
     choice = plan.advice.choice
     same = "as configured, " if choice.setup == plan.configured.setup else ""
     yield f"Recommended: {same}{_head(choice)}"
     yield f"  {gib(choice.memory.total)} of a GPU, {choice.timing.seconds * 1e3:,.1f} ms a step, {_rate(plan, choice)}"
+    if run := _run(plan, choice):
+        yield f"  {run}"
     for name, sentence in plan.advice.why.items():
         yield f"  {name:<10} {sentence}"
+    if plan.recommended_toml:
+        yield "  to change in the configuration:"
+        yield from (f"    {line}" for line in plan.recommended_toml.splitlines())
 
 
 def _largest(plan: Plan) -> Iterable[str]:

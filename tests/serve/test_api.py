@@ -353,6 +353,7 @@ def test_health_info_and_metrics(live):
     info = live.ask("GET", "/v1/info").json()
     assert info["model"] == {"source": "linear", "contract_id": CONTRACT, "embedding_dim": DIM, "image_size": SIZE}
     assert (info["threshold"], info["role"], info["detector"]) == (THRESHOLD, "admin", False)
+    assert (info["item"], info["items"]) == ("person", "people")
     live.ask("POST", f"{live.collection('measured')}/search", {"query": {"vector": [1.0] * DIM}})
     address = live.server.metrics_address
     lines = (

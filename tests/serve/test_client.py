@@ -75,6 +75,22 @@ def test_a_life_through_the_client(client, tmp_path):
     assert client.collections() == []
 
 
+def test_who_is_known_is_told_refused_or_added_to(client):
+    client.create_collection("known")
+    ada = client.add_person("known", "Ada", faces=[picture(1)])
+    assert ada.known is None
+    with pytest.raises(ServerError, match="this face matches Ada") as refused:
+        client.add_person("known", "Neo", faces=[picture(1)], on_known="refuse")
+    assert (refused.value.status, refused.value.known.id, refused.value.known.name) == (409, ada.id, "Ada")
+    for _ in range(2):
+        added = client.enrol("known", NewPerson("Neo", faces=[picture(1)]), on_known="add", idempotency_key="neo")
+        assert (added.id, added.known.id, len(added.faces)) == (ada.id, ada.id, 2)
+    with pytest.raises(ServerError) as wrong:
+        client.add_person("known", on_known="ask")
+    assert (wrong.value.status, wrong.value.known) == (400, None)
+    client.delete_collection("known")
+
+
 def test_the_model_through_the_client(client):
     large = picture(3, size=40)
     plain, aligned = client.embeddings([large, Picture(large, (TEMPLATE * 40 / 112 + 1).tolist())])

@@ -127,7 +127,7 @@ async function sendBatch(result, batch) {
         ? enrolOnce(work.collection, { name: result.name, faces }, files, (known) => decide(known, result.name, files.length))
         : callPatiently("POST", inCollection(work.collection, "persons", result.id, "faces"), { body: { faces }, files: faceFiles(files) }));
       Object.assign(result, { id: answer.id ?? result.id, outcome: answer.outcome ?? result.outcome });
-      if (answer.outcome === "known") result.why = `matches ${answer.name ?? ""} (#${answer.id})`;
+      if (answer.outcome === "known") result.why = `matches ${answer.name ?? words().one} (#${answer.id})`;
       else result.pictures += faces.length;
       result.warnings.push(...answer.warnings ?? []);
       return;

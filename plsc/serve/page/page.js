@@ -12,7 +12,7 @@ import { setUpMany } from "./many.js";
 import * as person from "./person.js";
 import * as search from "./search.js";
 import { call, token } from "./service.js";
-import { emit, isLocked, lock, on, state, unlock } from "./state.js";
+import { emit, isLocked, on, setLocked, state } from "./state.js";
 import { setUpThumbnails } from "./thumbnail.js";
 import { setUpWords } from "./words.js";
 
@@ -71,7 +71,7 @@ function setUpToken() {
     byId("token").focus();
   };
   on("unauthorized", () => {
-    lock();
+    setLocked(true);
     if (form.hidden) ask();
   });
   form.onsubmit = (event) => {
@@ -95,7 +95,7 @@ async function tryToken() {
   } catch (error) {
     if (former === null) token.forget();
     else token.set(former);
-    if (state.info !== null && error.code === "unauthorized") unlock();   // the former token is as good as before
+    if (state.info !== null && error.code === "unauthorized") setLocked(false);   // the former token is as good as before
     throw error;
   }
   byId("token").value = "";
@@ -106,7 +106,7 @@ async function tryToken() {
 
 async function load() {
   state.info = await call("GET", "v1/info");
-  unlock();
+  setLocked(false);
   emit("info");
   await loadCollections();
 }

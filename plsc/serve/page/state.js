@@ -20,11 +20,9 @@ export function emit(name, detail = null) {
 }
 
 /** While the service needs a token that it was not given, the page shows the field for one alone (page.css). */
-export const lock = () => setLocked(true);
-export const unlock = () => setLocked(false);
 export const isLocked = () => "locked" in document.body.dataset;
 
-function setLocked(locked) {
+export function setLocked(locked) {
   document.body.toggleAttribute("data-locked", locked);
   emit("locked");
 }
