@@ -4,7 +4,6 @@ No weights are shipped. ``mtcnn`` takes those of an installed package (:mod:`pls
 file with the outputs of SCRFD or YuNet (:mod:`plsc.embedding.onnx_detector`).
 """
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 
 from plsc.data.alignment import align_face
 from plsc.errors import DataError, UsageError
+from plsc.nearest import did_you_mean
 from plsc.signing import require_signed
 
 PREFIX = "onnx:"
@@ -155,5 +155,4 @@ DETECTORS: dict[str, Callable[[torch.device, float | None, float | None], Detect
 def _nearest(spec: str) -> str:
     if spec.lower().endswith(".onnx"):
         return f"; did you mean {PREFIX}{spec}?"
-    close = difflib.get_close_matches(spec.lower(), DETECTORS, n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    return did_you_mean(spec, list(DETECTORS))

@@ -75,7 +75,7 @@ SETTINGS = {
     ),
     "untrusted-files.md": Setting(files="model.safetensors photos/"),
     "serving.md": Setting(
-        files="model.safetensors ada.jpg unknown.jpg photos/",
+        files="model.safetensors model.onnx ada.jpg unknown.jpg portrait.jpg party.jpg photos/",
         replaced={"112": str(page_files.SIDE)},  # a small model
     ),
 }

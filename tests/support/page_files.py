@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from plsc.data.avatars import render_avatar
-from support import scrfd
+from support import drawn_face, scrfd
 
 PERSONS, PICTURES, SIDE = 11, 4, 32
 LANDMARKS = scrfd.POINTS * 8 + 36  # of the face that the stand-in detector finds in `photo`
@@ -129,6 +129,12 @@ def picture(path: Path) -> None:
     Image.fromarray(render_avatar(7, len(path.stem), SIDE)).save(path)
 
 
+def whole_photo(path: Path) -> None:
+    """Draw a photo in which a real detector finds a face."""
+    pixels = drawn_face.photo(300, 240, (100, 90, 50)).permute(1, 2, 0).numpy()
+    Image.fromarray(pixels).save(path, quality=95)
+
+
 def calibration(path: Path) -> None:
     """Measure the thresholds of the model of ``onnx_model`` beside it."""
     crops(path.parent / "calibrated")
@@ -164,6 +170,8 @@ MAKERS: dict[str, Callable[[Path], None]] = {
     ".onnx": onnx_model,
     ".safetensors": model,
     ".pth": model,
+    "portrait.jpg": whole_photo,
+    "party.jpg": whole_photo,
     ".jpg": picture,
     ".calibration.json": calibration,
     "quickstart/calibration.json": calibration,
