@@ -50,8 +50,10 @@ class Upload:
             "image": {"type": "array", "items": _FILE},
             _LANDMARKS: {"type": "array", "items": _TEXT, "description": "JSON, of each image in turn"},
         }
-        texts = {name: {**_TEXT, "description": "JSON"} if name in self.as_json else _TEXT for name in self.texts}
-        files: dict[str, Any] = dict.fromkeys(self.named, _FILE) if self.named else several
+        texts: dict[str, Any] = {
+            name: {**_TEXT, "description": "JSON"} if name in self.as_json else _TEXT for name in self.texts
+        }
+        files = dict.fromkeys(self.named, _FILE) if self.named else several
         content: dict[str, Any] = {FORM_TYPE: {"schema": {"type": "object", "properties": {**files, **texts}}}}
         if self.pictures:
             content |= {kind: {"schema": _FILE} for kind in PICTURE_TYPES}
