@@ -1,6 +1,7 @@
 """Reports of :func:`plsc.evaluation.evaluate`: a table for the terminal, ROC curves, histograms of scores."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,8 +30,8 @@ def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
     """Return the rows of the table, by label: functions that format a set's value. Shares are in percent."""
+    found = {label: partial(_retrieved, key) for label, key in _RETRIEVAL.items()}
     rates = {f"TAR at FAR {far}, %": lambda result, far=far: percent(result["tar@far"][far]) for far in FARS}
-    retrieved = {label: lambda result, key=key: percent(result["retrieval"][key]) for label, key in _RETRIEVAL.items()}
     return {
         "images": lambda result: _count(result["images"]),
         "identities": lambda result: _count(result["identities"]),
@@ -42,8 +43,12 @@ def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:
         "from impostor pairs": lambda result: _count(result["impostor_pairs"]),
         "rank-1, %": lambda result: percent(result["rank1"]),
         "rank-5, %": lambda result: percent(result["rank5"]),
-        **retrieved,
+        **found,
     }
+
+
+def _retrieved(key: str, result: Mapping[str, Any]) -> str:
+    return percent(result["retrieval"][key])
 
 
 def _accuracy(result: Mapping[str, Any]) -> str:

@@ -56,6 +56,7 @@ def test_the_run_directory(tmp_path: Path, ranks: Ranks) -> None:
         "classes.json",
         "model.safetensors",
         "best.safetensors",
+        "progress.json",
     }
     assert len(json.loads((tmp_path / "classes.json").read_text())["classes"]) == 10
     folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
