@@ -27,7 +27,7 @@ def enrol_folder(
     report = _Report(len(people))
     report.stopped = _run(enrolment, people, "skip" if on_known == "ask" else on_known, parallel, report)
     if on_known == "ask" and report.stopped is None:
-        for outcome in [outcome for outcome in report.outcomes.values() if outcome.known and outcome.status == "known"]:
+        for outcome in [outcome for outcome in report.in_order() if outcome.status == "known"]:
             choice = _ask(outcome)
             if choice != "skip" and report.stopped is None:
                 one = {outcome.folder: people[outcome.folder]}
@@ -90,8 +90,12 @@ class _Report:
         print(f"{told or 'nobody enrolled'}; {pictures}")
         if self.stopped is not None:
             print(_plain(f"stopped: {self.stopped}; the same command goes on from here"))
-        people = [asdict(outcome) for outcome in self.outcomes.values()]
+        people = [asdict(outcome) for outcome in self.in_order()]
         return {**totals, "stopped": self.stopped, "empty": empty, "people": people}
+
+    def in_order(self) -> list[Outcome]:
+        """The outcomes by the folders' names: they came as they were done."""
+        return [self.outcomes[name] for name in sorted(self.outcomes)]
 
 
 def _ask(outcome: Outcome) -> OnKnown:
