@@ -72,7 +72,7 @@ MISTAKES = [
     ("eval broken.onnx", 2, "nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR"),
     (f"train {SMALL} --nnodes 2", 2, "--nnodes 2 needs --master-addr: the first machine's address"),
     (f"train {SMALL} --head_ranks 3 --nproc 2", 2, "head_ranks = 3 does not divide the number of ranks, 2; give 1, 2"),
-    (f"train {SMALL} --parallel.tp 2", 2, "and backbone = 'resnet8' has none that it knows: set tp = 1, or take vit_*"),
+    (f"train {SMALL} --parallel.tp 2", 2, "and backbone = 'resnet7' has none that it knows: set tp = 1, or take vit_*"),
     ("serve --model broken.onnx --store s --host 0.0.0.0", 2, "make some with plsc tokens add NAME --role search"),
     (f"train {SMALL} --json empty", 2, "--json empty is a folder; name a file"),
 ]
