@@ -37,7 +37,7 @@ def recipe(tmp_path: Path) -> Path:
     [
         ([], "no configuration: plsc train CONFIG.toml"),
         (["/no/such.toml"], "/no/such.toml does not exist"),
-        (["avatar_quickstart"], "a shipped configuration: avatars_quickstart, "),
+        (["avatar_quickstart"], "a shipped configuration; did you mean avatars_quickstart?"),
         (["RECIPE", "--optim.lrr", "1"], "did you mean optim.lr?"),
         (["RECIPE", "--epochs"], "--epochs needs a value"),
         (["RECIPE", "--epochs", "three"], 'epochs = "three" is a string; it takes an integer'),
