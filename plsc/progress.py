@@ -16,6 +16,11 @@ def log_once(name: str, line: str) -> None:
         logging.getLogger(name).warning(line)
 
 
+def printable(text: str) -> str:
+    """Return ``text`` as a terminal may show it: names of files hold escape sequences and line ends."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
 class StatusLine:
     """A line that changes while a command works, and other lines beside it.
 

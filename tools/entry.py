@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
+from plsc.progress import printable
 from plsc.signing import VERIFY_KEY
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
@@ -263,8 +264,7 @@ def _fail(command: str, message: str, code: int) -> int:
 def print_error(command: str, message: str) -> None:
     """Print the one line of a failure of ``command``, and tell torchrun of it."""
     line = f"{command}: error: {' '.join(message.split())}"
-    # Names in messages come from files: an escape sequence would reach the terminal, and a name may have any length.
-    line = "".join(letter if letter.isprintable() else "\ufffd" for letter in line[:_LONGEST_LINE])
+    line = printable(line[:_LONGEST_LINE])  # names in messages come from files, and may have any length
     if is_launched():
         _write_error_file(line)
     print(line, file=sys.stderr, flush=True)

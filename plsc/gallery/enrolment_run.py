@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from plsc.client import Client, ServerError
 from plsc.gallery.enrolment import STATUSES, Enrolment, OnKnown, Outcome, enrol_all, folders
-from plsc.progress import Progress, counted
+from plsc.progress import Progress, counted, printable
 
 _ANSWERS: dict[str, OnKnown] = {"a": "add", "e": "enrol", "s": "skip", "": "skip"}
 
@@ -67,18 +67,18 @@ class _Report:
         is_new = outcome.folder not in self.outcomes  # else somebody was asked about it
         self.outcomes[outcome.folder] = outcome
         for path, why in outcome.left_out.items():
-            print(_plain(f"{path}: left out: {why}"))
+            print(printable(f"{path}: left out: {why}"))
         if outcome.known is not None:
-            print(_plain(f"{outcome.folder}: {STATUSES[outcome.status]}: {_who(outcome)}"))
+            print(printable(f"{outcome.folder}: {STATUSES[outcome.status]}: {_who(outcome)}"))
         if outcome.why is not None:
-            print(_plain(f"{outcome.folder}: {STATUSES[outcome.status]}: {outcome.why}"))
+            print(printable(f"{outcome.folder}: {STATUSES[outcome.status]}: {outcome.why}"))
         self._progress.advance(int(is_new))
 
     def end(self, empty: dict[str, str]) -> dict[str, Any]:
         """Print the summary, and return it with all outcomes."""
         self._progress.finish()
         for name, held in empty.items():
-            print(_plain(f"{name}: no picture in it, but {held}"))
+            print(printable(f"{name}: no picture in it, but {held}"))
         counts = Counter(outcome.status for outcome in self.outcomes.values())
         totals: dict[str, int] = {
             **{str(status): counts[status] for status in STATUSES},
@@ -89,7 +89,7 @@ class _Report:
         pictures = f"{counted(totals['faces'], 'face')} enrolled, {counted(totals['left_out'], 'picture')} left out"
         print(f"{told or 'nobody enrolled'}; {pictures}")
         if self.stopped is not None:
-            print(_plain(f"stopped: {self.stopped}; the same command goes on from here"))
+            print(printable(f"stopped: {self.stopped}; the same command goes on from here"))
         people = [asdict(outcome) for outcome in self.in_order()]
         return {**totals, "stopped": self.stopped, "empty": empty, "people": people}
 
@@ -102,7 +102,7 @@ def _ask(outcome: Outcome) -> OnKnown:
     question = f"{outcome.folder} matches {_who(outcome)}: [a]dd there, [e]nrol as somebody else, [s]kip? "
     while True:
         try:
-            answer = input(_plain(question)).strip().lower()[:1]
+            answer = input(printable(question)).strip().lower()[:1]
         except EOFError:
             return "skip"
         if answer in _ANSWERS:
@@ -112,8 +112,3 @@ def _ask(outcome: Outcome) -> OnKnown:
 def _who(outcome: Outcome) -> str:
     assert outcome.known is not None
     return f"{outcome.known.name or 'person'} (#{outcome.known.id}) at {outcome.known.score:.2f}"
-
-
-def _plain(text: str) -> str:
-    """A line for the terminal, which no file's name may command."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
