@@ -10,7 +10,6 @@ be turned into one line each, and every command that reads a configuration would
 
 import dataclasses
 import re
-import tomllib
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,9 +21,9 @@ from plsc.errors import DataError, UsageError, first_line
 from plsc.nearest import did_you_mean, nearest
 from plsc.text_files import read_text
 from plsc.toml_keys import Key, keys_of, read_toml_value, toml_value
+from plsc.toml_text import parse_toml
 
-_LARGEST = 1 << 20  # bytes of a configuration
-_DEEP_KEY = re.compile(r"""(?<![\w."'-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){50}""")
+_LARGEST = 1 << 16  # bytes of a configuration: a written one has 6,000
 
 Hint = Callable[[str], str | None]
 
@@ -160,10 +159,7 @@ def _braced(parts: Iterable[str]) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file's tables; :class:`UsageError` where it is missing, unreadable or malformed."""
     try:
-        text = read_text(path, _LARGEST)
-        if _DEEP_KEY.search(text):  # the parser's time and memory grow with the square of a key's depth
-            raise UsageError(f"{path} is not TOML that is meant here: a key is nested too deeply")
-        return tomllib.loads(text)
+        return parse_toml(text := read_text(path, _LARGEST))
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; name a TOML file") from None
     except OSError as error:
@@ -172,19 +168,17 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{error}; name a TOML file") from None
     except RecursionError:
         raise UsageError(f"{path} is not TOML that is meant here: it is nested too deeply") from None
-    except UsageError:
-        raise
-    except ValueError as error:  # tomllib's, and Python's of a number of 4,300 digits
+    except ValueError as error:  # the parser's, and Python's of a number of 4,300 digits
         raise UsageError(f"{path} is not TOML: {first_line(error)}{_about_backslashes(text)}") from None
 
 
 def _about_backslashes(text: str) -> str:
     r"""What to do where a Windows path stands in double quotes, in which ``\U`` begins the number of a letter."""
-    path = re.search(r"""=\s*\[?\s*("[^"\n]*\\[^"\n]*")""", text)
-    if path is None or read_toml_value(path[1]) != path[1]:  # what is no TOML comes back as it is
-        return ""
-    quoted = path[1].replace('"', "'")
-    return f"; write {quoted} in single quotes, or double each backslash"
+    for path in re.findall(r"""=[\s\[]*+("[^"\n]*+")""", text):
+        if "\\" in path and read_toml_value(path) == path:  # what is no TOML comes back as it is
+            quoted = path.replace('"', "'")
+            return f"; write {quoted} in single quotes, or double each backslash"
+    return ""
 
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:

@@ -7,7 +7,6 @@ or a number ``| str``: one of the choices in place of a number.
 import dataclasses
 import json
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
+from plsc.toml_text import parse_toml
 
 
 def key(
@@ -214,7 +214,7 @@ def toml_value(value: Any) -> str:
 def read_toml_value(text: str) -> Any:
     """Parse ``text`` as a TOML value; anything else stays text, for the type check to name."""
     try:
-        read = tomllib.loads(f"value = {text}")
+        read = parse_toml(f"value = {text}")
     except (ValueError, RecursionError):  # Python's own, too, of a number of 4,300 digits
         return text
     return read["value"] if len(read) == 1 else text

@@ -65,6 +65,7 @@ MISTAKES = [
     (f"plan {SMALL} --classes 2MB", 2, "--classes: '2MB' is no count; write 2000000, 2M, 500k or 2e6"),
     (f"plan {SMALL} --gpu-memory 80", 2, "--gpu-memory '80' is less than a mebibyte; write the unit too, as in 80GB"),
     (f"plan {SMALL} --classes 10 --link fast", 2, "--link fast: it is nvlink, pcie, infiniband, ethernet, or GB/s"),
+    (f"train {SMALL} --between 5G --dry-run", 2, "--between 5G: it is nvlink, pcie, infiniband, ethernet, or GB/s"),
     ("serve --model m.onnx --store s --threshold high", 2, "--threshold: 'high' is not a number"),
     ("serve --model m.onnx --store s --port 99999", 2, "--port 99999: a port lies between 0 and 65535"),
     ("eval broken.onnx --data photos --batch-size 0", 2, "--batch-size 0: it must be at least 1"),

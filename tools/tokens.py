@@ -8,8 +8,8 @@
 search allows to search and compare by pictures; read also to list persons; write also to enrol, change and delete
 them; admin also to delete collections, compact, take snapshots, and both rights. --allow vectors lets a token send
 vectors and see exact scores, which are rounded without it; --allow embeddings lets it get the embeddings of pictures.
-With either, stored templates can be computed. The file holds the SHA-256 of each secret; a running service rereads it
-within a second.
+With either, stored templates can be computed. The file holds the SHA-256 of each secret, as the last line of a token;
+a running service rereads it within a second.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _change(args: argparse.Namespace) -> dict[str, Any]:
 def _list(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.serve.tokens import read_tokens
 
-    tokens = read_tokens(args.file)
+    tokens = read_tokens(args.file, in_any_order=True)
     for token in tokens:
         print(_line(token))
     return {"tokens": [_described(token) for token in tokens]}

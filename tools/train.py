@@ -107,6 +107,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.keys or args.list_keys is not None:
         _list_keys(args)
         return None
+    from plsc.plan.devices import check_link
+
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
     if args.as_toml and args.config.suffix == ".py":
@@ -118,6 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.as_toml:
         print(configuration.to_toml(config), end="")
         return None
+    check_link(args.between, "--between")
     if args.nnodes > 1 and args.master_addr is None:
         raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: the first machine's address, the same on all")
     if is_launched() or (args.nproc == args.nnodes == 1 and not args.dry_run):

@@ -1,13 +1,14 @@
 """Parameter groups of a backbone: values of weights by patterns of their names, and rates that fall layer by layer."""
 
-import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from plsc.errors import UsageError
+from plsc.nearest import edit_distance
 
 # What a ViT computes before its first block, by the first part of the name (plsc's and timm's ViTs).
 _BEFORE_BLOCKS = ("patch_embed", "pos_embed", "cls_token", "reg_token", "dist_token", "norm_pre")
@@ -69,7 +70,7 @@ def fitting(patterns: Iterable[str], names: Sequence[str], key: str) -> set[str]
     for pattern in patterns:
         fits = {name for name in names if fnmatchcase(name, pattern)}
         if not fits:
-            near = difflib.get_close_matches(pattern, names, n=2, cutoff=0.0)
+            near = sorted(names, key=partial(edit_distance, pattern))[:2]
             raise UsageError(f'{key}: "{pattern}" fits no weight of the backbone; the nearest are {", ".join(near)}')
         found |= fits
     return found

@@ -149,6 +149,11 @@ def link_speed(text: str, device: Device, option: str) -> float:
     return speed * 1e9
 
 
+def check_link(text: str, option: str) -> None:
+    """:class:`plsc.errors.UsageError` for what :func:`link_speed` takes of no device."""
+    link_speed(text, DEVICES["a100"], option)
+
+
 def present_device(device: "torch.device") -> Device:
     """Return this rank's device with the speeds of its data sheet.
 

@@ -45,9 +45,10 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
         title="plsc",
         version=__version__,
         description=(
-            "Search a gallery of people by pictures or vectors. Scores are cosines; `same_person` says whether a "
-            "score reaches the service's threshold: a possible match, for people to judge. `x-role` and `x-right` "
-            "of an operation are the role and the right that a token needs for it."
+            f"Search a gallery of {settings.items.many} by pictures or vectors. A `person` is one "
+            f"{settings.items.one}, and a `face` one embedding of it. Scores are cosines; `same_person` says whether "
+            "a score reaches the service's threshold: a possible match, to be judged. `x-role` and `x-right` of an "
+            "operation are the role and the right that a token needs for it."
         ),
         openapi_url=None,
         redirect_slashes=False,

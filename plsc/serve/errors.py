@@ -131,7 +131,7 @@ class ErrorDetail(BaseModel):
 
 
 class KnownPerson(BaseModel):
-    """Somebody enrolled whom the faces of an enrolment match, at or above the service's threshold."""
+    """An enrolled person that the faces of an enrolment match, at or above the service's threshold."""
 
     id: int
     name: str | None

@@ -1,9 +1,13 @@
 """Whom an enrolment's faces match already: a person who is enrolled twice is found twice, and deleted once.
 
-The check is one search before anything is written. It is no lock: two enrolments at the same moment may both pass.
+The check is one search before anything is written. Where it decides what is written, others in the same collection
+that do wait for both (:func:`turn`): of two enrolments of one person at the same moment, the second knows the first. It
+holds within one service: two that share a database may both enrol.
 """
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, Literal
 
 import numpy as np
@@ -19,6 +23,13 @@ from plsc.serve.service import Service
 
 OnKnown = Literal["enrol", "refuse", "add"]
 _SHOWN_NAME = 80  # characters
+
+
+def turn(service: Service, collection: str, on_known: OnKnown) -> AbstractAsyncContextManager[None]:
+    """Holds for one enrolment of ``collection`` at a time, from the check to what it decides; for "enrol" at once."""
+    if on_known == "enrol" or service.settings.threshold is None:
+        return nullcontext()
+    return service.enrolling.setdefault(collection, asyncio.Lock())
 
 
 async def find_known(service: Service, collection: str, groups: Sequence[Float32]) -> list[KnownPerson | None]:

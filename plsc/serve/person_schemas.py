@@ -148,7 +148,7 @@ class NewPersonView(PersonView):
     """A person as enrolled."""
 
     known: KnownPerson | None = Field(
-        None, description="Who else is enrolled that the faces match, at or above the threshold; of POST alone"
+        None, description="The enrolled person that the faces match, at or above the threshold; of POST alone"
     )
 
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.retention import Retention
 from plsc.gallery.store import Collection, Store
 from plsc.gallery.thumbnails import ThumbnailStore
-from plsc.serve.access import current_caller
-from plsc.serve.answer_warnings import filter_warnings
+from plsc.serve.access import current_caller, includes
+from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
 from plsc.serve.batching import DeviceWorker, Kind, Search, SearchAnswer, Searcher
 from plsc.serve.decoding import DecodeProcess, Decoders
@@ -81,6 +82,7 @@ class Service:
         self._filterers = ThreadPoolExecutor(FILTER_THREADS, "plsc-filter")
         self._filtering = asyncio.Semaphore(MAX_FILTERED)
         self.creating = asyncio.Lock()  # of collections
+        self.enrolling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by collection
         self._remembered: dict[str, tuple[float, asyncio.Future[Any]]] = {}
         searcher = Searcher(store, settings.limits.answer_bytes)
         self.worker = DeviceWorker(
@@ -205,9 +207,14 @@ class Service:
         return found
 
     async def filter_warnings(self, collection: str, filter: Filter | None) -> list[str]:
-        """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.filter_warnings`."""
+        """Warnings about a filter that found nobody; see :func:`plsc.serve.answer_warnings.filter_warnings`.
+
+        Whoever may not list persons learns of no field whether anybody has it.
+        """
         if filter is None:
             return []
+        if not includes(current_caller().role, "read"):
+            return [UNEXPLAINED]
         return await self.in_filter(self.deadline(None), filter_warnings, self.store, collection, filter)
 
     def forget(self, collection: str) -> None:

@@ -3,12 +3,15 @@
 [[token]]
 name = "camera-1"
 role = "search"
-sha256 = "64 hexadecimal digits"
 created = "2026-11-21T08:00:00Z"
 allow = ["vectors"]                 # rights besides the role; none where it is left out
 collections = ["staff"]             # all where it is left out
 rates = ["searches=50/s"]           # the service's where it is left out
 expires = "2027-01-01"              # never where it is left out
+sha256 = "64 hexadecimal digits"
+
+sha256 is the last key of a token: a file that is cut, at any byte, then holds each token whole, or without sha256, and
+never one without what restricts it. A service takes no other order.
 """
 
 import hashlib
@@ -17,7 +20,6 @@ import json
 import math
 import re
 import secrets
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -30,16 +32,21 @@ from plsc.files import atomic_write
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
 from plsc.serve.rate_limits import parse_rate_limits
+from plsc.text_files import read_text
+from plsc.toml_text import parse_toml
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-_NEEDED_KEYS = ("name", "role", "sha256", "created")
+_NEEDED_KEYS = ("name", "role", "created", "sha256")
 _LIST_KEYS = ("allow", "collections", "rates")
+_LARGEST_FILE = 16 << 20  # bytes: 50,000 tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Token:
     """A caller: ``name`` appears in the audit log, ``sha256`` is that of the secret, in hexadecimal.
+
+    A file has the attributes in this order.
 
     Attributes:
         allow: rights besides the role.
@@ -50,12 +57,12 @@ class Token:
 
     name: str
     role: Role
-    sha256: str
     created: str
     allow: tuple[Right, ...] = ()
     collections: tuple[str, ...] | None = None
     rates: tuple[str, ...] = ()
     expires: str | None = None
+    sha256: str
 
     @cached_property
     def caller(self) -> Caller:
@@ -70,15 +77,34 @@ class Token:
         return math.inf if self.expires is None else _parse_time(self.name, self.expires)
 
 
-def read_tokens(path: Path) -> list[Token]:
+def read_tokens(path: Path, *, in_any_order: bool = False) -> list[Token]:
     """Read a token file.
+
+    Args:
+        path: the file.
+        in_any_order: take what a former plsc, or a person, wrote with keys behind sha256: to write it anew.
 
     Raises:
         UsageError: there is no such file.
-        DataError: its content is not a token file.
+        DataError: its content is not a token file, or sha256 is not the last key of a token.
     """
+    entries = _read_entries(path)
+    tokens = [_token(path, entry) for entry in entries]
+    names = [token.name for token in tokens]
+    if len(set(names)) < len(names):
+        raise DataError(f"{path} names a token twice; give each its own name")
+    for token, entry in zip(tokens, entries, strict=True):
+        if list(entry)[-1] != "sha256" and not in_any_order:
+            raise DataError(
+                f"{path}: keys stand behind sha256 of {token.name}, so that it would have more rights if the file were "
+                f"cut there; check what plsc tokens list shows, then plsc tokens change {token.name} puts all in order"
+            )
+    return tokens
+
+
+def _read_entries(path: Path) -> list[Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        content = parse_toml(read_text(path, _LARGEST_FILE))
     except FileNotFoundError:
         raise UsageError(f"there is no token file {path}; make it with plsc tokens add NAME --role admin") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -86,11 +112,7 @@ def read_tokens(path: Path) -> list[Token]:
     entries = content.pop("token", [])
     if content or not isinstance(entries, list):
         raise DataError(f"{path} holds more than [[token]] tables; keep those alone")
-    tokens = [_token(path, entry) for entry in entries]
-    names = [token.name for token in tokens]
-    if len(set(names)) < len(names):
-        raise DataError(f"{path} names a token twice; give each its own name")
-    return tokens
+    return entries
 
 
 def add_token(path: Path, name: str, role: str, **options: Any) -> str:
@@ -101,7 +123,7 @@ def add_token(path: Path, name: str, role: str, **options: Any) -> str:
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"a token's name is 1 to 64 letters, digits, _ - or ., beginning with a letter, not {name!r}")
-    tokens = read_tokens(path) if path.exists() else []
+    tokens = read_tokens(path, in_any_order=True) if path.exists() else []
     if any(token.name == name for token in tokens):
         raise ConflictError(f"{path} has a token {name} already; remove it first, or choose another name")
     secret = _PREFIX + secrets.token_urlsafe(32)
@@ -113,7 +135,7 @@ def add_token(path: Path, name: str, role: str, **options: Any) -> str:
 
 def change_token(path: Path, name: str, **changes: Any) -> Token:
     """Change what a token may do; its secret stays. ``changes`` are attributes of the :class:`Token`."""
-    tokens = read_tokens(path)
+    tokens = read_tokens(path, in_any_order=True)
     former = _find(path, tokens, name)
     changed = _checked({**_attributes(former), **changes})
     _write(path, [changed if token is former else token for token in tokens])
@@ -122,7 +144,7 @@ def change_token(path: Path, name: str, **changes: Any) -> Token:
 
 def remove_token(path: Path, name: str) -> None:
     """Remove a token; a running service follows within a second."""
-    tokens = read_tokens(path)
+    tokens = read_tokens(path, in_any_order=True)
     removed = _find(path, tokens, name)
     _write(path, [token for token in tokens if token is not removed])
 
@@ -159,7 +181,7 @@ def _checked(entry: Any) -> Token:
     """A token of a table's values; :class:`UsageError` names what is wrong."""
     if not isinstance(entry, dict) or not set(_NEEDED_KEYS) <= set(entry) <= {field.name for field in fields(Token)}:
         known = ", ".join(field.name for field in fields(Token))
-        raise UsageError(f"a [[token]] has the keys {known}, of which the first four are needed")
+        raise UsageError(f"a [[token]] has the keys {known}; {', '.join(_NEEDED_KEYS)} are needed")
     if not all(isinstance(entry[key], str) for key in _NEEDED_KEYS) or not _NAME.fullmatch(entry["name"]):
         raise UsageError(f"{ascii(entry['name'])[:80]} is no usable name, or the role, sha256 or created is no string")
     name = entry["name"]

@@ -1,6 +1,8 @@
 """Enrolling somebody who is enrolled: told, refused or added, and never kept by name in an answer that is stored."""
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,22 @@ def test_the_known_are_refused_where_that_is_asked(live, staff, keanu):
     assert (refused.status_code, "persons[1].faces" in refused.text) == (409, True)
     assert persons(live, staff) == [("Keanu Reeves", 1)]
     assert enrol(live, staff, "Ada", OTHER, on_known="refuse").status_code == 201
+
+
+def test_of_enrolments_at_the_same_moment_one_is_first(live, staff):
+    def enrol_all(on_known: str, face: list[float]) -> list[int]:
+        start = threading.Barrier(12)
+
+        def enrol_one(number: int) -> int:
+            start.wait()
+            return enrol(live, staff, f"Neo {number}", face, on_known=on_known).status_code
+
+        with ThreadPoolExecutor(12) as threads:
+            return sorted(threads.map(enrol_one, range(12)))
+
+    assert enrol_all("refuse", KEANU) == [201] + [409] * 11
+    assert enrol_all("add", OTHER) == [200] * 11 + [201]
+    assert sorted(faces for _, faces in persons(live, staff)) == [1, 12]
 
 
 def test_faces_are_added_to_who_is_known(live, staff, keanu):

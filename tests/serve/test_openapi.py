@@ -1,5 +1,6 @@
 """The interface's description: complete, with examples that work, and no answer that it does not tell of."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from schemathesis.specs.openapi.checks import (
 )
 from support.live_service import Live, live_service
 
-from plsc.serve.settings import Limits
+from plsc.serve.settings import Items, Limits
 from plsc.serve.tokens import add_token
 
 CHECKS = (
@@ -58,6 +59,13 @@ def test_every_operation_is_described(live):
             if int(code) >= 400 and not path.startswith(("/v2", "/health")):
                 reference = response["content"]["application/json"]["schema"]["$ref"]
                 assert reference == "#/components/schemas/ErrorBody", (method, path, code)
+
+
+def test_what_collections_hold_is_named_in_the_operators_words(tmp_path):
+    with live_service(tmp_path, items=Items("product", "products")) as shop:
+        described = shop.ask("GET", "/openapi.json")
+    assert "gallery of products" in described.json()["info"]["description"]
+    assert not re.search(r"\b(people|somebody|nobody|whom?)\b", described.text, re.IGNORECASE)
 
 
 def resolve(described: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:

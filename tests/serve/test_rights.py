@@ -55,6 +55,28 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         yield running
 
 
+def test_who_may_not_list_persons_learns_of_no_field(guarded):
+    patient = {"metadata": {"hiv_status": "negative", "salary": 90_000}, "faces": [image_input(picture(1))]}
+    assert guarded.ask("root", "PUT", "/v1/collections/guests/persons/by-external-id/p", patient).status_code == 201
+    place = "/v1/collections/guests"
+
+    def search(name: str, filter: object) -> httpx.Response:
+        return guarded.ask(name, "POST", f"{place}/search", {"query": image_input(picture(1)), "filter": filter})
+
+    nobody = [{"hiv_status": "positive"}, {"salary": {"gt": "tall"}}, {"salary": True}, {"hiv": 1}, {"x": 1, "y": 2}]
+    answers = {search("embedder", filter).content for filter in nobody}
+    assert len(answers) == 1, "a field that nobody has is answered as one that nobody has so"
+    for name in ("embedder", "reader"):
+        info, one, all_ = (guarded.ask(name, "GET", path) for path in ("/openapi.json", place, "/v1/collections"))
+        listed = guarded.ask(name, "GET", f"{place}/persons?filter=%7B%22hiv%22%3A1%7D")
+        told = b"".join(answer.content for answer in (info, one, all_, search(name, {"hiv": 1}), listed))
+        assert (b"hiv_status" in told) == (b"salary" in told) == (name == "reader")
+        assert listed.status_code == (200 if name == "reader" else 403)
+    (match, *_) = search("embedder", {"hiv_status": "negative"}).json()["results"][0]["matches"]
+    assert match["person"]["external_id"] == "p"  # filters serve whoever knows the field
+    assert guarded.ask("root", "DELETE", "/v1/collections/guests/persons/by-external-id/p").status_code == 204
+
+
 def test_vectors_in_need_their_right(guarded):
     vector = {"vector": vectors(1)[0].tolist()}
     coded = {"vector_b64": "AACAPwAAgD8AAIA/AACAPwAAgD8AAIA/AACAPwAAgD8="}
@@ -169,7 +191,7 @@ def test_a_service_may_round_to_another_step_or_not_at_all(tmp_path):
 
 def test_a_file_without_rights_gives_none(tmp_path):
     path = tmp_path / "tokens.toml"
-    path.write_text(f"[[token]]\nname = 'old'\nrole = 'read'\nsha256 = '{'0' * 64}'\ncreated = '2026-01-01'\n")
+    path.write_text(f"[[token]]\nname = 'old'\nrole = 'read'\ncreated = '2026-01-01'\nsha256 = '{'0' * 64}'\n")
     (token,) = read_tokens(path)
     assert (token.caller.role, token.caller.rights, token.caller.collections) == ("read", frozenset(), None)
     change_token(path, "old", allow=["vectors", "embeddings"], collections=["staff"])

@@ -22,7 +22,7 @@ from plsc.serve.routing import permission_of
 from plsc.serve.server import Server
 from plsc.serve.settings import Settings
 from plsc.serve.token_book import TokenBook
-from plsc.serve.tokens import add_token, read_tokens, remove_token
+from plsc.serve.tokens import Token, add_token, read_tokens, remove_token
 from plsc.tools.entry import main
 
 NEEDED = {
@@ -111,8 +111,8 @@ def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path):
 
 
 def entry(line: str) -> str:
-    """A token file with one token, whose table ends with ``line``."""
-    return f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'a' * 64}'\ncreated = ''\n{line}\n"
+    """A token file with one token, whose table has ``line``."""
+    return f"[[token]]\nname = 'a'\nrole = 'read'\ncreated = ''\n{line}\nsha256 = '{'a' * 64}'\n"
 
 
 @pytest.mark.parametrize(
@@ -122,16 +122,17 @@ def entry(line: str) -> str:
         "[[token]]\nname = 'a'",
         "x = 1",
         "[[token",
-        "[[token]]\nname = 'a'\nrole = 'king'\nsha256 = ''\ncreated = ''",
+        "[[token]]\nname = 'a'\nrole = 'king'\ncreated = ''\nsha256 = ''",
         entry("allow = ['king']"),
         entry("allow = 'vectors'"),
         entry("collections = []"),
         entry("collections = ['a b']"),
         entry("collections = [1]"),
         entry("colections = ['staff']"),
-        f"[[token]]\nname = 'a'\nrole = 'read'\nsha256 = '{'A' * 64}'\ncreated = ''",
+        f"[[token]]\nname = 'a'\nrole = 'read'\ncreated = ''\nsha256 = '{'A' * 64}'",
         f"token = {'[' * 5000}{']' * 5000}",
         f"token = {'1' * 5000}",
+        f"{'a.' * 100}b = 1",
     ],
 )
 def test_a_file_that_is_off_is_refused(tmp_path, text):
@@ -139,6 +140,47 @@ def test_a_file_that_is_off_is_refused(tmp_path, text):
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=r"tokens\.toml"):
         read_tokens(path)
+
+
+def rights_of(token: Token) -> tuple[object, ...]:
+    return token.sha256, token.caller, token.expiry
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_file_that_is_cut_gives_nobody_more(tmp_path, end):
+    path = tmp_path / "tokens.toml"
+    for name, options in (
+        ("door", {"collections": ["staff", "guests"], "rates": ["searches=5/m", "requests=9/s"]}),
+        ("gone", {"expires": "2020-01-01", "allow": ["vectors"]}),
+        ("old", {"collections": ["staff"], "rates": ["writes=1/h"], "expires": "2020-01-01T08:00Z"}),
+    ):
+        add_token(path, name, "write", **options)
+    whole = path.read_text(encoding="utf-8").replace("\n", end).encode()
+    path.write_bytes(whole)
+    rights = {token.name: rights_of(token) for token in read_tokens(path)}
+    read = 0
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        try:
+            tokens = read_tokens(path)
+        except DataError:
+            continue
+        read += 1
+        assert all(rights_of(token) == rights[token.name] for token in tokens), whole[:size]
+    assert read >= 3  # each behind a token
+
+
+def test_a_file_with_keys_behind_the_hash_is_put_in_order(tmp_path, capsys):
+    path = tmp_path / "tokens.toml"
+    secret = add_token(path, "door", "search", collections=["staff"])
+    in_order = path.read_text(encoding="utf-8")
+    lines = in_order.splitlines()
+    path.write_text("\n".join([lines[0], lines[-1], *lines[1:-1]]), encoding="utf-8")
+    with pytest.raises(DataError, match=r"keys stand behind sha256 of door.*plsc tokens change door"):
+        TokenBook(path)
+    assert main(["tokens", "change", "door", "--file", str(path)]) == 0
+    assert path.read_text(encoding="utf-8") == in_order
+    assert TokenBook(path).find(secret.encode()).name == "door"
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.store import NewPerson, Person
 from plsc.serve import idempotency
 from plsc.serve.errors import ApiError, KnownPerson, error_responses
-from plsc.serve.known import OnKnown, find_known, keep_known, read_known, refuse_known
+from plsc.serve.known import OnKnown, find_known, keep_known, read_known, refuse_known, turn
 from plsc.serve.person_schemas import (
     CONDITIONS_DESCRIBED,
     PUT_CONDITIONS_DESCRIBED,
@@ -73,7 +73,7 @@ router = APIRouter(prefix="/v1/collections", route_class=UploadRoute)
 async def list_persons(
     collection: CollectionName,
     service: Served,
-    after: Annotated[int, Query(ge=0, le=LARGEST_ID, description="People with ids above this")] = 0,
+    after: Annotated[int, Query(ge=0, le=LARGEST_ID, description="Persons with ids above this")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     filter: Annotated[str | None, Query(include_in_schema=False)] = None,
 ) -> PersonsView:
@@ -92,7 +92,7 @@ async def list_persons(
     response_model_exclude_unset=True,
     tags=["persons"],
     responses={
-        200: {"model": EnrolledPersonView, "description": "on_known=add: the faces were added to who was known"},
+        200: {"model": EnrolledPersonView, "description": "on_known=add: the faces were added to a known person"},
         **error_responses(404, 409, 413, 415, 422, 501, 504, 507),
     },
     openapi_extra=_NEW_PERSON.described(idempotency.DESCRIBED),
@@ -108,18 +108,18 @@ async def add_persons(
     service: Served,
     request: Request,
     response: Response,
-    on_known: Annotated[OnKnown, Query(description="What to do where a face matches somebody enrolled")] = "enrol",
+    on_known: Annotated[OnKnown, Query(description="What to do where a face matches an enrolled person")] = "enrol",
 ) -> EnrolledPersonView | EnrolledView:
     """Enrol one person, or several: all or none. They are stored and found by searches when this answers.
 
-    With a threshold, `known` tells who else is enrolled that the faces match. on_known=refuse then enrols nobody
-    (409), and on_known=add adds the faces to that person, whose name and metadata stay (200).
+    With a threshold, `known` is the enrolled person that the faces match. on_known=refuse then enrols none (409), and
+    on_known=add adds the faces to that person, whose name and metadata stay (200).
     """
     several = isinstance(body, PersonsBody)
     persons = body.persons if isinstance(body, PersonsBody) else [body]
     limit = service.settings.limits.inputs
     if len(persons) > limit:
-        raise ApiError(413, f"{len(persons)} people; at most {limit} are enrolled in a request")
+        raise ApiError(413, f"{len(persons)} persons; at most {limit} are enrolled in a request")
     if several and on_known == "add":
         raise ApiError(400, "on_known=add is for one person; enrol several one by one")
     async with service.idempotency.claim(request) as claim:
@@ -401,16 +401,17 @@ async def _enrol(
     claim: idempotency.Claim,
 ) -> _Enrolment:
     new, crops, warnings = await _embed_persons(service, collection, persons, several)
-    known = await find_known(service, collection, [np.asarray(person.vectors) for person in new])
-    if on_known == "refuse":
-        refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
-    if on_known == "add" and known[0] is not None:
-        person = await _add_to_known(service, collection, known[0], new[0], crops[0], claim, warnings)
-        return _Enrolment([person], known, warnings, _ADDED_TO_KNOWN)
-    idempotent = claim.request(partial(kept_enrolment, warnings, keep_known(known)))
-    add = service.thumbnails.add_persons
-    added = await service.in_store(add, collection, new, service.contract_id, crops, idempotent=idempotent)
-    return _Enrolment(added, known, warnings, _CREATED)
+    async with turn(service, collection, on_known):
+        known = await find_known(service, collection, [np.asarray(person.vectors) for person in new])
+        if on_known == "refuse":
+            refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
+        if on_known == "add" and known[0] is not None:
+            person = await _add_to_known(service, collection, known[0], new[0], crops[0], claim, warnings)
+            return _Enrolment([person], known, warnings, _ADDED_TO_KNOWN)
+        idempotent = claim.request(partial(kept_enrolment, warnings, keep_known(known)))
+        add = service.thumbnails.add_persons
+        added = await service.in_store(add, collection, new, service.contract_id, crops, idempotent=idempotent)
+        return _Enrolment(added, known, warnings, _CREATED)
 
 
 async def _replay_enrolment(

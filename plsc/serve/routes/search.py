@@ -154,7 +154,7 @@ _BODY = {
 )
 @requires("search", counts_as="searches")
 async def search(request: Request) -> Response:
-    """Find the people most similar to each query: an image, or vectors, or a picture as the body itself."""
+    """Find the persons most similar to each query: an image, or vectors, or a picture as the body itself."""
     service, collection = get_service(request.scope), request.path_params["collection"]
     if not _IS_NAME(collection):
         raise ApiError(400, f"{COLLECTION_NAME_RULE}, unlike {ascii(collection)[:80]}")

@@ -1,0 +1,81 @@
+"""The one way to open a file that somebody else supplied: a regular one, where it should be, and not too large.
+
+In a folder from elsewhere, ``9.jpg`` may be a pipe that nobody writes to, a link to a device that never ends, or a link
+to a picture of the reader's own, which would go into what the reader passes on. A list may name such a picture.
+"""
+
+import os
+import stat
+from functools import lru_cache
+from pathlib import Path
+from typing import BinaryIO
+
+from plsc.errors import DataError
+
+ALLOW_OUTSIDE = "PLSC_ALLOW_OUTSIDE"  # the environment's: "1" lets links and lists lead out of their folders
+LARGEST_PICTURE = 3 * 2**26 + 2**20  # bytes: of the pixels that are decoded at most, with nothing compressed
+
+
+def open_regular(path: Path, *, below: Path | None = None, largest: int | None = None) -> BinaryIO:
+    """Open a file for reading, without waiting for anybody.
+
+    Args:
+        path: the file; links are followed.
+        below: the folder in which it has to lie in the end, unless :data:`ALLOW_OUTSIDE` is set; None is anywhere.
+        largest: bytes that it may have.
+
+    Raises:
+        DataError: it lies elsewhere, is larger, or is a folder, a pipe, a socket or a device.
+        OSError: it is missing, or may not be read.
+    """
+    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it; pathlib takes no opener)
+    fault = _fault(file, path, below, largest)
+    if fault is not None:
+        file.close()
+        raise DataError(f"cannot read {path}: {fault}")
+    return file
+
+
+def read_bytes(path: Path, *, below: Path | None = None, largest: int = LARGEST_PICTURE) -> bytes:
+    """Read a file whole; arguments as :func:`open_regular`'s.
+
+    Raises:
+        DataError: as :func:`open_regular`, and for its OSError.
+    """
+    try:
+        with open_regular(path, below=below, largest=largest) as file:
+            return file.read(os.fstat(file.fileno()).st_size)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+
+
+def _fault(file: BinaryIO, path: Path, below: Path | None, largest: int | None) -> str | None:
+    """Why an open file is not read; None if it may be."""
+    status = os.fstat(file.fileno())
+    if not stat.S_ISREG(status.st_mode):
+        return "it is no regular file"
+    if below is not None and os.environ.get(ALLOW_OUTSIDE) != "1" and not _lies_in(file, path, below):
+        return f"it lies outside of {below}; --allow-outside reads it all the same"
+    if largest is not None and status.st_size > largest:
+        return f"it has {status.st_size:,} bytes, where {largest:,} are the most; it is another kind of file"
+    return None
+
+
+def _lies_in(file: BinaryIO, path: Path, folder: Path) -> bool:
+    """Whether an open file does, as the system tells (Linux), in a tenth of the time that resolving its path takes."""
+    try:
+        real = os.readlink(f"/proc/self/fd/{file.fileno()}")  # noqa: PTH115 (once a picture)
+    except OSError:
+        real = os.path.realpath(path)
+    return real.startswith(_prefix(folder))
+
+
+@lru_cache(maxsize=16)
+def _prefix(folder: Path) -> str:
+    """The beginning of real paths in ``folder``."""
+    return os.path.join(os.path.realpath(folder), "")  # noqa: PTH118 (with a slash at its end)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file without waiting for what a pipe's other end writes."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
