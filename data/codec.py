@@ -1,9 +1,7 @@
 """Image codec: encoded images to RGB pixels and back, and resizing; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
-import os
 import re
-import stat
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +24,7 @@ from plsc.image_files import (
     to_rgb,
 )
 from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
+from plsc.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -78,9 +77,12 @@ def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> tor
     return _turned(pixels, exif_orientation(exif)) if exif else pixels
 
 
-def read_image(path: Path, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
-    """Read and decode the image file ``path``; returns and raises as :func:`decode_image`."""
-    return decode_image(read_bytes(path), str(path), max_pixels=max_pixels)
+def read_image(path: Path, *, below: Path | None = None, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
+    """Read and decode the image file ``path``, which has to lie in ``below`` if that is given.
+
+    Returns and raises as :func:`decode_image`, and as :func:`plsc.regular_files.read_bytes`.
+    """
+    return decode_image(read_bytes(path, below=below), str(path), max_pixels=max_pixels)
 
 
 def to_rgb_tensor(image: "ImageLike", name: str = "image") -> torch.Tensor:
@@ -129,22 +131,6 @@ def _from_array(image: "np.ndarray[Any, Any]", name: str) -> torch.Tensor:
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or not image.size:
         raise UsageError(f"{name} is a {image.dtype} array {image.shape}: give uint8 RGB (H, W, 3)")
     return torch.from_numpy(np.array(image.transpose(2, 0, 1), order="C"))
-
-
-def read_bytes(path: Path) -> bytes:
-    """Read a file; a :class:`DataError` names it if it cannot be read, or is a pipe, a socket or a device."""
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:  # pathlib takes no opener
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise DataError(f"cannot read {path}: it is no regular file")
-            return file.read()
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for what a pipe's other end writes."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def resize_image(image: torch.Tensor, size: ImageSize, interpolation: str = BILINEAR) -> torch.Tensor:

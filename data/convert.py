@@ -7,7 +7,6 @@ the last column escaped as in a keys file.
 """
 
 import itertools
-import logging
 import os
 import re
 import shutil
@@ -27,12 +26,11 @@ from plsc.data.recordio import check_records, record_writer
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
 from plsc.image_files import SUFFIXES
-from plsc.progress import Progress
+from plsc.progress import Progress, warn
 
 LIST_NAME = "images.tsv"
 _SAFE_NAME = re.compile(rb"[^./\\\0\t\n\r][^/\\\0\t\n\r]{0,199}").fullmatch
 _USUAL = {suffix: suffixes[0] for suffixes in SUFFIXES.values() for suffix in suffixes}  # suffixes of codec.suffix_of
-_log = logging.getLogger("plsc.data")
 
 
 @report_killed_workers()
@@ -119,7 +117,7 @@ class _Images:
 
     def _leave_out(self, index: int, error: str) -> None:
         self.left_out[self.dataset.key(index)] = error
-        _log.warning("left out: %s", error)
+        warn("plsc.data", f"left out: {error}")
         if self._limit is not None and len(self.left_out) > self._limit:
             raise DataError(
                 f"more than {self._limit} images of {self.dataset.source} cannot be read; the last: {error}"

@@ -15,6 +15,7 @@ from plsc.errors import UsageError
 from plsc.files import write_json
 from plsc.models.preprocessing import BILINEAR, ImageSize
 from plsc.models.preprocessing import image_size as checked_image_size
+from plsc.regular_files import open_regular
 
 FORMS = "a folder per identity, a list file (path<TAB>label), a .rec, or avatars:IDSxIMAGES"
 MAX_BAD_RECORDS = 1000
@@ -162,10 +163,11 @@ def _open_folder(path: Path, image_size: ImageSize | None, max_bad_records: int 
 
     records = sorted(path.glob("*.rec"))
     if path / "train.rec" in records:
-        return _open_file(path / "train.rec", image_size, max_bad_records)
+        records = [path / "train.rec"]
     if len(records) > 1:
         raise UsageError(f"{path} holds {len(records)} .rec files and no train.rec; name the one to use")
     if records:
+        open_regular(records[0], below=path).close()  # a link may lead to records of the reader's own
         return _open_file(records[0], image_size, max_bad_records)
     return FolderDataset(path, image_size)
 

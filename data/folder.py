@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from plsc.data.codec import read_bytes
 from plsc.data.dataset import EncodedDataset, map_names
 from plsc.data.picture_files import PictureFiles, kinds_text
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import DataError, UsageError
 from plsc.image_files import readable_suffixes
 from plsc.models.preprocessing import ImageSize
+from plsc.regular_files import read_bytes
 from plsc.text_files import not_utf8, text_lines
 
 
@@ -54,7 +54,7 @@ class FolderDataset(EncodedDataset):
 
     def encoded(self, index: int) -> bytes:
         """Read the image file."""
-        return read_bytes(self.folder / self._paths[index])
+        return read_bytes(self.folder / self._paths[index], below=self.folder)
 
 
 class ListDataset(EncodedDataset):
@@ -63,7 +63,8 @@ class ListDataset(EncodedDataset):
     If the first line has a third column (as in the ``images.tsv`` of ``plsc data convert``), every line has to have
     one, which is ignored; not in a ``.lst``, whose columns are in another order in MXNet's tools.
 
-    Paths are relative to the list's own folder, or absolute. If every label is a plain integer, classes are ordered by
+    Paths are relative to the list's own folder, and lead out of it only where that is allowed
+    (:mod:`plsc.regular_files`). If every label is a plain integer, classes are ordered by
     number, otherwise by name. Empty lines are ignored. The image files are not opened before they are read.
 
     Raises:
@@ -89,7 +90,7 @@ class ListDataset(EncodedDataset):
 
     def encoded(self, index: int) -> bytes:
         """Read the image file."""
-        return read_bytes(self.folder / self._paths[index])
+        return read_bytes(self.folder / self._paths[index], below=self.folder)
 
 
 def _no_image_error(files: PictureFiles) -> str:

@@ -10,7 +10,6 @@ anew, never a torn one.
 """
 
 import hashlib
-import logging
 import math
 import mmap
 import os
@@ -30,11 +29,11 @@ from plsc.data.dataset import ImageDataset
 from plsc.errors import DataError, UsageError
 from plsc.files import make_folder
 from plsc.models.preprocessing import height_and_width
+from plsc.progress import warn
 from plsc.sizes import available_bytes
 
 _ON_DISK = "disk:"
 _SHARE_OF_FREE_MEMORY = 8  # "auto" takes at most one part in so many
-_log = logging.getLogger("plsc.data")
 
 Gather = Callable[["_Memory"], Sequence["_Memory"]]
 
@@ -159,7 +158,8 @@ def _first_of_machine(own: _Memory, all_ranks: Sequence[_Memory]) -> int | None:
         try:
             shared = os.open(f"/proc/{first.pid}/fd/{first.descriptor}", os.O_RDWR)
         except OSError as error:
-            _log.warning("this rank caches images by itself; it cannot open those of process %d: %s", first.pid, error)
+            why = f"it cannot open those of process {first.pid}: {error}"
+            warn("plsc.data", f"this rank caches images by itself; {why}")
             shared = own.descriptor
     if own.descriptor not in (shared, -1):
         os.close(own.descriptor)

@@ -168,7 +168,7 @@ def _histogram(counts: NDArray[np.int64]) -> list[dict[str, int]]:
     return [{"from": low, "to": high, "classes": classes} for low, high, classes in trimmed]
 
 
-def stats_text(result: dict[str, Any]) -> str:
+def stats_lines(result: dict[str, Any]) -> list[str]:
     """Format the result of :func:`stats` as a summary and a histogram in text."""
     per_class = result["images_per_class"]
     lines = [
@@ -184,7 +184,7 @@ def stats_text(result: dict[str, Any]) -> str:
         lines.append(f"{_format_range(row):>12}  {row['classes']:>12,}  {bar}".rstrip())
     if result["single_image_classes"]:
         lines += ["", f"{counted(result['single_image_classes'], 'class')} of a single image"]
-    return "\n".join(lines)
+    return lines
 
 
 def _size(result: dict[str, Any]) -> str:

@@ -6,9 +6,10 @@ processes and fills the :class:`plsc.data.image_cache.ImageCache` that they shar
 """
 
 import itertools
-import logging
+import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -26,11 +27,11 @@ from plsc.data.dataset import ImageDataset
 from plsc.data.image_cache import ImageCache, image_shape, open_cache
 from plsc.data.transforms import augment_batch, check_augmentation
 from plsc.errors import DataError, UsageError
-from plsc.progress import counted
+from plsc.progress import counted, warn
 
 _END_TOLD_SECONDS = 1.0  # within which the system tells of the end of a process that has closed its pipes
 T = TypeVar("T", covariant=True)
-_log = logging.getLogger("plsc.data")
+_PARENT_SECONDS = 1.0  # after which a loader process looks whether its reader is there
 
 
 class TrainLoader:
@@ -180,7 +181,7 @@ class TrainLoader:
         """Log unreadable images, each once; :class:`DataError` if there are too many."""
         for key in failures.keys() - self._bad_keys:
             self._bad_keys.add(key)
-            _log.warning("left out: %s", failures[key])
+            warn("plsc.data", f"left out: {failures[key]}")
             if len(self._bad_keys) > self.max_bad_records:
                 raise DataError(
                     f"more than {self.max_bad_records} images of {self.dataset.source} could not be read; "
@@ -404,20 +405,29 @@ def map_in_workers(
         sampler=requests,
         num_workers=workers,
         collate_fn=_identity_collate,
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=begin_worker,
         persistent_workers=persistent and workers > 0,
         pin_memory=pin_memory,
         generator=torch.Generator(),  # its own: torch's global one would advance by a base seed in each pass
     )
 
 
-def _ignore_stop_signals(worker: int) -> None:
-    """Leave signals to the process that reads from this one: a terminal and Slurm send them to all processes of a run.
+def begin_worker(worker: int) -> None:
+    """What a loader process begins with: it leaves signals to the process that reads from it, and ends with that.
 
-    SIGTERM stays as it is, for DataLoader ends its processes by it.
+    A terminal and Slurm send signals to all processes of a run. SIGTERM stays as it is, for DataLoader ends its
+    processes by it. Of its reader's end DataLoader asks between images alone; a read may take for ever.
     """
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="plsc-parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    while parent is not None and os.getppid() == parent.pid:
+        time.sleep(_PARENT_SECONDS)
+    os._exit(1)
 
 
 @contextmanager

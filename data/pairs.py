@@ -21,6 +21,7 @@ from plsc.data.codec import Encoding, decode_image
 from plsc.data.dataset import ImageDataset, encoded_image
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, check_output, remove_leftovers
+from plsc.regular_files import open_regular
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ def read_pairs(path: str | Path) -> PairSet:
     path = Path(path)
     if not path.is_file():
         raise UsageError(f"there is no {path}; it would be a .bin of verification pairs")
-    content = _unpickled(path.read_bytes(), path)
+    with open_regular(path) as file:
+        content = _unpickled(file.read(), path)
     if not isinstance(content, tuple | list) or len(content) != 2:
         raise DataError(f"{path} is not a verification set: it holds no (images, is_same)")
     images = [_image_bytes(image, path) for image in _items(content[0], path)]

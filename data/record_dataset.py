@@ -6,7 +6,6 @@ file. The cache is valid as long as sizes and modification times of the .rec and
 """
 
 import contextlib
-import logging
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from plsc.data.string_column import NumberStringColumn, PackedStringColumn
 from plsc.errors import DataError, UsageError
 from plsc.files import LARGEST_JSON, atomic_write, read_json
 from plsc.models.preprocessing import ImageSize
+from plsc.progress import warn
 from plsc.text_files import read_integers
 
 DAMAGED = -1
@@ -31,8 +31,6 @@ _LOGGED = 10
 _VERSION = 1
 _LARGEST_LABEL = 2**53
 _UNFINISHED = 1 << 20  # bytes of records that the index of a file which was cut off may still name
-
-_log = logging.getLogger("plsc.data")
 
 
 class RecordDataset(EncodedDataset):
@@ -101,9 +99,9 @@ class RecordDataset(EncodedDataset):
 
     def _report(self) -> None:
         for key in list(self.skipped)[:_LOGGED]:
-            _log.warning("left out: record %s of %s: %s", key, self.source, self.skipped[key])
+            warn("plsc.data", f"left out: record {key} of {self.source}: {self.skipped[key]}")
         if len(self.skipped) > _LOGGED:
-            _log.warning("left out: %d records more of %s", len(self.skipped) - _LOGGED, self.source)
+            warn("plsc.data", f"left out: {len(self.skipped) - _LOGGED} records more of {self.source}")
 
 
 def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
@@ -171,7 +169,7 @@ def _read(file: RecordFile) -> NDArray[np.int64]:
         offsets = file.record_offsets()
         keys = np.arange(len(offsets), dtype=np.int64)
         if len(keys):
-            _log.warning("%s has no .idx; its %d records were found by their marks", file.path, len(keys))
+            warn("plsc.data", f"{file.path} has no .idx; its {len(keys)} records were found by their marks")
     keys, offsets = _select_images(file, keys, offsets)
     try:
         stored = file.labels_at(offsets)
@@ -228,6 +226,8 @@ def _stamp(path: Path) -> NDArray[np.int64]:
 
 def _load(cache: Path, stamp: NDArray[np.int64]) -> NDArray[np.int64] | None:
     """Memory-map the cached rows; None if the cache is stale, damaged or missing."""
+    if not cache.is_file():  # nor a pipe, which numpy would wait for
+        return None
     try:
         stored = np.load(cache, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.errors import DataError
+from plsc.regular_files import open_regular
 
 HEADER = ("key", "class", "path")
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
@@ -70,7 +71,8 @@ class RecordKeys:
     def _bytes(self) -> NDArray[np.uint8]:
         if not self.path.stat().st_size:
             raise DataError(f"{self.path} is empty; delete it, or use another copy")
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
+        with open_regular(self.path) as file:
+            return np.memmap(file, dtype=np.uint8, mode="r")
 
     @cached_property
     def _starts(self) -> NDArray[np.int64]:

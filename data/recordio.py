@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from plsc.data.record_keys import HEADER, keys_path, write_key
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, atomic_write_group, check_output, remove_leftovers
+from plsc.regular_files import open_regular
 
 MAGIC = 0xCED7230A
 HEADER_BYTES = 24
@@ -55,7 +56,7 @@ class RecordFile:
 
     Raises:
         UsageError: there is no such file.
-        DataError: it is empty.
+        DataError: it is empty, or no regular file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -64,8 +65,9 @@ class RecordFile:
 
     def _open(self) -> None:
         try:
-            self._descriptor = os.open(self.path, os.O_RDONLY)
-            weakref.finalize(self, os.close, self._descriptor)
+            file = open_regular(self.path)
+            weakref.finalize(self, file.close)
+            self._descriptor = file.fileno()
             self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise UsageError(f"there is no {self.path}") from None

@@ -14,6 +14,7 @@ import numpy as np
 
 from plsc.errors import DataError, UsageError
 from plsc.image_files import to_rgb
+from plsc.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -171,10 +172,7 @@ def _picture(item: Any) -> bytes | None:
     if isinstance(item, bytes):
         return item
     if isinstance(item, str | Path):
-        try:
-            return Path(item).read_bytes()
-        except OSError as error:
-            raise DataError(f"cannot read {item}: {error.strerror}") from None
+        return read_bytes(Path(item))
     if hasattr(item, "getbands"):  # what Pillow's images have: Pillow is imported where it is used alone
         try:
             item = to_rgb(item)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from plsc.errors import DataError, IntegrityError, StorageError, UsageError, first_line
+from plsc.progress import note
+from plsc.regular_files import open_regular
 from plsc.text_files import read_text
 
 MANIFEST = "manifest.json"
@@ -73,7 +74,7 @@ def restrict(*paths: Path) -> None:
                 continue
             except PermissionError:
                 message = "other users may open it, and it belongs to one of them: chown it, then chmod go= it"
-                print(f"plsc: {entry}: {message}", file=sys.stderr, flush=True)
+                note(f"plsc: {entry}: {message}")
 
 
 @contextmanager
@@ -210,7 +211,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -1,4 +1,8 @@
-"""Progress line of a long-running command: count, rate and remaining time; counts and durations as text."""
+"""What a person is told: the door of lines to terminals and logs, a progress line, counts and durations.
+
+Names of files, and names in files, hold escape sequences and line ends: a terminal obeys the ones, and what follows the
+others reads as if a command had said it. So all that is printed or logged goes through here.
+"""
 
 import logging
 import os
@@ -9,16 +13,36 @@ from functools import cache
 from typing import TextIO
 
 
+def printable(text: str) -> str:
+    """Return ``text`` as one line that a terminal may show."""
+    return text if text.isprintable() else "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+
+
+def show(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines, on standard output unless ``file`` is another."""
+    print(*map(printable, lines), sep="\n", file=file, flush=True)
+
+
+def note(*lines: str) -> None:
+    """Print lines on standard error."""
+    show(*lines, file=sys.stderr)
+
+
+def ask(question: str) -> str:
+    """Ask on the terminal, and return the line that is typed; EOFError where there is none."""
+    return input(printable(question))
+
+
+def warn(name: str, line: str) -> None:
+    """Log a warning by the logger ``name``."""
+    logging.getLogger(name).warning("%s", printable(line))
+
+
 @cache
 def log_once(name: str, line: str) -> None:
     """Log a warning by the logger ``name``: once in a process, and of several ranks by the first."""
     if os.environ.get("RANK", "0") == "0":
-        logging.getLogger(name).warning(line)
-
-
-def printable(text: str) -> str:
-    """Return ``text`` as a terminal may show it: names of files hold escape sequences and line ends."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+        warn(name, line)
 
 
 class StatusLine:
@@ -34,6 +58,7 @@ class StatusLine:
 
     def update(self, text: str) -> None:
         """Show ``text`` in place of the line's former state."""
+        text = printable(text)
         if self.rewrites:
             text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line could not be rewritten
             self._file.write(f"\r\x1b[K{text}")
@@ -44,7 +69,7 @@ class StatusLine:
 
     def print(self, text: str) -> None:
         """Write ``text`` as a line that stays, in place of the changing one."""
-        self._file.write(("\r\x1b[K" if self._is_shown else "") + text + "\n")
+        self._file.write(("\r\x1b[K" if self._is_shown else "") + printable(text) + "\n")
         self._is_shown = False
         self._file.flush()
 

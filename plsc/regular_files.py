@@ -28,12 +28,12 @@ def open_regular(path: Path, *, below: Path | None = None, largest: int | None =
         DataError: it lies elsewhere, is larger, or is a folder, a pipe, a socket or a device.
         OSError: it is missing, or may not be read.
     """
-    file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 (the caller closes it; pathlib takes no opener)
-    fault = _fault(file, path, below, largest)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its other end
+    fault = _fault(descriptor, path, below, largest)
     if fault is not None:
-        file.close()
+        os.close(descriptor)
         raise DataError(f"cannot read {path}: {fault}")
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path, *, below: Path | None = None, largest: int = LARGEST_PICTURE) -> bytes:
@@ -49,22 +49,22 @@ def read_bytes(path: Path, *, below: Path | None = None, largest: int = LARGEST_
         raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
-def _fault(file: BinaryIO, path: Path, below: Path | None, largest: int | None) -> str | None:
+def _fault(descriptor: int, path: Path, below: Path | None, largest: int | None) -> str | None:
     """Why an open file is not read; None if it may be."""
-    status = os.fstat(file.fileno())
-    if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file"
-    if below is not None and os.environ.get(ALLOW_OUTSIDE) != "1" and not _lies_in(file, path, below):
+    if below is not None and os.environ.get(ALLOW_OUTSIDE) != "1" and not _lies_in(descriptor, path, below):
         return f"it lies outside of {below}; --allow-outside reads it all the same"
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        return "it is a folder" if stat.S_ISDIR(status.st_mode) else "it is no regular file"
     if largest is not None and status.st_size > largest:
         return f"it has {status.st_size:,} bytes, where {largest:,} are the most; it is another kind of file"
     return None
 
 
-def _lies_in(file: BinaryIO, path: Path, folder: Path) -> bool:
+def _lies_in(descriptor: int, path: Path, folder: Path) -> bool:
     """Whether an open file does, as the system tells (Linux), in a tenth of the time that resolving its path takes."""
     try:
-        real = os.readlink(f"/proc/self/fd/{file.fileno()}")  # noqa: PTH115 (once a picture)
+        real = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115 (once a picture)
     except OSError:
         real = os.path.realpath(path)
     return real.startswith(_prefix(folder))
@@ -74,8 +74,3 @@ def _lies_in(file: BinaryIO, path: Path, folder: Path) -> bool:
 def _prefix(folder: Path) -> str:
     """The beginning of real paths in ``folder``."""
     return os.path.join(os.path.realpath(folder), "")  # noqa: PTH118 (with a slash at its end)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for what a pipe's other end writes."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))

@@ -15,12 +15,13 @@ import binascii
 import hashlib
 import os
 import stat
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import MANIFEST, canonical_json, describe_files, manifest_value, read_json, write_json
+from plsc.progress import note
+from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -51,7 +52,7 @@ def load_private_key(path: Path) -> "Ed25519PrivateKey":
         raise UsageError(f"{path} is no private key of ed25519 without a password; openssl genpkey -algorithm ed25519")
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        print(f"plsc: warning: others may read the key {path} (mode {mode:04o}): chmod 600 {path}", file=sys.stderr)
+        note(f"plsc: warning: others may read the key {path} (mode {mode:04o}): chmod 600 {path}")
     return key
 
 
@@ -143,7 +144,7 @@ def _key_id(key: "Ed25519PublicKey") -> str:
 def _key_bytes(path: Path) -> bytes:
     if not path.is_file():
         raise UsageError(f"there is no key {path}; openssl genpkey -algorithm ed25519 makes one")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return file.read(_LARGEST_KEY)
 
 

@@ -3,12 +3,14 @@
 A file without ends of lines would otherwise come into memory whole, as text of up to four bytes for each of its own.
 """
 
+import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plsc.errors import DataError
+from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,9 +29,9 @@ def text_lines(path: Path, errors: str = "strict") -> Iterator[tuple[int, str]]:
         errors: how bytes that are not UTF-8 are decoded, as for :meth:`bytes.decode`.
 
     Raises:
-        DataError: a line is longer than :data:`LONGEST_LINE` bytes, or no UTF-8.
+        DataError: a line is longer than :data:`LONGEST_LINE` bytes, or no UTF-8; it is no regular file.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         number = 0
         while raw := file.readline(LONGEST_LINE + 1):
             number += 1
@@ -53,13 +55,9 @@ def read_text(path: Path, largest: int) -> str:
         DataError: it has more than ``largest`` bytes, is a pipe or a device, or no UTF-8.
         OSError: it is missing, or cannot be read.
     """
-    if path.exists() and not path.is_file():
-        raise DataError(f"cannot read {path}: it is {'a folder' if path.is_dir() else 'no file'}")
-    size = path.stat().st_size
-    if size > largest:
-        raise DataError(f"{path} has {size:,} bytes, where {largest:,} are the most; it is another kind of file")
     try:
-        return path.read_text(encoding="utf-8")
+        with io.TextIOWrapper(open_regular(path, largest=largest), encoding="utf-8") as file:
+            return file.read()
     except UnicodeDecodeError:
         raise DataError(f"{path} is not UTF-8 text") from None
 
@@ -75,7 +73,7 @@ def read_integers(path: Path, columns: int) -> "NDArray[np.int64]":
     import numpy as np  # here: commands read text before they need it
 
     parts: list[NDArray[np.int64]] = []
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         rest = b""
         while block := file.read(_INTEGERS_AT_ONCE):
             whole, end, rest = (rest + block).rpartition(b"\n")

@@ -201,11 +201,12 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def toml_value(value: Any) -> str:
-    """Format a scalar or a list of scalars as TOML. JSON's escapes of strings are TOML's, but for DEL."""
+    """Format a scalar or a list of scalars as TOML: JSON's escapes are TOML's. What no terminal shows is escaped."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        letters = json.dumps(value, ensure_ascii=False)
+        return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in letters)
     if isinstance(value, list | tuple):
         return f"[{', '.join(toml_value(item) for item in value)}]"
     return repr(value)

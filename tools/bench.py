@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
+from plsc.progress import note, show
 from plsc.tools.entry import add_result_options
 
 HELP = "measure the class head, training, the search or the service against its baselines"
@@ -179,7 +180,7 @@ def _head(args: argparse.Namespace) -> dict[str, Any]:
         args.limit,
     )
     if args.partial_fc is None:
-        print("PartialFC_V2 is left out: --partial-fc FOLDER names a checkout that has it", file=sys.stderr)
+        note("PartialFC_V2 is left out: --partial-fc FOLDER names a checkout that has it")
     return _report(args, lambda: compare_heads(comparison), head_table, draw_heads)
 
 
@@ -220,7 +221,7 @@ def _train(args: argparse.Namespace) -> dict[str, Any]:
         args.limit,
     )
     if args.arcface_torch is None:
-        print("arcface_torch is left out: --arcface-torch FOLDER names a checkout that has it", file=sys.stderr)
+        note("arcface_torch is left out: --arcface-torch FOLDER names a checkout that has it")
     return _report(args, lambda: compare_training(comparison), train_table, draw_training)
 
 
@@ -264,12 +265,12 @@ def _report(
     if args.out is not None:
         make_folder(args.out)  # a folder that cannot be written fails now, not after minutes
     result = compare()
-    print(table(result["rows"], result["ratios"]))
+    show(*table(result["rows"], result["ratios"]).split("\n"))
     if args.out is not None:
         csv_path, picture = args.out / f"{args.command}.csv", args.out / f"{args.command}.png"
         write_csv(result["rows"], csv_path)
         draw(result["rows"], picture)
-        print(f"\nwritten: {csv_path}, {picture}")
+        show("", f"written: {csv_path}, {picture}")
     return result
 
 

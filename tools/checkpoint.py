@@ -19,7 +19,7 @@ from typing import Any
 
 from plsc.errors import IntegrityError, UsageError
 from plsc.files import remove_leftovers
-from plsc.progress import counted
+from plsc.progress import counted, note, show
 from plsc.tools.entry import add_result_options, add_verify_option, main
 
 HELP = "describe, verify and export the checkpoints of a run"
@@ -68,14 +68,14 @@ def _info(args: argparse.Namespace) -> dict[str, Any]:
     described = [describe_checkpoint(path) for path in find_checkpoints(args.path)]
     for each in described if len(described) > 1 else ():
         accuracy = "" if each["accuracy"] is None else f", accuracy {each['accuracy']:.4f}"
-        print(f"{Path(each['checkpoint']).name}  {each['saved_at']}  epoch {each['epoch']:.2f}{accuracy}")
+        show(f"{Path(each['checkpoint']).name}  {each['saved_at']}  epoch {each['epoch']:.2f}{accuracy}")
     newest = described[-1]
-    print(newest["checkpoint"])
+    show(newest["checkpoint"])
     for name, text in _details(newest).items():
-        print(f"  {name:<10}{text}")
+        show(f"  {name:<10}{text}")
     for file in newest["files"]:
         remark = "" if file["is_there"] else "  missing, or of another size"
-        print(f"    {file['bytes']:>15,}  {file['name']}{remark}")
+        show(f"    {file['bytes']:>15,}  {file['name']}{remark}")
     return {"checkpoints": described}
 
 
@@ -114,9 +114,9 @@ def _verify(args: argparse.Namespace) -> dict[str, Any]:
         result = verify_checkpoint(path)
         results.append(result)
         for problem in result["problems"]:
-            print(f"plsc checkpoint: {problem}", file=sys.stderr)
+            note(f"plsc checkpoint: {problem}")
         verdict = counted(len(result["problems"]), "problem") if result["problems"] else "sound"
-        print(f"{path}: {verdict}; {counted(result['files'], 'file')}, {result['bytes'] / 1e6:,.1f} MB", flush=True)
+        show(f"{path}: {verdict}; {counted(result['files'], 'file')}, {result['bytes'] / 1e6:,.1f} MB")
     return {"checkpoints": results}
 
 
@@ -136,14 +136,14 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
     if args.centres is not None:
         remove_leftovers(args.centres)
         centres = write_centres(path, args.centres)
-        print(f"{args.centres}: class centres {' x '.join(map(str, centres['shape']))}, float32")
+        show(f"{args.centres}: class centres {' x '.join(map(str, centres['shape']))}, float32")
     remove_leftovers(args.out)
     if args.out.suffix == ".pt":
         export_insightface(model, args.out)
     else:
         save_model(model, args.out)
     weights = "the moving average" if args.ema else "the weights"
-    print(f"{args.out}: {weights} of {path}, {model.name} -> {model.embedding_dim}")
+    show(f"{args.out}: {weights} of {path}, {model.name} -> {model.embedding_dim}")
     return {"checkpoint": str(path), "file": str(args.out), "ema": args.ema, "centres": centres}
 
 
@@ -157,7 +157,7 @@ def _sign(args: argparse.Namespace) -> dict[str, Any]:
         if problems := verify_checkpoint(path)["problems"]:
             raise IntegrityError(f"not signed: {problems[0]}")
         signatures.append(str(sign(path, key)))
-        print(signatures[-1])
+        show(signatures[-1])
     return {"signatures": signatures}
 
 

@@ -14,6 +14,9 @@ Of a folder, files ending in .jpg, .jpeg, .jfif, .png, .webp, .bmp, .gif (the fi
 .pbm, .pnm and .avif are read, and .heic, .heif and .hif where pillow-heif is installed (the extra heic); a line names
 what is left out.
 
+A pipe, a device or a link out of the folder is no picture, whatever its name; a list may name pictures in its own
+folder. --allow-outside reads those in other places too.
+
 Images keep their paths below SOURCE: in a folder with another suffix where the format changes, in a .rec by the keys
 file X.keys.tsv beside it (lines key<TAB>class<TAB>path). An output that exists is refused, unless --overwrite is given.
 """
@@ -25,8 +28,8 @@ from typing import Any
 
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output, new_folder
-from plsc.progress import counted
-from plsc.tools.entry import add_detector_option, add_result_options
+from plsc.progress import counted, show
+from plsc.tools.entry import add_detector_option, add_outside_option, add_result_options
 
 DRAWN_PAIRS = 6000
 HELP = "convert, check, count and align sets of images; make verification pairs"
@@ -50,6 +53,7 @@ def _command(commands: Any, name: str, summary: str, replaces: str = "--json") -
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", allow_abbrev=False
     )
     parser.add_argument("source", metavar="SOURCE", help="a folder, a list, a .rec or avatars:IDSxIMAGES")
+    add_outside_option(parser)
     add_result_options(parser, replaces=replaces, subcommand=True)
     return parser
 
@@ -134,7 +138,7 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
         overwrite=args.overwrite,
     )
     left_out = f", {result['left_out']:,} left out" if result["left_out"] else ""
-    print(f"{result['out']}: {_images_of_classes(result)}{left_out}")
+    show(f"{result['out']}: {_images_of_classes(result)}{left_out}")
     return result
 
 
@@ -146,14 +150,14 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     _at_least(args.workers, 0, "--workers")
     dataset = open_dataset(args.source, image_size=None, max_bad_records=None)
     result = check(dataset, workers=args.workers)
-    print(f"{result['source']}: {_images_of_classes(result)}")
+    show(f"{result['source']}: {_images_of_classes(result)}")
     for item in result["broken_images"]:
-        print(f"  broken: {item['key']}: {item['why']}")
+        show(f"  broken: {item['key']}: {item['why']}")
     for item in result["duplicate_images"]:
-        print(f"  duplicate: {item['key']} is {item['same_as']} again")
+        show(f"  duplicate: {item['key']} is {item['same_as']} again")
     for name in result["empty_classes"][:100]:
         others = dataset.empty_classes.get(name)
-        print(f"  empty class: {name}" + (f", which holds {others}" if others else ""))
+        show(f"  empty class: {name}" + (f", which holds {others}" if others else ""))
     counts = (
         f"{result['broken']:,} broken, {counted(result['duplicates'], 'duplicate')} "
         f"({result['duplicates_across_classes']:,} across classes), "
@@ -162,14 +166,14 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     if result["broken"]:
         if args.json is not None:
             write_json(args.json, result)
-        raise DataError(f"{counts}; replace or remove the broken images")
-    print(counts)
+        raise DataError(f"{result['source']}: {counts}; replace or remove the broken images")
+    show(counts)
     return result
 
 
 def _stats(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.data.dataset import open_dataset
-    from plsc.data.inspection import stats, stats_plot, stats_text
+    from plsc.data.inspection import stats, stats_lines, stats_plot
 
     if args.plot is not None and args.plot.suffix.lower() not in (".png", ".svg"):
         raise UsageError(f"--plot {args.plot} ends in neither .png nor .svg")
@@ -178,7 +182,7 @@ def _stats(args: argparse.Namespace) -> dict[str, Any]:
         if not args.plot.absolute().parent.is_dir():
             raise UsageError(f"--plot {args.plot}: there is no folder {args.plot.parent}; make it first")
     result = stats(open_dataset(args.source, image_size=None, max_bad_records=None))
-    print(stats_text(result))
+    show(*stats_lines(result))
     if args.plot is not None:
         stats_plot(result, args.plot)
     return result
@@ -205,7 +209,7 @@ def _drawn_pairs(args: argparse.Namespace) -> dict[str, Any]:
     dataset = open_dataset(args.source, image_size=_size(args))
     pairs = DRAWN_PAIRS if args.pairs is None else args.pairs
     result = make_pairs(dataset, args.out, pairs=pairs, seed=seed, encoding=args.encoding, overwrite=args.overwrite)
-    print(_pairs_text(result))
+    show(_pairs_text(result))
     return result
 
 
@@ -228,7 +232,7 @@ def _listed_pairs(args: argparse.Namespace) -> dict[str, Any]:
     )
     folds = f", in {counted(result['folds'], 'fold')}" if result["folds"] else ""
     left_out = f", {counted(result['left_out'], 'pair')} left out" if result["left_out"] else ""
-    print(f"{_pairs_text(result)}{folds}{left_out}")
+    show(f"{_pairs_text(result)}{folds}{left_out}")
     return result
 
 
@@ -262,7 +266,7 @@ def _align(args: argparse.Namespace) -> dict[str, Any]:
         overwrite=args.overwrite,
     )
     left_out = f", {counted(result['left_out'], 'picture')} left out" if result["left_out"] else ""
-    print(f"{result['out']}: {_images_of_classes(result, 'face')}{left_out}")
+    show(f"{result['out']}: {_images_of_classes(result, 'face')}{left_out}")
     return result
 
 

@@ -21,10 +21,11 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.files import new_folder, read_json
-from plsc.progress import counted
+from plsc.progress import counted, note, show
 from plsc.signing import load_private_key, sign
 from plsc.tools.entry import (
     add_detector_option,
+    add_outside_option,
     add_result_options,
     add_sign_option,
     add_verify_option,
@@ -68,6 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "float16"), default="float32", help="what is stored (float32)")
     add_sign_option(parser)
+    add_outside_option(parser)
     add_verify_option(parser)
     add_result_options(parser, replaces="EMB, once the new one is complete; --json")
 
@@ -149,13 +151,13 @@ def _report(summary: dict[str, Any]) -> None:
         slowest = {"decode": "reading and decoding", "model": "the model"}[summary["bound_by"]]
         rate = f", {summary['images_per_second']:,} images/s, limited by {slowest}"
     size = f"{counted(summary['rows'], 'row')} of {summary['dim']}"
-    print(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now in {summary['precision']}{rate}")
+    show(f"{summary['out']}: {size}, {summary['embedded']:,} embedded now in {summary['precision']}{rate}")
     if summary["errors"]:
         key, error = summary["first_errors"][0].values()
-        print(f"{counted(summary['errors'], 'image')} could not be embedded; the first: {key}: {error}")
+        show(f"{counted(summary['errors'], 'image')} could not be embedded; the first: {key}: {error}")
     if summary["warnings"]:
         key, message = summary["first_warnings"][0].values()
-        print(warning_summary(summary["warnings"], summary["embedded"], key, message), file=sys.stderr)
+        note(warning_summary(summary["warnings"], summary["embedded"], key, message))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,8 @@ from typing import Any, NoReturn
 from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
-from plsc.progress import printable
+from plsc.progress import note, printable, show
+from plsc.regular_files import ALLOW_OUTSIDE
 from plsc.signing import VERIFY_KEY
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
@@ -98,12 +99,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run ``plsc CMD …`` and return its exit code: 0 done, 1 failed, 2 usage error, 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
-        print(_overview())
+        show(*_overview())
         return 0 if argv else 2
     if argv[0] == "--version":
         from plsc import __version__
 
-        print(f"plsc {__version__}")
+        show(f"plsc {__version__}")
         return 0
     name, *rest = argv
     if name not in COMMANDS:
@@ -116,10 +117,9 @@ def _tool(name: str) -> ModuleType:
     return importlib.import_module(f"plsc.tools.{name}")
 
 
-def _overview() -> str:
+def _overview() -> list[str]:
     lines = ["usage: plsc CMD [arguments]    (plsc CMD --help explains each)", ""]
-    lines += [f"  {name:<12}{_tool(name).HELP}" for name in COMMANDS]
-    return "\n".join(lines)
+    return lines + [f"  {name:<12}{_tool(name).HELP}" for name in COMMANDS]
 
 
 def _split_overrides(argv: list[str], options: set[str]) -> tuple[list[str], list[str]]:
@@ -170,19 +170,28 @@ def add_sign_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sign", metavar="KEY", type=Path, help=text)
 
 
+def add_outside_option(parser: argparse.ArgumentParser) -> None:
+    """Declare --allow-outside, for a command that reads pictures of a folder or a list."""
+    text = f"read pictures that links, or the paths of a list, find outside of its folder (or ${ALLOW_OUTSIDE}=1)"
+    parser.add_argument("--allow-outside", action="store_true", help=text)
+
+
 @contextmanager
-def _verifying(args: argparse.Namespace) -> Iterator[None]:
-    """Let readers, and the ranks that the command starts, ask for signatures; see :mod:`plsc.signing`."""
-    key = getattr(args, "verify_key", None)
-    before = os.environ.get(VERIFY_KEY)
-    if key is not None:
-        os.environ[VERIFY_KEY] = str(key.absolute())
+def _reading_as(args: argparse.Namespace) -> Iterator[None]:
+    """Tell readers, and the ranks that the command starts, what --verify-key and --allow-outside ask for."""
+    settings = {}
+    if getattr(args, "verify_key", None) is not None:
+        settings[VERIFY_KEY] = str(args.verify_key.absolute())
+    if getattr(args, "allow_outside", False):
+        settings[ALLOW_OUTSIDE] = "1"
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if key is not None:
-            os.environ.pop(VERIFY_KEY)
-            os.environ.update({} if before is None else {VERIFY_KEY: before})
+        for name, value in before.items():
+            os.environ.pop(name)
+            os.environ.update({} if value is None else {name: value})
 
 
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
@@ -196,7 +205,7 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
     add_result_options(parser)
     try:
         args = _parse(parser, argv, overrides=getattr(tool, "accepts_overrides", False))
-        with _result_file(args) as write, _verifying(args):
+        with _result_file(args) as write, _reading_as(args):
             result = tool.run(args)
             write(result)
         return int(tool.exit_code(result)) if hasattr(tool, "exit_code") else 0
@@ -267,7 +276,7 @@ def print_error(command: str, message: str) -> None:
     line = printable(line[:_LONGEST_LINE])  # names in messages come from files, and may have any length
     if is_launched():
         _write_error_file(line)
-    print(line, file=sys.stderr, flush=True)
+    note(line)
 
 
 def _write_error_file(line: str) -> None:

@@ -34,7 +34,8 @@ from typing import TYPE_CHECKING, Any
 
 from plsc.errors import DataError, UsageError
 from plsc.files import check_output, write_json
-from plsc.tools.entry import add_result_options, add_verify_option
+from plsc.progress import note, show
+from plsc.tools.entry import add_outside_option, add_result_options, add_verify_option
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
@@ -66,6 +67,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="draws the pairs (default: 0)")
     add("--flip", choices=tuple(FLIP), default="auto", help="add mirror images (auto: not with --data)")
     add("--nproc", type=int, default=1, metavar="N", help="share the work among N ranks here")
+    add_outside_option(parser)
     add_verify_option(parser)
     add_result_options(parser, replaces="--plot, --histogram, --calibration, --json")
 
@@ -182,9 +184,9 @@ def _evaluate(args: argparse.Namespace) -> dict[str, Any] | None:
     if not mesh.is_main:
         return None
     sets = result["sets"]
-    print(results_table(sets))
+    show(*results_table(sets).split("\n"))
     if model != RAW_PIXELS:
-        print(f"embedded in {model.precision}")
+        show(f"embedded in {model.precision}")
     _check_measured(result, args.json)
     _draw(args, sets)
     if args.calibration is not None:
@@ -202,7 +204,7 @@ def _check_measured(result: dict[str, Any], json: Path | None) -> None:
             write_json(json, result)
         raise DataError(text)
     if names:
-        print(f"warning: {text}", file=sys.stderr)
+        note(f"warning: {text}")
 
 
 def _calibrate(args: argparse.Namespace, model: "Embedder", rocs: "dict[str, Roc]", images: int) -> None:
@@ -213,7 +215,7 @@ def _calibrate(args: argparse.Namespace, model: "Embedder", rocs: "dict[str, Roc
     calibration = calibrate(rocs, contract_id=contract, model=args.model, images=images)
     write_calibration(args.calibration, calibration)
     strictest = calibration.points[-1]
-    print(
+    show(
         f"calibrated: {args.calibration} holds false-match rates down to {strictest.fmr:g} "
         f"(cosine {strictest.threshold:.4f}, true-match rate {strictest.tmr:.4f}), "
         f"from {calibration.impostor_pairs:,} different and {calibration.genuine_pairs:,} same pairs"
@@ -226,7 +228,7 @@ def _draw(args: argparse.Namespace, sets: dict[str, dict[str, Any]]) -> None:
     for target, draw in ((args.plot, roc_figure), (args.histogram, score_figure)):
         if target is not None:
             draw(sets, target)
-            print(f"drawn: {target}")
+            show(f"drawn: {target}")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.files import check_output, remove_leftovers
+from plsc.progress import show
 from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, main
 
 HELP = "write a trained backbone as ONNX, a torch program or arcface_torch's weights"
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result = export.export_insightface(model, args.out)
     if key is not None:
         sign(args.out, key)
-    print(
+    show(
         f"{result['file']}: {model.name}, {result['bytes'] / 1e6:.1f} MB, {size_text(result['image_size'])}"
         f" -> {result['embedding_dim']}, largest difference {result['max_abs_error']:.1e}"
     )

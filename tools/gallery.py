@@ -27,8 +27,8 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.gallery.store import Store, display_name, open_store, store_folder
-from plsc.progress import counted
-from plsc.tools.entry import add_result_options, add_verify_option, main
+from plsc.progress import counted, show
+from plsc.tools.entry import add_outside_option, add_result_options, add_verify_option, main
 
 HELP = "verify, compact, copy, export and import a gallery; enrol folders; verify its audit log"
 MAX_PARALLEL = 32
@@ -110,6 +110,7 @@ def _action(
 def _add_enrol(actions: Any) -> None:
     text = "enrol a folder of folders into a running service, a person for each"
     parser = _action(actions, "enrol", text, "url", "URL")
+    add_outside_option(parser)
     add = parser.add_argument
     add("folder", type=Path, metavar="FOLDER", help="holds a sub-folder of pictures for each person, named as they are")
     add("--collection", default="people", metavar="NAME", help="is made if there is none (people)")
@@ -153,7 +154,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 
     if holds_manifest(Path(args.store), transfer.COPY_FORMAT):
         collections = [asdict(info) for info, _ in transfer.read_copy(Path(args.store))]
-        print(f"{args.store}: a sound copy; {_counts(collections)}")
+        show(f"{args.store}: a sound copy; {_counts(collections)}")
         return {"snapshot": args.store, "collections": collections}
     if holds_manifest(Path(args.store), backup.FORMAT):
         return _check_snapshot(args, backup.read_snapshot(Path(args.store)), backup.VERSION)
@@ -168,7 +169,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
             result = store.check(args.snapshots)
         else:
             raise UsageError("--snapshots: a store on a server keeps copies; check each by its name")
-    print(f"{args.store}: sound; {', '.join(_figure(name, value) for name, value in result.items())}")
+    show(f"{args.store}: sound; {', '.join(_figure(name, value) for name, value in result.items())}")
     return {"store": args.store, **result}
 
 
@@ -186,7 +187,7 @@ def _check_snapshot(args: argparse.Namespace, manifest: dict[str, Any], present:
         text = f"; {counted(found['readable'], 'person')} readable, {found['gone']} gone for good"
     elif store_id_of(Path(args.store)) is not None:
         text = "; encrypted: --encrypt KEYFILE tells who can be read"
-    print(f"{args.store}: a sound snapshot; version {version}{is_former}; {_counts(collections)}{text}")
+    show(f"{args.store}: a sound snapshot; version {version}{is_former}; {_counts(collections)}{text}")
     return result
 
 
@@ -196,7 +197,7 @@ def _compact(args: argparse.Namespace) -> dict[str, Any]:
         store.compact(args.collection)
         result = store.statistics()
     for name, figures in result.items():
-        print(f"{name}: {counted(int(figures['rows']), 'face')}")
+        show(f"{name}: {counted(int(figures['rows']), 'face')}")
     return {"store": args.store, "collections": result}
 
 
@@ -215,7 +216,7 @@ def _snapshot(args: argparse.Namespace) -> dict[str, Any]:
     with _opened(args) as store:
         store.snapshot(args.out)
     size = sum(path.stat().st_size for path in args.out.rglob("*") if path.is_file())
-    print(f"{args.out}: {counted(size, 'byte')}")
+    show(f"{args.out}: {counted(size, 'byte')}")
     return {"snapshot": str(args.out), "bytes": size}
 
 
@@ -227,14 +228,14 @@ def _restore(args: argparse.Namespace) -> dict[str, Any]:
     if holds_manifest(Path(args.snapshot), transfer.COPY_FORMAT):
         with _opened(args, create=True) as store:
             collections = [asdict(info) for info in transfer.copy_into(store, Path(args.snapshot))]
-        print(f"{args.store}: {_counts(collections)}")
+        show(f"{args.store}: {_counts(collections)}")
         return {"store": args.store, "collections": collections}
     if store_folder(args.store) is None:
         raise UsageError(f"a snapshot becomes a folder, not {args.store}; then export its collections and import them")
     result = restore(args.snapshot, args.store, key_file=args.encrypt, keys=args.keys)
     left_out = result.get("left_out")
     since = f"; {counted(left_out, 'person')} left out, deleted or given other faces since" if left_out else ""
-    print(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}{since}")
+    show(f"{args.store}: {_counts(result['collections'])}, as of {result['created']}{since}")
     return result
 
 
@@ -243,7 +244,7 @@ def _export(args: argparse.Namespace) -> dict[str, Any]:
 
     with _opened(args) as store:
         written = export_set(store, args.collection, args.out)
-    print(f"{args.out}: {counted(len(written), 'face')} of {counted(len(written.class_names), 'person')}")
+    show(f"{args.out}: {counted(len(written), 'face')} of {counted(len(written.class_names), 'person')}")
     return {"out": str(args.out), "faces": len(written), "persons": len(written.class_names)}
 
 
@@ -254,7 +255,7 @@ def _import(args: argparse.Namespace) -> dict[str, Any]:
     source = EmbeddingSet(args.set)  # before the store is made
     with _opened(args, create=True) as store:
         result = import_set(store, args.collection, source)
-    print(
+    show(
         f"{args.collection}: {counted(result['faces'], 'face')} of {counted(result['persons'], 'person')} enrolled, "
         f"{counted(result['left_out'], 'row')} left out"
     )
@@ -270,13 +271,13 @@ def _audit(args: argparse.Namespace) -> dict[str, Any]:
         if args.head is not None:
             raise UsageError("--head is for --verify: give both")
         lines = [line.decode("utf-8", "backslashreplace").rstrip("\n") for _, _, line in read_lines(log_files(path))]
-        print("\n".join(lines))
+        show(*lines)
         return {"audit": str(path), "lines": len(lines)}
     found = verify(path, None if args.head is None else parse_head(args.head))
     begins = "" if found.first == 0 else f" from line {found.first}, those before were not to be kept"
-    print(f"{path}: sound; {counted(found.lines, 'line')} in {counted(found.files, 'file')}{begins}; head {found.head}")
+    show(f"{path}: sound; {counted(found.lines, 'line')} in {counted(found.files, 'file')}{begins}; head {found.head}")
     if found.unfinished:
-        print(f"after the last line stand {counted(found.unfinished, 'byte')} of one that was not finished")
+        show(f"after the last line stand {counted(found.unfinished, 'byte')} of one that was not finished")
     result = {"audit": str(path), **asdict(found)}
     return {**result, "head": str(found.head)}
 
@@ -289,7 +290,7 @@ def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
     if store_folder(args.store) is None:
         raise UsageError(f"{display_name(args.store)} keeps its own files, and has no key file")
     keys = rotate_key(Path(args.store), args.encrypt, args.new_key)
-    print(f"{args.store}: {counted(keys, 'key')} under {args.new_key}; {args.encrypt} opens none of them")
+    show(f"{args.store}: {counted(keys, 'key')} under {args.new_key}; {args.encrypt} opens none of them")
     return {"store": args.store, "keys": keys}
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.progress import counted
-from plsc.tools.entry import add_result_options, add_sign_option, add_verify_option, main
+from plsc.progress import counted, note, show
+from plsc.tools.entry import add_outside_option, add_result_options, add_sign_option, add_verify_option, main
 
 HELP = "build, search and check an index of embeddings"
 PRINTED = 20  # queries whose matches are printed on a terminal
@@ -74,6 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--token-file", type=Path, metavar="FILE", help="with --server: holds the secret (default: $PLSC_TOKEN)"
     )
+    add_outside_option(search)
     add_verify_option(search)
     check = _action(actions, "check", "verify every file, and measure the recall again")
     check.add_argument("index", type=Path, metavar="IDX")
@@ -104,7 +105,7 @@ class _FormerMaxMemory(argparse.Action):
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        print(f"plsc: {option_string} is deprecated: write --max-memory", file=sys.stderr)
+        note(f"plsc: {option_string} is deprecated: write --max-memory")
         setattr(namespace, self.dest, values)
 
 
@@ -143,12 +144,12 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         f"{count:,} with {reason.replace('_', ' ')}" for reason, count in manifest["left_out"].items() if count
     )
     size = f"{counted(manifest['rows'], 'row')} of {manifest['dim']}"
-    print(f"{args.out}: {size}, {_structure(manifest)}, {manifest['build_seconds']:.1f} s")
-    print(_recall(manifest["recall"], manifest["kind"]))
+    show(f"{args.out}: {size}, {_structure(manifest)}, {manifest['build_seconds']:.1f} s")
+    show(_recall(manifest["recall"], manifest["kind"]))
     if latency := manifest.get("latency"):
-        print(f"single query {latency['ms']:.2f} ms, exact {latency['exact_ms']:.2f}, asked {latency['asked_ms']:g}")
+        show(f"single query {latency['ms']:.2f} ms, exact {latency['exact_ms']:.2f}, asked {latency['asked_ms']:g}")
     if left:
-        print(f"left out: {left}")
+        show(f"left out: {left}")
     names = (
         "rows",
         "dim",
@@ -198,7 +199,7 @@ def _warn_of_pictures(queries: list[dict[str, Any]]) -> None:
 
     warnings = [(query["query"], query["warning"]) for query in queries if "warning" in query]
     if warnings:
-        print(warning_summary(len(warnings), len(queries), *warnings[0]), file=sys.stderr)
+        note(warning_summary(len(warnings), len(queries), *warnings[0]))
 
 
 def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:
@@ -211,21 +212,21 @@ def _print_queries(queries: list[dict[str, Any]], name: str, key: str) -> None:
     """
     shown = queries[:PRINTED] if sys.stdout.isatty() else queries
     for query in shown:
-        print(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
+        show(f"{query['query']}" + (f": not searched, {query['error']}" if "error" in query else ""))
         for rank, match in enumerate(query["matches"], start=1):
             label = "" if match[name] is None else match[name]
-            print(f"  {rank:>3}  {match['score']:>7.4f}  {label:<20}  {match[key]}")
+            show(f"  {rank:>3}  {match['score']:>7.4f}  {label:<20}  {match[key]}")
     if len(queries) > len(shown):
         rest = counted(len(queries) - len(shown), "query").replace(" ", " more ")
-        print(f"… and {rest}: a pipe or --json FILE gets all")
+        show(f"… and {rest}: a pipe or --json FILE gets all")
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.index.check import check
 
     result = check(args.index)
-    print(f"{args.index}: sound; {counted(result['rows'], 'row')} of {result['dim']}, kind {result['kind']}")
-    print(
+    show(f"{args.index}: sound; {counted(result['rows'], 'row')} of {result['dim']}, kind {result['kind']}")
+    show(
         f"{_recall(result['recall'], result['kind'])} (stored: {result['recall_stored']['recall@1']:.4f}, "
         f"{result['recall_stored']['recall@10']:.4f})"
     )

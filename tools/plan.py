@@ -24,6 +24,7 @@ from plsc import config as configuration
 from plsc import sizes
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
+from plsc.progress import note, show
 from plsc.tools.entry import main
 
 HELP = "what fits on which GPUs and how long a step takes, before one is rented"
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         images=images,
         wanted=args.images_per_second,
     )
-    print(as_text(result))
+    show(*as_text(result).split("\n"))
     return result.as_dict()
 
 
@@ -110,7 +111,7 @@ def _sized(config: Config) -> Config:
         return with_preprocessing(config)
     except PlscError as error:
         if config.data.image_size is None:
-            print(f"note: planned for images of 112x112: {error}", file=sys.stderr)
+            note(f"note: planned for images of 112x112: {error}")
         return config
 
 

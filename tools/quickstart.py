@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plsc.progress import show
 from plsc.tools.entry import main
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     paths = QuickstartPaths(args.out)
     report = None if args.serve and paths.report.exists() else _run_steps(paths)
     if args.serve:
-        print(f"\n{paths.gallery.serve_command}", flush=True)
+        show("", paths.gallery.serve_command)
         code = main(paths.gallery.serve_arguments)
         if code:
             raise SystemExit(code)
@@ -50,11 +51,15 @@ def _run_steps(paths: "QuickstartPaths") -> dict[str, Any]:
     result = run_quickstart(paths)
     page = write_report(paths, result)
     trained = result.report["trained"]
-    print(
-        f"\nunseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
-        f"{result.report['seconds']:.0f} s in all\nlook at {page}; to search the gallery by a picture of "
-        f"{paths.gallery.queries}/, open http://127.0.0.1:8080 after\n\n    {paths.gallery.serve_command}\n",
-        flush=True,
+    show(
+        "",
+        f"unseen identities: accuracy {trained['accuracy']:.4f}, rank-1 {trained['rank1']:.4f}; "
+        f"{result.report['seconds']:.0f} s in all",
+        f"look at {page}; to search the gallery by a picture of {paths.gallery.queries}/, open "
+        "http://127.0.0.1:8080 after",
+        "",
+        f"    {paths.gallery.serve_command}",
+        "",
     )
     return result.report
 

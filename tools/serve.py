@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
 from plsc.gallery.store import COMPACT_WITHIN, SPEC_FORMS, display_name, store_folder
+from plsc.progress import show
 from plsc.tools.entry import add_detector_option, add_verify_option, main
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
         who = "this machine alone may call" if args.tokens is None else f"callers with a token of {args.tokens}"
         measured = f"; metrics at {server.metrics_address}" if server.metrics_address else ""
         model = f"model {service.embedder.source} ({service.contract_id}) in {service.embedder.precision}, {judge}"
-        print(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}", flush=True)
+        show(f"serving at {server.address}: {model}, store {display_name(args.store)}; {who}{measured}")
 
     server.run(load, ready)
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from plsc.progress import note, show
 from plsc.serve.access import RIGHTS, ROLES
 from plsc.tools.entry import add_result_options, main
 
@@ -72,8 +73,8 @@ def _add(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.serve.tokens import add_token
 
     secret = add_token(args.file, args.name, **_given(args))
-    print(secret)
-    print(f"{args.name} may {args.role}; the secret is shown this once: {args.file} has its hash", file=sys.stderr)
+    show(secret)
+    note(f"{args.name} may {args.role}; the secret is shown this once: {args.file} has its hash")
     return {"name": args.name, "role": args.role, "file": str(args.file)}
 
 
@@ -81,7 +82,7 @@ def _change(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.serve.tokens import change_token
 
     token = change_token(args.file, args.name, **_given(args))
-    print(_line(token))
+    show(_line(token))
     return {**_described(token), "file": str(args.file)}
 
 
@@ -90,7 +91,7 @@ def _list(args: argparse.Namespace) -> dict[str, Any]:
 
     tokens = read_tokens(args.file, in_any_order=True)
     for token in tokens:
-        print(_line(token))
+        show(_line(token))
     return {"tokens": [_described(token) for token in tokens]}
 
 
@@ -98,7 +99,7 @@ def _remove(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.serve.tokens import remove_token
 
     remove_token(args.file, args.name)
-    print(f"{args.name} may not call any more")
+    show(f"{args.name} may not call any more")
     return {"name": args.name, "file": str(args.file)}
 
 

@@ -41,7 +41,8 @@ from plsc import arcface_torch
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import PlscError, UsageError
-from plsc.tools.entry import add_verify_option, is_launched, main, print_error
+from plsc.progress import note, show
+from plsc.tools.entry import add_outside_option, add_verify_option, is_launched, main, print_error
 
 HELP = "train a backbone and a class head from a TOML configuration"
 
@@ -61,6 +62,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="auto|FOLDER",
         help="go on from the newest checkpoint of --out (auto; begins where there is none), or from a checkpoint",
     )
+    add_outside_option(parser)
     add_verify_option(parser)
     parser.add_argument("--nnodes", metavar="N", type=int, default=1, help="machines that take part (default: 1)")
     parser.add_argument("--node-rank", metavar="R", type=int, default=0, help="the number of this one, from 0")
@@ -112,13 +114,13 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
     if args.as_toml and args.config.suffix == ".py":
-        print(arcface_torch.to_toml(args.config), end="")
+        show(*arcface_torch.to_toml(args.config).rstrip("\n").split("\n"))
         return None
     if args.profile is not None:
         args.overrides = [*args.overrides, "--log.profile", str(args.profile)]
     config = _load(args)
     if args.as_toml:
-        print(configuration.to_toml(config), end="")
+        show(*configuration.to_toml(config).rstrip("\n").split("\n"))
         return None
     check_link(args.between, "--between")
     if args.nnodes > 1 and args.master_addr is None:
@@ -134,7 +136,8 @@ def _list_keys(args: argparse.Namespace) -> None:
     word = args.list_keys or ""
     if args.config is None and (Path(word).suffix == ".toml" or word in configuration.shipped()):
         args.config, word = Path(word), ""
-    print(configuration.describe(word, _load(args) if args.config is not None or args.overrides else None))
+    config = _load(args) if args.config is not None or args.overrides else None
+    show(*configuration.describe(word, config).split("\n"))
 
 
 def _launch(config: Config, args: argparse.Namespace) -> None:
@@ -158,7 +161,7 @@ def _launch(config: Config, args: argparse.Namespace) -> None:
         for number, line in enumerate(lines):
             first, last = number * args.nproc, (number + 1) * args.nproc - 1
             text = f"machine {number} of {len(lines)}, ranks {first} to {last}: {line}"
-            print(text, file=sys.stdout if args.dry_run else sys.stderr)
+            (show if args.dry_run else note)(text)
     if args.dry_run:
         return
     code = launch(arguments, args.nproc, nodes)
@@ -178,6 +181,7 @@ def _rank_arguments(args: argparse.Namespace) -> list[str]:
     options = {"--out": args.out, "--resume": args.resume, "--json": args.json, "--between": args.between}
     arguments = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     arguments += ["--overwrite"] if args.overwrite else []
+    arguments += ["--allow-outside"] if args.allow_outside else []
     return ["train", str(args.config), *arguments, *args.overrides]
 
 
@@ -220,7 +224,7 @@ def _train_here(config: Config, args: argparse.Namespace) -> dict[str, Any] | No
         end_after_reporter(lost.exit_code)
     if not mesh.is_main:
         return None
-    print("\n".join(closing_lines(out, result)))
+    show(*closing_lines(out, result))
     return result
 
 

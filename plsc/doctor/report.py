@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
 
+from plsc.progress import printable
+
 State = Literal["ok", "FAIL", "-"]
 _COLOURS = {"ok": "\033[32m", "FAIL": "\033[1;31m", "-": "\033[2m"}
 _PLAIN = "\033[0m"
@@ -102,14 +104,14 @@ class Report:
         if self.out is not None and self.out.isatty():
             self._shows_work = True
             width = shutil.get_terminal_size().columns - 1
-            print(f"{_CLEARED}{f'        … {text}'[:width]}", end="", file=self.out, flush=True)
+            print(f"{_CLEARED}{f'        … {printable(text)}'[:width]}", end="", file=self.out, flush=True)
 
     def add(self, title: str, lines: Sequence[Line]) -> None:
         """Add lines to a section, a new one or the last."""
         self.begin(title)
         self.sections[title] += lines
         for line in lines:
-            self._print(f"  {self._mark(line.state)}  {line.name:<{_NAME_WIDTH}}{line.text}")
+            self._print(f"{line.name:<{_NAME_WIDTH}}{line.text}", mark=f"  {self._mark(line.state)}  ")
             if line.state == "FAIL" and line.advice:
                 self._print(f"  {'':<{_NAME_WIDTH + 6}}-> {line.advice}")
 
@@ -151,9 +153,9 @@ class Report:
         in_colour = self.out is not None and self.out.isatty() and not os.environ.get("NO_COLOR")
         return f"{_COLOURS[state]}{text}{_PLAIN}" if in_colour else text
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, mark: str = "") -> None:
         if self.out is not None:
-            print(f"{_CLEARED if self._shows_work else ''}{text}", file=self.out, flush=True)
+            print(f"{_CLEARED if self._shows_work else ''}{mark}{printable(text)}", file=self.out, flush=True)
             self._shows_work = False
 
 

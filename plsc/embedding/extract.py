@@ -8,7 +8,6 @@ system.
 
 import hashlib
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,7 @@ from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import atomic_replace_dir, holds_manifest
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_object, on_main
-from plsc.progress import Progress, counted
+from plsc.progress import Progress, counted, note
 
 _FINGERPRINT_KEYS = 4096
 _SHOWN = 10  # errors and warnings in a summary
@@ -211,7 +210,7 @@ def _pending_shards(writer: SetWriter, mesh: Mesh) -> list[int]:
             pending.append(number)
             folder = writer.folder / shard_name(number)
             if folder.exists():
-                print(f"embed: {folder} is damaged; making it again", file=sys.stderr)
+                note(f"embed: {folder} is damaged; making it again")
     return sorted(number for part in all_gather_object(pending, mesh) for number in part)
 
 

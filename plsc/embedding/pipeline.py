@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from plsc.data import ImageDataset
 from plsc.data.codec import resize_image
-from plsc.data.loader import report_killed_workers
+from plsc.data.loader import begin_worker, report_killed_workers
 from plsc.embedding.embedder import Embedder, embed_images
 from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import PlscError
@@ -172,6 +172,7 @@ def decode_loader(
         num_workers=workers,
         collate_fn=_Collate(preprocessing.shape),
         pin_memory=pin,
+        worker_init_fn=begin_worker,
     )
 
 

@@ -9,13 +9,14 @@ import torch
 
 from plsc.data import ImageDataset, open_dataset
 from plsc.data.alignment import AlignedImages, FileLandmarks, Locator
-from plsc.data.codec import read_bytes, resize_image, to_rgb_tensor
+from plsc.data.codec import resize_image, to_rgb_tensor
 from plsc.data.dataset import EncodedDataset
 from plsc.data.picture_files import PictureFiles
 from plsc.data.string_column import PackedStringColumn
 from plsc.errors import UsageError
 from plsc.image_files import PICTURE_SUFFIXES
 from plsc.models.preprocessing import ImageSize
+from plsc.regular_files import read_bytes
 
 if TYPE_CHECKING:
     from plsc.data.codec import ImageLike
@@ -27,19 +28,25 @@ class LooseImages(EncodedDataset):
     """Image files below ``root``, in order of path; keys are the paths below ``root``.
 
     Files in a sub-folder are of the class of that name; those directly in ``root`` have label -1.
+
+    Args:
+        root: the folder.
+        names: paths below it.
+        image_size: as :class:`plsc.data.ImageDataset`'s.
+        may_leave: they may be links that lead out of the folder: the user named each.
     """
 
-    def __init__(self, root: Path, names: list[str], image_size: ImageSize | None) -> None:
+    def __init__(self, root: Path, names: list[str], image_size: ImageSize | None, *, may_leave: bool = False) -> None:
         folders = [name.partition("/")[0] if "/" in name else "" for name in names]
         classes = sorted({folder for folder in folders if folder})
         label_of = {"": -1, **{folder: label for label, folder in enumerate(classes)}}
         labels = np.array([label_of[folder] for folder in folders], dtype=np.int64)
         super().__init__(str(root), labels, classes, image_size)
-        self.root, self._names = root, PackedStringColumn(names)
+        self.root, self._names, self._below = root, PackedStringColumn(names), None if may_leave else root
 
     def encoded(self, index: int) -> bytes:
         """The bytes of file ``index``."""
-        return read_bytes(self.root / self.key(index))
+        return read_bytes(self.root / self.key(index), below=self._below)
 
     def key(self, index: int) -> str:
         """The path of file ``index`` below the root."""
@@ -124,7 +131,7 @@ def _open(source: "ImageSource", image_size: ImageSize | None) -> ImageDataset:
         return ImageList(_as_sequence(source), image_size)
     path = Path(source)
     if path.is_file() and path.name.lower().endswith(PICTURE_SUFFIXES):
-        return LooseImages(path.parent, [path.name], image_size)
+        return LooseImages(path.parent, [path.name], image_size, may_leave=True)
     if path.is_dir() and not any(path.glob("*.rec")) and (files := PictureFiles(path)).loose:
         return _loose_images(files, image_size)
     return open_dataset(source, image_size=image_size)

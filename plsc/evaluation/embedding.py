@@ -1,7 +1,6 @@
 """Embedding of a set's images on many ranks, with rows that do not depend on the number of ranks."""
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from plsc.errors import DataError
 from plsc.models.preprocessing import BILINEAR, ImageSize, height_and_width
 from plsc.parallel.collectives import all_gather_object, all_gather_rows
 from plsc.parallel.mesh import Mesh
-from plsc.progress import Progress
+from plsc.progress import Progress, note
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 
@@ -93,7 +92,7 @@ def embed_images(
     all_warnings = sorted(item for part in all_gather_object(warnings, mesh) for item in part)
     if all_warnings and mesh.is_main and not quiet:
         first, message = all_warnings[0]
-        print(warning_summary(len(all_warnings), len(images), images.key(first), message), file=sys.stderr)
+        note(warning_summary(len(all_warnings), len(images), images.key(first), message))
     readable = _check_unreadable(all_gather_object(unreadable, mesh), name, len(images), mesh)
     _check_finite(rows, readable, images, name)
     return EmbeddedImages(rows, readable)
@@ -152,7 +151,7 @@ def _check_unreadable(gathered: list[list[tuple[int, str]]], name: str, total: i
         )
     if mesh.is_main:
         for _, message in unreadable:
-            print(f"warning: {name}: an image is left out: {message}", file=sys.stderr)
+            note(f"warning: {name}: an image is left out: {message}")
     readable = np.ones(total, dtype=bool)
     readable[[index for index, _ in unreadable]] = False
     return readable

@@ -8,6 +8,7 @@ from typing import IO, Any
 from plsc.errors import UsageError
 from plsc.evaluation.roc import FARS
 from plsc.files import atomic_write
+from plsc.progress import printable
 
 _NONE = "–"
 _RETRIEVAL = {
@@ -25,7 +26,7 @@ def results_table(results: Mapping[str, Mapping[str, Any]]) -> str:
     A row for which no set has a value is left out.
     """
     rows = [[label, *(cell(result) for result in results.values())] for label, cell in _measures().items()]
-    return "\n".join(_aligned([["", *results], *(row for row in rows if set(row[1:]) != {_NONE})]))
+    return "\n".join(_aligned([["", *map(printable, results)], *(row for row in rows if set(row[1:]) != {_NONE})]))
 
 
 def _measures() -> dict[str, Callable[[Mapping[str, Any]], str]]:

@@ -15,10 +15,10 @@ from typing import Any, Literal
 
 from plsc.client import Client, ServerError
 from plsc.client_values import Known, NewPerson
-from plsc.data.codec import read_bytes
 from plsc.data.picture_files import PictureFiles, kinds_text
 from plsc.errors import DataError, UsageError
 from plsc.gallery.validation import check_external_id
+from plsc.regular_files import read_bytes
 
 OnKnown = Literal["skip", "add", "enrol"]
 Status = Literal["enrolled", "added", "known", "there", "failed"]
@@ -118,7 +118,7 @@ class Enrolment:
         batch: dict[str, bytes] = {}
         for path in pictures:
             try:
-                data = read_bytes(self._folder / path)
+                data = read_bytes(self._folder / path, below=self._folder)
             except DataError as error:
                 outcome.left_out[path] = str(error)
                 continue

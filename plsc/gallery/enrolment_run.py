@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from plsc.client import Client, ServerError
 from plsc.gallery.enrolment import STATUSES, Enrolment, OnKnown, Outcome, enrol_all, folders
-from plsc.progress import Progress, counted, printable
+from plsc.progress import Progress, ask, counted, show
 
 _ANSWERS: dict[str, OnKnown] = {"a": "add", "e": "enrol", "s": "skip", "": "skip"}
 
@@ -67,18 +67,18 @@ class _Report:
         is_new = outcome.folder not in self.outcomes  # else somebody was asked about it
         self.outcomes[outcome.folder] = outcome
         for path, why in outcome.left_out.items():
-            print(printable(f"{path}: left out: {why}"))
+            show(f"{path}: left out: {why}")
         if outcome.known is not None:
-            print(printable(f"{outcome.folder}: {STATUSES[outcome.status]}: {_who(outcome)}"))
+            show(f"{outcome.folder}: {STATUSES[outcome.status]}: {_who(outcome)}")
         if outcome.why is not None:
-            print(printable(f"{outcome.folder}: {STATUSES[outcome.status]}: {outcome.why}"))
+            show(f"{outcome.folder}: {STATUSES[outcome.status]}: {outcome.why}")
         self._progress.advance(int(is_new))
 
     def end(self, empty: dict[str, str]) -> dict[str, Any]:
         """Print the summary, and return it with all outcomes."""
         self._progress.finish()
         for name, held in empty.items():
-            print(printable(f"{name}: no picture in it, but {held}"))
+            show(f"{name}: no picture in it, but {held}")
         counts = Counter(outcome.status for outcome in self.outcomes.values())
         totals: dict[str, int] = {
             **{str(status): counts[status] for status in STATUSES},
@@ -87,9 +87,9 @@ class _Report:
         }
         told = ", ".join(f"{counts[status]:,} {text}" for status, text in STATUSES.items() if counts[status])
         pictures = f"{counted(totals['faces'], 'face')} enrolled, {counted(totals['left_out'], 'picture')} left out"
-        print(f"{told or 'nobody enrolled'}; {pictures}")
+        show(f"{told or 'nobody enrolled'}; {pictures}")
         if self.stopped is not None:
-            print(printable(f"stopped: {self.stopped}; the same command goes on from here"))
+            show(f"stopped: {self.stopped}; the same command goes on from here")
         people = [asdict(outcome) for outcome in self.in_order()]
         return {**totals, "stopped": self.stopped, "empty": empty, "people": people}
 
@@ -102,7 +102,7 @@ def _ask(outcome: Outcome) -> OnKnown:
     question = f"{outcome.folder} matches {_who(outcome)}: [a]dd there, [e]nrol as somebody else, [s]kip? "
     while True:
         try:
-            answer = input(printable(question)).strip().lower()[:1]
+            answer = ask(question).strip().lower()[:1]
         except EOFError:
             return "skip"
         if answer in _ANSWERS:

@@ -1,6 +1,5 @@
 """Forgetting by time: a thread that deletes persons who expired, and answers that were kept for a day."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from plsc.errors import PlscError
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.validation import now
+from plsc.progress import note
 
 ANSWERS_KEPT = timedelta(days=1)
 MAX_ANSWERS = 100_000  # of one token; of more the oldest are forgotten
@@ -47,7 +47,7 @@ class Retention:
                 pause = _EXPIRY_SECONDS
             except (PlscError, MemoryError) as error:
                 line = str(error) or type(error).__name__
-                print(f"plsc gallery: what expired is hidden, and not deleted yet: {line}", file=sys.stderr, flush=True)
+                note(f"plsc gallery: what expired is hidden, and not deleted yet: {line}")
                 pause = _RETRY_SECONDS
 
     def _forget(self) -> None:

@@ -9,7 +9,6 @@ removed before the face is deleted, and a crash in between leaves a face without
 import os
 import re
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -23,6 +22,7 @@ from plsc.errors import NotFoundError
 from plsc.files import make_private_folder, open_private, restrict, storage_errors, sync
 from plsc.gallery.store import IdempotentRequest, NewPerson, Person, Precondition, Store
 from plsc.gallery.validation import check_external_id
+from plsc.progress import note
 
 _BUCKET_PERSONS = 1000  # of one folder: file systems and people dislike a million entries
 _EXPIRED_AT_ONCE = 100  # persons, so that changes do not wait long behind them
@@ -183,7 +183,7 @@ class ThumbnailStore:
                     make_private_folder(path.parent)
                     _write_file(path, encode_image(crop))
         except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
-            print(f"plsc gallery: a thumbnail was not kept: {error.strerror}", file=sys.stderr, flush=True)
+            note(f"plsc gallery: a thumbnail was not kept: {error.strerror}")
 
     def _contents(self, root: Path, collection: str, person: Person) -> dict[Path, bytes]:
         """The thumbnails that a person has."""

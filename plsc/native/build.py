@@ -9,7 +9,6 @@ Environment:
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shutil
@@ -18,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from plsc.errors import UsageError
+from plsc.progress import warn
 
 _HERE = Path(__file__).parent
 _FLAGS = (
@@ -43,7 +43,6 @@ _PATHS = {
     "neon": (["-march=armv8-a"], ["__ARM_NEON"]),
     "neon-bf16": ([_NATIVE], ["__ARM_FEATURE_BF16_VECTOR_ARITHMETIC"]),
 }
-_LOG = logging.getLogger("plsc")
 
 
 def library(source: str = "head_kernels") -> ctypes.CDLL | None:
@@ -97,7 +96,7 @@ def _load(source: str, cxx: str | None, path: str | None) -> tuple[ctypes.CDLL |
         return _verified(*_compiled(compiler, source, path)), None
     except (OSError, subprocess.SubprocessError) as error:
         reason = str(getattr(error, "stderr", None) or error).strip()
-        _LOG.warning("the CPU kernels could not be compiled or loaded, PyTorch computes instead (slower): %s", reason)
+        warn("plsc", f"the CPU kernels could not be compiled or loaded, PyTorch computes instead (slower): {reason}")
         return None, reason
 
 

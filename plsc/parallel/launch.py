@@ -13,6 +13,7 @@ from types import FrameType
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from plsc.errors import UsageError, first_line
+from plsc.progress import note
 
 # They ask a run to save its state and end: a person, a system that shuts down, Slurm before a time limit (--signal).
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -74,7 +75,7 @@ def launch(argv: list[str], nproc: int, nodes: Nodes = Nodes()) -> int:
         _end(ranks)
     errors = [line for listener in listeners for line in listener.errors()]
     if code and errors and ranks[0].returncode <= 0:  # the first rank, whose lines are shown, did not fail itself
-        print(errors[0], end="", file=sys.stderr)
+        note(errors[0].rstrip("\n"))
     return code
 
 
@@ -139,10 +140,7 @@ def _wait(ranks: list[subprocess.Popen[str]]) -> int:
         if failed:
             rank, code = failed[0]
             if code < 0:
-                print(
-                    f"plsc: rank {rank} was killed by {signal.Signals(-code).name}; ending the others",
-                    file=sys.stderr,
-                )
+                note(f"plsc: rank {rank} was killed by {signal.Signals(-code).name}; ending the others")
             return code if code > 0 else 128 - code
         if all(code == 0 for code in codes):
             return 0

@@ -26,6 +26,7 @@ from plsc.models import create, load_model
 from plsc.models.preprocessing import ImageSize
 from plsc.parallel import Mesh
 from plsc.parallel.launch import launch
+from plsc.progress import show
 from plsc.quickstart.gallery import GalleryPaths, clear_gallery, fill_gallery
 
 T = TypeVar("T")
@@ -113,10 +114,10 @@ def run_quickstart(paths: QuickstartPaths) -> QuickstartResult:
 
 
 def _step(title: str, action: Callable[[], T]) -> T:
-    print(f"\n== {title}", flush=True)
+    show("", f"== {title}")
     start = time.monotonic()
     result = action()
-    print(f"   {time.monotonic() - start:.1f} s", flush=True)
+    show(f"   {time.monotonic() - start:.1f} s")
     return result
 
 
@@ -141,7 +142,7 @@ def _train(paths: QuickstartPaths) -> dict[str, Any]:
 def _launch(arguments: list[str]) -> None:
     """Run a plsc command on one rank per GPU, two at most; on two ranks without a GPU."""
     ranks = min(torch.cuda.device_count(), _MAX_GPU_RANKS) or _CPU_RANKS
-    print(f"   plsc {' '.join(arguments)} --nproc {ranks}", flush=True)
+    show(f"   plsc {' '.join(arguments)} --nproc {ranks}")
     if launch(arguments, ranks):
         raise PlscError(f"`plsc {arguments[0]}` failed, see above: fix it and run quickstart again, which resumes")
 
@@ -165,7 +166,7 @@ def _evaluate(paths: QuickstartPaths, rocs: dict[str, Roc]) -> dict[str, dict[st
         curves[name], rocs[name] = _evaluate_one(embed, data, trained.image_size)
     for name, result in curves.items():
         tar = result["tar@far"]["1e-3"]
-        print(
+        show(
             f"   {name:<11} accuracy {result['accuracy']:.4f}   rank-1 {result['rank1']:.4f}"
             + ("" if tar is None else f"   TAR at FAR 1e-3 {tar:.4f}")
         )
@@ -198,19 +199,19 @@ def _search(index: Index) -> float:
     # An image finds itself first, unless another is equal to it.
     others = np.where(rows[:, 0] == np.arange(len(index)), rows[:, 1], rows[:, 0])
     share = float((index.labels[others] == index.labels).mean())
-    print(f"   {len(index):,} images, {index.kind} search: {share:.1%} have the same identity as their nearest other")
+    show(f"   {len(index):,} images, {index.kind} search: {share:.1%} have the same identity as their nearest other")
     return share
 
 
 def _export(paths: QuickstartPaths) -> dict[str, Any]:
     result = export_onnx(load_model(paths.run / "model.safetensors"), paths.out / "model.onnx")
-    print(f"   {result['file']}: largest difference {result['max_abs_error']:.1e}")
+    show(f"   {result['file']}: largest difference {result['max_abs_error']:.1e}")
     return result
 
 
 def _fill(paths: QuickstartPaths, roc: Roc) -> dict[str, int]:
     filled = fill_gallery(paths.gallery, paths.unseen, EmbeddingSet(paths.embeddings), roc)
-    print(f"   {filled['people']} people, {filled['faces']:,} faces; {filled['queries']} pictures to search by")
+    show(f"   {filled['people']} people, {filled['faces']:,} faces; {filled['queries']} pictures to search by")
     return filled
 
 

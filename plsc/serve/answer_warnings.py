@@ -8,7 +8,7 @@ from plsc.gallery.filters import Condition, Filter, Kind, kind_of
 from plsc.gallery.store import Store
 
 # Of any filter, for who may not list persons: the names of fields tell what is kept of them.
-UNEXPLAINED = "no match has what the filter asks for; a token with the role read is told of fields that nothing here has"
+UNEXPLAINED = "no match has what the filter asks for; a token with the role read is told which fields nobody has"
 _SAMPLED_PERSONS = 1000  # whose fields are named
 _NAMED_FIELDS = 20
 _CHECKED_FIELDS = 4  # of a filter: each costs the store a look at every person, and a search costs less than that

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from plsc.errors import UsageError, first_line
 from plsc.files import sync
 from plsc.gallery.validation import now
+from plsc.progress import note
 from plsc.serve.audit_chain import BEGINNING, Head, numbered_files, parse_line
 
 Event = Literal["write", "read", "search", "refusal"]
@@ -100,7 +101,7 @@ class AuditLog:
             try:
                 self._append([entry for entry, _ in together], durable=any(written for _, written in together))
             except Exception as error:  # whoever waits for a line must not wait for ever
-                print(f"plsc serve: the audit log failed: {first_line(error)}", file=sys.stderr, flush=True)
+                note(f"plsc serve: the audit log failed: {first_line(error)}")
             for _, written in together:
                 if written is not None and written.set_running_or_notify_cancel():
                     written.set_result(None)
@@ -253,4 +254,4 @@ def _set_aside(path: Path) -> dict[str, str]:
 def _report(error: OSError, lacks: str) -> None:
     message = f"plsc serve: the audit log takes no lines ({error.strerror}); free its disk. {lacks}"
     with contextlib.suppress(OSError):
-        print(message, file=sys.stderr, flush=True)
+        note(message)

@@ -22,6 +22,7 @@ import numpy as np
 
 from plsc.errors import DataError
 from plsc.image_files import Shrunk, TooLargeError
+from plsc.progress import note
 from plsc.serve.decode_process import ANSWER, JOB, PIXELS, TOO_LARGE, UNUSABLE
 from plsc.serve.errors import ApiError
 
@@ -85,7 +86,7 @@ class DecodeProcess:
         except EOFError:
             self._end()
             if not self._closed:
-                print("plsc serve: a process that decodes pictures did not start", file=sys.stderr, flush=True)
+                note("plsc serve: a process that decodes pictures did not start")
             raise ApiError(503, "pictures cannot be decoded at the moment; see the server's log") from None
 
     def decode(self, data: bytes, name: str) -> Shrunk:

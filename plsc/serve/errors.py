@@ -1,6 +1,5 @@
 """Errors as HTTP responses: ``{"error": {"code", "message"}}``, one line that states the problem and the fix."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -26,6 +25,7 @@ from plsc.errors import (
     quoted,
 )
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
+from plsc.progress import note
 
 Code = Literal[
     "bad_request",
@@ -184,7 +184,7 @@ def as_api_error(error: PlscError, private_paths: Sequence[str] = ()) -> ApiErro
         status = 500 if status == 500 else 503
     elif status not in _INTERNAL:
         return ApiError(status, message)
-    print(f"plsc serve: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    note(f"plsc serve: {' '.join(message.split())}")
     return ApiError(status, _INTERNAL[status])
 
 

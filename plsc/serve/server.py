@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -17,6 +16,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from plsc.errors import UsageError
+from plsc.progress import note
 from plsc.serve.app import build_app
 from plsc.serve.connections import ConnectionBudget, LimitedProtocol
 from plsc.serve.observability import Metrics, MetricsServer
@@ -177,11 +177,9 @@ def _with_files(limits: Limits) -> Limits:
         return limits
     anonymous = max(min(limits.anonymous_connections, spare // 4), _LEAST_CONNECTIONS)
     known = max(min(limits.connections, spare - anonymous), _LEAST_CONNECTIONS)
-    print(
+    note(
         f"plsc serve: this process may open {soft:,} files: it takes {known:,} connections of known callers and "
-        f"{anonymous:,} of others; raise ulimit -n to {wanted + soft - spare:,} for all",
-        file=sys.stderr,
-        flush=True,
+        f"{anonymous:,} of others; raise ulimit -n to {wanted + soft - spare:,} for all"
     )
     return replace(limits, connections=known, anonymous_connections=anonymous)
 

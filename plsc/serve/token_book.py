@@ -3,13 +3,13 @@
 import contextlib
 import os
 import stat
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from plsc.errors import DataError, UsageError
+from plsc.progress import note
 from plsc.serve.errors import ApiError
 from plsc.serve.tokens import Token, find_token, read_tokens
 
@@ -71,7 +71,7 @@ class TokenBook:
             return
         self._reported = stamp
         message = f"the tokens read before stay in force for {_GRACE_SECONDS:g} s, then all are refused: {error}"
-        print(f"plsc serve: {message}", file=sys.stderr, flush=True)
+        note(f"plsc serve: {message}")
 
     def _read(self) -> Sequence[Token]:
         if self._reserve is not None:
@@ -90,7 +90,7 @@ class TokenBook:
             return
         if os.name == "posix" and mode & 0o077:
             message = f"{self._path} is open to others (mode {mode:04o}); close it: chmod 600 {self._path}"
-            print(f"plsc serve: {message}", file=sys.stderr, flush=True)
+            note(f"plsc serve: {message}")
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

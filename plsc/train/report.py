@@ -24,7 +24,7 @@ from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
 from plsc.models.recompute import recomputed_blocks
 from plsc.models.wrappers import TIMM_PREFIX
-from plsc.progress import StatusLine, counted, duration
+from plsc.progress import StatusLine, counted, duration, printable
 from plsc.train.components import TrainComponents, peak_rates
 from plsc.train.evaluate import BEST, MODEL
 from plsc.train.state import Position, steps_per_epoch
@@ -84,7 +84,7 @@ def append_to_log(out: Path, text: str) -> None:
 
 
 def _dated(text: str) -> str:
-    return f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}"
+    return f"{datetime.now():%Y-%m-%d %H:%M:%S} {printable(text)}"
 
 
 class StepProgress:

@@ -9,6 +9,7 @@ import torch
 from support.measured import Commands
 
 from plsc import models
+from plsc.data.codec import encode_image
 
 CONFIG = """\
 backbone = "resnet8"
@@ -70,6 +71,11 @@ class Samples:
         return self.folder / "store.snapshot"
 
     @property
+    def picture(self) -> Path:
+        """A private picture."""
+        return self.folder / "private.jpg"
+
+    @property
     def records(self) -> Path:
         """A .rec of 12 pictures with its companions."""
         return self.folder / "pictures.rec"
@@ -83,6 +89,7 @@ def make_samples(folder: Path, commands: Commands) -> Samples:
     """Make all of them in ``folder``, by the commands that users have."""
     samples = Samples(folder)
     samples.config.write_text(CONFIG)
+    samples.picture.write_bytes(encode_image(torch.zeros(3, 112, 112, dtype=torch.uint8)))
     torch.manual_seed(0)
     models.save_model(models.create("resnet8", embedding_dim=8, image_size=32).eval(), samples.model)
     for words in (

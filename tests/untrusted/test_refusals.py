@@ -11,6 +11,7 @@ from untrusted import (
     column_files,
     onnx_files,
     pickled,
+    picture_folders,
     record_files,
     safetensors_files,
     text_files,
@@ -27,6 +28,7 @@ CORPUS: dict[str, dict[str, Case]] = {
     "safetensors": safetensors_files.CASES,
     "folder": column_files.CASES,
     "text": text_files.CASES,
+    "pictures": picture_folders.CASES,
 }
 SECONDS, MIB = 2.0, 256.0
 LONGEST_OUTPUT = 4000

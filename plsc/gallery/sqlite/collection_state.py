@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +26,7 @@ from plsc.gallery.validation import is_expired, is_id
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64
 from plsc.index.tuning import PlanningStopped, plan_search
+from plsc.progress import note
 
 MIN_CHANGES = 4096  # rows added or deleted before compaction is considered: fewer cost a search next to nothing
 COMPACTION_DIVISOR = 8  # compact when an eighth of the sealed segment was added or deleted
@@ -330,5 +330,5 @@ class AnnPlanner:
         except PlanningStopped:
             return None
         except (PlscError, MemoryError) as error:
-            print(f"plsc gallery: searching stays exact: {error or type(error).__name__}", file=sys.stderr, flush=True)
+            note(f"plsc gallery: searching stays exact: {error or type(error).__name__}")
             return None

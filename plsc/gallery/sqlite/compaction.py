@@ -17,7 +17,6 @@ the deletion still hold the vectors; ``plsc gallery check`` counts them.
 
 import shutil
 import sqlite3
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -38,6 +37,7 @@ from plsc.gallery.sqlite.segments import (
     segment_in_memory,
     write_segment,
 )
+from plsc.progress import note
 
 _ERASE_BATCH = 512  # vectors per transaction: the longest that a write waits for an erasure
 _MIN_ERASED = 4096  # erased vectors that are worth rewriting the file
@@ -109,7 +109,7 @@ class Compactor:
             try:
                 sealed = open_segment(self._collections, stored, self._precision)
             except IntegrityError as error:
-                print(f"plsc gallery: {error}; rebuilding it from {SQLITE}", file=sys.stderr, flush=True)
+                note(f"plsc gallery: {error}; rebuilding it from {SQLITE}")
                 return self._rebuild_at_opening(stored)
         with self._database.reading() as db:
             newer = records.count_faces(db, stored.number, stored.watermark)

@@ -13,7 +13,6 @@ import base64
 import binascii
 import os
 import struct
-import sys
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 from plsc.errors import DataError, IntegrityError, StorageError, UsageError
 from plsc.files import storage_errors, sync
 from plsc.index.rows import Int64, Mask
+from plsc.progress import note
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -68,7 +68,7 @@ def read_key_file(path: Path) -> bytes:
     if len(key) != KEY_BYTES:
         raise UsageError(f"{path} is no key file: it holds 32 bytes in base64, as openssl rand -base64 32 writes them")
     if mode & 0o077:
-        print(f"plsc: the key file {path} can be read by others than its owner: chmod 600 it", file=sys.stderr)
+        note(f"plsc: the key file {path} can be read by others than its owner: chmod 600 it")
     return key
 
 

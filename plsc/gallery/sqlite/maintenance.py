@@ -1,12 +1,12 @@
 """When a store is compacted: by its own thread when that pays or is due, and by whoever asks."""
 
-import sys
 import threading
 from collections.abc import Callable, Iterable
 
 from plsc.errors import PlscError
 from plsc.gallery.sqlite.collection_state import AnnPlanner, CollectionState
 from plsc.gallery.sqlite.compaction import Compactor
+from plsc.progress import note
 
 _INTERVAL_SECONDS = 60.0  # at most, between two looks at what is due
 _RETRY_SECONDS = 30.0  # at most, after a compaction that failed (on a full disk)
@@ -79,7 +79,7 @@ class Maintenance:
                 self._compact_due()
             except (PlscError, MemoryError) as error:
                 self.failures += 1
-                print(f"plsc gallery: compaction put off: {error or type(error).__name__}", file=sys.stderr, flush=True)
+                note(f"plsc gallery: compaction put off: {error or type(error).__name__}")
                 self._closing.wait(min(_RETRY_SECONDS, self._interval))
                 self._due.set()
 

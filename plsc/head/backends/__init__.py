@@ -1,6 +1,5 @@
 """The implementations of the head's passes and updates, one of which is chosen when a head is made."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +20,8 @@ from plsc.head.low_precision import Rounding, RowState
 from plsc.head.update_rules import Update, UpdateRule
 from plsc.losses.margins import Margin
 from plsc.native import head_kernels
+from plsc.progress import warn
 
-_LOG = logging.getLogger("plsc")
 BACKENDS = ("torch", "cpu", "triton")
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -128,7 +127,7 @@ def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBacken
     if problem is None:
         return backend
     reason = f"the passes of the {backend.name} backend disagree with float64 here: {problem}"
-    _LOG.warning("KERNELS SWITCHED OFF: %s; PyTorch computes instead (slower); run plsc doctor", reason)
+    warn("plsc", f"KERNELS SWITCHED OFF: {reason}; PyTorch computes instead (slower); run plsc doctor")
     return fall_back(shape, reason)
 
 
@@ -247,7 +246,7 @@ def choose_updater(
     if problem is None:
         return backend.updater(type(rule), list(state_dtypes.values()), rounding)
     reason = f"the {type(rule).__name__} kernel of the {backend.name} backend disagrees with float64 here: {problem}"
-    _LOG.warning("KERNEL SWITCHED OFF: %s; PyTorch updates instead (slower); run plsc doctor", reason)
+    warn("plsc", f"KERNEL SWITCHED OFF: {reason}; PyTorch updates instead (slower); run plsc doctor")
     backend.reason += f"; updates by torch: {reason}"
     return backend.update
 

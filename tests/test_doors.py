@@ -1,0 +1,190 @@
+"""Two doors: what others supplied is opened in one place, and what is printed or logged is made printable in one."""
+
+import ast
+import io
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plsc.errors import DataError
+from plsc.progress import StatusLine, log_once, note, printable, show, warn
+from plsc.regular_files import ALLOW_OUTSIDE, open_regular, read_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
+
+import draw_architecture as architecture
+
+HOSTILE = "a\x1b[2Jall good\r\nplsc: sound\x9b31m\u202egpj.\udcff"
+SHOWN = "a\ufffd[2Jall good\ufffd\ufffdplsc: sound\ufffd31m\ufffdgpj.\ufffd"
+
+# Who may open files past plsc.regular_files, and why. Libraries (torch, zipfile, safetensors, numpy) open by name what
+# was found to be a regular file before.
+OPENERS = {
+    "plsc.regular_files": "the door",
+    "plsc.arcface_torch": "a config that the user names",
+    "plsc.bench": "our own measurements, and a checkout that the user names",
+    "plsc.client": "the user's own token",
+    "plsc.data.image_cache": "the system's, and our own cache",
+    "plsc.data.record_dataset": "our own cache, a regular file",
+    "plsc.data.record_keys": "maps what it has opened by the door",
+    "plsc.devices": "the system's",
+    "plsc.doctor.machine": "the system's",
+    "plsc.embedding.columns": "files of a manifest, which are regular ones",
+    "plsc.embedding.mtcnn_weights": "files whose hashes are known",
+    "plsc.embedding.onnx_trial": "the system's",
+    "plsc.embedding.program": "a model that is a regular file",
+    "plsc.embedding.set_writer": "our own folder",
+    "plsc.files": "writes",
+    "plsc.gallery": "the store's own files, and snapshots of which each file is in a manifest",
+    "plsc.head": "our own table and journal",
+    "plsc.index": "files of a manifest, which are regular ones",
+    "plsc.models.torch_files": "a model that is a regular file",
+    "plsc.models.weights": "a model that is a regular file",
+    "plsc.native.build": "our own sources",
+    "plsc.quickstart": "our own page",
+    "plsc.serve": "the service's own files",
+    "plsc.sizes": "the system's",
+    "plsc.train.checkpoint_inspection": "what it has just written",
+    "plsc.train.checkpoint_reader": "files of a manifest, which are regular ones",
+    "plsc.train.metrics": "the run's own log",
+    "plsc.train.restart": "the system's",
+}
+# Who may print or log past plsc.progress, and why.
+PRINTERS = {
+    "plsc.progress": "the door",
+    "plsc.doctor.report": "in colour, with printable()",
+    "plsc.gallery.milvus_client": "switches another's log off",
+    "plsc.head.sharded_head": "names a backend of our own",
+    "plsc.optim.eight_bit_adamw": "switches another's log off",
+    "plsc.parallel.launch": "what ranks have printed",
+    "plsc.strict_toml": "the name of a key of ours",
+    "plsc.tools.train": "the name of an option",
+    "plsc.train.components": "switches another's log off",
+}
+OPENING = {"memmap", "open_memmap", "fromfile", "ZipFile", "safe_open", "open"}
+PRINTING = {"print", "input", "getLogger", "warn", "write"}
+
+
+def opens(call: ast.Call) -> bool:
+    """Whether a call opens a file for reading by its name."""
+    name, owner = name_of(call)
+    if name == "open" and owner in ("Index", "Image", "webbrowser"):
+        return False
+    if name == "load":
+        return owner in ("np", "numpy", "torch")
+    if name in ("read_bytes", "read_text"):  # of a path: the doors' own stand alone
+        return isinstance(call.func, ast.Attribute)
+    return name in OPENING and not is_for_writing(call)
+
+
+def prints(call: ast.Call) -> bool:
+    """Whether a call prints or logs."""
+    name, owner = name_of(call)
+    if name == "warn":
+        return owner == "warnings"
+    if name == "write":
+        return owner in ("stdout", "stderr")
+    return name in PRINTING and (owner in ("", "logging"))
+
+
+def name_of(call: ast.Call) -> tuple[str, str]:
+    """The function's name, and the last name of what it belongs to."""
+    if isinstance(call.func, ast.Name):
+        return call.func.id, ""
+    if not isinstance(call.func, ast.Attribute):
+        return "", ""
+    owner = call.func.value
+    return call.func.attr, getattr(owner, "attr", getattr(owner, "id", ""))
+
+
+def is_for_writing(call: ast.Call) -> bool:
+    modes = [argument.value for argument in call.args if isinstance(argument, ast.Constant)]
+    return any(isinstance(mode, str) and mode[:1] in ("w", "a", "x") for mode in modes)
+
+
+def places(found: dict[str, Path], is_one: object) -> Iterator[tuple[str, str]]:
+    for name, path in found.items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and is_one(node):  # type: ignore[operator]
+                yield name, f"{name}:{node.lineno}"
+
+
+def allowed_by(name: str, allowed: dict[str, str]) -> str | None:
+    return next((each for each in allowed if name == each or name.startswith(f"{each}.")), None)
+
+
+@pytest.mark.parametrize(("is_one", "allowed"), [(opens, OPENERS), (prints, PRINTERS)], ids=["opens", "prints"])
+def test_nobody_goes_around(is_one, allowed):
+    found = list(places(architecture.module_paths(), is_one))
+    assert [place for name, place in found if allowed_by(name, allowed) is None] == []
+    assert {allowed_by(name, allowed) for name, _ in found} == set(allowed), "somebody on the list needs it no more"
+
+
+def test_lines_are_made_printable(capsys, caplog):
+    assert printable(HOSTILE) == SHOWN
+    show("first", HOSTILE)
+    note(HOSTILE)
+    assert capsys.readouterr() == (f"first\n{SHOWN}\n", f"{SHOWN}\n")
+    with caplog.at_level(logging.WARNING):
+        warn("plsc.data", f"%s {HOSTILE}")
+        log_once("plsc.data", f"once {HOSTILE}")
+    assert caplog.messages == [f"%s {SHOWN}", f"once {SHOWN}"]
+    file = io.StringIO()
+    status = StatusLine(file)
+    status.update(HOSTILE)
+    status.print(HOSTILE)
+    assert file.getvalue() == f"{SHOWN}\n{SHOWN}\n"
+
+
+def test_regular_files_alone_are_opened(tmp_path):
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "file", largest=5) == b"12345"
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "loop").symlink_to("loop")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+    for name, why in (
+        ("pipe", "it is no regular file"),
+        ("zero", "it is no regular file"),
+        (".", "it is a folder"),
+        ("socket", "No such device"),
+        ("loop", "Too many levels"),
+        ("none", "No such file"),
+        ("file", "it has 5 bytes, where 4 are the most"),
+    ):
+        with pytest.raises(DataError, match=f"cannot read .*: {why}"):
+            read_bytes(tmp_path / name, largest=4)
+
+
+def test_a_path_below_a_folder_does_not_lead_out_of_it(tmp_path, monkeypatch):
+    private, folder = tmp_path / "private.jpg", tmp_path / "photos"
+    private.write_bytes(b"private")
+    (folder / "ann").mkdir(parents=True)
+    (folder / "ann/1.jpg").write_bytes(b"own")
+    (tmp_path / "photos-2").mkdir()
+    (tmp_path / "photos-2/1.jpg").write_bytes(b"private")
+    for link, target in (
+        ("inside.jpg", "ann/1.jpg"),
+        ("9.jpg", private),
+        ("ann/9.jpg", "../../private.jpg"),
+        ("bob", tmp_path),
+        ("beside", tmp_path / "photos-2"),
+    ):
+        (folder / link).symlink_to(target)
+    (tmp_path / "linked").symlink_to(folder)  # where the folder itself lies is its reader's choice
+    inside = ["ann/1.jpg", "inside.jpg", "ann/../ann/1.jpg", "bob/photos/ann/1.jpg"]
+    outside = ["9.jpg", "ann/9.jpg", "bob/private.jpg", "beside/1.jpg", "../private.jpg", str(private)]
+    for root in (folder, tmp_path / "linked"):
+        for name in inside:
+            assert read_bytes(root / name, below=root) == b"own"
+        for name in outside:
+            with pytest.raises(DataError, match=r"lies outside of .*--allow-outside"):
+                open_regular(root / name, below=root)
+    monkeypatch.setenv(ALLOW_OUTSIDE, "1")
+    assert {read_bytes(folder / name, below=folder) for name in outside} == {b"private"}
