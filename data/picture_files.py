@@ -21,8 +21,8 @@ _LISTED_KINDS = 8
 class PictureFiles:
     """The files in ``folder`` that are pictures by their names, and those in its sub-folders, the identities.
 
-    A sub-folder may be a symbolic link; links to folders below it are not followed, so that there is no cycle. Names
-    that begin with a dot are ignored.
+    A sub-folder may be a symbolic link; links to folders below it are not followed, so that there is no cycle. Whether
+    a link may lead out of the folder is decided where a picture is read. Names that begin with a dot are ignored.
 
     Attributes:
         identities: the names of the sub-folders, in order.

@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+from plsc.data.codec import encode_image
 from plsc.errors import DataError
 from plsc.progress import StatusLine, log_once, note, printable, show, warn
 from plsc.regular_files import ALLOW_OUTSIDE, open_regular, read_bytes
+from plsc.tools.entry import main
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
@@ -188,3 +191,28 @@ def test_a_path_below_a_folder_does_not_lead_out_of_it(tmp_path, monkeypatch):
                 open_regular(root / name, below=root)
     monkeypatch.setenv(ALLOW_OUTSIDE, "1")
     assert {read_bytes(folder / name, below=folder) for name in outside} == {b"private"}
+
+
+def test_private_pictures_are_not_copied(tmp_path, caplog):
+    """From a folder, a list or a folder with records, unless that is asked for."""
+    folder = tmp_path / "photos"
+    (folder / "ann").mkdir(parents=True)
+    for place, grey in ((folder / "ann/1.png", 10), (tmp_path / "private.png", 200)):
+        place.write_bytes(encode_image(torch.full((3, 16, 16), grey, dtype=torch.uint8), "png"))
+    private = (tmp_path / "private.png").read_bytes()
+    (folder / "ann/9.png").symlink_to(tmp_path / "private.png")
+    (folder / "list.txt").write_text(f"ann/1.png\tann\n../private.png\tann\n{tmp_path}/private.png\tann\n")
+    for number, (source, outside) in enumerate(((folder, 1), (folder / "list.txt", 2))):
+        out = tmp_path / f"{number}.rec"
+        assert main(["data", "convert", str(source), str(out)]) == 0
+        assert private not in out.read_bytes()
+        assert len([line for line in caplog.messages if "lies outside of" in line]) == outside
+        caplog.clear()
+        assert main(["data", "convert", str(source), str(out), "--allow-outside", "--overwrite"]) == 0
+        assert out.read_bytes().count(private) == outside
+        assert not caplog.messages
+        assert ALLOW_OUTSIDE not in os.environ
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records/train.rec").symlink_to(tmp_path / "0.rec")
+    assert main(["data", "stats", str(tmp_path / "records")]) == 1
+    assert main(["data", "stats", str(tmp_path / "records"), "--allow-outside"]) == 0

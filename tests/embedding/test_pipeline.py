@@ -1,5 +1,7 @@
 """The pipeline in front of the model: order, errors and what binds; and the engine's small batches on a CPU."""
 
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -14,6 +16,25 @@ from plsc.errors import DataError
 from plsc.tools.entry import main
 
 CPU = torch.device("cpu")
+STUCK = """
+import os, time
+import numpy as np
+from plsc.data import ImageDataset
+from plsc.embedding.pipeline import decode_loader
+from plsc.models.preprocessing import Preprocessing
+
+class Stuck(ImageDataset):
+    def image(self, index):
+        print("reading", flush=True)
+        time.sleep(1e6)
+
+    def key(self, index):
+        return str(index)
+
+stuck = Stuck("stuck", np.zeros(2, dtype=np.int64), ["a"], None)
+loader = decode_loader(stuck, [(0, 2)], preprocessing=Preprocessing(), batch_size=1, workers=1, pin=False)
+next(iter(loader))
+"""
 
 
 def batches(count):
@@ -43,6 +64,15 @@ def test_the_next_batch_is_read_while_the_model_computes():
         return images
 
     assert len(list(embedded_batches(embed, stream(), StallTimes()))) == 2
+
+
+def test_a_worker_ends_with_its_reader():
+    """It holds the other end of the reader's output."""
+    reader = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == b"reading\n"
+    reader.kill()
+    assert reader.communicate(timeout=60) == (b"", None)
 
 
 def test_time_that_reading_takes_is_told_as_such(monkeypatch):

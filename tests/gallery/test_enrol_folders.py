@@ -1,6 +1,7 @@
 """``plsc gallery enrol URL FOLDER``: a person for each sub-folder, reported, and never twice."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -78,6 +79,26 @@ def test_a_folder_of_folders_is_enrolled_once(live, folder, capsys):
     again = enrol(live, folder, code=1)
     assert (again["there"], again["enrolled"], again["failed"]) == (3, 0, 1)
     assert enrolled(live) == {**PEOPLE, "Mary": 4}
+
+
+def test_what_is_not_the_folders_own_is_left_out_by_name(live, folder, capsys):
+    private = folder.parent / "private.png"
+    private.write_bytes(picture(50))
+    os.mkfifo(folder / "Ada/9.jpg")
+    (folder / "Ada/8.png").symlink_to(private)
+    (folder / "Ada/\x1b[2J\nall good.png").write_bytes(b"")
+    report = enrol(live, folder)
+    assert enrolled(live) == PEOPLE
+    assert report["left_out"] == 3
+    told = capsys.readouterr()
+    assert "Ada/9.jpg: it is no regular file" in told.out
+    assert f"Ada/8.png: it lies outside of {folder}; --allow-outside reads it all the same" in told.out
+    assert (told.out + told.err).replace("\n", "").isprintable()
+    assert not [line for line in told.out.splitlines() if line.startswith("all good")]
+    others = people_in(folder.parent / "others", {"Eve": 0})
+    (others / "Eve/8.png").symlink_to(private)
+    enrol(live, others, "--allow-outside")
+    assert enrolled(live) == {**PEOPLE, "Eve": 1}
 
 
 def test_people_who_are_known_are_skipped_added_or_asked_about(live, folder, monkeypatch, capsys):

@@ -56,7 +56,9 @@ def test_a_crafted_file_is_refused(
     before = sorted(folder.rglob("*"))
     done = commands(*arguments)
     assert done.code in (1, 2), done
-    *notes, error = done.output.splitlines()  # a note may go before: of an index that is missing, of a record left out
+    assert done.output.replace("\n", "").isprintable(), done
+    # A note may go before: of an index that is missing, of a record left out.
+    *notes, error = done.output.rstrip("\n").split("\n")
     assert error.startswith(f"plsc {arguments[0]}"), done
     assert ": error: " in error, done
     assert "crafted" in error, done
