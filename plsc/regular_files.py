@@ -7,8 +7,8 @@ to a picture of the reader's own, which would go into what the reader passes on.
 import os
 import stat
 from functools import lru_cache
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from plsc.errors import DataError
 
@@ -16,7 +16,7 @@ ALLOW_OUTSIDE = "PLSC_ALLOW_OUTSIDE"  # the environment's: "1" lets links and li
 LARGEST_PICTURE = 3 * 2**26 + 2**20  # bytes: of the pixels that are decoded at most, with nothing compressed
 
 
-def open_regular(path: Path, *, below: Path | None = None, largest: int | None = None) -> BinaryIO:
+def open_regular(path: Path, *, below: Path | None = None, largest: int | None = None) -> BufferedReader:
     """Open a file for reading, without waiting for anybody.
 
     Args:

@@ -109,8 +109,6 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.keys or args.list_keys is not None:
         _list_keys(args)
         return None
-    from plsc.plan.devices import check_link
-
     if args.config is None:
         raise UsageError("no configuration: plsc train CONFIG.toml, or a shipped one (plsc train --help lists them)")
     if args.as_toml and args.config.suffix == ".py":
@@ -122,13 +120,19 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.as_toml:
         show(*configuration.to_toml(config).rstrip("\n").split("\n"))
         return None
-    check_link(args.between, "--between")
+    _check_link(args.between)
     if args.nnodes > 1 and args.master_addr is None:
         raise UsageError(f"--nnodes {args.nnodes} needs --master-addr: the first machine's address, the same on all")
     if is_launched() or (args.nproc == args.nnodes == 1 and not args.dry_run):
         return _train_here(config, args)
     _launch(config, args)
     return None
+
+
+def _check_link(between: str) -> None:
+    from plsc.plan.devices import check_link  # which imports torch
+
+    check_link(between, "--between")
 
 
 def _list_keys(args: argparse.Namespace) -> None:
