@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 
 import draw_architecture as architecture
 
-HOSTILE = "a\x1b[2Jall good\r\nplsc: sound\x9b31m\u202egpj.\udcff"
-SHOWN = "a\ufffd[2Jall good\ufffd\ufffdplsc: sound\ufffd31m\ufffdgpj.\ufffd"
+HOSTILE = "a\x1b[2Jall good\r\nplsc: sound\x9b31m\u202egpj."
+SHOWN = "a\ufffd[2Jall good\ufffd\ufffdplsc: sound\ufffd31m\ufffdgpj."
 
 # Who may open files past plsc.regular_files, and why. Libraries (torch, zipfile, safetensors, numpy) open by name what
 # was found to be a regular file before.
@@ -130,6 +130,7 @@ def test_nobody_goes_around(is_one, allowed):
 
 def test_lines_are_made_printable(capsys, caplog):
     assert printable(HOSTILE) == SHOWN
+    assert printable("\udcff") == "\ufffd"  # a byte of a name that is no UTF-8
     show("first", HOSTILE)
     note(HOSTILE)
     assert capsys.readouterr() == (f"first\n{SHOWN}\n", f"{SHOWN}\n")

@@ -342,13 +342,6 @@ USING = (
         ("tests/test_doors.py",),
     ),
     Defect(
-        "a pipe among pictures is waited for",
-        "plsc/regular_files.py",
-        'os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)',
-        "os.O_RDONLY",
-        ("tests/test_doors.py",),
-    ),
-    Defect(
         "a log line shows names as they are",
         "plsc/progress.py",
         'warning("%s", printable(line))',
