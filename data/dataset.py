@@ -167,7 +167,7 @@ def _open_folder(path: Path, image_size: ImageSize | None, max_bad_records: int 
     if len(records) > 1:
         raise UsageError(f"{path} holds {len(records)} .rec files and no train.rec; name the one to use")
     if records:
-        open_regular(records[0], below=path).close()  # a link may lead to records of the reader's own
+        open_regular(records[0], below=path.resolve()).close()  # a link may lead to records of the reader's own
         return _open_file(records[0], image_size, max_bad_records)
     return FolderDataset(path, image_size)
 

@@ -26,7 +26,7 @@ class FolderDataset(EncodedDataset):
     """
 
     def __init__(self, folder: Path, image_size: ImageSize | None = 112) -> None:
-        self.folder = folder
+        self.folder, self._below = folder, folder.resolve()
         files = PictureFiles(folder)
         empty: dict[str, str] = {}
         paths: list[str] = []
@@ -54,7 +54,7 @@ class FolderDataset(EncodedDataset):
 
     def encoded(self, index: int) -> bytes:
         """Read the image file."""
-        return read_bytes(self.folder / self._paths[index], below=self.folder)
+        return read_bytes(self.folder / self._paths[index], below=self._below)
 
 
 class ListDataset(EncodedDataset):
@@ -72,7 +72,7 @@ class ListDataset(EncodedDataset):
     """
 
     def __init__(self, path: Path, image_size: ImageSize | None = 112) -> None:
-        self.folder = path.parent
+        self.folder, self._below = path.parent, path.parent.resolve()
         paths: list[str] = []
         names: list[str] = []
         for image, name in _entries(path):
@@ -90,7 +90,7 @@ class ListDataset(EncodedDataset):
 
     def encoded(self, index: int) -> bytes:
         """Read the image file."""
-        return read_bytes(self.folder / self._paths[index], below=self.folder)
+        return read_bytes(self.folder / self._paths[index], below=self._below)
 
 
 def _no_image_error(files: PictureFiles) -> str:

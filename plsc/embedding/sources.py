@@ -42,7 +42,7 @@ class LooseImages(EncodedDataset):
         label_of = {"": -1, **{folder: label for label, folder in enumerate(classes)}}
         labels = np.array([label_of[folder] for folder in folders], dtype=np.int64)
         super().__init__(str(root), labels, classes, image_size)
-        self.root, self._names, self._below = root, PackedStringColumn(names), None if may_leave else root
+        self.root, self._names, self._below = root, PackedStringColumn(names), None if may_leave else root.resolve()
 
     def encoded(self, index: int) -> bytes:
         """The bytes of file ``index``."""

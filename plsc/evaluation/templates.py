@@ -59,7 +59,7 @@ class IjbFaces:
     def image(self, index: int) -> torch.Tensor:
         """Return face ``index``, aligned, as uint8 (3, image_size, image_size)."""
         crops = self.folder / "loose_crop"
-        image = read_image(crops / self.names[index], below=crops)
+        image = read_image(crops / self.names[index], below=crops.resolve())
         return align_face(image, self.landmarks[index], self.image_size, self.names[index])
 
     def picture(self, index: int) -> torch.Tensor:

@@ -65,7 +65,8 @@ class Enrolment:
     """
 
     def __init__(self, client: Client, collection: str, folder: Path, limits: dict[str, Any]) -> None:
-        self._client, self._collection, self._folder = client, collection, folder
+        self._client, self._collection = client, collection
+        self._folder, self._below = folder, folder.resolve()
         self._most = int(limits["inputs"])
         self._most_bytes = int((int(limits["body_bytes"]) - _BESIDE) * _JSON_SHARE)
 
@@ -118,7 +119,7 @@ class Enrolment:
         batch: dict[str, bytes] = {}
         for path in pictures:
             try:
-                data = read_bytes(self._folder / path, below=self._folder)
+                data = read_bytes(self._folder / path, below=self._below)
             except DataError as error:
                 outcome.left_out[path] = str(error)
                 continue
