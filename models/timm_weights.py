@@ -5,6 +5,7 @@ architecture, the arguments that it was built with, and ``pretrained_cfg``, what
 state_dict alone has none of it; then timm's own registry says what the weights of that name expect.
 """
 
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -16,7 +17,6 @@ from typing import Any
 from torch import Tensor
 
 from plsc.errors import DataError, UsageError, first_line
-from plsc.files import read_json
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
 
@@ -109,7 +109,10 @@ def snapshot_config(file: Path) -> SnapshotConfig | None:
     path = file.with_name(CONFIG)
     if not path.is_file():
         return None
-    content = read_json(path)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is no JSON: {first_line(error)}; use another copy") from None
     if not isinstance(content, dict) or "architecture" not in content:
         return None
     pretrained_cfg = content.get("pretrained_cfg", content)  # timm's older files have all in one

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from plsc.errors import DataError, IntegrityError, StorageError, UsageError, first_line
 from plsc.progress import note
-from plsc.regular_files import open_regular
 from plsc.text_files import read_text
 
 MANIFEST = "manifest.json"
@@ -211,7 +210,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
 
 def sha256(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hexadecimal."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

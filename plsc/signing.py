@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import MANIFEST, canonical_json, describe_files, manifest_value, read_json, write_json
 from plsc.progress import note
-from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -144,7 +143,7 @@ def _key_id(key: "Ed25519PublicKey") -> str:
 def _key_bytes(path: Path) -> bytes:
     if not path.is_file():
         raise UsageError(f"there is no key {path}; openssl genpkey -algorithm ed25519 makes one")
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         return file.read(_LARGEST_KEY)
 
 

@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 from plsc.client import Client, ServerError
 from plsc.client_values import Known, NewPerson
+from plsc.data.codec import decode_image, encode_image
 from plsc.data.picture_files import PictureFiles, kinds_text
 from plsc.errors import DataError, UsageError
 from plsc.gallery.validation import check_external_id
@@ -30,7 +32,9 @@ STATUSES: dict[Status, str] = {
     "failed": "failed",
 }
 _ON_KNOWN = {"skip": "refuse", "add": "add", "enrol": "enrol"}
-_OF_PICTURES = (413, 415, 422)  # statuses of a request that one of its pictures spoils, which the message names first
+_UNSUPPORTED_TYPE = 415
+# Statuses of a request that one of its pictures spoils, which the message names first.
+_OF_PICTURES = (413, _UNSUPPORTED_TYPE, 422)
 _NAMED = re.compile(r"faces\[(\d+)\]")
 _OF_PERSON = (400, 404, 409, 412, 504)  # statuses by which this person fails; others end the run
 _JSON_SHARE, _BESIDE = 0.74, 65_536  # of a body: base64 is 4/3 of the pictures; and what stands beside them
@@ -134,7 +138,8 @@ class Enrolment:
             yield batch
 
     def _send(self, batch: dict[str, bytes], outcome: Outcome, on_known: OnKnown) -> None:
-        """Send a batch, again without each picture that the service cannot use."""
+        """Send a batch; again with JPEG for a format that the service refuses, or without what it cannot use."""
+        converted: set[str] = set()
         while batch:
             try:
                 self._send_once(batch, outcome, on_known)
@@ -144,6 +149,11 @@ class Enrolment:
                 if found is None or int(found[1]) >= len(batch):
                     raise
                 path = list(batch)[int(found[1])]
+                if error.status == _UNSUPPORTED_TYPE and path not in converted:
+                    converted.add(path)
+                    with suppress(DataError):  # what the service says of it is said below
+                        batch[path] = encode_image(decode_image(batch[path], path), "jpeg")
+                        continue
                 outcome.left_out[path] = str(error).removeprefix(found[0]).strip()
                 del batch[path]
 

@@ -28,7 +28,7 @@ except ImportError:  # Windows
 JOB = struct.Struct("<II")
 ANSWER = struct.Struct("<BBII")
 READY, PIXELS, UNUSABLE, TOO_LARGE = range(4)
-FORMATS = ("JPEG", "PNG", "WEBP", "HEIF")
+FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "HEIF")
 _PIPE_BYTES = 1 << 20
 _NICENESS = 5  # searches go first where processors are short: a hostile picture takes seconds of one
 _BASE_BYTES = 64 << 20
@@ -114,6 +114,10 @@ def _import_decoders() -> None:
 
     with suppress(ImportError):  # an extra
         import pillow_heif  # noqa: F401
+    with suppress(ImportError):  # not in Pillow before 11.3
+        from PIL import AvifImagePlugin
+
+        AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # each thread takes memory of its own
     for kind in FORMATS[:3]:
         file = io.BytesIO()
         Image.new("RGB", (8, 8)).save(file, kind)

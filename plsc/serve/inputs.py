@@ -10,17 +10,19 @@ import pybase64
 import torch
 
 from plsc.data.alignment import align_face
-from plsc.data.codec import resize_image
+from plsc.data.codec import resize_image, suffix_of
 from plsc.embedding.detector import Detector
 from plsc.embedding.preprocessing import picture_warnings
 from plsc.errors import DataError, UsageError
-from plsc.image_files import TooLargeError, is_heic, unread_formats
+from plsc.image_files import SUFFIXES, TooLargeError, unread_formats
 from plsc.models.preprocessing import Preprocessing, check_square
+from plsc.serve.decode_process import FORMATS
 from plsc.serve.decoding import DecodeProcess
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import Input
 
 Float32 = npt.NDArray[np.float32]
+_FORMATS = {SUFFIXES[kind][0]: kind for kind in FORMATS}
 
 
 class DecodedImage(NamedTuple):
@@ -43,7 +45,7 @@ def image_bytes(item: Input, name: str) -> bytes:
 def decode(
     process: DecodeProcess, data: bytes, name: str, contract: Preprocessing, landmarks: Any, detector: Detector | None
 ) -> DecodedImage:
-    """Decode a JPEG, PNG, WEBP or HEIC file as the model expects it.
+    """Decode a JPEG, PNG, WEBP, AVIF or HEIC file as the model expects it.
 
     Args:
         process: where the file is decoded; its pixels are aligned or resized here.
@@ -79,14 +81,13 @@ def decode(
 
 
 def check_format(data: bytes, name: str) -> None:
-    """:class:`ApiError` 415 unless the first bytes are those of a file that is read here: JPEG, PNG, WEBP or HEIC."""
-    if is_heic(data):
-        if "HEIF" in unread_formats():
-            raise ApiError(415, f"{name} is HEIC: pip install plsc-torch[heic] on the server, or send JPEG")
-        return
-    webp = data.startswith(b"RIFF") and data[8:12] == b"WEBP"
-    if not (webp or data.startswith((b"\xff\xd8\xff", b"\x89PNG\r\n\x1a\n"))):
-        raise ApiError(415, f"{name} is no JPEG, PNG or WEBP image, nor HEIC; convert it first")
+    """:class:`ApiError` 415 unless the first bytes are those of a format that this service decodes."""
+    kind = _FORMATS.get(suffix_of(data) or "")
+    if kind is None:
+        raise ApiError(415, f"{name} is no JPEG, PNG, WEBP or AVIF image, nor HEIC; convert it first")
+    if kind in unread_formats():
+        shown = "HEIC" if kind == "HEIF" else kind
+        raise ApiError(415, f"{name} is {shown}: on the server, {unread_formats()[kind]}; or send JPEG")
 
 
 def input_vector(item: Input, name: str, dim: int) -> Float32:

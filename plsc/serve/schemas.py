@@ -147,7 +147,7 @@ class Input(Body):
 
     model_config = ConfigDict(json_schema_extra=_INPUT)
 
-    image: EncodedPicture | None = Field(None, description="A JPEG, PNG, WEBP or HEIC file in base64")
+    image: EncodedPicture | None = Field(None, description="A JPEG, PNG, WEBP, AVIF or HEIC file in base64")
     landmarks: list[Point] | None = Field(
         None,
         fail_fast=True,

@@ -18,7 +18,8 @@ from plsc.serve.forms import FORM_TYPE, Part, boundary_of, read_form
 from plsc.serve.routing import JsonRequest, content_type, get_service, read_json, require_json
 from plsc.serve.service import Service
 
-PICTURE_TYPES = ("image/jpeg", "image/png", "image/webp", "image/heic", "image/heif")  # the bytes decide which it is
+# The bytes decide which it is.
+PICTURE_TYPES = ("image/jpeg", "image/png", "image/webp", "image/avif", "image/heic", "image/heif")
 _LANDMARKS = "landmarks"
 _MAX_TEXTS = 32
 _FILE = {"type": "string", "format": "binary"}

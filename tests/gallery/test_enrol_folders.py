@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from support.live_service import Live, live_service, picture
 from support.waiting import wait_until
 
@@ -59,6 +60,9 @@ def enrolled(live: Live, collection: str = "people") -> dict[str, int]:
 def test_a_folder_of_folders_is_enrolled_once(live, folder, capsys):
     (folder / "Mary" / "broken.png").write_bytes(picture(99)[:-300])
     (folder / "Mary" / "2.png").write_bytes(b"nothing")
+    with Image.open(folder / "Mary" / "1.png") as image:
+        image.save(folder / "Mary" / "1.gif")  # which the service does not decode
+    (folder / "Mary" / "1.png").unlink()
     (folder / "Empty").mkdir()
     (folder / ("x" * 200)).mkdir()
     (folder / ("x" * 200) / "a.png").write_bytes(picture(77))
@@ -70,7 +74,7 @@ def test_a_folder_of_folders_is_enrolled_once(live, folder, capsys):
     assert list(counts.values()) == [3, 0, 0, 0, 1, 7, 2]
     mary = next(person for person in report["people"] if person["folder"] == "Mary")
     assert set(mary["left_out"]) == {"Mary/2.png", "Mary/broken.png"}
-    assert "no JPEG, PNG or WEBP" in mary["left_out"]["Mary/2.png"]
+    assert "no JPEG, PNG, WEBP or AVIF" in mary["left_out"]["Mary/2.png"]
     assert report["empty"] == {"Empty": "nothing"}
     told = capsys.readouterr().out
     assert "Empty: no picture in it" in told

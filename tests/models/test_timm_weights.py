@@ -177,7 +177,7 @@ def test_a_folder_of_another_architecture_says_which_backbone_to_give(snapshot: 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ("{", "config.json is not readable as JSON"),
+        ("{", "config.json is no JSON"),
         ('{"architecture": "test_resnet", "pretrained_cfg": []}', "pretrained_cfg and model_args are tables"),
         ('{"architecture": "test_resnet", "pretrained_cfg": {"input_size": [1, 28, 28]}}', "images of 1 channels"),
         ('{"architecture": "test_resnet", "pretrained_cfg": {"mean": ["x", 0, 0]}}', "cannot be used"),

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [(b"\x89PNG\r\n\x1a\nbroken", "query"), (b"no picture at all", "JPEG, PNG or WEBP")]
+    ("content", "told"), [(b"\x89PNG\r\n\x1a\nbroken", "query"), (b"no picture at all", "JPEG, PNG, WEBP or AVIF")]
 )
 def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, content: bytes, told: str) -> None:
     page = visit(people)
