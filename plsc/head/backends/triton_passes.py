@@ -5,15 +5,14 @@ device's kind and the batch's size alone, and in float64 over the parts, in thei
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch
+from plsc.head.backends.torch_backend import Batch, PassInputs, StateOf
 from plsc.head.backends.triton_tiles import Tile, choose_tile
 from plsc.head.backends.triton_update import STATES, rule_constants, rule_numbers
 from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows
@@ -27,18 +26,6 @@ _PARKED_BYTES = 32 << 20  # of gradients between product and update, at most abo
 _MOST_PARKED = 8  # programs for each of the device's processors
 _UPDATED_ELEMENTS = 4096  # of the table at a time, in a program
 _LOG2_E = 1 / math.log(2)
-
-
-@dataclass(frozen=True)
-class SecondPass:
-    """The input of pass 2 over some rows: see :meth:`TorchBackend.second_pass`."""
-
-    rows: ClassRows
-    batch: Batch
-    log_z: Tensor
-    scale: Tensor
-    target_grad: Tensor
-    member: Tensor | None = None
 
 
 def first_pass(
@@ -95,39 +82,33 @@ def first_pass(
     return total, grad
 
 
-def second_pass(given: SecondPass, chunk_size: int, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
+def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
     """Give each chunk with the gradient (n·K, D) float32 by its unit rows."""
     from plsc.head.backends import triton_pass_kernels as kernels
 
-    tile, arguments = _prepared(given, precision)
-    for chunk in given.rows.chunks(chunk_size):
+    tile, arguments = _prepared(inputs, precision)
+    for chunk in inputs.rows.chunks(inputs.chunk_size):
         count = chunk.stop - chunk.start
-        shape = count * given.rows.centers, given.batch.features.shape[1]
-        gradient = torch.empty(shape, dtype=torch.float32, device=given.batch.features.device)
-        programs = -(-count // tile.classes(given.rows.centers))
+        shape = count * inputs.rows.centers, inputs.batch.features.shape[1]
+        gradient = torch.empty(shape, dtype=torch.float32, device=inputs.batch.features.device)
+        programs = -(-count // tile.classes(inputs.rows.centers))
         _launch(
             kernels.gradient_pass, programs, tile, chunk, precision, gradient=gradient, **_table(chunk), **arguments
         )
         yield chunk, gradient
 
 
-def update_pass(
-    given: SecondPass,
-    chunk_size: int,
-    precision: Fp32Precision,
-    state: Callable[[Chunk], Mapping[str, RowState]],
-    update: Update,
-) -> None:
+def update_pass(inputs: PassInputs, precision: Fp32Precision, state: StateOf, update: Update) -> None:
     """Run pass 2, and the update of :func:`plsc.head.backends.triton_update.update_rows` in the same programs.
 
     Its result is that of the gradient and that function, bit for bit.
     """
     from plsc.head.backends import triton_pass_kernels as kernels
 
-    rows, features = given.rows, given.batch.features
-    tile, arguments = _prepared(given, precision)
+    rows, features = inputs.rows, inputs.batch.features
+    tile, arguments = _prepared(inputs, precision)
     dim, step = features.shape[1], tile.classes(rows.centers)
-    largest = chunk_size if rows.is_streamed else rows.num_classes
+    largest = inputs.chunk_size if rows.is_streamed else rows.num_classes
     parks = _parks(_processors(features.device), tile, dim, -(-largest // step))
     parking = torch.empty(parks, tile.slots, dim, dtype=torch.float32, device=features.device)
     taken = torch.zeros(parks, dtype=torch.int32, device=features.device)
@@ -176,14 +157,14 @@ def _state_arguments(tables: Mapping[str, RowState | None]) -> dict[str, Tensor 
     return arguments
 
 
-def _prepared(given: SecondPass, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
+def _prepared(inputs: PassInputs, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
     """Pass 2's tile, and those arguments of its kernels that all chunks share."""
-    batch, device = given.batch, given.batch.features.device
-    log_z = given.log_z.double() * _LOG2_E
-    by_sample = {"log_z": log_z, "scale": given.scale, "target_grad": given.target_grad}
-    member = None if given.member is None else given.member.contiguous().view(torch.uint8)
+    batch, device = inputs.batch, inputs.batch.features.device
+    log_z = inputs.log_z.double() * _LOG2_E
+    by_sample = {"log_z": log_z, "scale": inputs.scale, "target_grad": inputs.target_grad}
+    member = None if inputs.member is None else inputs.member.contiguous().view(torch.uint8)
     arguments = {name: values.float().contiguous() for name, values in by_sample.items()}
-    return choose_tile("second", given.rows, device, precision), {
+    return choose_tile("second", inputs.rows, device, precision), {
         **arguments,
         "features": batch.features.contiguous(),
         "position": batch.position.contiguous(),
