@@ -5,7 +5,7 @@ device's kind and the batch's size alone, and in float64 over the parts, in thei
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import Batch, PassInputs, StateOf
 from plsc.head.backends.triton_tiles import Tile, choose_tile
-from plsc.head.backends.triton_update import STATES, rule_constants, rule_numbers
-from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows
-from plsc.head.low_precision import RowState, as_int32, rounding_key
-from plsc.head.update_rules import SgdRule, Update
+from plsc.head.backends.triton_update import mark_written, rule_arguments
+from plsc.head.class_table import Chunk, ClassRows
+from plsc.head.update_rules import Update
 
 # Matrix units cut off what their float32 sums lose; over this many classes, that stays below 2⁻¹² of a sum.
 _MOST_CLASSES = 1 << 18  # to a program of pass 1
@@ -112,49 +111,24 @@ def update_pass(inputs: PassInputs, precision: Fp32Precision, state: StateOf, up
     parks = _parks(_processors(features.device), tile, dim, -(-largest // step))
     parking = torch.empty(parks, tile.slots, dim, dtype=torch.float32, device=features.device)
     taken = torch.zeros(parks, dtype=torch.int32, device=features.device)
-    kernel = kernels.sgd_pass if isinstance(update.rule, SgdRule) else kernels.adamw_pass
     for chunk in rows.chunks(max(largest, 1)):
-        tables = {name: state(chunk).get(name) for name in STATES[type(update.rule)]}
+        tables = state(chunk)
         _launch(
-            kernel,
+            kernels.update_pass,
             -(-(chunk.stop - chunk.start) // step),
             tile,
             chunk,
             precision,
             **_table(chunk),
             **arguments,
-            **_state_arguments(tables),
-            **rule_numbers(update.rule),
-            **rule_constants(update.rule),
+            **rule_arguments(update, tables),
             parking=parking,
             taken=taken,
             row_numbers=chunk.local_rows.contiguous() if chunk.table.is_copy else None,
-            first_number=update.first_row,
-            skip=update.skip,
-            key=as_int32(rounding_key(update.seed, update.step)),
-            factor=update.factor,
-            smallest_norm=SMALLEST_NORM,
             PARKS=parks,
             BLOCK_ROWS=min(max(_UPDATED_ELEMENTS // (1 << (dim - 1).bit_length()), 1), tile.slots),
-            STOCHASTIC=update.rounding == "stochastic",
         )
-        written = [chunk.table.weight, *[table.values for table in tables.values() if table is not None]]
-        # the kernel writes behind PyTorch's back: versions show writes from outside
-        torch.autograd.graph.increment_version(written)
-
-
-def _state_arguments(tables: Mapping[str, RowState | None]) -> dict[str, Tensor | None]:
-    """The kernels' arguments for the optimizer's tables."""
-    names = {
-        "momentum": ("buffer", "buffer_scale"),
-        "first_moment": ("first_moment", "first_scale"),
-        "second_moment": ("second_moment", "second_scale"),
-    }
-    arguments: dict[str, Tensor | None] = {}
-    for name, table in tables.items():
-        values, scale = names[name]
-        arguments |= {values: None if table is None else table.values, scale: None if table is None else table.scale}
-    return arguments
+        mark_written(chunk, tables)
 
 
 def _prepared(inputs: PassInputs, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
