@@ -25,16 +25,24 @@ from plsc.head.backends.triton_tiles import Pass, Tile, shipped_tile
 
 TABLE = Path(__file__).with_name("results") / "compiled_kernels.csv"
 PASSES = ("first_pass", "gradient_pass", "sgd_pass", "adamw_pass")
+# A rule is compiled into a kernel: the kernel, and what it is compiled for.
+_NO_SECOND = dict.fromkeys(("second_moment", "second_scale", "beta2", "rate2", "correction2", "eps"))
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sgd_pass": ("update_pass", {"RULE": "sgd", **_NO_SECOND}),
+    "adamw_pass": ("update_pass", {"RULE": "adamw", "second_scale": None}),
+    "sgd_rows": ("update_rows", {"RULE": "sgd", **_NO_SECOND}),
+    "adamw_rows": ("update_rows", {"RULE": "adamw", "second_scale": None}),
+}
 INSTRUCTIONS = ("tcgen05.mma", "wgmma.mma_async", "mma.sync")
 _POINTERS = {
     **dict.fromkeys(("index", "position", "row_numbers", "numbers"), "*i64"),
     **dict.fromkeys(("member",), "*u8"),
     **dict.fromkeys(("total",), "*fp64"),
     **dict.fromkeys(("taken",), "*i32"),
-    **dict.fromkeys(("buffer", "first_moment"), "*i8"),
+    **dict.fromkeys(("first_moment",), "*i8"),
     **dict.fromkeys(("second_moment",), "*bf16"),
     **dict.fromkeys(("inverse_norm", "pull", "log_z", "scale", "target_grad", "gradient", "parking"), "*fp32"),
-    **dict.fromkeys(("buffer_scale", "first_scale", "skip"), "*fp32"),
+    **dict.fromkeys(("first_scale", "skip"), "*fp32"),
 }
 _INTEGERS = dict.fromkeys(("n", "batch", "key"), "i32") | dict.fromkeys(
     ("first", "start", "per", "first_number"), "i64"
@@ -125,7 +133,8 @@ def compiled(variant: Variant, tile: Tile | None = None) -> Row:
     tile = tile or (variant.tile if variant.kernel in PASSES else None)
     module = triton_pass_kernels if variant.kernel in PASSES else triton_update_kernels
     options, constants = _constants(variant, tile)
-    built = compile_for(variant.gpu, getattr(module, variant.kernel), constants, options, variant.dtype)
+    name, of_rule = RULES.get(variant.kernel, (variant.kernel, {}))
+    built = compile_for(variant.gpu, getattr(module, name), constants | of_rule, options, variant.dtype)
     registers, spilled = assemble(built, variant.gpu)
     return Row(
         triton.__version__,
@@ -196,7 +205,7 @@ def assemble(built: Any, gpu: Gpu) -> tuple[int, int]:
 
 def _constants(variant: Variant, tile: Tile | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The compiler's options, and the values of arguments that a kernel is compiled for."""
-    common = {"dim": variant.dim, "STOCHASTIC": True, "NESTEROV": False, "second_scale": None, "WIDEN": False}
+    common = {"dim": variant.dim, "STOCHASTIC": True, "WIDEN": False}
     common |= {} if variant.listed else {"index": None, "row_numbers": None}
     if tile is None:
         return {"num_warps": 4, "enable_fp_fusion": True}, {**common, "BLOCK_N": 2048 // variant.dim, "BLOCK_D": 512}

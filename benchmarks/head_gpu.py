@@ -29,8 +29,8 @@ from results_file import RESULTS, add_row
 from torch import Tensor
 
 from plsc.bench.harness import environment
-from plsc.head.backends import HeadBackend, triton_update
-from plsc.head.backends.torch_backend import Batch
+from plsc.head.backends import triton_update
+from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import is_interpreted
 from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.class_table import ClassRows
@@ -219,13 +219,13 @@ def training_step(head: Any, optimizer: Any, x: Tensor, y: Tensor) -> float:
     return float(loss.detach())
 
 
-def passes_over(backend: HeadBackend, rows: ClassRows, batch: Batch, chunk: int) -> dict[str, Callable[[], object]]:
+def passes_over(backend: TorchBackend, rows: ClassRows, batch: Batch, chunk: int) -> dict[str, Callable[[], object]]:
     """Both passes, as the head runs them."""
     log_z = torch.full(batch.position.shape, 20.0, device=batch.position.device)
     ones = torch.ones_like(log_z)
 
     def second() -> None:
-        for _ in backend.second_pass(rows, batch, log_z, ones, -ones, chunk):
+        for _ in backend.second_pass(PassInputs(rows, batch, log_z, ones, -ones, chunk)):
             pass
 
     return {"pass 1": lambda: backend.first_pass(rows, batch, chunk, with_grad=True), "pass 2": second}

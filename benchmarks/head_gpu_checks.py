@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import plsc
-from plsc.head.backends.torch_backend import Batch, TorchBackend
+from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows
@@ -81,7 +81,7 @@ def passes_agree(device: torch.device, classes: int = 5000, dim: int = 512, batc
         given = Batch(x, position, torch.zeros(batch, device=device), plsc.ArcFace(s=64.0), {})
         backend = TritonBackend("checked", dim=dim, with_passes=True, fp32_precision=precision)  # type: ignore[arg-type]
         got = backend.first_pass(rows, given, 2048, with_grad=True)
-        pieces = backend.second_pass(rows, given, log_z, log_z, pull, 2048)
+        pieces = backend.second_pass(PassInputs(rows, given, log_z, log_z, pull, 2048))
         gradient = torch.cat([piece for _, piece in pieces])
         unit = weight.double() / weight.double().norm(dim=1, keepdim=True)
         target = torch.arange(classes, device=device)[:, None] == position
@@ -246,8 +246,8 @@ def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 51
         torch.cuda.set_sync_debug_mode(mode)
         try:
             backend.first_pass(rows, given, 4096, with_grad=True)
-            arguments = rows, given, log_z, scale, pull, 4096, None
-            backend.update_pass(*arguments, update_rows, lambda chunk: {"momentum": state}, update)
+            inputs = PassInputs(rows, given, log_z, scale, pull, 4096)
+            backend.update_pass(inputs, update_rows, lambda chunk: {"momentum": state}, update)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     return "no wait"

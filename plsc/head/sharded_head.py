@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from plsc.arguments import as_integer
 from plsc.errors import UsageError
-from plsc.head.backends import HeadBackend, HeadShape, choose_backend, fall_back
+from plsc.head.backends import HeadShape, choose_backend, fall_back
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import is_bounded
+from plsc.head.backends.torch_backend import TorchBackend, is_bounded
 from plsc.head.class_table import class_range
 from plsc.head.host_memory import mapped_file
 from plsc.head.host_table import create_table
@@ -263,7 +263,7 @@ class ShardedHead(nn.Module):
         if self._softmax.pending.batches:
             raise UsageError(f"the head's {name} cannot change between a loss and its step(): step() first")
 
-    def _chosen_backend(self) -> HeadBackend:
+    def _chosen_backend(self) -> TorchBackend:
         """The backend for the present margin, the same on replicas. Every rank calls."""
         dtype = self._softmax.table.parameter.dtype
         shape = HeadShape(self.mesh.device, dtype, self.dim, self.centers, self.margin, self.fp32_precision)
@@ -347,7 +347,7 @@ def softmax_of(head: ShardedHead) -> ShardedSoftmax:
     return head._softmax
 
 
-def _same_on_replicas(backend: HeadBackend, mesh: Mesh, shape: HeadShape) -> HeadBackend:
+def _same_on_replicas(backend: TorchBackend, mesh: Mesh, shape: HeadShape) -> TorchBackend:
     """``backend``, or PyTorch's where replicas of the shard chose others: they sum gradients chunk by chunk.
 
     Every rank of head groups calls.

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from plsc.head.backends import HeadBackend
 from plsc.head.backends.torch_backend import (
     Batch,
     PartialSoftmax,
+    PassInputs,
+    TorchBackend,
     Updater,
     backward_through_normalize,
     is_bounded,
@@ -68,7 +69,7 @@ class ShardedSoftmax:
         mesh: Mesh,
         margin: Margin,
         table: ClassTable,
-        backend: HeadBackend,
+        backend: TorchBackend,
         sampler: ClassSampler,
         num_classes: int,
         chunk_classes: int | None,
@@ -250,9 +251,9 @@ class ShardedSoftmax:
         that step by themselves are of the group's own mean loss. Every rank calls.
         Where the caller updates each chunk as it comes, ``update`` is its state.
         """
-        given = self._second_pass(pending, update)
+        inputs = self._pass_inputs(pending, update)
         with torch.autocast(self.mesh.device.type, enabled=False):
-            chunks = self.backend.second_pass(*given)
+            chunks = self.backend.second_pass(inputs)
             yield from chunks if self.averaging is not None else self._summed_over_replicas(chunks)
 
     def update_rows(
@@ -265,14 +266,12 @@ class ShardedSoftmax:
             for chunk, gradient in self.gradient_chunks(pending, state):
                 updater(chunk, gradient, state.of(chunk), step)
             return
-        given = self._second_pass(pending, state)
+        inputs = self._pass_inputs(pending, state)
         with torch.autocast(self.mesh.device.type, enabled=False):
-            self.backend.update_pass(*given, updater, state.of, step)
+            self.backend.update_pass(inputs, updater, state.of, step)
 
-    def _second_pass(
-        self, pending: list[PendingBackward], update: OptimizerState | None
-    ) -> tuple[ClassRows, Batch, Tensor, Tensor, Tensor, int, Tensor | None]:
-        """The arguments of :meth:`HeadBackend.second_pass` over the concatenation of ``pending``."""
+    def _pass_inputs(self, pending: list[PendingBackward], update: OptimizerState | None) -> PassInputs:
+        """The input of pass 2 over the concatenation of ``pending``."""
         selected, member = _union(pending)
         rows = self.table.rows_again(selected, [p.rows for p in pending], update)
         batch = Batch(
@@ -291,7 +290,7 @@ class ShardedSoftmax:
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
         if self._overlaps_sums and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
-        return rows, batch, log_z, scale, target_grad, size, member
+        return PassInputs(rows, batch, log_z, scale, target_grad, size, member)
 
     @property
     def _overlaps_sums(self) -> bool:

@@ -11,7 +11,7 @@ import plsc
 from plsc.errors import UsageError
 from plsc.head import backends
 from plsc.head.backends import HeadShape, choose_backend
-from plsc.head.backends.torch_backend import Batch
+from plsc.head.backends.torch_backend import Batch, PassInputs
 from plsc.head.class_table import ClassRows
 from plsc.native import build, head_kernels
 
@@ -188,7 +188,7 @@ def test_torchs_products_on_a_gpu_take_the_heads_precision_and_leave_torchs_sett
         sample = torch.ones(6, device="cuda")
         batch = Batch(features, torch.zeros(6, dtype=torch.int64, device="cuda"), sample, plsc.ArcFace(), {})
         backend.first_pass(rows, batch, 16, with_grad=True)
-        for _ in backend.second_pass(rows, batch, sample, sample, sample, 16):
+        for _ in backend.second_pass(PassInputs(rows, batch, sample, sample, sample, 16)):
             assert torch.backends.cuda.matmul.fp32_precision == own_setting
     assert products.seen == [precision] * 12
     assert torch.backends.cuda.matmul.fp32_precision == own_setting

@@ -267,8 +267,8 @@ def events_of_a_step(mesh: Mesh, problem: Step) -> list[str]:
     events: list[str] = []
     second_pass, begin, update = head.backend.second_pass, sharded_softmax.all_reduce_sum_async, optimizer._updater
 
-    def noted_pass(*args):
-        for chunk, gradient in second_pass(*args):
+    def noted_pass(inputs):
+        for chunk, gradient in second_pass(inputs):
             events.append("gradient")
             yield chunk, gradient
 

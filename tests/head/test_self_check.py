@@ -42,8 +42,8 @@ class WrongGradient(TorchBackend):
 
     name = "wrong"
 
-    def second_pass(self, *args):
-        for chunk, gradient in super().second_pass(*args):
+    def second_pass(self, inputs):
+        for chunk, gradient in super().second_pass(inputs):
             yield chunk, torch.randn(gradient.shape, generator=torch.Generator().manual_seed(0))
 
 

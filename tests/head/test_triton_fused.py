@@ -8,7 +8,7 @@ import torch
 from reference import relative_error
 
 import plsc
-from plsc.head.backends.torch_backend import Batch, TorchBackend
+from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.backends.triton_update import update_rows
@@ -72,16 +72,15 @@ def updated(
     for table in state.values():
         table.rounding = rounding
     samples = [given[name] for name in ("log_z", "scale", "target_grad")]
+    inputs = PassInputs(rows, given["batch"], *samples, 16, given["member"])
     version = rows.weight._version
     with force_tile(TILES[tile]):
         if way == "two":
-            for chunk, gradient in backend.second_pass(rows, given["batch"], *samples, 16, given["member"]):
+            for chunk, gradient in backend.second_pass(inputs):
                 update_rows(chunk, gradient, state, update)
         else:
             updater = backend.update if way == "torch" else update_rows
-            backend.update_pass(
-                rows, given["batch"], *samples, 16, given["member"], updater, lambda chunk: state, update
-            )
+            backend.update_pass(inputs, updater, lambda chunk: state, update)
     assert rows.weight._version > version
     tables = [tensor for table in state.values() for tensor in table.tensors("state").values()]
     return [rows.weight, rows.inverse_norm, *tables]

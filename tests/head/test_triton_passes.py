@@ -9,7 +9,7 @@ from reference import relative_error
 
 import plsc
 from plsc.head.backends import HeadShape, choose_backend, triton_backend
-from plsc.head.backends.torch_backend import Batch, TorchBackend
+from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.class_table import ClassRows
@@ -49,7 +49,7 @@ def by_kernels(given: dict, tile: str = "straight", chunk: int = 32, precision: 
     with force_tile(TILES[tile]):
         partial = backend.first_pass(rows, batch, chunk, with_grad=True)
         samples = given["log_z"], given["scale"], given["target_grad"]
-        pieces = list(backend.second_pass(rows, batch, *samples, chunk, given["member"]))
+        pieces = list(backend.second_pass(PassInputs(rows, batch, *samples, chunk, given["member"])))
     assert [piece.start for piece, _ in pieces] == list(range(0, rows.num_classes, chunk))
     gradients = [gradient for _, gradient in pieces] or [torch.zeros(0, rows.weight.shape[1])]
     return partial.total, partial.grad_embeddings, torch.cat(gradients)

@@ -229,7 +229,7 @@ def path_taken(**options: object) -> list[str]:
                 (triton_passes, "first_pass"),
                 (triton_passes, "second_pass"),
                 (triton_passes, "update_pass"),
-                (triton_update, "_kernel"),
+                (triton_update, "rule_arguments"),
             )
         }
         steps(torch.float32, torch.float32, 1, **options)
@@ -239,8 +239,8 @@ def path_taken(**options: object) -> list[str]:
 def test_heads_take_the_kernels_where_they_can(interpreter):
     assert interpreter(path_taken) == ["first_pass", "update_pass"]
     assert interpreter(path_taken, centers=3) == ["first_pass", "update_pass"]
-    assert interpreter(path_taken, margin=plsc.ArcFace(s=100.0)) == ["_kernel"]  # needs a maximum taken off
-    assert interpreter(path_taken, margin=plsc.CurricularFace()) == ["_kernel"]
+    assert interpreter(path_taken, margin=plsc.ArcFace(s=100.0)) == ["rule_arguments"]  # needs a maximum taken off
+    assert interpreter(path_taken, margin=plsc.CurricularFace()) == ["rule_arguments"]
 
 
 def norms_found_again(dtype: torch.dtype) -> bool:

@@ -9,22 +9,22 @@ if importlib.util.find_spec("triton") is None:
 
 import triton
 
-from benchmarks.compiled_kernels import GPUS, assemble, compile_for, read
+from benchmarks.compiled_kernels import GPUS, RULES, assemble, compile_for, read
 
 SHIPPED = {"BLOCK_N": 4, "BLOCK_D": 512, "STOCHASTIC": True}
 LISTED = {"dim": 500, **SHIPPED}
 CONSECUTIVE = {"dim": 512, "index": None, **SHIPPED}
 WIDEST = {"dim": 1024, "index": None, "BLOCK_N": 2, "BLOCK_D": 1024, "STOCHASTIC": False}
-PLAIN = {"buffer": None, "buffer_scale": None, "NESTEROV": False}
-NESTEROV = {"NESTEROV": True}
+PLAIN = {"first_moment": None, "first_scale": None}
+NESTEROV = {"RULE": "nesterov"}
 
 
 KERNELS = [
     ("sgd_rows", LISTED | NESTEROV),
     ("sgd_rows", CONSECUTIVE | PLAIN),
-    ("adamw_rows", LISTED | {"second_scale": None}),
-    ("adamw_rows", CONSECUTIVE | {"second_scale": None}),
-    ("adamw_rows", WIDEST | {"second_scale": None, "first_scale": None}),
+    ("adamw_rows", LISTED),
+    ("adamw_rows", CONSECUTIVE),
+    ("adamw_rows", WIDEST | {"first_scale": None}),
 ]
 
 
@@ -39,7 +39,8 @@ def test_updates_compile_without_spills(tmp_path, monkeypatch, gpu, name, consta
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"num_warps": 4, "enable_fp_fusion": True}
-    compiled = compile_for(gpu, getattr(triton_update_kernels, name), constants, options)
+    kernel, of_rule = RULES[name]
+    compiled = compile_for(gpu, getattr(triton_update_kernels, kernel), of_rule | constants, options)
     if constants["dim"] == constants["BLOCK_D"]:
         assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes at a time
     _, spilled = assemble(compiled, gpu)

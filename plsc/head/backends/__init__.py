@@ -1,75 +1,26 @@
 """The implementations of the head's passes and updates, one of which is chosen when a head is made."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from plsc.errors import UsageError
 from plsc.head.backends.cpu_backend import CpuBackend
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
-from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater, is_bounded
+from plsc.head.backends.torch_backend import TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
 from plsc.head.backends.triton_tiles import why_no_tile
-from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.low_precision import Rounding, RowState
-from plsc.head.update_rules import Update, UpdateRule
+from plsc.head.low_precision import Rounding
+from plsc.head.update_rules import UpdateRule
 from plsc.losses.margins import Margin
 from plsc.native import head_kernels
 from plsc.progress import warn
 
 BACKENDS = ("torch", "cpu", "triton")
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
-
-
-class HeadBackend(Protocol):
-    """The heavy arithmetic of a head: see :class:`TorchBackend`, whose methods have the same arguments."""
-
-    name: str
-    reason: str
-
-    def first_pass(self, rows: ClassRows, batch: Batch, chunk_size: int, *, with_grad: bool) -> PartialSoftmax:
-        """Sum the exponentials of every class but the target, and the rows that they weigh."""
-
-    def second_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None = None,
-    ) -> Iterator[tuple[Chunk, Tensor]]:
-        """Give each chunk of rows with the gradient by its unit rows."""
-
-    def update_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None,
-        updater: Updater,
-        state: Callable[[Chunk], Mapping[str, RowState]],
-        update: Update,
-    ) -> None:
-        """Run pass 2, and update each chunk's rows as soon as their gradient exists."""
-
-    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
-        """Choose, once for an optimizer, how its rows are updated."""
-
-    def update(self, chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
-        """Update a chunk's rows, their state and norms, by any rule."""
-
-    def describe(self) -> str:
-        """The choice and its reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +57,7 @@ class HeadShape:
         return None if is_bounded(self.margin) else "logits that need a running maximum"
 
 
-def choose_backend(shape: HeadShape, requested: str | None = None) -> HeadBackend:
+def choose_backend(shape: HeadShape, requested: str | None = None) -> TorchBackend:
     """Choose the backend of a head, for its whole life.
 
     Kernels whose passes disagree with float64 on a small shard are not used (:mod:`plsc.head.backends.self_check`):
@@ -221,7 +172,7 @@ def fall_back(shape: HeadShape, reason: str) -> TorchBackend:
 
 
 def choose_updater(
-    backend: HeadBackend,
+    backend: TorchBackend,
     rule: UpdateRule,
     state_dtypes: Mapping[str, torch.dtype],
     rounding: Rounding,
@@ -239,7 +190,6 @@ def choose_updater(
         rounding: of low-precision weights and state.
         device, dtype, dim: of the class table.
     """
-    assert isinstance(backend, TorchBackend)
     problem = None
     if not _is_too_slow_to_check(backend):
         problem = why_no_update(backend, rule, state_dtypes, rounding, device=device, dtype=dtype, dim=dim)
@@ -247,8 +197,7 @@ def choose_updater(
         return backend.updater(type(rule), list(state_dtypes.values()), rounding)
     reason = f"the {type(rule).__name__} kernel of the {backend.name} backend disagrees with float64 here: {problem}"
     warn("plsc", f"KERNEL SWITCHED OFF: {reason}; PyTorch updates instead (slower); run plsc doctor")
-    backend.reason += f"; updates by torch: {reason}"
-    return backend.update
+    return backend.without_kernel(reason)
 
 
 def _is_too_slow_to_check(backend: TorchBackend) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, TorchBackend, Updater
 from plsc.head.class_table import Chunk, ClassRows
 from plsc.head.low_precision import Rounding, RowState, rounding_key
 from plsc.head.update_rules import SgdRule, Update, UpdateRule
@@ -38,28 +38,20 @@ class CpuBackend(TorchBackend):
         maximum = batch.features.new_zeros(len(batch.position), dtype=torch.float32)
         return PartialSoftmax(maximum, *sums.result())
 
-    def second_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None = None,
-    ) -> Iterator[tuple[Chunk, Tensor]]:
+    def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`. The kernels have no notion of ``member``."""
-        if not self._takes(batch) or member is not None:
-            yield from super().second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member)
+        batch = inputs.batch
+        if not self._takes(batch) or inputs.member is not None:
+            yield from super().second_pass(inputs)
             return
         packed = kernels.PackedBatch(batch.features, batch.position)
-        log_z, scale, target_grad = (packed.pad(values.float()) for values in (log_z, scale, target_grad))
+        by_sample = [packed.pad(values.float()) for values in (inputs.log_z, inputs.scale, inputs.target_grad)]
         # a core's cache keeps this many gradients until the update takes them
-        size = kernels.whole_blocks(min(chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
+        size = kernels.whole_blocks(min(inputs.chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
         scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
-        for chunk in rows.chunks(size):
+        for chunk in inputs.rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s
-            yield chunk, kernels.gradient(table, packed, s, chunk.start, log_z, scale, target_grad, scratch)
+            yield chunk, kernels.gradient(table, packed, s, chunk.start, *by_sample, scratch)
 
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from plsc.errors import UsageError, first_line
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch, TorchBackend
+from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.low_precision import Rounding, RoundingBits, RowState
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
@@ -249,7 +249,7 @@ def check_passes(backend: TorchBackend, shard: Shard) -> list[Deviation]:
         want = _reference(rows, batch, log_z, scale, target_grad)
         with _under_check(backend):
             first = backend.first_pass(rows, batch, shard.chunk, with_grad=True)
-            pieces = backend.second_pass(rows, batch, log_z, scale, target_grad, shard.chunk)
+            pieces = backend.second_pass(PassInputs(rows, batch, log_z, scale, target_grad, shard.chunk))
             gradient = torch.cat([piece.clone() for _, piece in pieces])
         assert first.grad_embeddings is not None
         sum_bound, bound = shard.bounds
@@ -350,7 +350,8 @@ def _after_pass(
     updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
     update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
     with _under_check(backend):
-        run(rows, batch, *shard.derivatives(), shard.chunk, None, updater, lambda chunk: state, update)
+        inputs = PassInputs(rows, batch, *shard.derivatives(), shard.chunk)
+        run(inputs, updater, lambda chunk: state, update)
     tables = {name: table.read(slice(0, len(rows.weight)), torch.float64) for name, table in state.items()}
     return {"weights": rows.weight.double(), "1/norms": rows.inverse_norm.double(), **tables}
 

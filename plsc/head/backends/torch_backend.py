@@ -80,12 +80,36 @@ class Batch:
         matrix.scatter_(0, index, torch.where(inside, values, matrix.gather(0, index)))
 
 
+@dataclass(frozen=True)
+class PassInputs:
+    """The input of pass 2 over some rows.
+
+    Attributes:
+        rows: the shard, as pass 1 saw it.
+        batch: the samples; several micro-batches may be concatenated.
+        log_z: (B,) log of each sample's normaliser over all shards.
+        scale: (B,) derivative of the loss by a non-target's cosine, divided by its probability: s/B for a mean.
+        target_grad: (B,) derivative of the loss by the target's cosine.
+        chunk_size: classes per chunk, at most about; bits do not depend on it.
+        member: (selected classes, B) bool, whether the class took part in the sample's softmax; None: all did.
+    """
+
+    rows: ClassRows
+    batch: Batch
+    log_z: Tensor
+    scale: Tensor
+    target_grad: Tensor
+    chunk_size: int
+    member: Tensor | None = None
+
+
 def is_bounded(margin: Margin) -> bool:
     """Return whether exp() of every logit is a finite float32, so that no maximum has to be taken off."""
     return margin.largest_logit <= _SAFE_LOGIT
 
 
 Updater = Callable[[Chunk, Tensor, Mapping[str, RowState], Update], None]
+StateOf = Callable[[Chunk], Mapping[str, RowState]]
 
 
 class TorchBackend:
@@ -147,68 +171,39 @@ class TorchBackend:
                 grad += products.multiply("grad", products.rounded_factor(weighted).t(), weight)
         return PartialSoftmax(maximum, total, grad)
 
-    def second_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None = None,
-    ) -> Iterator[tuple[Chunk, Tensor]]:
+    def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """Give each chunk with the gradient (n·K, D) by its unit rows; see :func:`backward_through_normalize`.
 
         It is float32 (float64 for float64 tables). On a CPU it may be overwritten when the next is asked for; on a GPU
         each has memory of its own, since the last one may still be in use by a collective.
-
-        Args:
-            rows: the shard, as pass 1 saw it.
-            batch: the samples; several micro-batches may be concatenated.
-            log_z: (B,) log of each sample's normaliser over all shards.
-            scale: (B,) derivative of the loss by a non-target's cosine, divided by its probability: s/B for a mean.
-            target_grad: (B,) derivative of the loss by the target's cosine.
-            chunk_size: classes per chunk, at most about; bits do not depend on it.
-            member: (selected classes, B) bool, whether the class took part in the sample's softmax; None: all did.
         """
+        batch, centers, member = inputs.batch, inputs.rows.centers, inputs.member
         dtype = torch.promote_types(batch.features.dtype, torch.float32)
-        log_z, scale, target_grad = log_z.to(dtype), scale.to(dtype), target_grad.to(dtype)
+        log_z, scale, target_grad = (x.to(dtype) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
         products = ChunkProducts(batch.features.dtype, batch.features.device, self._fp32_precision)
         features = products.factor("features", batch.features)
-        for chunk in rows.chunks(products.chunk_size(chunk_size)):
+        for chunk in inputs.rows.chunks(products.chunk_size(inputs.chunk_size)):
             weight = products.rows(chunk)
-            logits = batch.logits(chunk, rows.centers, weight, features, products)
+            logits = batch.logits(chunk, centers, weight, features, products)
             probabilities = logits.z.sub_(log_z).exp_().mul_(scale)
             if logits.slope is not None:
                 probabilities.mul_(logits.slope)
             if member is not None:
                 probabilities.mul_(member[chunk.start : chunk.stop])
             batch.scatter_targets(chunk, probabilities, target_grad)
-            weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), rows.centers)
+            weighted = _on_rows(probabilities, Logits(logits.z, None, logits.winner), centers)
             yield chunk, products.multiply("gradient", products.rounded_factor(weighted), features)
 
-    def update_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None,
-        updater: Updater,
-        state: Callable[[Chunk], Mapping[str, RowState]],
-        update: Update,
-    ) -> None:
+    def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
         """Run pass 2, and update each chunk's rows as soon as their gradient exists.
 
         Args:
-            rows, batch, log_z, scale, target_grad, chunk_size, member: :meth:`second_pass`'s.
+            inputs: of pass 2.
             updater: of this backend.
             state: gives the optimizer's tables that a chunk's index selects rows of.
             update: the step.
         """
-        for chunk, gradient in self.second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member):
+        for chunk, gradient in self.second_pass(inputs):
             updater(chunk, gradient, state(chunk), update)
 
     def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
@@ -219,6 +214,11 @@ class TorchBackend:
             state_dtypes: of its tables.
             rounding: of low-precision weights and state.
         """
+        return self.update
+
+    def without_kernel(self, reason: str) -> Updater:
+        """Update by PyTorch though there is a kernel, for a reason that :meth:`describe` gives from now on."""
+        self.reason += f"; updates by torch: {reason}"
         return self.update
 
     def update(self, chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:

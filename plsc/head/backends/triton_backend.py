@@ -1,7 +1,7 @@
 """The choice of Triton kernels for the head's passes and updates, on the devices that they run on."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -10,11 +10,10 @@ from torch import Tensor
 
 from plsc.head.backends import triton_passes
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch, PartialSoftmax, TorchBackend, Updater
-from plsc.head.backends.triton_passes import SecondPass
+from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, StateOf, TorchBackend, Updater
 from plsc.head.backends.triton_update import has_kernel, update_rows
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.low_precision import Rounding, RowState
+from plsc.head.low_precision import Rounding
 from plsc.head.update_rules import Update, UpdateRule
 
 _SMALLEST_CAPABILITY = (8, 0)  # bfloat16 matrix units
@@ -65,41 +64,18 @@ class TritonBackend(TorchBackend):
         total, grad = triton_passes.first_pass(rows, batch, chunk_size, self._precision, with_grad=with_grad)
         return PartialSoftmax(torch.zeros_like(total, dtype=torch.float32), total, grad)
 
-    def second_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None = None,
-    ) -> Iterator[tuple[Chunk, Tensor]]:
+    def second_pass(self, inputs: PassInputs) -> Iterator[tuple[Chunk, Tensor]]:
         """See :meth:`TorchBackend.second_pass`."""
-        if not self._takes(batch):
-            return super().second_pass(rows, batch, log_z, scale, target_grad, chunk_size, member)
-        given = SecondPass(rows, batch, log_z, scale, target_grad, member)
-        return triton_passes.second_pass(given, chunk_size, self._precision)
+        if not self._takes(inputs.batch):
+            return super().second_pass(inputs)
+        return triton_passes.second_pass(inputs, self._precision)
 
-    def update_pass(
-        self,
-        rows: ClassRows,
-        batch: Batch,
-        log_z: Tensor,
-        scale: Tensor,
-        target_grad: Tensor,
-        chunk_size: int,
-        member: Tensor | None,
-        updater: Updater,
-        state: Callable[[Chunk], Mapping[str, RowState]],
-        update: Update,
-    ) -> None:
+    def update_pass(self, inputs: PassInputs, updater: Updater, state: StateOf, update: Update) -> None:
         """See :meth:`TorchBackend.update_pass`. With a kernel as ``updater``, both are one launch."""
-        given = SecondPass(rows, batch, log_z, scale, target_grad, member)
-        if updater is update_rows and self._takes(batch):
-            triton_passes.update_pass(given, chunk_size, self._precision, state, update)
+        if updater is update_rows and self._takes(inputs.batch):
+            triton_passes.update_pass(inputs, self._precision, state, update)
             return
-        super().update_pass(rows, batch, log_z, scale, target_grad, chunk_size, member, updater, state, update)
+        super().update_pass(inputs, updater, state, update)
 
     def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
         """See :meth:`TorchBackend.updater`."""

@@ -16,13 +16,11 @@ take 64 rows or more, however few samples or classes a program has.
 import triton
 import triton.language as tl
 
-from plsc.head.backends.triton_update_kernels import update_by_adamw, update_by_sgd
+from plsc.head.backends.triton_update_kernels import CHANGING_NUMBERS, update_tile
 
 # their values must not specialise the kernel: each would compile it anew
 _CHANGING = ["first", "start", "n", "batch", "s"]
-_CHANGING_UPDATE = [*_CHANGING, "first_number", "key", "factor"]
-_CHANGING_SGD = [*_CHANGING_UPDATE, "lr", "momentum", "weight_decay"]
-_CHANGING_ADAMW = [*_CHANGING_UPDATE, "rate1", "beta2", "rate2", "step_size", "correction2", "eps", "decay"]
+_CHANGING_UPDATE = [*_CHANGING, "first_number", "key", "factor", *CHANGING_NUMBERS]
 
 
 @triton.jit
@@ -360,78 +358,8 @@ def _leave(taken, park):
     tl.atomic_xchg(taken + park, 0)
 
 
-@triton.jit(do_not_specialize=_CHANGING_SGD)
-def sgd_pass(
-    weight,
-    features,
-    inverse_norm,
-    index,
-    position,
-    log_z,
-    scale,
-    target_grad,
-    member,
-    first,
-    start,
-    n,
-    batch,
-    s,
-    buffer,
-    buffer_scale,
-    parking,
-    taken,
-    row_numbers,
-    first_number,
-    skip,
-    key,
-    factor,
-    smallest_norm,
-    lr,
-    momentum,
-    weight_decay,
-    dim: tl.constexpr,
-    CENTERS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-    PARKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    NESTEROV: tl.constexpr,
-):
-    """Pass 2, and SGD on its rows: see :func:`plsc.head.backends.triton_update_kernels.sgd_rows`."""
-    # fmt: off
-    totals = _gradient_tiles(
-        weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
-        dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN,
-    )
-    # fmt: on
-    park = _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS)
-    parked = parking + park * (BLOCK_N * dim)
-    if skip is not None:
-        n = tl.where(tl.load(skip) == 0, n, 0)
-    columns = tl.arange(0, triton.next_power_of_2(dim))
-    for done in range(0, BLOCK_N, BLOCK_ROWS):
-        slot = done + tl.arange(0, BLOCK_ROWS)
-        held, at, rows = _program_rows(index, first, slot, n, CENTERS, BLOCK_N)
-        inside = held[:, None] & (columns < dim)[None, :]
-        local = rows if row_numbers is None else tl.load(row_numbers + at, mask=held, other=0)
-        gradient = tl.load(parked + (slot[:, None] * dim + columns[None, :]), mask=inside, other=0.0)
-        w = tl.load(weight + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        # fmt: off
-        update_by_sgd(
-            gradient, w, weight, inverse_norm, buffer, buffer_scale, rows, columns, held, local + first_number, key,
-            factor, smallest_norm, lr, momentum, weight_decay, dim, BLOCK_ROWS, NESTEROV, STOCHASTIC,
-        )
-        # fmt: on
-    _leave(taken, park)
-
-
-@triton.jit(do_not_specialize=_CHANGING_ADAMW)
-def adamw_pass(
+@triton.jit(do_not_specialize=_CHANGING_UPDATE)
+def update_pass(
     weight,
     features,
     inverse_norm,
@@ -458,13 +386,13 @@ def adamw_pass(
     key,
     factor,
     smallest_norm,
+    step_size,
     rate1,
+    decay,
     beta2,
     rate2,
-    step_size,
     correction2,
     eps,
-    decay,
     dim: tl.constexpr,
     CENTERS: tl.constexpr,
     TILE: tl.constexpr,
@@ -475,9 +403,10 @@ def adamw_pass(
     WIDEN: tl.constexpr,
     PARKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
+    RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Pass 2, and AdamW on its rows: see :func:`plsc.head.backends.triton_update_kernels.adamw_rows`."""
+    """Pass 2, and the update of its rows: see :mod:`plsc.head.backends.triton_update_kernels` for the arguments."""
     # fmt: off
     totals = _gradient_tiles(
         weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
@@ -497,10 +426,10 @@ def adamw_pass(
         gradient = tl.load(parked + (slot[:, None] * dim + columns[None, :]), mask=inside, other=0.0)
         w = tl.load(weight + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         # fmt: off
-        update_by_adamw(
+        update_tile(
             gradient, w, weight, inverse_norm, first_moment, first_scale, second_moment, second_scale, rows, columns,
-            held, local + first_number, key, factor, smallest_norm, rate1, beta2, rate2, step_size, correction2, eps,
-            decay, dim, BLOCK_ROWS, STOCHASTIC,
+            held, local + first_number, key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2,
+            eps, dim, BLOCK_ROWS, RULE, STOCHASTIC,
         )
         # fmt: on
     _leave(taken, park)

@@ -5,20 +5,18 @@ device's kind and the batch's size alone, and in float64 over the parts, in thei
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plsc.head.backends.products import Fp32Precision
-from plsc.head.backends.torch_backend import Batch
+from plsc.head.backends.torch_backend import Batch, PassInputs, StateOf
 from plsc.head.backends.triton_tiles import Tile, choose_tile
-from plsc.head.backends.triton_update import STATES, rule_constants, rule_numbers
-from plsc.head.class_table import SMALLEST_NORM, Chunk, ClassRows
-from plsc.head.low_precision import RowState, as_int32, rounding_key
-from plsc.head.update_rules import SgdRule, Update
+from plsc.head.backends.triton_update import mark_written, rule_arguments
+from plsc.head.class_table import Chunk, ClassRows
+from plsc.head.update_rules import Update
 
 # Matrix units cut off what their float32 sums lose; over this many classes, that stays below 2⁻¹² of a sum.
 _MOST_CLASSES = 1 << 18  # to a program of pass 1
@@ -27,18 +25,6 @@ _PARKED_BYTES = 32 << 20  # of gradients between product and update, at most abo
 _MOST_PARKED = 8  # programs for each of the device's processors
 _UPDATED_ELEMENTS = 4096  # of the table at a time, in a program
 _LOG2_E = 1 / math.log(2)
-
-
-@dataclass(frozen=True)
-class SecondPass:
-    """The input of pass 2 over some rows: see :meth:`TorchBackend.second_pass`."""
-
-    rows: ClassRows
-    batch: Batch
-    log_z: Tensor
-    scale: Tensor
-    target_grad: Tensor
-    member: Tensor | None = None
 
 
 def first_pass(
@@ -95,95 +81,64 @@ def first_pass(
     return total, grad
 
 
-def second_pass(given: SecondPass, chunk_size: int, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
+def second_pass(inputs: PassInputs, precision: Fp32Precision) -> Iterator[tuple[Chunk, Tensor]]:
     """Give each chunk with the gradient (n·K, D) float32 by its unit rows."""
     from plsc.head.backends import triton_pass_kernels as kernels
 
-    tile, arguments = _prepared(given, precision)
-    for chunk in given.rows.chunks(chunk_size):
+    tile, arguments = _prepared(inputs, precision)
+    for chunk in inputs.rows.chunks(inputs.chunk_size):
         count = chunk.stop - chunk.start
-        shape = count * given.rows.centers, given.batch.features.shape[1]
-        gradient = torch.empty(shape, dtype=torch.float32, device=given.batch.features.device)
-        programs = -(-count // tile.classes(given.rows.centers))
+        shape = count * inputs.rows.centers, inputs.batch.features.shape[1]
+        gradient = torch.empty(shape, dtype=torch.float32, device=inputs.batch.features.device)
+        programs = -(-count // tile.classes(inputs.rows.centers))
         _launch(
             kernels.gradient_pass, programs, tile, chunk, precision, gradient=gradient, **_table(chunk), **arguments
         )
         yield chunk, gradient
 
 
-def update_pass(
-    given: SecondPass,
-    chunk_size: int,
-    precision: Fp32Precision,
-    state: Callable[[Chunk], Mapping[str, RowState]],
-    update: Update,
-) -> None:
+def update_pass(inputs: PassInputs, precision: Fp32Precision, state: StateOf, update: Update) -> None:
     """Run pass 2, and the update of :func:`plsc.head.backends.triton_update.update_rows` in the same programs.
 
     Its result is that of the gradient and that function, bit for bit.
     """
     from plsc.head.backends import triton_pass_kernels as kernels
 
-    rows, features = given.rows, given.batch.features
-    tile, arguments = _prepared(given, precision)
+    rows, features = inputs.rows, inputs.batch.features
+    tile, arguments = _prepared(inputs, precision)
     dim, step = features.shape[1], tile.classes(rows.centers)
-    largest = chunk_size if rows.is_streamed else rows.num_classes
+    largest = inputs.chunk_size if rows.is_streamed else rows.num_classes
     parks = _parks(_processors(features.device), tile, dim, -(-largest // step))
     parking = torch.empty(parks, tile.slots, dim, dtype=torch.float32, device=features.device)
     taken = torch.zeros(parks, dtype=torch.int32, device=features.device)
-    kernel = kernels.sgd_pass if isinstance(update.rule, SgdRule) else kernels.adamw_pass
     for chunk in rows.chunks(max(largest, 1)):
-        tables = {name: state(chunk).get(name) for name in STATES[type(update.rule)]}
+        tables = state(chunk)
         _launch(
-            kernel,
+            kernels.update_pass,
             -(-(chunk.stop - chunk.start) // step),
             tile,
             chunk,
             precision,
             **_table(chunk),
             **arguments,
-            **_state_arguments(tables),
-            **rule_numbers(update.rule),
-            **rule_constants(update.rule),
+            **rule_arguments(update, tables),
             parking=parking,
             taken=taken,
             row_numbers=chunk.local_rows.contiguous() if chunk.table.is_copy else None,
-            first_number=update.first_row,
-            skip=update.skip,
-            key=as_int32(rounding_key(update.seed, update.step)),
-            factor=update.factor,
-            smallest_norm=SMALLEST_NORM,
             PARKS=parks,
             BLOCK_ROWS=min(max(_UPDATED_ELEMENTS // (1 << (dim - 1).bit_length()), 1), tile.slots),
-            STOCHASTIC=update.rounding == "stochastic",
         )
-        written = [chunk.table.weight, *[table.values for table in tables.values() if table is not None]]
-        # the kernel writes behind PyTorch's back: versions show writes from outside
-        torch.autograd.graph.increment_version(written)
+        mark_written(chunk, tables)
 
 
-def _state_arguments(tables: Mapping[str, RowState | None]) -> dict[str, Tensor | None]:
-    """The kernels' arguments for the optimizer's tables."""
-    names = {
-        "momentum": ("buffer", "buffer_scale"),
-        "first_moment": ("first_moment", "first_scale"),
-        "second_moment": ("second_moment", "second_scale"),
-    }
-    arguments: dict[str, Tensor | None] = {}
-    for name, table in tables.items():
-        values, scale = names[name]
-        arguments |= {values: None if table is None else table.values, scale: None if table is None else table.scale}
-    return arguments
-
-
-def _prepared(given: SecondPass, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
+def _prepared(inputs: PassInputs, precision: Fp32Precision) -> tuple[Tile, dict[str, Any]]:
     """Pass 2's tile, and those arguments of its kernels that all chunks share."""
-    batch, device = given.batch, given.batch.features.device
-    log_z = given.log_z.double() * _LOG2_E
-    by_sample = {"log_z": log_z, "scale": given.scale, "target_grad": given.target_grad}
-    member = None if given.member is None else given.member.contiguous().view(torch.uint8)
+    batch, device = inputs.batch, inputs.batch.features.device
+    log_z = inputs.log_z.double() * _LOG2_E
+    by_sample = {"log_z": log_z, "scale": inputs.scale, "target_grad": inputs.target_grad}
+    member = None if inputs.member is None else inputs.member.contiguous().view(torch.uint8)
     arguments = {name: values.float().contiguous() for name, values in by_sample.items()}
-    return choose_tile("second", given.rows, device, precision), {
+    return choose_tile("second", inputs.rows, device, precision), {
         **arguments,
         "features": batch.features.contiguous(),
         "position": batch.position.contiguous(),

@@ -13,10 +13,7 @@ from plsc.head.class_table import SMALLEST_NORM, Chunk
 from plsc.head.low_precision import RowState, as_int32, rounding_key
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
 
-STATES: dict[type[UpdateRule], tuple[str, ...]] = {
-    SgdRule: ("momentum",),
-    AdamWRule: ("first_moment", "second_moment"),
-}
+_RULES = (SgdRule, AdamWRule)
 _WIDEST = 1024  # columns: a program holds whole rows
 _ELEMENTS = 2048  # of the table that a program takes
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -24,7 +21,7 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 def has_kernel(rule: type[UpdateRule], dim: int, state_dtypes: Sequence[torch.dtype]) -> bool:
     """Return whether :func:`update_rows` takes float32 and bfloat16 tables this wide, with such state."""
-    return rule in STATES and dim <= _WIDEST and all(dtype in _STATE_DTYPES for dtype in state_dtypes)
+    return rule in _RULES and dim <= _WIDEST and all(dtype in _STATE_DTYPES for dtype in state_dtypes)
 
 
 def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
@@ -42,71 +39,71 @@ def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowStat
     n, dim = unit_gradient.shape
     if n == 0:
         return
-    kernel, rule_numbers, constants = _kernel(update.rule)
-    tables = [state.get(name) for name in STATES[type(update.rule)]]
+    from plsc.head.backends import triton_update_kernels as kernels
+
     width = 1 << (dim - 1).bit_length()
     rows = max(_ELEMENTS // width, 1)
     with torch.cuda.device_of(weight):
-        kernel[(-(-n // rows),)](
+        kernels.update_rows[(-(-n // rows),)](
             unit_gradient.contiguous(),
             weight,
             chunk.table.inverse_norm,
-            *[tensor for table in tables for tensor in (_values(table), _scale(table))],
-            None if isinstance(index, slice) else index.contiguous(),
-            index.indices(weight.shape[0])[0] if isinstance(index, slice) else 0,
-            chunk.local_rows.contiguous(),
-            update.first_row,
-            n,
-            update.skip,
-            as_int32(rounding_key(update.seed, update.step)),
-            update.factor,
-            SMALLEST_NORM,
-            *rule_numbers,
-            dim,
+            index=None if isinstance(index, slice) else index.contiguous(),
+            first=index.indices(weight.shape[0])[0] if isinstance(index, slice) else 0,
+            numbers=chunk.local_rows.contiguous(),
+            n=n,
+            dim=dim,
             BLOCK_N=rows,
             BLOCK_D=width,
-            STOCHASTIC=update.rounding == "stochastic",
             num_warps=4,
             enable_fp_fusion=True,
-            **constants,
+            **rule_arguments(update, state),
         )
-    # the kernel writes behind PyTorch's back: versions show writes from outside
-    torch.autograd.graph.increment_version([weight, *[table.values for table in tables if table is not None]])
+    mark_written(chunk, state)
 
 
-def _kernel(rule: UpdateRule) -> tuple[Any, tuple[float, ...], dict[str, bool]]:
-    """The kernel of a rule, the numbers that it takes and its constants."""
-    from plsc.head.backends import triton_update_kernels as kernels
-
-    numbers = tuple(rule_numbers(rule).values())
-    return (kernels.sgd_rows if isinstance(rule, SgdRule) else kernels.adamw_rows), numbers, rule_constants(rule)
+def mark_written(chunk: Chunk, state: Mapping[str, RowState]) -> None:
+    """Raise the versions of what a kernel has written behind PyTorch's back: they show writes from outside."""
+    torch.autograd.graph.increment_version([chunk.table.weight, *[table.values for table in state.values()]])
 
 
-def rule_numbers(rule: UpdateRule) -> dict[str, float]:
-    """The numbers of a step that its kernels take, by name and in their order."""
+def rule_arguments(update: Update, state: Mapping[str, RowState]) -> dict[str, Any]:
+    """The arguments of :mod:`plsc.head.backends.triton_update_kernels` for a step, but for the rows and their places.
+
+    Args:
+        update: a step of SGD or AdamW.
+        state: the rule's tables.
+    """
+    first, second = state.get("momentum") or state.get("first_moment"), state.get("second_moment")
+    return {
+        "first_moment": None if first is None else first.values,
+        "first_scale": None if first is None else first.scale,
+        "second_moment": None if second is None else second.values,
+        "second_scale": None if second is None else second.scale,
+        **_numbers(update.rule),
+        "first_number": update.first_row,
+        "skip": update.skip,
+        "key": as_int32(rounding_key(update.seed, update.step)),
+        "factor": update.factor,
+        "smallest_norm": SMALLEST_NORM,
+        "STOCHASTIC": update.rounding == "stochastic",
+    }
+
+
+def _numbers(rule: UpdateRule) -> dict[str, Any]:
+    """A rule's name for the kernels, and its numbers: see :mod:`plsc.head.backends.triton_update_kernels`."""
     if isinstance(rule, SgdRule):
-        return {"lr": rule.lr, "momentum": rule.momentum, "weight_decay": rule.weight_decay}
+        given = {"step_size": rule.lr, "rate1": rule.momentum, "decay": rule.weight_decay}
+        name = "nesterov" if rule.nesterov else "sgd"
+        return {"RULE": name, **given, **dict.fromkeys(("beta2", "rate2", "correction2", "eps"))}
     assert isinstance(rule, AdamWRule)
-    names = ("rate1", "beta2", "rate2", "step_size", "correction2", "eps", "decay")
-    return dict(zip(names, adamw_numbers(rule), strict=True))
-
-
-def rule_constants(rule: UpdateRule) -> dict[str, bool]:
-    """What a step's kernels are compiled for, beside its type."""
-    return {"NESTEROV": rule.nesterov} if isinstance(rule, SgdRule) else {}
-
-
-def adamw_numbers(rule: AdamWRule) -> tuple[float, ...]:
-    """(1 − β₁, β₂, 1 − β₂, lr/(1 − β₁ᵗ), 1 − β₂ᵗ, eps, 1 − lr·λ), as the kernel takes them."""
-    step_size = rule.lr / (1 - rule.beta1**rule.step)
-    correction2 = 1 - rule.beta2**rule.step
-    decay = 1 - rule.lr * rule.weight_decay
-    return 1 - rule.beta1, rule.beta2, 1 - rule.beta2, step_size, correction2, rule.eps, decay
-
-
-def _values(table: RowState | None) -> Tensor | None:
-    return None if table is None else table.values
-
-
-def _scale(table: RowState | None) -> Tensor | None:
-    return None if table is None else table.scale
+    return {
+        "RULE": "adamw",
+        "step_size": rule.lr / (1 - rule.beta1**rule.step),
+        "rate1": 1 - rule.beta1,
+        "decay": 1 - rule.lr * rule.weight_decay,
+        "beta2": rule.beta2,
+        "rate2": 1 - rule.beta2,
+        "correction2": 1 - rule.beta2**rule.step,
+        "eps": rule.eps,
+    }

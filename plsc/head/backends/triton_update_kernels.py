@@ -1,12 +1,12 @@
-"""The Triton kernels of SGD and AdamW on rows of the class table, and the device functions that they consist of.
+"""The Triton kernel of SGD and AdamW on rows of the class table, and the device functions that it consists of.
 
-A program takes some whole rows through all of an update: every number is read once and written once. The rules are
-device functions on a tile of rows in registers, (rows, columns) float32, so that a kernel which has just made the
+A program takes some whole rows through all of an update: every number is read once and written once. The update is a
+device function on a tile of rows in registers, (rows, columns) float32, so that a kernel which has just made the
 gradient of such a tile can update its rows without storing it. Rounding takes the bits of
 :func:`plsc.head.low_precision.random_bits`. Import this module only where
 :func:`plsc.head.backends.triton_backend.runs_on` holds.
 
-Arguments that all rules share:
+Arguments that both share:
     gradient: the tile's gradient by the unit rows.
     w: the tile's rows.
     weight, inverse_norm: the table, and its 1/norms.
@@ -16,6 +16,13 @@ Arguments that all rules share:
     key: of the update's seed and step (:func:`plsc.head.low_precision.rounding_key`).
     factor: multiplies the gradient.
     dim: columns of the table.
+    RULE: "sgd", "nesterov" or "adamw".
+    first_moment, first_scale, second_moment, second_scale: the rule's tables, and the scales of int8 ones. SGD's
+        momentum is the first, None without momentum; other tables and scales that are not there are None.
+    step_size, rate1, decay: of SGD the learning rate, the momentum and the weight decay λ; of AdamW lr/(1 − β₁ᵗ),
+        1 − β₁ and 1 − lr·λ.
+    beta2, rate2, correction2, eps: of AdamW β₂, 1 − β₂, 1 − β₂ᵗ and ε; of SGD None. Differences from 1 that float32
+        would round are taken in float64 by the host.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped"
 
@@ -23,9 +30,8 @@ import triton
 import triton.language as tl
 
 # their values must not specialise a kernel: each would compile it anew
-_CHANGING = ["first", "first_number", "n", "key", "factor"]
-_CHANGING_SGD = [*_CHANGING, "lr", "momentum", "weight_decay"]
-_CHANGING_ADAMW = [*_CHANGING, "rate1", "beta2", "rate2", "step_size", "correction2", "eps", "decay"]
+CHANGING_NUMBERS = ["step_size", "rate1", "decay", "beta2", "rate2", "correction2", "eps"]
+_CHANGING = ["first", "first_number", "n", "key", "factor", *CHANGING_NUMBERS]
 
 # of plsc.head.low_precision.random_bits
 _GOLDEN = tl.constexpr(0x9E3779B9)
@@ -125,7 +131,7 @@ def through_norm(gradient, w, rho):
 
 @triton.jit
 def adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2, eps, decay):
-    """AdamWRule's arithmetic on a tile: the rows and their moments after the step; for the numbers, see adamw_rows."""
+    """AdamWRule's arithmetic on a tile: the rows and their moments after the step."""
     first = first + rate1 * (g - first)
     second = second * beta2 + rate2 * g * g
     root = tl.sqrt(second / correction2) + eps
@@ -133,47 +139,7 @@ def adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2,
 
 
 @triton.jit
-def update_by_sgd(
-    gradient,
-    w,
-    weight,
-    inverse_norm,
-    buffer,
-    buffer_scale,
-    rows,
-    columns,
-    held,
-    numbers,
-    key,
-    factor,
-    smallest_norm,
-    lr,
-    momentum,
-    weight_decay,
-    dim: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Update a tile of whole rows in the table, with their momentum and norms.
-
-    ``buffer`` is momentum's table or None, ``buffer_scale`` its int8 rows' scales or None.
-    """
-    inside = held[:, None] & (columns < dim)[None, :]
-    offset = rows[:, None] * dim + columns[None, :]
-    bits = random_bits(numbers, columns, key)
-    g = through_norm(gradient, w, tl.load(inverse_norm + rows, mask=held, other=0.0)) * factor
-    step = g + weight_decay * w
-    if buffer is not None:
-        m = load_state(buffer, buffer_scale, rows, offset, held, inside) * momentum + step
-        store_state(buffer, buffer_scale, m, bits, rows, offset, held, inside, STOCHASTIC)
-        step = step + momentum * m if NESTEROV else m
-    w -= lr * step
-    store_weight(weight, inverse_norm, w, bits, rows, offset, held, inside, smallest_norm, BLOCK_N, STOCHASTIC)
-
-
-@triton.jit
-def update_by_adamw(
+def update_tile(
     gradient,
     w,
     weight,
@@ -189,27 +155,36 @@ def update_by_adamw(
     key,
     factor,
     smallest_norm,
+    step_size,
     rate1,
+    decay,
     beta2,
     rate2,
-    step_size,
     correction2,
     eps,
-    decay,
     dim: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Update a tile of whole rows in the table, with their moments and norms; scales are None but of int8 moments."""
+    """Update a tile of whole rows in the table, with their moments and norms."""
     inside = held[:, None] & (columns < dim)[None, :]
     offset = rows[:, None] * dim + columns[None, :]
     bits = random_bits(numbers, columns, key)
     g = through_norm(gradient, w, tl.load(inverse_norm + rows, mask=held, other=0.0)) * factor
-    first = load_state(first_moment, first_scale, rows, offset, held, inside)
-    second = load_state(second_moment, second_scale, rows, offset, held, inside)
-    w, first, second = adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2, eps, decay)
-    store_state(first_moment, first_scale, first, bits, rows, offset, held, inside, STOCHASTIC)
-    store_state(second_moment, second_scale, second, bits, rows, offset, held, inside, STOCHASTIC)
+    if RULE == "adamw":
+        first = load_state(first_moment, first_scale, rows, offset, held, inside)
+        second = load_state(second_moment, second_scale, rows, offset, held, inside)
+        w, first, second = adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2, eps, decay)
+        store_state(first_moment, first_scale, first, bits, rows, offset, held, inside, STOCHASTIC)
+        store_state(second_moment, second_scale, second, bits, rows, offset, held, inside, STOCHASTIC)
+    else:
+        step = g + decay * w
+        if first_moment is not None:
+            first = load_state(first_moment, first_scale, rows, offset, held, inside) * rate1 + step
+            store_state(first_moment, first_scale, first, bits, rows, offset, held, inside, STOCHASTIC)
+            step = step + rate1 * first if RULE == "nesterov" else first
+        w -= step_size * step
     store_weight(weight, inverse_norm, w, bits, rows, offset, held, inside, smallest_norm, BLOCK_N, STOCHASTIC)
 
 
@@ -235,60 +210,8 @@ def _load_tile(table, rows, columns, held, dim: tl.constexpr):
     return tl.load(table + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=_CHANGING_SGD)
-def sgd_rows(
-    gradient,
-    weight,
-    inverse_norm,
-    buffer,
-    buffer_scale,
-    index,
-    first,
-    numbers,
-    first_number,
-    n,
-    skip,
-    key,
-    factor,
-    smallest_norm,
-    lr,
-    momentum,
-    weight_decay,
-    dim: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """SGD on n rows by the gradient (n, dim) by their unit rows; ``numbers`` + ``first_number`` are global."""
-    columns = tl.arange(0, BLOCK_D)
-    position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N)
-    update_by_sgd(
-        _load_tile(gradient, position, columns, held, dim),
-        _load_tile(weight, rows, columns, held, dim),
-        weight,
-        inverse_norm,
-        buffer,
-        buffer_scale,
-        rows,
-        columns,
-        held,
-        global_numbers,
-        key,
-        factor,
-        smallest_norm,
-        lr,
-        momentum,
-        weight_decay,
-        dim,
-        BLOCK_N,
-        NESTEROV,
-        STOCHASTIC,
-    )
-
-
-@triton.jit(do_not_specialize=_CHANGING_ADAMW)
-def adamw_rows(
+@triton.jit(do_not_specialize=_CHANGING)
+def update_rows(
     gradient,
     weight,
     inverse_norm,
@@ -305,49 +228,27 @@ def adamw_rows(
     key,
     factor,
     smallest_norm,
+    step_size,
     rate1,
+    decay,
     beta2,
     rate2,
-    step_size,
     correction2,
     eps,
-    decay,
     dim: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    RULE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """AdamW on n rows by the gradient (n, dim) by their unit rows; ``numbers`` + ``first_number`` are global.
-
-    ``rate1`` and ``rate2`` are 1 − β₁ and 1 − β₂, ``step_size`` is lr/(1 − β₁ᵗ), ``correction2`` 1 − β₂ᵗ, and ``decay``
-    1 − lr·λ: differences from 1 that float32 would round are taken in float64 by the host.
-    """
+    """Update n rows by the gradient (n, dim) by their unit rows; ``numbers`` + ``first_number`` are global."""
     columns = tl.arange(0, BLOCK_D)
     position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N)
-    update_by_adamw(
-        _load_tile(gradient, position, columns, held, dim),
-        _load_tile(weight, rows, columns, held, dim),
-        weight,
-        inverse_norm,
-        first_moment,
-        first_scale,
-        second_moment,
-        second_scale,
-        rows,
-        columns,
-        held,
-        global_numbers,
-        key,
-        factor,
-        smallest_norm,
-        rate1,
-        beta2,
-        rate2,
-        step_size,
-        correction2,
-        eps,
-        decay,
-        dim,
-        BLOCK_N,
-        STOCHASTIC,
+    tile_gradient = _load_tile(gradient, position, columns, held, dim)
+    # fmt: off
+    update_tile(
+        tile_gradient, _load_tile(weight, rows, columns, held, dim), weight, inverse_norm,
+        first_moment, first_scale, second_moment, second_scale, rows, columns, held, global_numbers, key,
+        factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps, dim, BLOCK_N, RULE, STOCHASTIC,
     )
+    # fmt: on
