@@ -45,13 +45,13 @@ class CpuBackend(TorchBackend):
             yield from super().second_pass(inputs)
             return
         packed = kernels.PackedBatch(batch.features, batch.position)
-        by_sample = [packed.pad(values.float()) for values in (inputs.log_z, inputs.scale, inputs.target_grad)]
+        log_z, scale, target_grad = (packed.pad(x.float()) for x in (inputs.log_z, inputs.scale, inputs.target_grad))
         # a core's cache keeps this many gradients until the update takes them
         size = kernels.whole_blocks(min(inputs.chunk_size, kernels.IN_CACHE * torch.get_num_threads()))
         scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
         for chunk in inputs.rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s
-            yield chunk, kernels.gradient(table, packed, s, chunk.start, *by_sample, scratch)
+            yield chunk, kernels.gradient(table, packed, s, chunk.start, log_z, scale, target_grad, scratch)
 
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)
