@@ -154,7 +154,7 @@ def require_signed(path: Path, kind: str, content: Manifest) -> None:
     about, value = _read_signature(path, signature)
     _verify(path, key, value, _signed_bytes(path, about, content))
     if about["kind"] != kind:
-        raise IntegrityError(f"{path} is signed as a {about['kind']}, and is read as a {kind}; use another file")
+        raise IntegrityError(f"{path} is signed as {about['kind']!r}, and is read as {kind!r}; use another file")
     if about["name"] != _name(path):
         raise IntegrityError(f"{path} was signed under the name {about['name']}: call it that, or sign it again")
     if about["counter"] < (lowest := _lowest_counter(about["name"])):

@@ -28,7 +28,7 @@ from plsc.errors import PlscError, UsageError
 from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
 from plsc.progress import printable
-from plsc.signing import VERIFY_KEY
+from plsc.signing import VERIFY_FROM, VERIFY_KEY
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
 COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
@@ -153,9 +153,11 @@ def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "--js
 
 
 def add_verify_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --verify-key, for a command that reads what others made."""
+    """Declare --verify-key and --verify-from, for a command that reads what others made."""
     text = f"refuse what is not signed by this key: a PEM file of ed25519 (default: ${VERIFY_KEY})"
     parser.add_argument("--verify-key", metavar="PUBKEY", type=Path, help=text)
+    text = f"and what was signed with a lower counter: N, or NAME=N, by commas (default: ${VERIFY_FROM})"
+    parser.add_argument("--verify-from", metavar="N", help=text)
 
 
 def add_detector_option(parser: "argparse._ActionsContainer", purpose: str) -> None:
@@ -173,16 +175,18 @@ def add_sign_option(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def _verifying(args: argparse.Namespace) -> Iterator[None]:
     """Let readers, and the ranks that the command starts, ask for signatures; see :mod:`plsc.signing`."""
-    key = getattr(args, "verify_key", None)
-    before = os.environ.get(VERIFY_KEY)
-    if key is not None:
-        os.environ[VERIFY_KEY] = str(key.absolute())
+    key, counter = (getattr(args, name, None) for name in ("verify_key", "verify_from"))
+    given = {VERIFY_KEY: None if key is None else str(key.absolute()), VERIFY_FROM: counter}
+    before = dict(os.environ)
+    if counter is not None and key is None and not before.get(VERIFY_KEY):
+        raise UsageError("--verify-from needs --verify-key: a counter without a signature is anybody's")
+    os.environ.update({name: value for name, value in given.items() if value is not None})
     try:
         yield
     finally:
-        if key is not None:
-            os.environ.pop(VERIFY_KEY)
-            os.environ.update({} if before is None else {VERIFY_KEY: before})
+        for name in given:
+            os.environ.pop(name, None)
+        os.environ.update({name: before[name] for name in given if name in before})
 
 
 def _run(tool: ModuleType, name: str, argv: list[str]) -> int:

@@ -67,7 +67,7 @@ class _Followed:
             yield f"has a {kind} of {node.domain}, of which nobody knows the sizes"
         for index in self._sizing(node):
             if index < len(node.input) and node.input[index] not in self._free:
-                yield f"has a {kind} of a size that depends on the pictures"
+                yield f"lets the pictures decide the size, or the branch, of a node {kind}"
         for attribute in node.attribute:
             for graph in (*([attribute.g] if attribute.HasField("g") else ()), *attribute.graphs):
                 yield from self._inside(graph).faults()

@@ -309,8 +309,8 @@ USING = (
     Defect(
         "a signature vouches for a manifest's keys and not for its values",
         "plsc/signing.py",
-        "{canonical_json(content)}",
-        "{canonical_json(sorted(content))}",
+        "'content': unsealed})}",
+        "'content': sorted(unsealed)})}",
         ("tests/test_signing.py",),
     ),
 )
