@@ -238,8 +238,9 @@ def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def describe_open_file(file: BinaryIO) -> dict[str, Any]:
     """``{"bytes", "sha256"}`` of a file, which is read from where it stands to its end."""
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+    readable: Any = file  # BinaryIO does not tell of readinto
+    sha256 = hashlib.file_digest(readable, "sha256").hexdigest()
+    return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
 
 
 def describe_content(content: bytes) -> dict[str, Any]:
@@ -261,10 +262,9 @@ def pinned(file: BinaryIO) -> Path:
 
 @contextmanager
 def pinned_folder(files: Sequence[BinaryIO]) -> Iterator[Path]:
-    """A folder in which the names of open files lead to them, for readers of names; the files are closed in the end."""
-    with contextlib.ExitStack() as closing, tempfile.TemporaryDirectory(prefix="plsc-") as folder:
+    """A folder in which the names of open files lead to them, for readers of names."""
+    with tempfile.TemporaryDirectory(prefix="plsc-") as folder:
         for file in files:
-            closing.enter_context(file)
             (Path(folder) / Path(file.name).name).symlink_to(pinned(file).absolute())
         yield Path(folder)
 

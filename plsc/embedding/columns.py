@@ -45,8 +45,9 @@ def open_array(file: Path | BinaryIO, shape: tuple[int | None, ...], dtype: str)
         file = file.open("rb")
     try:
         with file:
-            array: Any = np.lib.format.open_memmap(pinned(file), mode="r")  # refuses objects, which would be pickled
-            _INODES[array._mmap] = _inode(file.fileno())
+            mapped: Any = np.lib.format.open_memmap(pinned(file), mode="r")  # refuses objects, which would be pickled
+            _INODES[mapped._mmap] = _inode(file.fileno())
+            array: Array = mapped
     except Exception as error:  # its header is an expression of Python, and may be anything
         raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
     fits = len(array.shape) == len(shape) and all(

@@ -91,10 +91,9 @@ class OnnxDetector(Detector):
 
 
 def _family(path: Path, inputs: list[GraphValue], outputs: list[GraphValue]) -> Family:
-    if len(outputs) == 1 and len(inputs) == 1 and len(inputs[0].shape) == 4 and len(outputs[0].shape) == 2:
-        *_, height, width = inputs[0].shape
-        text = f"{width}x{height}, one output of {outputs[0].shape[1]}"
-        raise DataError(f"{path} is an embedding model ({text}), no detector")
+    if len(outputs) == 1 and len(inputs) == 1 and len(inputs[0].shape) == 4 and len(outputs[0].shape) in (0, 2):
+        *_, height, width = inputs[0].shape  # an output's may be left to onnxruntime
+        raise DataError(f"{path} is an embedding model ({width}x{height}, one output), no detector")
     if len(outputs) not in FAMILIES:
         raise DataError(
             f"{path} has {len(outputs)} outputs; SCRFD with landmarks has nine, scores, boxes and landmarks "

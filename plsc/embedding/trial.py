@@ -182,10 +182,12 @@ def _program_runner(content: bytes, inputs: Inputs) -> Any:
                 raise _DataSizesError(str(func))
             return func(*args, **(kwargs or {}))
 
+    make: Any = StaticSizes
+    sizes = make()
     module = torch.export.load(io.BytesIO(content)).module()
 
     def run(values: Any) -> None:
-        with torch.inference_mode(), StaticSizes():
+        with torch.inference_mode(), sizes:
             module(torch.from_numpy(values))
 
     return run

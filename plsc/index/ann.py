@@ -340,7 +340,7 @@ def save(structure: Any, path: Path) -> None:
 
 
 def load(files: Sequence[BinaryIO], kind: Kind, parameters: dict[str, int], base: RowArray) -> Any:
-    """Read the structure over ``base`` (N, D) from its open files, which are closed, and set its effort.
+    """Read the structure over ``base`` (N, D) from its open files, and set its effort.
 
     The caller has verified the files' hashes: faiss itself reads a damaged file without complaint, or crashes.
 

@@ -15,6 +15,7 @@ again at any time, on the queries that the tuning used.
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
+import contextlib
 import math
 import shutil
 import tempfile
@@ -123,8 +124,10 @@ class Index:
         self._exact = ExactSearch(self.vectors)
         self.structure: Any = None
         if self.kind != "exact":
-            structure = [file(name) for name in (FAISS_FILE, LISTS_FILE) if name in files]
-            self.structure = ann.load(structure, self.kind, self.manifest["parameters"], self.base)
+            with contextlib.ExitStack() as open_files:
+                names = [name for name in (FAISS_FILE, LISTS_FILE) if name in files]
+                structure = [open_files.enter_context(file(name)) for name in names]
+                self.structure = ann.load(structure, self.kind, self.manifest["parameters"], self.base)
 
     def _check_manifest(self) -> None:
         """Check what the manifest's digest does not: whoever writes a manifest writes its digest."""

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -336,7 +336,7 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata."""
-        self._metadata.storage_meta.load_id = self.load_id
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
 
 
@@ -360,7 +360,7 @@ class _CheckedFiles(FileSystem):
                 file = _opened(place.parent, place.name, self._files)
                 self._checked.add(file_state(file))
             with file:
-                yield file
+                yield cast(io.IOBase, file)
 
 
 def _read_metadata(file: BinaryIO, path: Path) -> Metadata:
@@ -378,8 +378,6 @@ def _read_metadata(file: BinaryIO, path: Path) -> Metadata:
         raise IntegrityError(f"{path} is not a checkpoint's metadata: {first_line(error)}") from None
     if not isinstance(metadata, Metadata):
         raise IntegrityError(f"{path} is not a checkpoint's metadata")
-    about = getattr(metadata, "storage_meta", None)
-    metadata.storage_meta = about if isinstance(about, StorageMeta) else StorageMeta()
     return metadata
 
 
