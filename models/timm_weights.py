@@ -19,6 +19,7 @@ from torch import Tensor
 from plsc.errors import DataError, UsageError, first_line
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.wrappers import TIMM_PREFIX, TimmBackbone
+from plsc.signing import MODEL, read_signed
 
 HUB_PREFIX = "hf-hub:"
 CONFIG = "config.json"
@@ -110,7 +111,7 @@ def snapshot_config(file: Path) -> SnapshotConfig | None:
     if not path.is_file():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_signed(path, MODEL))
     except (OSError, ValueError) as error:
         raise DataError(f"{path} is no JSON: {first_line(error)}; use another copy") from None
     if not isinstance(content, dict) or "architecture" not in content:

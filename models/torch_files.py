@@ -4,6 +4,7 @@
 compressed, nor time: the hash of t = (t, t), nested 60 deep in 300 bytes, takes 2^60 steps.
 """
 
+import os
 import pickletools
 import struct
 import zipfile
@@ -24,29 +25,31 @@ _LEGACY_PICKLES = 5  # magic number, protocol, system, content, keys of the stor
 _SHARED = 4  # how many times a file's bytes may appear in its tensors
 
 
-def check_torch_file(path: Path) -> None:
-    """Check a file of torch.save, in the present form or that before torch 1.6.
+def check_torch_file(file: BinaryIO) -> None:
+    """Check an open file of torch.save, in the present form or that before torch 1.6, and go back to its beginning.
 
     Raises:
         DataError: an archive is compressed, its members overlap or its directory is ambiguous; or a pickle nests tuples
             so that their hash takes for ever.
     """
-    if zipfile.is_zipfile(path):
-        for program in _archived_programs(path):
+    path = Path(file.name)
+    if zipfile.is_zipfile(file):
+        for program in _archived_programs(file, path):
             _check_tuples(program, path)
-        return
-    with path.open("rb") as file:
+    else:
+        file.seek(0)
         for _ in range(_LEGACY_PICKLES):
             if not _check_tuples(file, path):
-                return
+                break
+    file.seek(0)
 
 
-def archive_names(path: Path) -> list[str]:
+def archive_names(file: Path | BinaryIO) -> list[str]:
     """The names in a zip archive; none of other files, nor of a damaged one, which :func:`check_torch_file` refuses."""
-    if not zipfile.is_zipfile(path):
+    if not zipfile.is_zipfile(file):
         return []
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             return archive.namelist()
     except (zipfile.BadZipFile, ValueError, NotImplementedError):
         return []
@@ -65,14 +68,15 @@ def check_tensors(tensors: dict[str, Tensor], path: Path) -> None:
         raise DataError(f"{path} is no plain state_dict: its tensors share their storage; save it again")
 
 
-def _archived_programs(path: Path) -> Iterator[bytes]:
+def _archived_programs(file: BinaryIO, path: Path) -> Iterator[bytes]:
     """Check an archive, and yield its pickles."""
+    size = file.seek(0, os.SEEK_END)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
                 raise DataError(f"{path} is refused: it is compressed, as torch.save never does; save it again")
-            if sum(entry.file_size for entry in entries) > path.stat().st_size or not _has_plain_end(path):
+            if sum(entry.file_size for entry in entries) > size or not _has_plain_end(file, size):
                 raise DataError(f"{path} is refused: its members overlap, or it has two directories; save it again")
             for entry in entries:
                 if entry.filename.endswith("data.pkl"):
@@ -83,13 +87,11 @@ def _archived_programs(path: Path) -> Iterator[bytes]:
         raise DataError(f"{path} is truncated or corrupt: {str(error)[:200]}") from None
 
 
-def _has_plain_end(path: Path) -> bool:
+def _has_plain_end(file: BinaryIO, size: int) -> bool:
     """Return whether every reader finds the directory that Python found: the file's last bytes say where it lies."""
-    with path.open("rb") as file:
-        size = path.stat().st_size
-        tail_bytes = min(size, _END_BYTES + _LOCATOR_BYTES)
-        file.seek(size - tail_bytes)
-        tail = file.read(tail_bytes)
+    tail_bytes = min(size, _END_BYTES + _LOCATOR_BYTES)
+    file.seek(size - tail_bytes)
+    tail = file.read(tail_bytes)
     locator = tail[:-_END_BYTES]
     if tail[-_END_BYTES:][:4] != _END:
         return False

@@ -9,14 +9,14 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from plsc.errors import DataError, UsageError, first_line
-from plsc.files import atomic_write
+from plsc.files import atomic_write, pinned
 from plsc.models.backbone import Architecture, Backbone, infer
 from plsc.models.preprocessing import Preprocessing, image_size
 from plsc.models.timm_weights import (
@@ -29,7 +29,7 @@ from plsc.models.timm_weights import (
 )
 from plsc.models.torch_files import archive_names, check_tensors, check_torch_file
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
-from plsc.signing import require_signed
+from plsc.signing import MODEL, open_signed
 
 FORMAT = "plsc-backbone-1"
 _PLAIN_NAME = re.compile(rf"({ROTATION_PREFIX})?({TIMM_PREFIX})?[\w.-]+")  # timm would fetch hf-hub:X, read local-dir:X
@@ -67,20 +67,22 @@ def serialize_model(model: nn.Module) -> bytes:
     return save({key: tensor.detach().cpu().contiguous() for key, tensor in backbone.state_dict().items()}, metadata)
 
 
-def load_model(path: str | Path, *, architecture: str | None = None) -> Backbone:
+def load_model(path: str | Path, *, architecture: str | None = None, own: bool = False) -> Backbone:
     """Load a backbone, in evaluation mode, on the CPU.
 
     Args:
         path: a .safetensors file of :func:`save_model`, or a state_dict of arcface_torch (.pt, .pth, .bin or
             .safetensors), whose architecture is inferred from its keys and shapes.
         architecture: the name to use if it cannot be inferred (``timm:NAME``), or that the file must have.
+        own: this process wrote it: a signature is not asked for (:mod:`plsc.signing`).
 
     Raises:
         UsageError: there is no such file.
         DataError: it is no model file, it is corrupt, or its weights do not fit the architecture.
+        IntegrityError: it is not signed, where that is asked for.
     """
     path = Path(path)
-    state, metadata = read_state(path)
+    state, metadata = read_state(path, own=own)
     found = _from_metadata(metadata, path) or _from_state(state, architecture, path)
     if architecture is not None and found.name != architecture:
         raise DataError(f"{path} holds {found.name}, not {architecture}; leave the architecture out")
@@ -107,7 +109,6 @@ def load_weights(model: nn.Module, source: str | Path) -> None:
         DataError: it is unreadable, or keys are missing, unexpected or of another shape (named).
     """
     path = weights_file(source)
-    require_signed(path)
     state, metadata = read_state(path)
     backbone = unwrapped(model)
     contract = _brought(backbone.name, state, metadata, path)
@@ -160,13 +161,16 @@ def _contract(metadata: dict[str, str], path: Path) -> Preprocessing | None:
         raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
 
 
-def read_state(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_state(path: Path, *, own: bool = False) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors by key, without wrappers' prefixes, and the metadata (of .safetensors only)."""
     if not path.is_file():
         raise UsageError(f"{path} does not exist; name a model file (.safetensors, .pt)")
     if path.suffix == ".onnx":
         raise UsageError(f"{path} is an ONNX model, which can only embed; name a .safetensors or .pt file")
-    state, metadata = _read_safetensors(path) if path.suffix == ".safetensors" else (_read_torch(path), {})
+    with path.open("rb") if own else open_signed(path, MODEL) as file:
+        state, metadata = (
+            _read_safetensors(file, path) if path.suffix == ".safetensors" else (_read_torch(file, path), {})
+        )
     if not state:
         raise DataError(f"{path} holds no tensors")
     return _without_prefixes(state), metadata
@@ -182,32 +186,31 @@ def unwrapped(model: nn.Module) -> Backbone:
     return inner
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+def _read_safetensors(file: BinaryIO, path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
-    with path.open("rb") as start:
-        header_bytes = int.from_bytes(start.read(8), "little")
+    header_bytes = int.from_bytes(file.read(8), "little")
     if header_bytes > _LARGEST_HEADER:
         raise DataError(f"{path} is truncated or corrupt: it announces a header of {header_bytes:,} bytes")
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(pinned(file), framework="pt") as tensors:
             # Copied, because views of the mapped file are aligned as its header is long, and the last bits of a
             # convolution depend on its weights' alignment.
-            state = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-            return state, dict(file.metadata() or {})
+            state = {key: tensors.get_tensor(key).clone() for key in tensors.keys()}  # noqa: SIM118
+            return state, dict(tensors.metadata() or {})
     except (SafetensorError, ValueError) as error:
         raise DataError(f"{path} is truncated or corrupt: {first_line(error)}; use another copy") from None
 
 
-def _read_torch(path: Path) -> dict[str, Tensor]:
-    if _is_program(path):
+def _read_torch(file: BinaryIO, path: Path) -> dict[str, Tensor]:
+    if any(name.endswith((".py", "/archive_format")) or "/models/" in name for name in archive_names(file)):
         raise DataError(f"{path} is an exported program, not a state_dict; only embedding works with it")
-    check_torch_file(path)
+    check_torch_file(file)
     try:
         # timm's training checkpoints hold their arguments as a Namespace, a plain container of values.
         with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):
             warnings.simplefilter("ignore")  # it warns of pickles that are refused below
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         raise DataError(
             f"{path} is refused: it is no plain state_dict of tensors "
@@ -221,10 +224,6 @@ def _read_torch(path: Path) -> dict[str, Tensor]:
     tensors = _tensors(loaded, path)
     check_tensors(tensors, path)
     return tensors
-
-
-def _is_program(path: Path) -> bool:
-    return any(name.endswith((".py", "/archive_format")) or "/models/" in name for name in archive_names(path))
 
 
 def _tensors(loaded: Any, path: Path) -> dict[str, Tensor]:

@@ -9,17 +9,19 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from plsc.errors import DataError, IntegrityError, StorageError, UsageError, first_line
 from plsc.progress import note
 from plsc.text_files import read_text
 
 MANIFEST = "manifest.json"
+SEAL = "seal"  # the key of a manifest's own digest
 LARGEST_JSON = 8 << 20  # manifests have some 800 bytes for 32,768 rows; in memory JSON takes up to 20 times its bytes
 Manifest = dict[str, Any]
 Kind = TypeVar("Kind")
@@ -199,12 +201,23 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
     """Read a JSON file; a missing or malformed one, or one of more bytes, is a :class:`DataError` that names it."""
     try:
-        return json.loads(read_text(path, largest))
+        text = read_text(path, largest)
     except FileNotFoundError:
         raise DataError(f"{path} does not exist") from None
+    except OSError as error:
+        raise DataError(f"{path} is not readable as JSON: {first_line(error)}") from None
+    return parse_json(text, path, largest)
+
+
+def parse_json(content: str | bytes, path: Path, largest: int = LARGEST_JSON) -> Any:
+    """Parse what was read of the JSON file ``path``; raises as :func:`read_json`."""
+    if len(content) > largest:
+        raise DataError(f"{path} has more than {largest:,} bytes; it is another kind of file")
+    try:
+        return json.loads(content)
     except RecursionError:
         raise DataError(f"{path} is not readable as JSON: it is nested too deeply") from None
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise DataError(f"{path} is not readable as JSON: {first_line(error)}") from None
 
 
@@ -216,22 +229,78 @@ def sha256(path: Path) -> str:
 
 def describe_files(folder: Path, names: list[str]) -> dict[str, dict[str, Any]]:
     """``{name: {"bytes", "sha256"}}`` of ``names`` in ``folder``, as manifests hold it."""
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+    described = {}
+    for name in names:
+        with (folder / name).open("rb") as file:
+            described[name] = describe_open_file(file)
+    return described
+
+
+def describe_open_file(file: BinaryIO) -> dict[str, Any]:
+    """``{"bytes", "sha256"}`` of a file, which is read from where it stands to its end."""
+    readable: Any = file  # BinaryIO does not tell of readinto
+    sha256 = hashlib.file_digest(readable, "sha256").hexdigest()
+    return {"bytes": os.fstat(file.fileno()).st_size, "sha256": sha256}
+
+
+def describe_content(content: bytes) -> dict[str, Any]:
+    """``{"bytes", "sha256"}`` of a file's content."""
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def file_state(file: BinaryIO) -> tuple[int, ...]:
+    """Which file is open, and in which state: whoever writes into it moves the time of its last change."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def pinned(file: BinaryIO) -> Path:
+    """A path by which others read the open ``file``, whatever its name leads to now; its name but on Linux."""
+    link = Path(f"/proc/self/fd/{file.fileno()}")
+    return link if link.exists() else Path(file.name)
+
+
+@contextmanager
+def pinned_folder(files: Sequence[BinaryIO]) -> Iterator[Path]:
+    """A folder in which the names of open files lead to them, for readers of names."""
+    with tempfile.TemporaryDirectory(prefix="plsc-") as folder:
+        for file in files:
+            (Path(folder) / Path(file.name).name).symlink_to(pinned(file).absolute())
+        yield Path(folder)
+
+
+def open_described(folder: Path, name: str, expected: Any, *, verify: bool = True) -> BinaryIO:
+    """Open a file that a manifest describes, once for hashing and reading: nobody exchanges it in between.
+
+    Args:
+        folder: of the manifest.
+        name: of the file.
+        expected: its description.
+        verify: hash it; otherwise its length alone is compared.
+
+    Raises:
+        IntegrityError: it is missing, or differs.
+    """
+    check_description(folder, name, expected)
+    path = folder / name
+    if not path.is_file():
+        raise IntegrityError(f"{path} is missing; restore it, or use another copy")
+    with contextlib.ExitStack() as on_error:
+        file = on_error.enter_context(path.open("rb"))
+        size = os.fstat(file.fileno()).st_size
+        if size != expected["bytes"]:
+            raise IntegrityError(f"{path} has {size} bytes instead of {expected['bytes']}; use another copy")
+        if verify and describe_open_file(file)["sha256"] != expected["sha256"]:
+            raise IntegrityError(f"{path} is corrupt (its SHA-256 is not the manifest's); use another copy")
+        file.seek(0)
+        on_error.pop_all()
+    return file
 
 
 def verify_files(folder: Path, described: dict[str, dict[str, Any]]) -> None:
     """Check files against :func:`describe_files`' answer; :class:`IntegrityError` names the first that differs."""
     for name, expected in described.items():
-        check_description(folder, name, expected)
-        path = folder / name
-        if not path.is_file():
-            raise IntegrityError(f"{path} is missing; restore it, or use another copy")
-        if path.stat().st_size != expected["bytes"]:
-            raise IntegrityError(
-                f"{path} has {path.stat().st_size} bytes instead of {expected['bytes']}; use another copy"
-            )
-        if sha256(path) != expected["sha256"]:
-            raise IntegrityError(f"{path} is corrupt (its SHA-256 is not the manifest's); use another copy")
+        open_described(folder, name, expected).close()
 
 
 def check_description(folder: Path, name: str, expected: Any) -> None:
@@ -271,7 +340,7 @@ def canonical_json(content: Any) -> str:
 def write_manifest(folder: Path, content: Manifest) -> None:
     """Write ``folder/manifest.json`` atomically, with the digest of its content under the key ``seal``."""
     with atomic_write(folder / MANIFEST) as tmp_path:
-        tmp_path.write_text(_manifest_text({**content, "seal": digest(content)}), encoding="utf-8")
+        tmp_path.write_text(_manifest_text({**content, SEAL: digest(content)}), encoding="utf-8")
 
 
 def read_manifest(folder: Path, format_name: str, version: int, *, oldest: int | None = None) -> Manifest:
@@ -291,9 +360,9 @@ def read_manifest(folder: Path, format_name: str, version: int, *, oldest: int |
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
-    if not isinstance(content, dict) or "seal" not in content or "format" not in content:
+    if not isinstance(content, dict) or SEAL not in content or "format" not in content:
         raise DataError(f"{folder} is no {format_name}: its {MANIFEST} describes something else")
-    unsealed = {name: value for name, value in content.items() if name != "seal"}
+    unsealed = {name: value for name, value in content.items() if name != SEAL}
     # The text is compared too: JSON that means the same can still differ in a byte, and then somebody edited the file.
     if not _is_sealed(content, unsealed, text):
         raise IntegrityError(f"{path} is corrupt (its content does not match its digest); use another copy")
@@ -316,7 +385,7 @@ def holds_manifest(folder: Path, format_name: str) -> bool:
 
 def _is_sealed(content: Manifest, unsealed: Manifest, text: str) -> bool:
     try:
-        return bool(content["seal"] == digest(unsealed) and text == _manifest_text(content))
+        return bool(content[SEAL] == digest(unsealed) and text == _manifest_text(content))
     except (ValueError, RecursionError):  # NaN, which JSON does not have and Python reads
         return False
 

@@ -1,6 +1,7 @@
 """Signatures of checkpoints, embedding sets, indexes and exports, by the commands that write and read them."""
 
 import base64
+import hashlib
 import json
 import os
 import shutil
@@ -8,15 +9,26 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import generate_private_key
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from support.measured import Commands
+from support.measured import Commands, Outcome
+from untrusted.onnx_files import pooling
 from untrusted.samples import Samples, make_samples
 
+from plsc.embedding.embedding_set import EmbeddingSet
+from plsc.embedding.onnx_engine import OnnxEngine
+from plsc.errors import IntegrityError
+from plsc.evaluation.calibration import Calibration, OperatingPoint, write_calibration
+from plsc.index import Index
+from plsc.models import load_model
+from plsc.signing import load_private_key, sign
 from plsc.tools.entry import main
+from plsc.train.checkpoint_inspection import read_backbone
 
 
 def keys(folder: Path) -> tuple[Path, Path]:
@@ -39,7 +51,10 @@ def commands() -> Iterator[Commands]:
 
 @pytest.fixture(scope="module")
 def originals(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Samples:
-    return make_samples(tmp_path_factory.mktemp("originals"), commands)
+    made = make_samples(tmp_path_factory.mktemp("originals"), commands)
+    points = (OperatingPoint(0.1, 0.5, 0.9, 2),)
+    write_calibration(made.folder / "calibration.json", Calibration("c", "m", ("s",), 10, 20, 30, points))
+    return made
 
 
 @pytest.fixture
@@ -60,6 +75,7 @@ WRITTEN: dict[str, Callable[[Samples, Path], Words]] = {
         *("export", samples.model, "--format", "onnx", "--out", samples.folder / "export.onnx", "--sign", key)
     ],
     "checkpoint": lambda samples, key: ["checkpoint", "sign", samples.run, key],
+    "calibration": lambda samples, key: ["sign", key, samples.folder / "calibration.json"],
 }
 READ: dict[str, Callable[[Samples, Path], Words]] = {
     "set": lambda samples, out: ["gallery", "import", out / "store", "people", samples.folder / "set"],
@@ -68,12 +84,19 @@ READ: dict[str, Callable[[Samples, Path], Words]] = {
         *("embed", samples.folder / "export.onnx", "--data", "avatars:2x2", "--out", out / "emb")
     ],
     "checkpoint": lambda samples, out: ["checkpoint", "export", samples.run, out / "model.safetensors"],
+    # A rate beyond the evidence ends the service behind the calibration, and before it reads the model.
+    "calibration": lambda samples, out: [
+        *("serve", "--model", samples.model, "--store", out / "store", "--port", "0", "--fmr", "1e-9"),
+        *("--calibration", samples.folder / "calibration.json"),
+    ],
 }
+READABLE = {"calibration": (2, "is beyond the evidence")}  # how reading what is signed ends; otherwise with 0
 SIGNED = {
     "set": "set/manifest.json",
     "index": "index/manifest.json",
     "export": "export.onnx",
     "checkpoint": "run/checkpoints/step-00000001/manifest.json",
+    "calibration": "calibration.json",
 }
 
 
@@ -94,13 +117,15 @@ def test_what_is_signed_is_read_and_nothing_else(
         assert answer.code == 0 or not list(out.iterdir())
         return answer.code, answer.output
 
-    assert read(public, 1)[0] == 0
+    expected, message = READABLE.get(what, (0, ""))
+    code, output = read(public, 1)
+    assert (code, message in output) == (expected, True), output
     code, output = read(foreign, 2)
     assert (code, "signed by another key" in output, output.count("\n")) == (1, True, 1), output
     sound = signature.read_text()
     other = base64.b64encode(bytes(64)).decode()
     changed = json.dumps({**json.loads(sound), "signature": other})
-    for number, broken in enumerate((sound.replace("plsc", "other"), "[]", "{", changed, "7" * 5000)):
+    for number, broken in enumerate((sound.replace("plsc", "other"), "[]", "{", changed, "7" * 5000, _raised(sound))):
         signature.write_text(broken)
         code, output = read(public, 3 + number)
         assert (code, output.count("\n"), str(samples.folder) in output) == (1, 1, True), output
@@ -117,7 +142,7 @@ def test_a_forged_manifest_is_refused(what: str, samples: Samples, tmp_path: Pat
     private, public = keys(tmp_path / "keys")
     assert commands(*WRITTEN[what](samples, private)).code == 0
     path = samples.folder / SIGNED[what]
-    if what == "export":
+    if what in ("export", "calibration"):
         path.write_bytes(path.read_bytes() + b"\0")
     elif what == "checkpoint":
         path.write_text(json.dumps({**json.loads(path.read_text()), "saved_at": 1.5}))
@@ -129,6 +154,123 @@ def test_a_forged_manifest_is_refused(what: str, samples: Samples, tmp_path: Pat
     done = commands(*READ[what](samples, tmp_path / "out"), "--verify-key", public)
     assert (done.code, "was changed after it was signed" in done.output) == (1, True), done
     assert not list((tmp_path / "out").iterdir())
+
+
+def _raised(signature: str) -> str:
+    content = json.loads(signature)
+    return json.dumps({**content, "counter": content["counter"] + 1})
+
+
+def refused(done: Outcome, message: str) -> None:
+    assert (done.code, message in done.output, done.output.count("\n")) == (1, True, 1), done
+
+
+def test_an_older_one_another_kind_and_another_name_do_not_pass(
+    samples: Samples, tmp_path: Path, commands: Commands
+) -> None:
+    private, public = keys(tmp_path / "keys")
+    model, other = samples.model, samples.folder / "other.safetensors"
+    assert commands("sign", private, model, samples.embeddings, "--counter", "7").code == 0
+
+    def read(path: Path, *lowest: str) -> Outcome:
+        out = tmp_path / "out.emb"
+        shutil.rmtree(out, ignore_errors=True)
+        data = ["--data", "avatars:2x2", "--out", out, "--verify-key", public]
+        return commands("embed", path, *data, *(("--verify-from", *lowest) if lowest else ()))
+
+    for taken in ("7", "8,model.safetensors=7"):
+        assert read(model, taken).code == 0
+    for lowest in ("8", "3,model.safetensors=8"):
+        refused(read(model, lowest), "older than what is taken: it was signed with the counter 7, and 8 is the lowest")
+    assert read(model, "newest").code == 2
+    shutil.copy(model, other)
+    shutil.copy(f"{model}.sig", f"{other}.sig")
+    refused(read(other), "was signed under the name model.safetensors: call it that, or sign it again")
+    other.unlink()
+    other.symlink_to(model)
+    refused(read(other), "was signed under the name model.safetensors")
+    calibration = samples.folder / "calibration.json"
+    sign(calibration, load_private_key(private))
+    words = READ["calibration"](samples, tmp_path)
+    refused(commands(*words, "--verify-key", public), "is signed as 'model', and is read as 'calibration'")
+
+
+def test_a_signature_of_the_former_version_says_what_to_do(
+    samples: Samples, tmp_path: Path, commands: Commands
+) -> None:
+    private, public = keys(tmp_path / "keys")
+    former = {"format": "plsc signature", "version": 1, "key": "0" * 16, "signature": "AAAA"}
+    (samples.index / "manifest.json.sig").write_text(json.dumps(former))
+    words: Words = ["index", "check", samples.index, "--verify-key", public]
+    refused(commands(*words), f"does not cover kind, name and counter as 2 does; sign {samples.index} again")
+    assert commands("sign", private, samples.index).code == 0
+    assert commands(*words).code == 0
+
+
+def _model(samples: Samples) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in load_model(samples.model).state_dict().values()]
+
+
+def _onnx(samples: Samples) -> list[bytes]:
+    engine = OnnxEngine(samples.folder / "m.onnx", torch.device("cpu"))
+    return [engine.run(torch.zeros(1, 3, 32, 32, dtype=torch.uint8)).numpy().tobytes()]
+
+
+def _set(samples: Samples) -> list[bytes]:
+    opened = EmbeddingSet(samples.embeddings)
+    return [opened.rows(0, len(opened)).tobytes(), *(key.encode() for key in opened.keys)]
+
+
+def _index(samples: Samples) -> list[bytes]:
+    opened = Index.open(samples.index)
+    return [opened.vectors.tobytes(), *(key.encode() for key in opened.keys)]
+
+
+def _checkpoint(samples: Samples) -> list[bytes]:
+    return [tensor.numpy().tobytes() for tensor in read_backbone(samples.checkpoint).state_dict().values()]
+
+
+@pytest.mark.parametrize("read", [_model, _onnx, _set, _index, _checkpoint])
+def test_what_was_hashed_is_what_is_read(
+    read: Callable[[Samples], list[bytes]], samples: Samples, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody exchanges each file as soon as it has been hashed: the reader knows the signed one, or refuses."""
+    private, public = keys(tmp_path / "keys")
+    (samples.folder / "m.onnx").write_bytes(pooling().SerializeToString())
+    for path in (samples.model, samples.folder / "m.onnx", samples.embeddings, samples.index, samples.checkpoint):
+        sign(path, load_private_key(private))
+    monkeypatch.setenv("PLSC_VERIFY_KEY", str(public))
+    expected = read(samples)
+    exchanged: set[Path] = set()
+
+    def exchange(path: Path) -> None:
+        if path not in exchanged and path.name != "manifest.json" and samples.folder in path.parents:
+            exchanged.add(path)
+            changed = path.read_bytes()[:-9] + b"exchanged"
+            path.unlink()
+            path.write_bytes(changed)
+
+    def digest(file: Any, kind: str, real: Any = hashlib.file_digest) -> Any:
+        found = real(file, kind)
+        exchange(Path(file.name))
+        return found
+
+    def read_bytes(path: Path, real: Any = Path.read_bytes) -> bytes:
+        content: bytes = real(path)
+        if path.suffix == ".onnx":
+            exchange(path)
+        return content
+
+    monkeypatch.setattr(hashlib, "file_digest", digest)
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    # torch opens a checkpoint's files again, and they are hashed anew; a removal counts as a change of a model.
+    refusals = {_checkpoint: "is corrupt", _model: "was written while it was read"}
+    if read in refusals:
+        with pytest.raises(IntegrityError, match=refusals[read]):
+            read(samples)
+    else:
+        assert read(samples) == expected
+    assert exchanged
 
 
 def test_a_changed_file_of_a_signed_set_is_refused(samples: Samples, tmp_path: Path, commands: Commands) -> None:

@@ -13,6 +13,7 @@ OUT is a .safetensors file, which plsc embed, eval and export take, or a .pt fil
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 from plsc.errors import IntegrityError, UsageError
 from plsc.files import remove_leftovers
 from plsc.progress import counted, note, show
+from plsc.signing import VERIFY_KEY
 from plsc.tools.entry import add_result_options, add_verify_option, main
 
 HELP = "describe, verify and export the checkpoints of a run"
@@ -152,6 +154,7 @@ def _sign(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.train.checkpoint_inspection import find_checkpoints, verify_checkpoint
 
     key = load_private_key(args.key)
+    os.environ.pop(VERIFY_KEY, None)  # what is signed now need not be signed before
     signatures = []
     for path in find_checkpoints(args.path):
         if problems := verify_checkpoint(path)["problems"]:

@@ -29,7 +29,7 @@ from plsc.files import check_output, new_folder, write_json
 from plsc.nearest import did_you_mean
 from plsc.progress import note, printable, show
 from plsc.regular_files import ALLOW_OUTSIDE
-from plsc.signing import VERIFY_KEY
+from plsc.signing import VERIFY_FROM, VERIFY_KEY
 
 _MODULES = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
 COMMANDS = tuple(sorted(name for name in _MODULES if name != "entry"))
@@ -153,9 +153,11 @@ def add_result_options(parser: argparse.ArgumentParser, *, replaces: str = "--js
 
 
 def add_verify_option(parser: argparse.ArgumentParser) -> None:
-    """Declare --verify-key, for a command that reads what others made."""
+    """Declare --verify-key and --verify-from, for a command that reads what others made."""
     text = f"refuse what is not signed by this key: a PEM file of ed25519 (default: ${VERIFY_KEY})"
     parser.add_argument("--verify-key", metavar="PUBKEY", type=Path, help=text)
+    text = f"and what was signed with a lower counter: N, or NAME=N, by commas (default: ${VERIFY_FROM})"
+    parser.add_argument("--verify-from", metavar="N", help=text)
 
 
 def add_detector_option(parser: "argparse._ActionsContainer", purpose: str) -> None:
@@ -179,11 +181,12 @@ def add_outside_option(parser: argparse.ArgumentParser) -> None:
 @contextmanager
 def _reading_as(args: argparse.Namespace) -> Iterator[None]:
     """Tell readers, and the ranks that the command starts, what --verify-key and --allow-outside ask for."""
-    settings = {}
-    if getattr(args, "verify_key", None) is not None:
-        settings[VERIFY_KEY] = str(args.verify_key.absolute())
-    if getattr(args, "allow_outside", False):
-        settings[ALLOW_OUTSIDE] = "1"
+    key, counter = (getattr(args, name, None) for name in ("verify_key", "verify_from"))
+    if counter is not None and key is None and not os.environ.get(VERIFY_KEY):
+        raise UsageError("--verify-from needs --verify-key: a counter without a signature is anybody's")
+    outside = "1" if getattr(args, "allow_outside", False) else None
+    asked = {VERIFY_KEY: None if key is None else str(key.absolute()), VERIFY_FROM: counter, ALLOW_OUTSIDE: outside}
+    settings = {name: value for name, value in asked.items() if value is not None}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

@@ -21,6 +21,7 @@ from plsc.tools.entry import add_detector_option, add_verify_option, main
 
 if TYPE_CHECKING:
     from plsc.embedding.embedder import Embedder
+    from plsc.evaluation.calibration import Calibration
     from plsc.serve.observability import Metrics
     from plsc.serve.service import Service
     from plsc.serve.settings import Limits, Settings
@@ -74,11 +75,12 @@ def run(args: argparse.Namespace) -> None:
     os.umask(0o077)  # all that is written here holds faces, or tells of them
     from plsc.serve.server import Server
 
-    settings = _settings(args)
+    calibration = _calibration(args)
+    settings = _settings(args, calibration)
     server = Server(settings)
 
     def load(metrics: "Metrics") -> "Service":
-        return _load(args, settings, metrics)
+        return _load(args, settings, metrics, calibration)
 
     def ready(service: "Service") -> None:
         judge = "no threshold" if settings.threshold is None else f"possible matches from {settings.threshold:.4f}"
@@ -147,7 +149,7 @@ def _add_audit(parser: argparse.ArgumentParser) -> None:
     add("--audit-keep", type=int, metavar="N", help="files kept besides the newest (all)")
 
 
-def _settings(args: argparse.Namespace) -> "Settings":
+def _settings(args: argparse.Namespace, calibration: "Calibration | None") -> "Settings":
     from plsc.serve.rate_limits import parse_rate_limits
     from plsc.serve.settings import Items, Settings
 
@@ -156,7 +158,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
         raise UsageError("--keep-thumbnails: a store on a server has no folder for them; give --thumbnails DIR")
     if args.keep_thumbnails and args.encrypt is not None:
         raise UsageError("--keep-thumbnails: thumbnails are not encrypted; leave it out with --encrypt")
-    threshold, rate = _judgement(args)
+    threshold, rate = _judgement(args, calibration)
     return Settings(
         host=args.host,
         port=args.port,
@@ -240,19 +242,24 @@ def _positive(args: argparse.Namespace, name: str) -> int:
     return value
 
 
-def _judgement(args: argparse.Namespace) -> tuple[float | None, float | None]:
-    """The cosine from which two may be one person, and the false-match rate that it was measured to hold."""
+def _calibration(args: argparse.Namespace) -> "Calibration | None":
     if args.fmr is not None and args.calibration is None:
         raise UsageError("--fmr needs --calibration FILE, in which plsc eval measured the rates")
     if args.calibration is not None and args.threshold is not None:
         raise UsageError("give --threshold or --calibration, not both")
-    if args.threshold is not None and not -1 <= args.threshold <= 1:
-        raise UsageError(f"--threshold {args.threshold}: a cosine lies between -1 and 1")
     if args.calibration is None:
-        return args.threshold, None
+        return None
     from plsc.evaluation.calibration import read_calibration
 
-    calibration = read_calibration(args.calibration)
+    return read_calibration(args.calibration)
+
+
+def _judgement(args: argparse.Namespace, calibration: "Calibration | None") -> tuple[float | None, float | None]:
+    """The cosine from which two may be one person, and the false-match rate that it was measured to hold."""
+    if args.threshold is not None and not -1 <= args.threshold <= 1:
+        raise UsageError(f"--threshold {args.threshold}: a cosine lies between -1 and 1")
+    if calibration is None:
+        return args.threshold, None
     rate = max(DEFAULT_FMR, calibration.points[-1].fmr) if args.fmr is None else args.fmr
     return calibration.threshold_at(rate), rate
 
@@ -263,7 +270,9 @@ def _score_step(args: argparse.Namespace) -> float:
     return float(args.score_step)
 
 
-def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") -> "Service":
+def _load(
+    args: argparse.Namespace, settings: "Settings", metrics: "Metrics", calibration: "Calibration | None"
+) -> "Service":
     import torch
 
     from plsc.embedding.embedder import contract_of, open_embedder
@@ -274,8 +283,8 @@ def _load(args: argparse.Namespace, settings: "Settings", metrics: "Metrics") ->
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU here; leave it out to run on the CPU")
     embedder = open_embedder(args.model, device=device, precision=args.model_precision, best=args.best)
-    if args.calibration is not None:
-        _check_calibration(args.calibration, contract_of(embedder, args.flip))
+    if calibration is not None:
+        _check_calibration(args.calibration, calibration.contract_id, contract_of(embedder, args.flip))
     detector = None
     if args.detector is not None:
         from plsc.embedding.detector import open_detector
@@ -310,10 +319,7 @@ def _embed_blank(embedder: "Embedder") -> None:
     embedder(resize_image(oblong, embedder.image_size, embedder.preprocessing.interpolation)[None])
 
 
-def _check_calibration(path: Path, contract: str) -> None:
-    from plsc.evaluation.calibration import read_calibration
-
-    measured = read_calibration(path).contract_id
+def _check_calibration(path: Path, measured: str, contract: str) -> None:
     if measured != contract:
         raise UsageError(
             f"{path} was measured on the contract {measured}, and this model's is {contract}; calibrate this model "

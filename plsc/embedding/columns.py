@@ -5,18 +5,24 @@ A list of N strings called ``keys`` is two arrays: ``keys.npy``, uint8, all stri
 strings costs one seek.
 """
 
+import os
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from mmap import mmap
 from pathlib import Path
 from typing import Any, BinaryIO
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from plsc.data.string_column import StringColumn
 from plsc.errors import IntegrityError, first_line
+from plsc.files import pinned
 
 Array = npt.NDArray[Any]
+# The files of maps: their names may lead to others meanwhile.
+_INODES: "WeakKeyDictionary[mmap, tuple[int, int]]" = WeakKeyDictionary()
 
 
 def save_array(path: Path, array: Array) -> None:
@@ -25,17 +31,23 @@ def save_array(path: Path, array: Array) -> None:
         np.save(file, np.ascontiguousarray(array), allow_pickle=False)
 
 
-def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
-    """Memory-map a ``.npy`` file for reading.
+def open_array(file: Path | BinaryIO, shape: tuple[int | None, ...], dtype: str) -> Array:
+    """Memory-map a ``.npy`` file for reading; an open one is closed, and the map stays.
 
     Raises:
         IntegrityError: it is missing, no ``.npy`` file, shorter than its header says, or not of ``shape`` (None: any
             length) and ``dtype``.
     """
-    if not path.is_file():  # a pipe or a device neither
-        raise IntegrityError(f"{path} is missing; restore it, or use another copy")
+    path = file if isinstance(file, Path) else file.name
+    if isinstance(file, Path):
+        if not file.is_file():  # a pipe or a device neither
+            raise IntegrityError(f"{path} is missing; restore it, or use another copy")
+        file = file.open("rb")
     try:
-        array: Array = np.lib.format.open_memmap(path, mode="r")  # objects, which would be pickled, are refused by it
+        with file:
+            mapped: Any = np.lib.format.open_memmap(pinned(file), mode="r")  # refuses objects, which would be pickled
+            _INODES[mapped._mmap] = _inode(file.fileno())
+            array: Array = mapped
     except Exception as error:  # its header is an expression of Python, and may be anything
         raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
     fits = len(array.shape) == len(shape) and all(
@@ -46,6 +58,16 @@ def open_array(path: Path, shape: tuple[int | None, ...], dtype: str) -> Array:
             f"{path} holds {array.dtype}{list(array.shape)} and not what the manifest says; use another copy"
         )
     return array
+
+
+def is_of_file(array: Any, descriptor: int) -> bool:
+    """False if ``array`` was mapped by :func:`open_array` from another file than the open one."""
+    return _INODES.get(array._mmap, _inode(descriptor)) == _inode(descriptor)
+
+
+def _inode(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 class MappedStringColumn(StringColumn):
@@ -107,8 +129,12 @@ def _write_length(file: BinaryIO, count: int) -> None:
     np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": (count,)})
 
 
-def open_strings(folder: Path, name: str, count: int) -> MappedStringColumn:
-    """Open a string column of ``count`` strings; :class:`IntegrityError` if its files disagree."""
+def open_strings(files: Callable[[str], Path | BinaryIO], name: str, count: int) -> MappedStringColumn:
+    """Open a string column of ``count`` strings; ``files`` gives its files by their names.
+
+    Raises:
+        IntegrityError: they disagree.
+    """
     data_file, offsets_file = string_files(name)
-    offsets = open_array(folder / offsets_file, (count + 1,), "int64")
-    return MappedStringColumn(open_array(folder / data_file, (int(offsets[-1]),), "uint8"), offsets)
+    offsets = open_array(files(offsets_file), (count + 1,), "int64")
+    return MappedStringColumn(open_array(files(data_file), (int(offsets[-1]),), "uint8"), offsets)

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from plsc.data.alignment import align_face
 from plsc.errors import DataError, UsageError
 from plsc.nearest import did_you_mean
-from plsc.signing import require_signed
 
 PREFIX = "onnx:"
 
@@ -94,13 +93,14 @@ class DetectedLandmarks:
 
     def __init__(self, spec: str) -> None:
         self.spec = spec
-        self.fingerprint = f"detector {open_detector(spec).fingerprint}"
+        self._file_fingerprint = open_detector(spec).fingerprint
+        self.fingerprint = f"detector {self._file_fingerprint}"
         self._detector: Detector | None = None
 
     def __call__(self, index: int, image: torch.Tensor, name: str) -> Float32:
         """The landmarks (5, 2) of the main face of ``image`` uint8 (3, H, W); DataError if there is none."""
         if self._detector is None:
-            self._detector = open_detector(self.spec, trusted=True)  # tried when this was made
+            self._detector = open_detector(self.spec, tried=self._file_fingerprint)  # when this was made
         return self._detector.main_face(image, name).landmarks
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def open_detector(
     device: torch.device | None = None,
     threshold: float | None = None,
     overlap: float | None = None,
-    trusted: bool = False,
+    tried: str | None = None,
 ) -> Detector:
     """Open a detector.
 
@@ -122,11 +122,12 @@ def open_detector(
         device: where it runs; None: the CPU.
         threshold: the least score of a face; None: the detector's own.
         overlap: of two boxes that overlap by more, the better one is kept; None: the detector's own.
-        trusted: leave out the first trial of a file in a process of its own.
+        tried: the fingerprint of a file that was tried in a process of its own already; another file is refused.
 
     Raises:
         UsageError: there is no such detector or file, or its extra is not installed.
         DataError: the file is corrupt, cannot be run, or is no detector with landmarks.
+        IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
     device = device or torch.device("cpu")
     if spec in DETECTORS:
@@ -136,10 +137,9 @@ def open_detector(
     path = Path(spec.removeprefix(PREFIX))
     if not path.is_file():
         raise UsageError(f"there is no detector {path}; without a file, there is {', '.join(DETECTORS)}")
-    require_signed(path)
     from plsc.embedding.onnx_detector import OnnxDetector
 
-    return OnnxDetector(path, device, threshold, overlap, trusted=trusted)
+    return OnnxDetector(path, device, threshold, overlap, tried=tried)
 
 
 def _mtcnn(device: torch.device, threshold: float | None, overlap: float | None) -> Detector:

@@ -14,7 +14,6 @@ from plsc.models import Backbone, load_model
 from plsc.models.preprocessing import Preprocessing, height_and_width
 from plsc.parallel import Mesh
 from plsc.progress import log_once
-from plsc.signing import require_signed
 
 RUN_MODEL, RUN_BEST = "model.safetensors", "best.safetensors"
 RUN_PROGRESS = "progress.json"  # {"step": of the last weights, "steps": of the whole run}
@@ -160,6 +159,7 @@ def open_embedder(
     Raises:
         UsageError: there is no such file, or the request does not fit it.
         DataError: the file is corrupt, refused, or no embedding model.
+        IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
     if precision not in (AUTO, *PRECISIONS):
         raise UsageError(f"precision is {precision!r}; it has to be one of {', '.join((AUTO, *PRECISIONS))}")
@@ -202,7 +202,6 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
     at its end.
 
     Raises:
-        IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
         UsageError: there is no such file, or ``best`` is asked of a file, or of a run without an evaluation.
     """
     path = Path(source)
@@ -211,14 +210,12 @@ def model_file(source: str | Path, *, best: bool = False) -> Path:
     if not path.is_dir():
         if best:
             raise UsageError(f"{path} is a file: --best chooses among the weights of a run directory; leave it out")
-        require_signed(path)
         return path
     if not (path / RUN_MODEL).is_file():
         raise UsageError(f"{path} is no run directory: it has no {RUN_MODEL}; name the model file itself")
     if best and not (path / RUN_BEST).is_file():
         raise UsageError(f"{path} has no {RUN_BEST}: it was trained without [eval] sets; leave --best out")
     model = path / (RUN_BEST if best else RUN_MODEL)
-    require_signed(model)
     _report_stopped(path)
     return model
 

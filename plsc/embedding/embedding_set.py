@@ -18,19 +18,18 @@ the id of the model's weights and preprocessing. Vectors of two contracts mean d
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from plsc.embedding.columns import ChainedStringColumn, open_array, open_strings, string_files
 from plsc.errors import DataError, IntegrityError, UsageError, first_line
-from plsc.files import MANIFEST, Manifest, check_description, manifest_value, read_manifest, verify_files
-from plsc.signing import VERIFY_KEY, require_signed
+from plsc.files import MANIFEST, Manifest, manifest_value, open_described, pinned, read_manifest, verify_files
+from plsc.signing import is_asked_for, require_signed
 from plsc.text_files import text_lines
 
 FORMAT = "plsc embedding set"
@@ -59,14 +58,18 @@ class Shard:
         start: the first row.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, dim: int, dtype: str) -> None:
-        rows = manifest["rows"]
+    def __init__(self, folder: Path, manifest: Manifest, dim: int, dtype: str, *, verify: bool) -> None:
+        rows, described = manifest["rows"], manifest["files"]
+
+        def file(name: str) -> BinaryIO:
+            return open_described(folder, name, described[name], verify=verify)
+
         self.folder, self.start = folder, int(manifest["start"])
-        self.embeddings: npt.NDArray[Any] = open_array(folder / "embeddings.npy", (rows, dim), dtype)
-        self.ids: Int64 = open_array(folder / "ids.npy", (rows,), "int64")
-        self.labels: Int64 = open_array(folder / "labels.npy", (rows,), "int64")
-        self.keys: Sequence[str] = open_strings(folder, "keys", rows)
-        self.errors = _read_errors(folder / "errors.jsonl", range(self.start, self.start + rows))
+        self.embeddings: npt.NDArray[Any] = open_array(file("embeddings.npy"), (rows, dim), dtype)
+        self.ids: Int64 = open_array(file("ids.npy"), (rows,), "int64")
+        self.labels: Int64 = open_array(file("labels.npy"), (rows,), "int64")
+        self.keys: Sequence[str] = open_strings(file, "keys", rows)
+        self.errors = _read_errors(file("errors.jsonl"), range(self.start, self.start + rows))
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -99,19 +102,21 @@ class EmbeddingSet:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
-        if not own:
-            require_signed(self.folder)
-            verify = verify or bool(os.environ.get(VERIFY_KEY))  # else the signature is of hashes that nobody compares
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
+        if not own:
+            require_signed(self.folder, "embedding set", self.manifest)
+            verify = verify or is_asked_for()  # else the signature is of hashes that nobody compares
         if not manifest_value(self.folder, self.manifest, "complete", bool):
             raise DataError(f"{self.folder} is not finished; run plsc embed again with the same arguments")
         self._check_manifest()
-        if verify:
-            self.verify()
         self.contract_id: str = self.manifest["contract_id"]
         self.dim: int = self.manifest["dim"]
-        self.class_names: Sequence[str] = open_strings(self.folder, "class_names", self.manifest["classes"])
-        self.shards = [self._open_shard(entry) for entry in self.manifest["shards"]]
+        self.class_names: Sequence[str] = open_strings(
+            lambda name: open_described(self.folder, name, self.manifest["files"][name], verify=verify),
+            "class_names",
+            self.manifest["classes"],
+        )
+        self.shards = [self._open_shard(entry, verify) for entry in self.manifest["shards"]]
 
     def __len__(self) -> int:
         return int(self.manifest["rows"])
@@ -181,14 +186,11 @@ class EmbeddingSet:
         if start != rows or self.manifest["dtype"] not in ("float32", "float16") or not 0 < dim <= LARGEST_DIM:
             raise IntegrityError(f"{self.folder / MANIFEST} does not describe its shards; use another copy")
 
-    def _open_shard(self, entry: Manifest) -> Shard:
+    def _open_shard(self, entry: Manifest, verify: bool) -> Shard:
         folder = self.folder / entry["name"]
-        for name, description in entry["files"].items():
-            check_description(folder, name, description)
-            path = folder / name
-            if not path.is_file() or path.stat().st_size != description["bytes"]:
-                verify_files(folder, {name: description})  # raises, and says which of both
-        return Shard(folder, entry, self.dim, self.manifest["dtype"])
+        if verify:
+            read_manifest(folder, SHARD_FORMAT, VERSION)
+        return Shard(folder, entry, self.dim, self.manifest["dtype"], verify=verify)
 
 
 def same_contract(sets: Sequence[EmbeddingSet]) -> str:
@@ -214,14 +216,13 @@ def _joined(parts: list[Int64]) -> Int64:
     return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
 
-def _read_errors(path: Path, rows: range) -> dict[int, str]:
-    if not path.is_file():
-        raise IntegrityError(f"{path} is missing; restore it, or use another copy")
+def _read_errors(file: BinaryIO, rows: range) -> dict[int, str]:
     try:
         errors = {}
-        for _, line in text_lines(path):
-            entry = json.loads(line)
-            errors[rows[rows.index(entry["row"])]] = str(entry["error"])
+        with file:
+            for _, line in text_lines(pinned(file)):
+                entry = json.loads(line)
+                errors[rows[rows.index(entry["row"])]] = str(entry["error"])
         return errors
     except (ValueError, KeyError, TypeError, RecursionError, DataError) as error:
-        raise IntegrityError(f"{path} is corrupt: {first_line(error)}; use another copy") from None
+        raise IntegrityError(f"{file.name} is corrupt: {first_line(error)}; use another copy") from None

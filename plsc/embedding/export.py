@@ -68,7 +68,7 @@ def export_onnx(model: Backbone, path: str | Path, *, tolerance: float = TOLERAN
     with atomic_write(Path(path)) as tmp_path:
         tmp_path.touch()  # fails now, before the work, if the folder cannot be written
         onnx.save(_onnx_model(model, engine), str(tmp_path))
-        check = _checked(engine, expected, OnnxEngine(tmp_path, CPU, trusted=True), Path(path), tolerance)
+        check = _checked(engine, expected, OnnxEngine(tmp_path, CPU, own=True), Path(path), tolerance)
     return _result("onnx", Path(path), engine, check)
 
 
@@ -86,7 +86,7 @@ def export_torch(model: Backbone, path: str | Path, *, tolerance: float = TOLERA
         tmp_path.touch()
         with _quiet():
             save_program(_program(model), tmp_path, contract)
-        module, preprocessing, embedding_dim, contract_id = open_program(tmp_path, CPU)
+        module, preprocessing, embedding_dim, contract_id = open_program(tmp_path, CPU, own=True)
         written = TorchEngine(module, preprocessing, embedding_dim, contract_id, CPU, "fp32")
         check = _checked(engine, expected, written, Path(path), tolerance)
     return _result("torch", Path(path), engine, check)
@@ -114,7 +114,7 @@ def export_insightface(model: Backbone, path: str | Path) -> dict[str, Any]:
     expected = _expected(engine, Path(path))
     with atomic_write(Path(path)) as tmp_path:
         torch.save({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path)
-        check = _checked(engine, expected, backbone_engine(load_model(tmp_path), CPU), Path(path), 0.0)
+        check = _checked(engine, expected, backbone_engine(load_model(tmp_path, own=True), CPU), Path(path), 0.0)
     network = ARCFACE_TORCH_NAMES[model.name] if model.image_size == ARCFACE_TORCH_SIZE else None
     return {**_result("insightface", Path(path), engine, check), "arcface_torch": network}
 

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softmax
 
 from plsc.embedding.detector import Detector, Face
-from plsc.embedding.mtcnn_weights import load_weights, weights_files
-from plsc.files import sha256
+from plsc.embedding.mtcnn_weights import DIGESTS, load_weights, weights_files
 
 LONGEST_SIDE = 1024  # pixels; larger pictures are scaled down for the search
 SMALLEST_FACE = 20  # pixels of the picture that is searched, and at least the following share of its longest side
@@ -56,7 +55,7 @@ class MtcnnDetector(Detector):
             load_weights(network, path)
             network.eval().requires_grad_(False).to(device)
         self._propose, self._refine, self._place = networks
-        self.fingerprint = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256("".join(DIGESTS.values()).encode()).hexdigest()[:16]
 
     @torch.inference_mode()
     def find(self, image: Tensor) -> list[Face]:

@@ -5,6 +5,7 @@ and those that OpenCV publishes as YuNet (face_detection_yunet_2023mar and later
 outputs mean is in :mod:`plsc.embedding.detector_families`.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,19 @@ import torch
 
 from plsc.embedding.detector import Detector, Face, Float32
 from plsc.embedding.detector_families import FAMILIES, STRIDES, Family
-from plsc.embedding.onnx_engine import INPUT_TYPES, load_graph, open_session, run_session, try_model
+from plsc.embedding.onnx_engine import (
+    INPUT_TYPES,
+    GraphValue,
+    graph_inputs,
+    graph_values,
+    load_graph,
+    open_session,
+    run_session,
+    try_model,
+)
+from plsc.embedding.trial import Inputs
 from plsc.errors import DataError
-from plsc.files import sha256
+from plsc.signing import MODEL, is_asked_for, read_signed
 
 # Sides of the input where the model leaves them free. Faces that fill the picture are too large for its anchors at 640
 # pixels, so a picture in which none is found there is tried again at 128.
@@ -31,18 +42,20 @@ class OnnxDetector(Detector):
         device: where it runs.
         threshold: the least score of a face; None: the family's.
         overlap: of two boxes whose intersection over union exceeds it, the better one is kept; None: 0.4.
-        trusted: leave out the trial of :mod:`plsc.embedding.onnx_trial`.
+        tried: the fingerprint of the file that has passed its trial already; None: it is tried
+            (:mod:`plsc.embedding.trial`).
     """
 
     def __init__(
-        self, path: Path, device: torch.device, threshold: float | None, overlap: float | None, *, trusted: bool
+        self, path: Path, device: torch.device, threshold: float | None, overlap: float | None, *, tried: str | None
     ) -> None:
         self._path = path
-        load_graph(path)
-        if not trusted:
-            try_model(path, (FREE_SIDES[-1],) * 2)
-        self._session = open_session(path, device)
-        inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
+        content = read_signed(path, MODEL)
+        self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
+        if tried not in (None, self.fingerprint):
+            raise DataError(f"{path} is not the file that it was at the start; begin again")
+        model = load_graph(path, content, trusted=is_asked_for())
+        inputs, outputs = graph_inputs(model), graph_values(model.graph.output)
         self._family = _family(path, inputs, outputs)
         self._threshold = self._family.threshold if threshold is None else threshold
         self._overlap = OVERLAP if overlap is None else overlap
@@ -50,9 +63,12 @@ class OnnxDetector(Detector):
         self._outputs = [output.name for output in outputs]
         free = None in sides
         self._sizes = [(sides[0] or side, sides[1] or side) for side in (FREE_SIDES if free else FREE_SIDES[:1])]
+        if tried is None and not is_asked_for():
+            shapes = tuple((1, 3, height, width) for height, width in self._sizes)
+            try_model(path, content, Inputs(self._input, np.dtype(self._dtype).name, shapes))
+        self._session = open_session(path, content, device)
         height, width = self._sizes[-1]
         self._detect(torch.zeros(3, height, width, dtype=torch.uint8), height, width)  # a wrong model fails now
-        self.fingerprint = sha256(path)[:16]
 
     def find(self, image: torch.Tensor) -> list[Face]:
         """See :meth:`Detector.find`."""
@@ -74,11 +90,10 @@ class OnnxDetector(Detector):
         return [Face(boxes[index], float(scores[index]), landmarks[index]) for index in kept]
 
 
-def _family(path: Path, inputs: list[Any], outputs: list[Any]) -> Family:
-    if len(outputs) == 1 and len(inputs) == 1 and len(inputs[0].shape) == 4 and len(outputs[0].shape) == 2:
-        *_, height, width = inputs[0].shape
-        text = f"{width}x{height}, one output of {outputs[0].shape[1]}"
-        raise DataError(f"{path} is an embedding model ({text}), no detector")
+def _family(path: Path, inputs: list[GraphValue], outputs: list[GraphValue]) -> Family:
+    if len(outputs) == 1 and len(inputs) == 1 and len(inputs[0].shape) == 4 and len(outputs[0].shape) in (0, 2):
+        *_, height, width = inputs[0].shape  # an output's may be left to onnxruntime
+        raise DataError(f"{path} is an embedding model ({width}x{height}, one output), no detector")
     if len(outputs) not in FAMILIES:
         raise DataError(
             f"{path} has {len(outputs)} outputs; SCRFD with landmarks has nine, scores, boxes and landmarks "
@@ -87,7 +102,7 @@ def _family(path: Path, inputs: list[Any], outputs: list[Any]) -> Family:
     return FAMILIES[len(outputs)]
 
 
-def _input_of(path: Path, inputs: list[Any], family: Family) -> tuple[str, Any, tuple[int | None, int | None]]:
+def _input_of(path: Path, inputs: list[GraphValue], family: Family) -> tuple[str, Any, tuple[int | None, int | None]]:
     """The input's name, its type, and (height, width) where they are fixed."""
     expected = f"{family.name} takes one picture of floats (1, 3, H, W)"
     if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].type not in INPUT_TYPES:

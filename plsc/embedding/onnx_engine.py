@@ -7,7 +7,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.embedding.onnx_trial import trial_fault
+from plsc.embedding.onnx_sizes import size_fault
 from plsc.embedding.preprocessing import contract_id
+from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, trial_fault
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import DEFAULT_SIZE, ImageSize, Preprocessing, height_and_width
 from plsc.models.preprocessing import image_size as checked_image_size
+from plsc.signing import MODEL, is_asked_for, read_signed
 
 FORMAT = "plsc-onnx-1"
 METADATA_PREFIX = "plsc."
 LARGEST_BATCH = 256
 LOOPS = ("Loop", "Scan", "SequenceMap")
-LOOPS_ALLOWED = "PLSC_ONNX_LOOPS"  # of the environment: 1 lets models have them
+LOOPS_ALLOWED = "PLSC_ONNX_LOOPS"  # of the environment: 1 lets models have them, and sizes that values decide
 
 INPUT_TYPES: dict[str, Any] = {
     "tensor(float)": np.float32,
@@ -41,46 +44,69 @@ SUBTRACTIONS, MULTIPLICATIONS = ("Sub", "_minus"), ("Mul", "_mul")
 PIXEL_SCALE = 1 / 16
 
 
+@dataclass(frozen=True)
+class GraphValue:
+    """An input or output of a graph: its name, its type as onnxruntime writes it, and its dimensions, None: free."""
+
+    name: str
+    type: str
+    shape: list[int | str | None]
+
+
 class OnnxEngine:
     """An ONNX model with one input, (B, 3, H, W) or (B, H, W, 3), and one output of B rows.
 
     The batch may be fixed or free, height and width too (where one is free, it is the other; where both are, they are
-    those of the metadata, or 112), the input float32, float16, float64 or uint8.
+    those of the metadata, or 112), the input float32, float16, float64 or uint8. A free batch is run in those sizes in
+    which the model was tried (:mod:`plsc.embedding.trial`).
     Pixel values become (x - 127.5)/127.5, unless the file's metadata says otherwise, the input is uint8, or the
     model begins by normalising: then they stay as they are.
 
     Raises:
-        DataError: the file is corrupt, cannot be run, or is no embedding model.
+        DataError: the file is corrupt, refused, cannot be run, or is no embedding model.
+        IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
 
     precision = "fp32"  # the name for "as the file is": nothing is cast
 
-    def __init__(self, path: Path, device: torch.device, *, trusted: bool = False) -> None:
-        """Open ``path`` on ``device``; ``trusted`` leaves out the trial of :mod:`plsc.embedding.onnx_trial`."""
+    def __init__(self, path: Path, device: torch.device, *, own: bool = False) -> None:
+        """Open ``path`` on ``device``; its ``own`` process wrote it: neither a signature nor a trial is asked for."""
         self._path = path
-        model = load_graph(path)
+        content = path.read_bytes() if own else read_signed(path, MODEL)
+        trusted = own or is_asked_for()
+        model = load_graph(path, content, trusted=trusted)
         metadata = _metadata(model)
-        if not trusted:
-            try_model(path, height_and_width(_default_size(metadata)))
-        self._session = open_session(path, device)
-        image_input = _single(path, "input", self._session.get_inputs())
-        self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
+        image_input = _single(path, "input", graph_inputs(model))
         self._dtype = _dtype(path, image_input)
-        batch, size, self._channels_last = _layout(path, image_input.shape, metadata)
+        self._fixed_batch, size, self._channels_last = _layout(path, image_input.shape, metadata)
         self.preprocessing = _preprocessing(path, model, metadata, size, self._dtype)
-        self._batch, self._padded = (batch, True) if batch else (LARGEST_BATCH, False)
+        self._batches: tuple[int, ...] = ()  # any
+        if not trusted:
+            self._batches = GPU_BATCHES if device.type == "cuda" else CPU_BATCHES
+            try_model(path, content, Inputs(image_input.name, np.dtype(self._dtype).name, self._shapes()))
+        self._session = open_session(path, content, device)
+        self._input, self._output = image_input.name, _single(path, "output", self._session.get_outputs()).name
         self.embedding_dim = self._probe()
-        self.contract_id = _contract_id(model, metadata, self.preprocessing)
+        self.contract_id = _contract_id(path, model, metadata, self.preprocessing)
 
     def run(self, images_u8: Tensor) -> Tensor:
         """(B, 3, H, W) uint8 -> (B, D) float32 on the CPU, in as many runs as the model's batch asks for."""
-        chunks = [self._run_chunk(chunk) for chunk in torch.split(images_u8.cpu(), self._batch)]
+        sizes: int | list[int] = self._fixed_batch or LARGEST_BATCH
+        if self._batches and not self._fixed_batch:
+            sizes = pieces(len(images_u8), self._batches)
+        chunks = [self._run_chunk(chunk) for chunk in torch.split(images_u8.cpu(), sizes)]
         return torch.from_numpy(np.concatenate(chunks))
 
+    def _shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the batches that the model is run with."""
+        channels, *sides = self.preprocessing.shape
+        picture = (*sides, channels) if self._channels_last else (channels, *sides)
+        return tuple((batch, *picture) for batch in ([self._fixed_batch] if self._fixed_batch else self._batches))
+
     def _run_chunk(self, images_u8: Tensor) -> np.ndarray:
-        count = len(images_u8)
-        if self._padded and count < self._batch:
-            images_u8 = torch.cat([images_u8, images_u8[-1:].expand(self._batch - count, -1, -1, -1)])
+        count, batch = len(images_u8), self._fixed_batch or 0
+        if count < batch:
+            images_u8 = torch.cat([images_u8, images_u8[-1:].expand(batch - count, -1, -1, -1)])
         rows = self._session_run(self._values(images_u8))
         if rows.size != len(images_u8) * self.embedding_dim:
             raise DataError(
@@ -101,16 +127,16 @@ class OnnxEngine:
 
     def _probe(self) -> int:
         """D, from a run on black images; a model whose free batch turns out to be fixed is run image by image."""
-        count = self._batch if self._padded else 2
+        count = self._fixed_batch or (self._batches or (2,))[0]
         black = torch.zeros(count, *self.preprocessing.shape, dtype=torch.uint8)
         try:
             answer = self._session_run(self._values(black))
             if answer.ndim == 0 or answer.shape[0] != count:
                 raise DataError(f"{self._path} answers {answer.shape} for a batch of {count}; it is no embedding")
         except DataError:
-            if self._padded:
+            if self._fixed_batch:
                 raise
-            self._batch, self._padded = 1, True
+            self._fixed_batch = 1
             return self._probe()
         return math.prod(answer.shape[1:])
 
@@ -235,46 +261,73 @@ def _constants(model: Any) -> dict[str, float]:
     }
 
 
-def _contract_id(model: Any, metadata: dict[str, str], preprocessing: Preprocessing) -> str:
+def _contract_id(path: Path, model: Any, metadata: dict[str, str], preprocessing: Preprocessing) -> str:
     """The id that the export wrote, if the graph is still the one it was written for; else the file's own."""
     own = fingerprint(model)
     if metadata.get("format") == FORMAT and metadata.get("fingerprint") == own:
+        if "contract_id" not in metadata:
+            raise DataError(f"{path} has incomplete metadata: it has no contract_id; export it again")
         return metadata["contract_id"]
     return contract_id(preprocessing, own)
 
 
-def load_graph(path: Path) -> Any:
-    """Read the file's ``onnx.ModelProto``.
+def graph_inputs(model: Any) -> list[GraphValue]:
+    """The inputs of an ``onnx.ModelProto``, without those that it holds the values of."""
+    held = {tensor.name for tensor in model.graph.initializer}
+    return [value for value in graph_values(model.graph.input) if value.name not in held]
+
+
+def graph_values(values: Iterable[Any]) -> list[GraphValue]:
+    """What an ``onnx.ModelProto`` says of inputs or outputs."""
+    from onnx import TensorProto
+
+    described = []
+    for value in values:
+        tensor = value.type.tensor_type
+        shape = [dim.dim_value if dim.dim_value > 0 else dim.dim_param or None for dim in tensor.shape.dim]
+        kind = TensorProto.DataType.Name(tensor.elem_type).lower()
+        described.append(GraphValue(value.name, f"tensor({kind})", shape))
+    return described
+
+
+def load_graph(path: Path, content: bytes, *, trusted: bool) -> Any:
+    """Parse the file's ``onnx.ModelProto``.
+
+    Args:
+        path: for messages.
+        content: of the file.
+        trusted: it may have loops, and sizes that the pictures' values decide.
 
     Raises:
-        DataError: it is cut, no ONNX file, holds no graph or a loop, or has its weights in other files.
+        DataError: it is cut, no ONNX file, holds no graph, has its weights in other files, or what ``trusted`` allows.
     """
     import onnx
 
     try:
-        model = onnx.load(str(path), load_external_data=False)
-    except OSError:
-        raise
+        model = onnx.load_from_string(content)
     except Exception as error:  # protobuf's errors
         raise DataError(f"{path} is truncated, or no ONNX file: {first_line(error)}") from None
     if not model.graph.node:
         raise DataError(f"{path} is truncated, or no ONNX file: it holds no graph")
-    for fault in _faults(model):
+    for fault in _faults(model, trusted=trusted or os.environ.get(LOOPS_ALLOWED) == "1"):
         raise DataError(f"{path} {fault}")
     return model
 
 
-def _faults(model: Any) -> Iterator[str]:
+def _faults(model: Any, *, trusted: bool) -> Iterator[str]:
     """What no trial could find: a loop may end on one picture and not on the next; a path may lead anywhere."""
     from onnx import TensorProto
 
+    mend = f"set {LOOPS_ALLOWED}=1 where you trust its maker"
     for graph in (model.graph, *model.functions):
         for message in _messages(graph):
             kind = type(message).__name__
-            if kind == "NodeProto" and message.op_type in LOOPS and os.environ.get(LOOPS_ALLOWED) != "1":
-                yield f"has a {message.op_type}, which may never end; set {LOOPS_ALLOWED}=1 where you trust its maker"
+            if kind == "NodeProto" and message.op_type in LOOPS and not trusted:
+                yield f"has a {message.op_type}, which may never end; {mend}"
             if kind == "TensorProto" and message.data_location == TensorProto.EXTERNAL:
                 yield "has weights in other files; save it as one file"
+    if not trusted and (fault := size_fault(model)):
+        yield f"{fault}; {mend}"
 
 
 def _messages(message: Any) -> Iterator[Any]:
@@ -286,19 +339,14 @@ def _messages(message: Any) -> Iterator[Any]:
                 yield from _messages(inner)
 
 
-def try_model(path: Path, free_size: tuple[int, int]) -> None:
-    """Load and run a model in a process of its own: :class:`DataError` where it takes too much memory or time.
-
-    Args:
-        path: the file.
-        free_size: height and width of the pictures where the model leaves them free.
-    """
-    fault = trial_fault(path, free_size)
+def try_model(path: Path, content: bytes, inputs: Inputs) -> None:
+    """Load and run a model in a process of its own: :class:`DataError` where it takes too much memory or time."""
+    fault = trial_fault("onnx", content, inputs)
     if fault is not None:
         raise DataError(f"{path} is refused: it {fault}; use another copy")
 
 
-def open_session(path: Path, device: torch.device) -> Any:
+def open_session(path: Path, content: bytes, device: torch.device) -> Any:
     """Open an ``onnxruntime.InferenceSession`` on ``device`` with torch's number of threads.
 
     Raises:
@@ -313,7 +361,7 @@ def open_session(path: Path, device: torch.device) -> Any:
     wanted = ["CUDAExecutionProvider"] if device.type == "cuda" else []
     providers = [name for name in wanted if name in onnxruntime.get_available_providers()]
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=[*providers, "CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(content, options, providers=[*providers, "CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors share no public base class
         raise DataError(f"{path} cannot be run by onnxruntime: {first_line(error)}") from None
 

@@ -14,23 +14,27 @@ import re
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from plsc.embedding.preprocessing import contract_id
+from plsc.embedding.trial import CPU_BATCHES, GPU_BATCHES, Inputs, pieces, trial_fault
 from plsc.errors import DataError, first_line
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.torch_files import archive_names
+from plsc.signing import MODEL, is_asked_for, read_signed
 
 CONTRACT_FILE = "plsc.json"
 FORMAT = "plsc-program-1"
 
 _OPERATORS = re.compile(
-    r"torch\.ops\.aten\.(?!from_file)\w+(\.\w+)?"
+    # No files; and no sizes that kernels read out of tensors by themselves, which a trial would not see.
+    r"torch\.ops\.aten\.(?!from_file|_?segment_reduce|_pack_padded|tensor_split\.tensor|\w*nested|\w*sparse"
+    r"|(lstm|gru|rnn_\w+)\.data)\w+(\.\w+)?"
     r"|_operator\.(add|sub|mul|floordiv|truediv|mod|neg|pow|eq|ne|lt|le|gt|ge|getitem)"
     r"|torch\.sym_(max|min|int|float|not|ite)"
 )
@@ -69,41 +73,85 @@ def save_program(program: torch.export.ExportedProgram, path: Path, contract: di
     path.write_bytes(final.getvalue())
 
 
-def open_program(path: Path, device: torch.device) -> tuple[nn.Module, Preprocessing, int, str]:
+def open_program(path: Path, device: torch.device, *, own: bool = False) -> tuple[nn.Module, Preprocessing, int, str]:
     """Load a program for inference.
+
+    Args:
+        path: the file.
+        device: where it runs.
+        own: this process wrote it: neither a signature nor a trial is asked for.
 
     Returns:
         The module on ``device``, its preprocessing, D and the contract id.
 
     Raises:
-        DataError: the archive is corrupt, or contains what could run code.
+        DataError: the archive is corrupt, contains what could run code, or takes too much memory or time.
+        IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
-    from torch.export.passes import move_to_device_pass
-
-    content = _inspected(path)
-    extra = {CONTRACT_FILE: ""}
+    content = _inspected(path, path.read_bytes() if own else read_signed(path, MODEL))
+    contract, preprocessing = _contract(path, content)
+    batches = GPU_BATCHES if device.type == "cuda" else CPU_BATCHES
+    if not own and not is_asked_for():
+        _try(path, content, tuple((batch, *preprocessing.shape) for batch in batches))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            program = torch.export.load(content, extra_files=extra)
-            if device.type != "cpu":
-                program = move_to_device_pass(program, device)
-            module = program.module()
-        contract = json.loads(extra[CONTRACT_FILE] or "{}")
-        preprocessing = Preprocessing.from_metadata(contract)
+        module = _loaded(content, device)
         embedding_dim = _embedding_dim(module, preprocessing, device)
     except Exception as error:  # torch's reader of foreign bytes raises anything
         raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
-    return module, preprocessing, embedding_dim, _contract_id(contract, _fingerprint(content), preprocessing)
+    if not own and not is_asked_for():
+        module = _InPieces(module, batches)
+    return module, preprocessing, embedding_dim, _contract_id(path, contract, _fingerprint(content), preprocessing)
+
+
+class _InPieces(nn.Module):
+    """Runs a model with batches of those sizes alone in which it was tried."""
+
+    def __init__(self, module: nn.Module, batches: Sequence[int]) -> None:
+        super().__init__()
+        self._module, self._batches = module, batches
+
+    def forward(self, images: Tensor) -> Tensor:
+        return torch.cat([self._module(piece) for piece in images.split(pieces(len(images), self._batches))])
+
+
+def _contract(path: Path, content: io.BytesIO) -> tuple[dict[str, Any], Preprocessing]:
+    try:
+        with zipfile.ZipFile(content) as archive:
+            names = [name for name in archive.namelist() if name.endswith(f"/extra/{CONTRACT_FILE}")]
+            contract = json.loads(archive.read(names[0])) if names else {}
+        return contract, Preprocessing.from_metadata(contract)
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f"{path} is no exported embedding model: {first_line(error)}") from None
+
+
+def _try(path: Path, content: io.BytesIO, shapes: tuple[tuple[int, ...], ...]) -> None:
+    """Load and run the program in a process of its own: :class:`DataError` where it takes too much memory or time."""
+    fault = trial_fault("program", content.getvalue(), Inputs("", "float32", shapes))
+    if fault is not None:
+        raise DataError(f"{path} is refused: it {fault}; use another copy")
+
+
+def _loaded(content: io.BytesIO, device: torch.device) -> nn.Module:
+    from torch.export.passes import move_to_device_pass
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        content.seek(0)
+        program = torch.export.load(content)
+        if device.type != "cpu":
+            program = move_to_device_pass(program, device)
+        return program.module()
 
 
 def _embedding_dim(module: nn.Module, preprocessing: Preprocessing, device: torch.device) -> int:
     with torch.inference_mode():
-        return int(module(torch.zeros(2, *preprocessing.shape, device=device)).flatten(1).shape[1])
+        return int(module(torch.zeros(1, *preprocessing.shape, device=device)).flatten(1).shape[1])
 
 
-def _contract_id(contract: dict[str, Any], fingerprint: str, preprocessing: Preprocessing) -> str:
+def _contract_id(path: Path, contract: dict[str, Any], fingerprint: str, preprocessing: Preprocessing) -> str:
     if contract.get("format") == FORMAT and contract.get("fingerprint") == fingerprint:
+        if "contract_id" not in contract:
+            raise DataError(f"{path} is incomplete: its {CONTRACT_FILE} has no contract_id; export it again")
         return str(contract["contract_id"])
     return contract_id(preprocessing, fingerprint)
 
@@ -120,22 +168,22 @@ def _fingerprint(file: io.BytesIO) -> str:
     return digest.hexdigest()
 
 
-def _inspected(path: Path) -> io.BytesIO:
+def _inspected(path: Path, content: bytes) -> io.BytesIO:
     """The archive's members, inspected and packed again: torch reads the very bytes that were inspected.
 
     Two readers of one zip file can see different members (a name that stands twice, a second directory).
     """
     packed = io.BytesIO()
     try:
-        with zipfile.ZipFile(path) as archive, zipfile.ZipFile(packed, "w") as copy:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(packed, "w") as copy:
             names, entries = archive.namelist(), archive.infolist()
             reason = "it holds a name twice" if len(set(names)) < len(names) else None
-            if sum(entry.file_size for entry in entries) > path.stat().st_size:  # a small file could fill the memory
+            if sum(entry.file_size for entry in entries) > len(content):  # a small file could fill the memory
                 raise DataError(f"{path} is refused: it is compressed, or its members overlap; export it again")
             for name in dict.fromkeys(names):
-                content = archive.read(name)
-                reason = reason or next(_member_dangers(name.partition("/")[2], content), None)
-                copy.writestr(name, content)
+                member = archive.read(name)
+                reason = reason or next(_member_dangers(name.partition("/")[2], member), None)
+                copy.writestr(name, member)
     except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, EOFError, NotImplementedError) as error:
         raise DataError(f"{path} is truncated or corrupt: {first_line(error)}") from None
     if reason is not None:

@@ -22,7 +22,8 @@ import numpy as np
 
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.evaluation.roc import MINIMUM_IMPOSTORS, Roc, allowed_impostors, merge_rocs
-from plsc.files import digest, read_json, write_json
+from plsc.files import LARGEST_JSON, digest, parse_json, write_json
+from plsc.signing import CALIBRATION, read_signed
 
 FORMAT = "plsc calibration"
 VERSION = 1
@@ -130,12 +131,13 @@ def read_calibration(path: str | Path) -> Calibration:
 
     Raises:
         DataError: there is no such file, or it is no calibration, or of another version.
-        IntegrityError: its content does not match its digest.
+        IntegrityError: its content does not match its digest; or it is not signed, where :mod:`plsc.signing` asks for
+            that.
     """
     how = "`plsc eval MODEL --data DIR --calibration FILE` writes one"
     if not Path(path).exists():
         raise DataError(f"{path} does not exist; {how}")
-    content = read_json(Path(path))
+    content = parse_json(read_signed(Path(path), CALIBRATION, LARGEST_JSON), Path(path))
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise DataError(f"{path} is no calibration; {how}")
     seal = content.pop("seal", None)

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from plsc.files import (
     make_folder,
     make_private_folder,
     manifest_value,
+    open_described,
     read_manifest,
     restrict,
     storage_errors,
@@ -257,14 +258,15 @@ def _exported_persons(source: EmbeddingSet) -> Iterator[dict[str, Any]] | None:
     origin = source.manifest.get("gallery")
     if origin is None:
         return None
-    verify_files(source.folder, origin["files"])
+    file = open_described(source.folder, PERSONS, origin["files"].get(PERSONS))
     if origin["persons"] != len(source.class_names):
+        file.close()
         raise IntegrityError(f"{source.folder / PERSONS} does not go with the set; use another copy")
-    return _read_lines(source.folder / PERSONS)
+    return _read_lines(file)
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+def _read_lines(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    with file:
         for line in file:
             yield json.loads(line)
 

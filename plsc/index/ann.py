@@ -13,14 +13,15 @@ import ctypes
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, BinaryIO, Literal, Protocol
 
 import numpy as np
 
 from plsc.errors import IntegrityError, UsageError, first_line
+from plsc.files import pinned_folder
 from plsc.index.exact import ExactSearcher, knn, load_faiss, merge_topk
 from plsc.index.recall import Recall, RecallMonitor, RecallTarget, recall_of
 from plsc.index.rows import Float32, Int64, Mask, RowSource
@@ -338,10 +339,10 @@ def save(structure: Any, path: Path) -> None:
     load_faiss().write_index(faiss_index(structure), str(path))
 
 
-def load(path: Path, kind: Kind, parameters: dict[str, int], base: RowArray) -> Any:
-    """Read the structure over ``base`` (N, D) and set its effort.
+def load(files: Sequence[BinaryIO], kind: Kind, parameters: dict[str, int], base: RowArray) -> Any:
+    """Read the structure over ``base`` (N, D) from its open files, and set its effort.
 
-    The caller has verified the file's hash: faiss itself reads a damaged file without complaint, or crashes.
+    The caller has verified the files' hashes: faiss itself reads a damaged file without complaint, or crashes.
 
     Raises:
         IntegrityError: it is no structure of faiss, or of other rows.
@@ -349,12 +350,14 @@ def load(path: Path, kind: Kind, parameters: dict[str, int], base: RowArray) -> 
     faiss = load_faiss()
     # What a file announces is allocated before it is read, so nothing in it may announce much more than the files hold.
     # The tables that it computes for product quantisation are up to 32 times the centroids that they are made of.
-    held = 32 * sum(file.stat().st_size for file in path.parent.glob(f"{path.stem}.*")) + (64 << 20)
+    held = 32 * sum(os.fstat(file.fileno()).st_size for file in files) + (64 << 20)
     if hasattr(faiss, "set_deserialization_vector_byte_limit"):  # earlier versions have a limit of 1 TB
         faiss.set_deserialization_vector_byte_limit(held)
+    path = Path(files[0].name)
     try:
-        with stdout_to_stderr():
-            index = faiss.read_index(str(path), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
+        with stdout_to_stderr(), pinned_folder(files) as folder:
+            flags = faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY
+            index = faiss.read_index(str(folder / path.name), flags)
         structure = Reranked(index, base) if kind == "pq" else index
         if (index.ntotal, index.d) != base.shape:
             raise IntegrityError(f"{path} holds {index.ntotal} rows of {index.d} and not {base.shape}; build it again")

@@ -15,15 +15,15 @@ again at any time, on the queries that the tuning used.
 
 from __future__ import annotations  # signatures in help() then read as they are written here
 
+import contextlib
 import math
-import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -39,14 +39,14 @@ from plsc.files import (
     holds_manifest,
     make_folder,
     manifest_value,
+    open_described,
     read_manifest,
-    verify_files,
 )
 from plsc.index import ann
 from plsc.index.exact import ExactSearch, knn, merge_topk
 from plsc.index.on_disk import LISTS_FILE
 from plsc.index.rows import Float32, Int64, as_array, unit_vectors
-from plsc.signing import VERIFY_KEY, require_signed
+from plsc.signing import is_asked_for, require_signed
 
 FORMAT = "plsc index"
 UNKNOWN_CONTRACT = "unknown"  # of vectors whose model was not named
@@ -99,23 +99,24 @@ class Index:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise UsageError(f"there is no folder {folder}")
-        require_signed(self.folder)
-        verify = verify or bool(os.environ.get(VERIFY_KEY))  # else the signature is of hashes that nobody compares
         self.manifest = read_manifest(self.folder, FORMAT, VERSION)
+        require_signed(self.folder, "index", self.manifest)
+        verify = verify or is_asked_for()  # else the signature is of hashes that nobody compares
         self._check_manifest()
-        files = self.manifest["files"]
-        hashed = files if verify else {name: files[name] for name in files if name in (FAISS_FILE, LISTS_FILE)}
-        verify_files(self.folder, hashed)
-        rows = self.manifest["rows"]
+        rows, files = self.manifest["rows"], self.manifest["files"]
+
+        def file(name: str) -> BinaryIO:
+            return open_described(self.folder, name, files[name], verify=verify or name in (FAISS_FILE, LISTS_FILE))
+
         self.kind: ann.Kind = self.manifest["kind"]
         self.dim: int = self.manifest["dim"]
         self.contract_id: str = self.manifest["contract_id"]
         self.held_out: int = self.manifest["held_out"]
-        self.vectors: Float32 = open_array(self.folder / "vectors.npy", (rows, self.dim), "float32")
-        self.ids: Int64 = open_array(self.folder / "ids.npy", (rows,), "int64")
-        self.labels: Int64 = open_array(self.folder / "labels.npy", (rows,), "int64")
-        self.keys: Sequence[str] = open_strings(self.folder, "keys", rows)
-        self.class_names: Sequence[str] = open_strings(self.folder, "class_names", self.manifest["classes"])
+        self.vectors: Float32 = open_array(file("vectors.npy"), (rows, self.dim), "float32")
+        self.ids: Int64 = open_array(file("ids.npy"), (rows,), "int64")
+        self.labels: Int64 = open_array(file("labels.npy"), (rows,), "int64")
+        self.keys: Sequence[str] = open_strings(file, "keys", rows)
+        self.class_names: Sequence[str] = open_strings(file, "class_names", self.manifest["classes"])
         if verify and len(self.labels) and not -1 <= self.labels.min() <= self.labels.max() < self.manifest["classes"]:
             raise IntegrityError(
                 f"{self.folder} holds labels outside its {self.manifest['classes']} classes; build it again"
@@ -123,7 +124,10 @@ class Index:
         self._exact = ExactSearch(self.vectors)
         self.structure: Any = None
         if self.kind != "exact":
-            self.structure = ann.load(self.folder / FAISS_FILE, self.kind, self.manifest["parameters"], self.base)
+            with contextlib.ExitStack() as open_files:
+                names = [name for name in (FAISS_FILE, LISTS_FILE) if name in files]
+                structure = [open_files.enter_context(file(name)) for name in names]
+                self.structure = ann.load(structure, self.kind, self.manifest["parameters"], self.base)
 
     def _check_manifest(self) -> None:
         """Check what the manifest's digest does not: whoever writes a manifest writes its digest."""

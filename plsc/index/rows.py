@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plsc.embedding.columns import is_of_file
 from plsc.errors import DataError, UsageError, first_line
 
 Float32 = npt.NDArray[np.float32]
@@ -188,7 +189,7 @@ def _mapped_file(vectors: Float32) -> tuple[int | None, int]:
         descriptor = os.open(Path(name), os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None, 0
-    if os.fstat(descriptor).st_size < offset + vectors.nbytes:
+    if os.fstat(descriptor).st_size < offset + vectors.nbytes or not is_of_file(vectors, descriptor):
         os.close(descriptor)
         return None, 0
     return descriptor, offset

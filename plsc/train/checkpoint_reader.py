@@ -8,6 +8,7 @@ its folder.
 import contextlib
 import io
 import math
+import os
 import pickle
 import stat
 import warnings
@@ -15,12 +16,12 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,10 +33,10 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
-from plsc.files import MANIFEST, check_description, read_json, verify_files
+from plsc.files import LARGEST_JSON, MANIFEST, check_description, file_state, open_described, parse_json, read_json
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import broadcast_object
-from plsc.signing import require_signed
+from plsc.signing import CHECKPOINT, is_asked_for, require_signed
 from plsc.train.checkpoint import FORMAT, METADATA, STATE, CheckpointFolder, step_of
 from plsc.train.failures import raise_on_all_ranks
 
@@ -73,13 +74,16 @@ class StoredCheckpoint:
 
     def _open(self, prefixes: Sequence[str] | None) -> None:
         self.files = listed_files(self.path)
-        check_files(self.path, self.files, (STATE, METADATA))
-        self.state: dict[str, Any] = _read_small_json(self.path / STATE)
-        self.stored, places = _stored_tensors(self.path, self.files)
+        with _opened(self.path, STATE, self.files) as file:
+            content = parse_json(file.read(LARGEST_JSON + 1), self.path / STATE)
+            self.state: dict[str, Any] = _object(content, self.path / STATE)
+        with _opened(self.path, METADATA, self.files) as file:
+            self._metadata = _read_metadata(file, self.path / METADATA)
+        self.stored, places = _stored_tensors(self.path, self.files, self._metadata)
         wanted = sorted(self.files)
         if prefixes is not None:
             wanted = sorted({file for name, file in places if name.startswith(tuple(prefixes))})
-        check_files(self.path, self.files, wanted[self.mesh.rank :: self.mesh.world_size])
+        self._checked = check_files(self.path, self.files, wanted[self.mesh.rank :: self.mesh.world_size])
 
     @property
     def step(self) -> int:
@@ -106,7 +110,8 @@ class StoredCheckpoint:
         if not targets:
             return
         with _quiet(), _read_errors(self.path):
-            load(dict(targets), storage_reader=_Reader(self.path), planner=_TensorPlanner(), no_dist=True)
+            reader = _Reader(self.path, self.files, self._metadata, self._checked)
+            load(dict(targets), storage_reader=reader, planner=_TensorPlanner(), no_dist=True)
 
     def read(self, prefix: str) -> dict[str, torch.Tensor]:
         """The tensors whose names begin with ``prefix``, by the rest of their names, on the CPU."""
@@ -129,8 +134,10 @@ def listed_files(path: Path) -> Files:
         DataError: there is no manifest.
         IntegrityError: it is not one of a checkpoint, or a name leads out of the folder.
     """
-    manifest = _read_small_json(path / MANIFEST)
-    require_signed(path)
+    if not _is_own_file(path / MANIFEST):
+        raise IntegrityError(f"{path / MANIFEST} is no file of its own, but a link or a device; use another copy")
+    manifest = _object(read_json(path / MANIFEST), path / MANIFEST)
+    require_signed(path, CHECKPOINT, manifest)
     if manifest.get("format") != FORMAT:
         raise IntegrityError(
             f"{path / MANIFEST} is not a checkpoint's manifest of format {FORMAT}; name another folder"
@@ -143,12 +150,24 @@ def listed_files(path: Path) -> Files:
     return files
 
 
-def check_files(path: Path, files: Files, names: Iterable[str]) -> None:
-    """Raise an :class:`IntegrityError` for the first of ``names`` that is not as ``files`` describes it."""
+def check_files(path: Path, files: Files, names: Iterable[str]) -> set[tuple[int, ...]]:
+    """Hash files, and return which they are, as :func:`plsc.files.file_state` tells.
+
+    Raises:
+        IntegrityError: for the first of ``names`` that is not as ``files`` describes it.
+    """
+    states = set()
     for name in names:
-        if not _is_own_file(path / name):
-            raise IntegrityError(f"{path / name} is no file of its own, but a link or a device; use another copy")
-        verify_files(path, {name: files[name]})
+        with _opened(path, name, files) as file:
+            states.add(file_state(file))
+    return states
+
+
+def _opened(path: Path, name: str, files: Files, *, verify: bool = True) -> BinaryIO:
+    """Open a file of the checkpoint ``path``, at its beginning, verified as it stands."""
+    if not _is_own_file(path / name):
+        raise IntegrityError(f"{path / name} is no file of its own, but a link or a device; use another copy")
+    return open_described(path, name, files[name], verify=verify)
 
 
 def _is_own_file(path: Path) -> bool:
@@ -156,14 +175,10 @@ def _is_own_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
-        return True  # it is missing, as verify_files says
+        return True  # it is missing, as open_described says
 
 
-def _read_small_json(path: Path) -> dict[str, Any]:
-    """Read one of a checkpoint's own JSON files."""
-    if not _is_own_file(path):
-        raise IntegrityError(f"{path} is no file of its own, but a link or a device; use another copy")
-    content = read_json(path)
+def _object(content: Any, path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise IntegrityError(f"{path} is not a checkpoint's: it holds no object; use another copy")
     return content
@@ -219,8 +234,10 @@ def _read_errors(path: Path) -> Iterator[None]:
         raise IntegrityError(f"{path} cannot be read: {why}; use another copy") from None
 
 
-def _stored_tensors(path: Path, files: Files) -> tuple[dict[str, TensorStorageMetadata], set[tuple[str, str]]]:
-    """Read ``.metadata``: the tensors' entries by name, and (name, file) of each of their pieces.
+def _stored_tensors(
+    path: Path, files: Files, metadata: Metadata
+) -> tuple[dict[str, TensorStorageMetadata], set[tuple[str, str]]]:
+    """Check ``.metadata``: the tensors' entries by name, and (name, file) of each of their pieces.
 
     A checkpoint that came from elsewhere may hold anything here. torch would unpickle a stored object that is no tensor
     without ``weights_only``, would follow a path out of the folder, and would leave what no piece covers as it was:
@@ -229,7 +246,6 @@ def _stored_tensors(path: Path, files: Files) -> tuple[dict[str, TensorStorageMe
     Raises:
         IntegrityError: it names anything but tensors, pieces that make up each of them, and own files.
     """
-    metadata = _Reader(path).read_metadata()
     entries = getattr(metadata, "state_dict_metadata", None)
     locations = getattr(metadata, "storage_data", None)
     if not (isinstance(entries, dict) and isinstance(locations, dict)):
@@ -311,23 +327,58 @@ class _TensorPlanner(DefaultLoadPlanner):
 
 
 class _Reader(FileSystemReader):
-    """torch's reader with a restricted unpickler of the metadata: it builds nothing but a checkpoint's own types."""
+    """torch's reader of the metadata that were checked, and of the files."""
+
+    def __init__(self, path: Path, files: Files, metadata: Metadata, checked: set[tuple[int, ...]]) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+        self.fs = _CheckedFiles(files, checked)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's metadata; IntegrityError where it is not that."""
-        path = Path(self.path) / METADATA
-        if path.stat().st_size > _LARGEST_METADATA:
-            raise IntegrityError(f"{path} has {path.stat().st_size:,} bytes, which no checkpoint's has")
-        try:
-            metadata = _MetadataUnpickler(io.BytesIO(path.read_bytes())).load()
-        except Exception as error:  # a damaged pickle raises nearly every kind
-            raise IntegrityError(f"{path} is not a checkpoint's metadata: {first_line(error)}") from None
-        if not isinstance(metadata, Metadata):
-            raise IntegrityError(f"{path} is not a checkpoint's metadata")
-        about = getattr(metadata, "storage_meta", None)
-        metadata.storage_meta = about if isinstance(about, StorageMeta) else StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        """The checkpoint's metadata."""
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+class _CheckedFiles(FileSystem):
+    """Opens a checkpoint's files to read what was hashed: another file of the name, or a changed one, is hashed anew.
+
+    Where signatures are asked for, so is a file that another rank has hashed.
+    """
+
+    def __init__(self, files: Files, checked: set[tuple[int, ...]]) -> None:
+        super().__init__()
+        self._files, self._checked = files, checked
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Open ``path`` to read it; IntegrityError where it is not as described."""
+        place = Path(path)
+        with _opened(place.parent, place.name, self._files, verify=False) as file:
+            if is_asked_for() and file_state(file) not in self._checked:
+                file.close()
+                file = _opened(place.parent, place.name, self._files)
+                self._checked.add(file_state(file))
+            with file:
+                yield cast(io.IOBase, file)
+
+
+def _read_metadata(file: BinaryIO, path: Path) -> Metadata:
+    """Read ``.metadata`` by an unpickler that builds nothing but a checkpoint's own types.
+
+    Raises:
+        IntegrityError: it is not a checkpoint's metadata.
+    """
+    size = os.fstat(file.fileno()).st_size
+    if size > _LARGEST_METADATA:
+        raise IntegrityError(f"{path} has {size:,} bytes, which no checkpoint's has")
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(file.read())).load()
+    except Exception as error:  # a damaged pickle raises nearly every kind
+        raise IntegrityError(f"{path} is not a checkpoint's metadata: {first_line(error)}") from None
+    if not isinstance(metadata, Metadata):
+        raise IntegrityError(f"{path} is not a checkpoint's metadata")
+    return metadata
 
 
 _PythonUnpickler: Any = pickle._Unpickler  # typeshed knows nothing of its parts

@@ -63,7 +63,7 @@ def test_any_range_of_rows(tmp_path_factory: pytest.TempPathFactory, bounds: lis
 def test_strings_come_back(tmp_path_factory: pytest.TempPathFactory, strings: list[str]) -> None:
     folder = tmp_path_factory.getbasetemp()
     save_strings(folder, "names", strings)
-    assert list(open_strings(folder, "names", len(strings))) == strings
+    assert list(open_strings(folder.joinpath, "names", len(strings))) == strings
 
 
 def test_float16_halves_the_size_and_reads_as_float32(tmp_path: Path) -> None:

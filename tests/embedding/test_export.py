@@ -14,6 +14,7 @@ import torch
 
 import plsc.models
 from plsc.embedding import export
+from plsc.embedding.embedder import backbone_engine, open_embedder
 from plsc.errors import DataError, UsageError
 from plsc.tools.entry import main
 
@@ -74,11 +75,25 @@ def test_onnx_is_valid_states_its_preprocessing_and_looks_unnormalised_to_nobody
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:mobilefacenet"])
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:resnet8"])
 def test_every_family_exports_to_onnx(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     result = export.export_onnx(small(name, 32), tmp_path / "m.onnx")
     assert result["max_abs_error"] <= 1e-4 * result["max_abs_value"]
+    assert (
+        open_embedder(tmp_path / "m.onnx", device=export.CPU).contract_id == result["contract_id"]
+    )  # passes its trial
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["iresnet18", "mobilefacenet", "vit_tiny", "timm:test_vit", "turned:resnet8"])
+def test_a_program_of_every_family_passes_its_trial(name: str, tmp_path: Path) -> None:
+    model = small(name, 32)
+    export.export_torch(model, tmp_path / "m.pt2")
+    images = torch.randint(0, 256, (7, 3, 32, 32), dtype=torch.uint8)
+    expected = backbone_engine(model, export.CPU).run(images)
+    answered = open_embedder(tmp_path / "m.pt2", device=export.CPU)(images)  # in batches of four and one
+    torch.testing.assert_close(answered, expected, rtol=0, atol=float(1e-4 * expected.abs().max()))
 
 
 @pytest.mark.slow

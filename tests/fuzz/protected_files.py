@@ -31,7 +31,7 @@ from plsc.models import load_model
 from plsc.serve.audit import AuditLog
 from plsc.serve.audit_chain import Head, verify
 from plsc.serve.tokens import add_token, read_tokens
-from plsc.signing import VERIFY_KEY, require_signed, sign
+from plsc.signing import VERIFY_KEY, sign
 
 FILE_END = b"\0"  # between the files of a log; JSON lines hold none
 LOG_FILES = 3
@@ -103,7 +103,6 @@ def _signed_file(original: Path, changed: Path, public: Path) -> Target:
         path.write_bytes(model if is_signature else content)
         path.with_name(f"{path.name}.sig").write_bytes(content if is_signature else signature)
         with _asking_for(public):
-            require_signed(path)
             load_model(path)
         if not is_signature and content != model:
             raise Violation("a model that was not signed is taken")

@@ -185,9 +185,9 @@ def test_a_killed_build_leaves_the_former_index_and_the_next_one_succeeds(
 def test_string_columns_are_written_as_they_come(tmp_path: Path) -> None:
     texts = ["", "a", "é🙂", "x" * 70_000, "\udcff", ""]
     save_strings(tmp_path, "keys", iter(texts))
-    stored = open_strings(tmp_path, "keys", len(texts))
+    stored = open_strings(tmp_path.joinpath, "keys", len(texts))
     assert list(stored) == ["", "a", "é🙂", "x" * 70_000, "?", ""]
     data: npt.NDArray[Any] = np.load(tmp_path / "keys.npy", allow_pickle=False)
     assert data.dtype == np.uint8
     save_strings(tmp_path, "none", iter([]))
-    assert list(open_strings(tmp_path, "none", 0)) == []
+    assert list(open_strings(tmp_path.joinpath, "none", 0)) == []

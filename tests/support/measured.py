@@ -19,6 +19,7 @@ from pathlib import Path
 LIBRARIES = (
     "faiss", "numpy", "onnx", "onnx.numpy_helper", "onnxruntime", "PIL.Image", "safetensors.torch", "timm", "torch",
     "torch.distributed.checkpoint", "torch.export", "torch.export.passes", "torchvision.transforms.v2",
+    "torch._dynamo", "torch.export.pt2_archive",
     "plsc.embedding.embedder", "plsc.embedding.onnx_engine", "plsc.evaluation", "plsc.gallery.store",
     "plsc.gallery.sqlite.store", "plsc.gallery.transfer", "plsc.index.query", "plsc.index.check", "plsc.train.trainer",
     "plsc.train.checkpoint_inspection", "plsc.tools.train",

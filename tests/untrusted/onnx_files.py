@@ -58,6 +58,61 @@ def _input_dependent_expansion() -> Any:
     return model(nodes, constants)
 
 
+def _pixels_size() -> list[Any]:
+    """Nodes that make of the largest pixel a size, which is small of black pictures."""
+    return [
+        _node("ReduceMax", ["x"], ["m"], keepdims=0),
+        _node("Mul", ["m", "many"], ["f"]),
+        _node("Cast", ["f"], ["i"], to=INT64),
+        _node("Max", ["i", "least"], ["j"]),
+        _node("Reshape", ["j", "column"], ["sizes"]),
+    ]
+
+
+def _pixels_constant() -> Any:
+    nodes = [*_pixels_size(), _node("ConstantOfShape", ["sizes"], ["e"]), *_added("e")]
+    return model(nodes, {"many": np.float32(1 << 30), "least": np.int64(1), "column": np.array([-1])})
+
+
+def _pixels_tiles() -> Any:
+    """The same, by another operator, in a function."""
+    made = _pixels_constant()
+    body = [_node("Tile", ["a", "n"], ["b"])]
+    opset = [helper.make_opsetid("", 17)]
+    made.functions.append(helper.make_function("own", "repeated", ["a", "n"], ["b"], body, opset_imports=opset))
+    made.opset_import.append(helper.make_opsetid("own", 1))
+    made.graph.node[5].CopyFrom(_node("repeated", ["column", "sizes"], ["e8"], domain="own"))
+    made.graph.node.insert(6, _node("Cast", ["e8"], ["e"], to=FLOAT))
+    return made
+
+
+def _branching() -> Any:
+    """A branch of 4 GiB that black pictures do not take."""
+    branches = {}
+    for name, sides in (("else_branch", 1), ("then_branch", 1 << 30)):
+        sizes = numpy_helper.from_array(np.array([sides]), "s")
+        output = helper.make_tensor_value_info("o", FLOAT, None)
+        nodes = [_node("ConstantOfShape", ["s"], ["o"])]
+        branches[name] = helper.make_graph(nodes, name, [], [output], [sizes])
+    nodes = [_node("ReduceMax", ["x"], ["m"], keepdims=0), _node("Greater", ["m", "limit"], ["c"])]
+    nodes += [_node("If", ["c"], ["e"], **branches), *_added("e")]
+    return model(nodes, {"limit": np.float32(0.5)})
+
+
+def _added(name: str) -> list[Any]:
+    """Nodes that add the mean of ``name`` to the mean of each channel."""
+    nodes = [_node("ReduceMean", [name], ["s"], keepdims=0)]
+    nodes += [_node("ReduceMean", ["x"], ["p"], axes=[2, 3], keepdims=0), _node("Add", ["p", "s"], ["y"])]
+    return nodes
+
+
+def growing() -> Any:
+    """A model whose memory grows with the fourth power of the batch: 4 numbers of 1 picture, 52 million of 60."""
+    nodes = [_node("Shape", ["x"], ["shape"]), _node("Gather", ["shape", "first"], ["batch"])]
+    nodes += [_node("Concat", ["batch"] * 4 + ["four"], ["sizes"], axis=0), _node("Expand", ["one", "sizes"], ["e"])]
+    return model([*nodes, *_added("e")], {"first": np.array([0]), "four": np.array([4]), "one": np.float32(1)})
+
+
 def endless() -> Any:
     """A Loop that never ends."""
     body = helper.make_graph(
@@ -194,6 +249,9 @@ CASES: dict[str, Case] = {
     "400 million numbers from a constant, as a detector": _detecting(lambda: expanding(400, 1000, 1000)),
     "10^18 numbers from a constant": _embedded(lambda: expanding(10**6, 10**6, 10**6)),
     "2^30 numbers from the input": _embedded(_input_dependent_expansion),
+    "a constant as large as the largest pixel says": _embedded(_pixels_constant),
+    "tiles as many as the largest pixel says": _embedded(_pixels_tiles),
+    "a branch that bright pictures take": _embedded(_branching),
     "a Loop that never ends": _embedded(endless),
     "a Loop that never ends, as a detector": _detecting(endless),
     "a thousand large products": _embedded(_slow),

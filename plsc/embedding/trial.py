@@ -1,0 +1,261 @@
+"""The first loading and running of a model from elsewhere: in a process that may take so much and no more.
+
+A graph is a program. A few hundred bytes of it can ask for any memory, and for any time, already while it is loaded:
+onnxruntime computes what is constant, and puts functions in place of their calls. Neither onnxruntime nor torch has a
+limit. So a model is first tried in a process of its own, whose limits grow with the file and with the pictures; only
+one that stays below them is loaded into this one.
+
+That holds for every later run, because no run differs from those that were tried. No size in the model depends on the
+pictures' values, as :mod:`plsc.embedding.onnx_sizes` proves of an ONNX graph, and as the trial of a program looks at
+every operation for. And a model is run with batches of the sizes that were tried alone (:func:`pieces`).
+
+The process of an ONNX model is this file, run as a script: it needs numpy and onnxruntime alone. That of a program is a
+fork of the caller's, which has imported torch already: a new one would take four seconds for that.
+"""
+
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+# Batches that models from elsewhere are run with. On a CPU larger ones take no less time for each picture.
+CPU_BATCHES, GPU_BATCHES = (4, 1), (64, 8, 1)
+
+MEMORY = 160 << 20  # bytes that any model may take, beyond the libraries …
+MEMORY_PER_BYTE = 4  # … and for each byte of its file: as parsed, as initialised, and packed for products …
+MEMORY_PER_NUMBER = 256  # … and for each number of the largest input: activations of 64 times as many
+CPU_SECONDS = {"onnx": 1.0, "program": 4.0}  # of any model: torch takes a second to load 10 MB …
+BYTES_PER_CPU_SECOND = 2 << 20  # … and a second for so many bytes of its file
+_POLL_SECONDS = 0.01
+LARGEST_INPUT = 1 << 26  # numbers: 445 pictures of 224x224
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a model is tried on.
+
+    Attributes:
+        name: of the input; no program has one.
+        dtype: numpy's name of its type.
+        shapes: of the batches.
+    """
+
+    name: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def pieces(count: int, batches: Sequence[int]) -> list[int]:
+    """Cut a batch of ``count`` into some of the sizes ``batches``, which fall to 1."""
+    found: list[int] = []
+    for size in batches:
+        found += [size] * (count // size)
+        count %= size
+    return found
+
+
+def trial_fault(kind: str, content: bytes, inputs: Inputs) -> str | None:
+    """Load a model and run it in a process of its own: on each shape on noise, and on the smallest on zeros.
+
+    Args:
+        kind: "onnx", or "program", of which :mod:`plsc.embedding.program` made sure that it runs no code.
+        content: of the file, which holds all weights.
+        inputs: what it is run on.
+
+    Returns:
+        What the model takes too much of, or that it has sizes that no trial could tell, in words; None where it keeps
+        to its limits, whether it runs or not.
+    """
+    largest = max(_numbers(shape) for shape in inputs.shapes)
+    if largest > LARGEST_INPUT:
+        return f"takes inputs of {largest:,} numbers"
+    memory = MEMORY + MEMORY_PER_BYTE * len(content) + MEMORY_PER_NUMBER * largest
+    seconds = CPU_SECONDS[kind] + len(content) / BYTES_PER_CPU_SECOND
+    task = {"kind": kind, "memory": memory, "seconds": seconds, "inputs": asdict(inputs)}
+    try:
+        code, output = (_forked if kind == "program" else _spawned)(task, content, 60 + 20 * seconds)
+    except subprocess.TimeoutExpired:
+        code, output = -signal.SIGPROF, b""
+    if code == -signal.SIGPROF:
+        return f"takes more than {seconds:.1f} seconds to load and run, as no model of its size does"
+    if code != 0:
+        return "ends the process that runs it"
+    answer: str | None = json.loads(output)
+    return answer
+
+
+def _spawned(task: dict[str, Any], content: bytes, timeout: float) -> tuple[int, bytes]:
+    """Run this file as a script; returns its exit code, or the negative signal that ended it, and its answer."""
+    done = subprocess.run(
+        [sys.executable, "-I", __file__],
+        input=json.dumps(task).encode() + b"\n" + content,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        timeout=timeout,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def _forked(task: dict[str, Any], content: bytes, timeout: float) -> tuple[int, bytes]:
+    """Do the same in a fork of this process."""
+    import torch._dynamo
+    import torch.export.pt2_archive  # noqa: F401  (both are imported once, before the fork, by whoever loads a program)
+
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the fork needs none of them
+        child = os.fork()
+    if child == 0:
+        _be_trial(task, content, writing)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as answers:
+        deadline = time.monotonic() + timeout
+        while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            if time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                raise subprocess.TimeoutExpired("the trial", timeout)
+            time.sleep(_POLL_SECONDS)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code, answers.read()
+
+
+def _be_trial(task: dict[str, Any], content: bytes, writing: int) -> NoReturn:
+    """Try a program in this process, a fork, and end it."""
+    import torch
+
+    code = 1
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        torch.set_num_threads(1)  # those of the pool are not in the fork
+        os.write(writing, json.dumps(_tried(task, content)).encode())
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def _numbers(shape: Sequence[int]) -> int:
+    product = 1
+    for side in shape:
+        product *= side
+    return product
+
+
+# --- in the process of the trial ---
+
+
+class _DataSizesError(Exception):
+    """A size depends on the values of the input."""
+
+
+def _onnx_runner(content: bytes, inputs: Inputs) -> Any:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4
+    session: Any = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return lambda values: session.run(None, {inputs.name: values})
+
+
+def _program_runner(content: bytes, inputs: Inputs) -> Any:
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class StaticSizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if _has_data_sizes(func, args):
+                raise _DataSizesError(str(func))
+            return func(*args, **(kwargs or {}))
+
+    make: Any = StaticSizes
+    sizes = make()
+    module = torch.export.load(io.BytesIO(content)).module()
+
+    def run(values: Any) -> None:
+        with torch.inference_mode(), sizes:
+            module(torch.from_numpy(values))
+
+    return run
+
+
+def _has_data_sizes(function: Any, arguments: Any) -> bool:
+    """True of an operation whose result has a size, or is a number for Python, that its arguments' values decide."""
+    import torch
+
+    if function in (torch.ops.aten.index.Tensor, torch.ops.aten._unsafe_index.Tensor):  # by a mask, or by places
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in arguments[1])
+    return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(function.tags)
+
+
+def _attempt(kind: str, content: bytes, inputs: Inputs) -> str | None:
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    fault = None
+    try:
+        run = {"onnx": _onnx_runner, "program": _program_runner}[kind](content, inputs)
+        for shape in inputs.shapes:
+            noise = random.random(shape, dtype=np.float32) * (255 if inputs.dtype == "uint8" else 2)
+            fault = fault or _run_fault(run, noise.astype(inputs.dtype))
+        zeros = np.zeros(min(inputs.shapes, key=_numbers), dtype=inputs.dtype)
+        fault = fault or _run_fault(run, zeros)
+    except Exception as error:
+        fault = _fault(error)
+    return fault
+
+
+def _run_fault(run: Any, values: Any) -> str | None:
+    try:
+        run(values)
+    except Exception as error:
+        return _fault(error)
+    return None
+
+
+def _fault(error: Exception) -> str | None:
+    """What an error says against the model; None if it does not run, as the process that loads it will find out."""
+    if isinstance(error, _DataSizesError):
+        return f"has sizes that depend on the pictures ({error})"
+    if isinstance(error, MemoryError) or re.search("bad_alloc|allocate memory|bad allocation", str(error)):
+        return "takes more memory than a model of its size"
+    return None
+
+
+def _main() -> None:
+    warnings.simplefilter("ignore")
+    task = json.loads(sys.stdin.buffer.readline())
+    content = sys.stdin.buffer.read()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what a library prints is no answer
+        answers.write(json.dumps(_tried(task, content)))
+
+
+def _tried(task: dict[str, Any], content: bytes) -> str | None:
+    if task["kind"] == "onnx":
+        import onnxruntime  # noqa: F401  (what it takes by itself is not the model's)
+
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    used = int(status["VmData"].split()[0]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (used + task["memory"],) * 2)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, task["seconds"])  # its signal ends the process
+    return _attempt(task["kind"], content, Inputs(**task["inputs"]))
+
+
+if __name__ == "__main__":
+    _main()
