@@ -340,12 +340,12 @@ def test_a_store_that_found_no_room_to_rewrite_its_file_opens_and_still_forgets(
     for person in made[:450]:
         store.delete_person(GALLERY, person.id)
 
-    def fail(database: object) -> None:
+    def fail(*args: object) -> None:
         fill(small_disk / "filler")
         raise StorageError("database or disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr("plsc.gallery.sqlite.database.Database.vacuum", fail)
+        patched.setattr("plsc.gallery.sqlite.compaction.rewrite", fail)
         with pytest.raises(StorageError, match="full"):
             store.compact()
         store.close()
