@@ -72,8 +72,8 @@ class AuditLog:
         if "undone" in gap:
             told = "the store is an older one than the audit log tells of"
         else:
-            told = f"{gap['count']} changes of the store have no line in the audit log"
-        print(f"plsc serve: {told}: see its last line, a gap", file=sys.stderr, flush=True)
+            told = f"changes of the store without a line in the audit log: {gap['count']}"
+        print(f"plsc serve: {told}; see the gap at its end", file=sys.stderr, flush=True)
 
     def write(self, event: Event, **entry: Any) -> None:
         """Append a line soon; of refusals only so many a minute, which tell how many others there were."""

@@ -7,7 +7,9 @@ rows of many lengths, so that SQLite splits pages and moves rows between them. A
 import random
 import re
 import shutil
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,11 @@ def test_a_long_read_puts_the_exchange_off_and_others_do_not_wait_for_it(
     assert len(store.persons(GALLERY, limit=1000)) == len(people.living)
     end.set()
     reader.join()
+    with closing(sqlite3.connect(store.folder / "gallery.sqlite")) as other:
+        other.execute("SELECT count(*) FROM persons").fetchone()
+        with pytest.raises(StorageError, match="another program has"):
+            store.compact()
+        people.change()
     store.compact()
     assert texts_in(store.folder) == people.texts
     store.check()

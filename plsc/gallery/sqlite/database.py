@@ -169,12 +169,15 @@ class Database:
 
         Raises:
             ReadersError: somebody reads for long; nothing was changed.
+            StorageError: another program has the file open; nothing was changed, but the connection that writes.
         """
         with translate_errors(self.path), self._without_readers():
             self._require_open()
             self.truncate_log()
             self._close_connections()  # the last one removes the log
             try:
+                if self.path.with_name(f"{self.path.name}-wal").exists():
+                    raise StorageError(f"another program has {self.path} open; end it: one process owns a store")
                 new.replace(self.path)
                 sync(self.path.parent)
             finally:

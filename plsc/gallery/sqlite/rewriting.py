@@ -62,9 +62,8 @@ def new_path(database: Path) -> Path:
 
 def remove_unfinished(database: Path) -> None:
     """Remove what a process that was killed while it wrote the file anew has left: it may hold what was deleted."""
-    path = new_path(database)
-    for leftover in (path, path.with_name(f"{path.name}-journal"), path.with_name(f"{path.name}-wal")):
-        leftover.unlink(missing_ok=True)
+    for leftover in database.parent.glob(f"{new_path(database).name}*"):
+        leftover.unlink()
 
 
 def _exchange(database: Database, write_lock: threading.RLock, changes: "_Changes", path: Path) -> None:
