@@ -59,6 +59,7 @@ class Database:
     Callers serialise their writes. Every method translates SQLite's errors with :func:`translate_errors`.
 
     Attributes:
+        file: the path from the root, as everything after the opening names it.
         migrated_from: the version that the file was of until this opening; None: the present one.
         settings: what the table of this name says.
         codec: how vectors are stored; set by :meth:`use`.
@@ -76,6 +77,7 @@ class Database:
             UsageError: it is encrypted and should not be, or the reverse.
         """
         self.path, self.codec = path, PLAIN
+        self.file = path.absolute()  # wherever the process goes
         self._closed = False
         self._idle: queue.LifoQueue[StoreConnection] = queue.LifoQueue()
         self._thread = threading.local()  # "stop": when this thread's reading ends; "reads": how many it has
@@ -103,7 +105,7 @@ class Database:
             try:
                 connection = self._idle.get_nowait()
             except queue.Empty:
-                connection = _connect(self.path)
+                connection = _connect(self.file)
                 connection.codec = self.codec
             stop: Callable[[], bool] | None = getattr(self._thread, "stop", None)
             connection.set_progress_handler(stop, _STEPS_BETWEEN_LOOKS)
@@ -176,12 +178,12 @@ class Database:
             self.truncate_log()
             self._close_connections()  # the last one removes the log
             try:
-                if self.path.with_name(f"{self.path.name}-wal").exists():
+                if self.file.with_name(f"{self.file.name}-wal").exists():
                     raise StorageError(f"another program has {self.path} open; end it: one process owns a store")
-                new.replace(self.path)
-                sync(self.path.parent)
+                new.replace(self.file)
+                sync(self.file.parent)
             finally:
-                self._writer = _connect(self.path)
+                self._writer = _connect(self.file)
                 self._writer.codec = self.codec
 
     @contextmanager

@@ -29,6 +29,7 @@ from plsc.gallery.sqlite.database import Database, ReadersError, translate_error
 from plsc.gallery.sqlite.unfinished import begin_rewriting, end_rewriting
 
 _SPARE_BYTES = 8 << 20  # that the disk has to have left beside the new file
+_SYNC_SECONDS = 0.2
 _ATTEMPTS, _PAUSE_SECONDS = 60, 0.5  # to find a moment without a long read
 
 
@@ -39,20 +40,18 @@ def rewrite(database: Database, write_lock: threading.RLock) -> None:
         StorageError: there is no room, or a read goes on for long; the file is the former one.
         DeadlineError: the caller's thread was told to stop (:meth:`Database.stopping_when`).
     """
-    path = new_path(database.path)
-    _require_room(database.path)
+    path = new_path(database.file)
     try:
         with storage_errors(path), translate_errors(path), _following(database, write_lock) as changes:
-            os.close(open_private(path))
-            with database.reading() as db:
+            _require_room(database.file)
+            with _synced_meanwhile(path), database.reading() as db:
                 db.execute("VACUUM INTO ?", (str(path),))
-                db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # so that little is left to do while everybody waits
             with write_lock:
                 changes.copy(path)
             sync(path)
             _exchange(database, write_lock, changes, path)
     finally:
-        remove_unfinished(database.path)
+        remove_unfinished(database.file)
 
 
 def new_path(database: Path) -> Path:
@@ -68,12 +67,35 @@ def remove_unfinished(database: Path) -> None:
 
 def _exchange(database: Database, write_lock: threading.RLock, changes: "_Changes", path: Path) -> None:
     for attempt in range(1, _ATTEMPTS + 1):
+        with database.reading() as db:
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # so that little is left to do while everybody waits
         with write_lock:
-            changes.copy(path, last=True)
+            changes.copy(path)
+            sync(path)
             with suppress(ReadersError) if attempt < _ATTEMPTS else storage_errors(path):
                 database.exchange(path)
                 return
         time.sleep(_PAUSE_SECONDS)
+
+
+@contextmanager
+def _synced_meanwhile(path: Path) -> Iterator[None]:
+    """Make the new file, and sync it while the block writes it: commits would wait for all of it at its end."""
+    file, ends = open_private(path), threading.Event()
+
+    def sync_often() -> None:
+        while not ends.wait(_SYNC_SECONDS):
+            with suppress(OSError):  # which the last sync will say
+                os.fsync(file)
+
+    thread = threading.Thread(target=sync_often, name="gallery rewriting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+        os.close(file)
 
 
 def _require_room(database: Path) -> None:
@@ -127,22 +149,23 @@ class _Changes:
                 f"CREATE TEMP TRIGGER {event.lower()}_{table} AFTER {event} ON main.{table} BEGIN {noting}END"
             )
 
-    def copy(self, path: Path, *, last: bool = False) -> None:
-        """Copy the rows as they are now into the file at ``path``; ``last``: with a note that it is written anew."""
+    def copy(self, path: Path) -> None:
+        """Copy the rows as they are now into the file at ``path``, which could then take the present one's place."""
         self._db.execute("ATTACH ? AS new", (str(path),))
         try:
-            self._db.execute("PRAGMA new.journal_mode = OFF")  # of no use to anybody unless it is whole
+            self._db.execute("PRAGMA new.synchronous = OFF")  # of no use to anybody unless it is whole
+            self._db.execute("PRAGMA new.journal_mode = OFF")
             self._db.execute("BEGIN")
             try:
                 self._copy_rows()
+                end_rewriting(self._db, "new")
                 self._db.execute("COMMIT")
             except BaseException:
                 self._db.execute("ROLLBACK")
                 raise
+            self._db.execute("PRAGMA new.journal_mode = WAL")  # as the present one has it: opening it writes nothing
         finally:
             self._db.execute("DETACH new")
-        if last:
-            _finish(path)
 
     def _copy_rows(self) -> None:
         self._db.execute("PRAGMA defer_foreign_keys = ON")
@@ -168,15 +191,3 @@ class _Changes:
                 self._db.execute(f"DROP TABLE temp.changed_{table}")
                 for event in ("insert", "update", "delete"):
                     self._db.execute(f"DROP TRIGGER temp.{event}_{table}")
-
-
-def _finish(path: Path) -> None:
-    """Make the new file one that can be opened as the present one is, with all of it on the disk."""
-    db = sqlite3.connect(path, isolation_level=None)
-    try:
-        db.execute("PRAGMA secure_delete = ON")
-        end_rewriting(db)
-        db.execute("PRAGMA journal_mode = WAL")
-    finally:
-        db.close()
-    sync(path)

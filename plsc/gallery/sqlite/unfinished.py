@@ -68,10 +68,10 @@ def begin_rewriting(db: sqlite3.Connection) -> None:
         db.execute("INSERT INTO unfinished VALUES (?)", (f"{_REWRITING}{since.isoformat()}",))
 
 
-def end_rewriting(db: sqlite3.Connection) -> None:
+def end_rewriting(db: sqlite3.Connection, schema: str = "main") -> None:
     """Note in the new file that it holds no traces but of changes since :func:`begin_rewriting`."""
-    _forget(db, _REWRITING, _PURGED)
-    db.execute("INSERT OR IGNORE INTO unfinished VALUES (?)", (WRITTEN_ANEW,))
+    _forget(db, _REWRITING, _PURGED, schema=schema)
+    db.execute(f"INSERT OR IGNORE INTO {schema}.unfinished VALUES (?)", (WRITTEN_ANEW,))
 
 
 def mark_written_anew(db: sqlite3.Connection) -> None:
@@ -95,9 +95,9 @@ def _since(db: sqlite3.Connection, sort: str) -> datetime | None:
         raise corrupt_row(db, "the time of its deletions is not what was written") from None
 
 
-def _forget(db: sqlite3.Connection, *sorts: str) -> None:
+def _forget(db: sqlite3.Connection, *sorts: str, schema: str = "main") -> None:
     for sort in sorts:
-        db.execute("DELETE FROM unfinished WHERE work GLOB ?", (f"{sort}*",))
+        db.execute(f"DELETE FROM {schema}.unfinished WHERE work GLOB ?", (f"{sort}*",))
 
 
 def seconds_since(since: datetime) -> float:
