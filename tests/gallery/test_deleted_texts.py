@@ -4,12 +4,13 @@ Each text says whose it is and which of that person's: ``text-PERSON-VERSION-``,
 rows of many lengths, so that SQLite splits pages and moves rows between them. All files are searched for them.
 """
 
+import os
 import random
 import re
 import shutil
 import sqlite3
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +84,11 @@ class People:
 def texts_in(folder: Path) -> Texts:
     """The texts in any file of a folder, which may be removed meanwhile."""
     found: Texts = set()
-    for path in folder.rglob("*"):
-        try:
-            content = path.read_bytes() if path.is_file() else b""
-        except FileNotFoundError:
-            continue
-        found |= {(int(number), int(version)) for number, version in _TEXT.findall(content)}
+    for parent, _, names in os.walk(folder):  # which passes over what is removed meanwhile
+        for name in names:
+            with suppress(FileNotFoundError):
+                texts = _TEXT.findall((Path(parent) / name).read_bytes())
+                found |= {(int(number), int(version)) for number, version in texts}
     return found
 
 
