@@ -119,7 +119,8 @@ class Person:
 
 def vector(number: int, face: int) -> list[float]:
     """The vector of a face."""
-    return np.random.default_rng((number, face)).standard_normal(DIM).tolist()
+    made: list[float] = np.random.default_rng((number, face)).standard_normal(DIM).tolist()
+    return made
 
 
 def stored_vector(number: int, face: int) -> bytes:
