@@ -1,7 +1,7 @@
 """The numbers that a store gives its changes, handed from the thread that commits one to whoever logs it.
 
-A store may count its changes (``Store.last_change``), in their transactions. So a log that names the number of each
-shows later which changes have no line in it.
+A store may count its changes, in their transactions, and tell the last number (``last_change``). So a log that names
+the number of each shows later which changes have no line in it.
 """
 
 from contextvars import ContextVar

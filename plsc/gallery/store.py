@@ -293,7 +293,7 @@ class Store(Protocol):
         """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
 
     def compact(self, collection: str | None = None) -> None:
-        """Merge additions and deletions into the searched files now; afterwards no file holds a deleted vector."""
+        """Merge additions and deletions into the searched files now; no file then holds what was deleted."""
 
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy of everything to the new folder ``target``; :class:`ConflictError` if it exists."""
