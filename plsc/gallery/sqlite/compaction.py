@@ -243,11 +243,10 @@ class Compactor:
             if erased > max(_MIN_ERASED, vectors // 2):
                 with self._database.writing() as db:
                     purge_erased(db)
+            self._database.truncate_log()
         if self.is_rewriting_due(age):
             with self._database.stopping_when(stop):
                 rewrite(self._database, self._write_lock)
-        with self._write_lock:
-            self._database.truncate_log()
 
     def is_rewriting_due(self, age: float) -> bool:
         """True if the file has to be written anew since ``age`` seconds: a clock that is set back delays nothing."""

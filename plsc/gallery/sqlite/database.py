@@ -164,10 +164,13 @@ class Database:
         if busy:
             raise StorageError(f"{self.path}: a long read keeps the write-ahead log in use; try again later")
 
-    def exchange(self, new: Path) -> None:
+    def exchange(self, new: Path) -> int:
         """Put the file ``new``, of the same rows, in the place of this one, which goes; called under the write lock.
 
         Nobody reads meanwhile: the write-ahead log is found by the file's name, so no connection may outlive its file.
+
+        Returns:
+            A descriptor of the former file, whose room is freed once it is closed.
 
         Raises:
             ReadersError: somebody reads for long; nothing was changed.
@@ -180,11 +183,17 @@ class Database:
             try:
                 if self.file.with_name(f"{self.file.name}-wal").exists():
                     raise StorageError(f"another program has {self.path} open; end it: one process owns a store")
-                new.replace(self.file)
-                sync(self.file.parent)
+                former = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    new.replace(self.file)
+                    sync(self.file.parent)
+                except BaseException:
+                    os.close(former)  # before SQLite has locks on the file, which this would undo
+                    raise
             finally:
                 self._writer = _connect(self.file)
                 self._writer.codec = self.codec
+        return former
 
     @contextmanager
     def _counted_as_reader(self) -> Iterator[None]:

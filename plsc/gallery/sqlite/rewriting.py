@@ -69,12 +69,15 @@ def _exchange(database: Database, write_lock: threading.RLock, changes: "_Change
     for attempt in range(1, _ATTEMPTS + 1):
         with database.reading() as db:
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # so that little is left to do while everybody waits
+        former = None
         with write_lock:
             changes.copy(path)
             sync(path)
             with suppress(ReadersError) if attempt < _ATTEMPTS else storage_errors(path):
-                database.exchange(path)
-                return
+                former = database.exchange(path)
+        if former is not None:
+            os.close(former)  # gigabytes are freed while nobody waits
+            return
         time.sleep(_PAUSE_SECONDS)
 
 
@@ -169,11 +172,10 @@ class _Changes:
 
     def _copy_rows(self) -> None:
         self._db.execute("PRAGMA defer_foreign_keys = ON")
-        for table, key in self._keys.items():
-            columns = ", ".join(key)
-            self._db.execute(
-                f"DELETE FROM new.{table} WHERE ({columns}) IN (SELECT {columns} FROM temp.changed_{table})"
-            )
+        for table, key in self._keys.items():  # row by row: the keys of another database are looked up in no index
+            same = " AND ".join(f"{column} = ?" for column in key)
+            changed = self._db.execute(f"SELECT * FROM temp.changed_{table}").fetchall()
+            self._db.executemany(f"DELETE FROM new.{table} WHERE {same}", changed)
         for table, key in self._keys.items():
             same = " AND ".join(f"rows.{column} = changed.{column}" for column in key)
             self._db.execute(
