@@ -335,9 +335,9 @@ def test_a_store_that_found_no_room_to_rewrite_its_file_opens_and_still_forgets(
     monkeypatch.setattr("plsc.gallery.sqlite.maintenance._RETRY_SECONDS", 0.05)
     store = SqliteStore(small_disk / "store")
     store.create_collection(GALLERY, 512, MODEL)
-    wide = np.random.default_rng(1).standard_normal((420, 512)).astype(np.float32)
-    made = store.add_persons(GALLERY, [NewPerson(vector[None]) for vector in wide], MODEL)
-    for person in made[:320]:
+    wide = np.random.default_rng(1).standard_normal((600, 512)).astype(np.float32)
+    made = store.add_persons(GALLERY, [NewPerson(vectors) for vectors in np.split(wide, 30)], MODEL)
+    for person in made[:22]:
         store.delete_person(GALLERY, person.id)
 
     def fail(*args: object) -> None:
@@ -352,9 +352,9 @@ def test_a_store_that_found_no_room_to_rewrite_its_file_opens_and_still_forgets(
         store.close()
         store = SqliteStore(small_disk / "store")
         wait_until(lambda: "put off" in capsys.readouterr().err)
-        assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[320:]]
-        store.delete_person(GALLERY, made[400].id)
-        assert made[400].id not in [match.person for match in store.search(GALLERY, wide[400:501], k=5)[0]]
+        assert [one.id for one in store.persons(GALLERY, limit=999)] == [one.id for one in made[22:]]
+        store.delete_person(GALLERY, made[25].id)
+        assert made[25].id not in [match.person for match in store.search(GALLERY, wide[500:501], k=5)[0]]
     size = (store.folder / "gallery.sqlite").stat().st_size  # before there is room: the next try comes at once
     (small_disk / "filler").unlink()
     wait_until(lambda: (store.folder / "gallery.sqlite").stat().st_size < size / 2)

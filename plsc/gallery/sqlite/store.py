@@ -428,8 +428,10 @@ class SqliteStore:
     def compact(self, collection: str | None = None) -> None:
         """Rebuild the segments, and erase deleted vectors and texts: no file of the store holds one afterwards."""
         states = [self._state(collection)] if collection is not None else list(self._states.values())
-        self._maintenance.compact(states)
-        self._reserve.hold()
+        try:
+            self._maintenance.compact(states)
+        finally:
+            self._reserve.hold()
 
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy of everything to the new folder ``target``."""
