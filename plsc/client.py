@@ -166,7 +166,7 @@ class Client:
         self._request("DELETE", _path(name))
 
     def compact(self, collection: str) -> dict[str, float]:
-        """Rewrite the searched files without deleted embeddings; returns the collection's statistics."""
+        """Rewrite the files without what was deleted; returns the collection's statistics."""
         return dict(self._request("POST", f"{_path(collection)}/compact")["statistics"])
 
     def add_person(

@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     compact = _action(
         actions,
         "compact",
-        "delete who expired, and bring changes into the searched files: they then hold no deleted embedding",
+        "delete who expired, and bring changes into the files: none then holds what was deleted",
     )
     compact.add_argument("--collection", metavar="NAME", help="this one alone (all)")
     compact.add_argument(

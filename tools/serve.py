@@ -125,7 +125,7 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=COMPACT_WITHIN,
         metavar="S",
-        help="seconds after which no file of a folder's store holds a deleted face (3600)",
+        help="seconds after which no file of a folder's store holds what was deleted (3600)",
     )
     add(
         "--keep-thumbnails", action="store_true", help="keep a small picture of each enrolled face, until it is deleted"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from plsc.errors import PlscError
+from plsc.gallery.change_numbers import collect_changes
 from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.validation import now
@@ -40,6 +41,7 @@ class Retention:
         self._thread.join()
 
     def _run(self) -> None:
+        collect_changes()  # for what is called with who was deleted
         pause = 0.0
         while not self._closing.wait(pause):
             try:

@@ -293,7 +293,7 @@ class Store(Protocol):
         """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
 
     def compact(self, collection: str | None = None) -> None:
-        """Merge additions and deletions into the searched files now; afterwards no file holds a deleted vector."""
+        """Merge additions and deletions into the searched files now; no file then holds what was deleted."""
 
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy of everything to the new folder ``target``; :class:`ConflictError` if it exists."""
@@ -323,8 +323,8 @@ def open_store(
         precision: "bf16" or "fp32", of the copy of the vectors that a folder's store scans; ignored by servers.
         latency_ms: target for a single query in a folder's store, beyond which approximate search is tried; None:
             always exact. Ignored by servers.
-        compact_within: seconds after which no file of a folder's store holds a deleted face's vector. Ignored by
-            servers.
+        compact_within: seconds after which no file of a folder's store holds a deleted face's vector, or texts of a
+            person who was deleted, or which were changed. Ignored by servers.
         key_file: with the master key of a folder's store whose vectors are encrypted, as ``openssl rand -base64 32``
             writes it; None: they are not.
 

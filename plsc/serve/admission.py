@@ -9,6 +9,7 @@ from contextlib import suppress
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plsc.gallery.change_numbers import collect_changes, take_changes
 from plsc.serve.access import LOCAL, Caller, Permission, set_caller
 from plsc.serve.audit import MAX_IDS, Event
 from plsc.serve.connections import Connection
@@ -269,6 +270,8 @@ class Admission:
             "ids": scope["state"].get("ids", [])[:MAX_IDS],
             "status": context.status,
         }
+        if changes := take_changes():
+            entry["changes"] = changes
         if event == "refusal":
             entry["client"] = None if client is None else client[0]
         await self._lifecycle.audit(event, durable=event == "write" and context.status < 400, **entry)
@@ -321,6 +324,7 @@ class Admission:
             context.identify_connection()
             caller.check(permission, collection)
             set_caller(caller)
+            collect_changes()
             context.allowance = self._rates.admit(
                 caller.name or "", caller.rates, permission.rate_kind(scope["method"])
             )

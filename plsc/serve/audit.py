@@ -23,6 +23,7 @@ from plsc.files import sync
 from plsc.gallery.validation import now
 from plsc.progress import note
 from plsc.serve.audit_chain import BEGINNING, Head, numbered_files, parse_line
+from plsc.serve.audit_changes import MAX_BEYOND, ChangesSeen, read_changes
 
 Event = Literal["write", "read", "search", "refusal"]
 EVENTS: dict[str, Event] = {"writes": "write", "reads": "read", "searches": "search", "refusals": "refusal"}
@@ -54,9 +55,26 @@ class AuditLog:
         self.head = BEGINNING
         self._descriptor = sys.stderr.fileno() if path is None else _open_log(path)
         self._is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode) and path is not None
+        self._seen = self._read_changes()
         self._go_on()
         self._thread = threading.Thread(target=self._run, name="plsc-audit", daemon=True)
         self._thread.start()
+
+    def account_for(self, last_change: int) -> None:
+        """Name, in an entry of its own, what a store did that has no line; called before anything else is written.
+
+        Args:
+            last_change: the number of the store's last change.
+        """
+        gap = self._seen.gap(last_change) if self._is_file else None
+        if gap is None:
+            return
+        self._append([{"time": now(), **gap}], durable=True)
+        if "undone" in gap:
+            told = "the store is an older one than the audit log tells of"
+        else:
+            told = f"changes of the store without a line in the audit log: {gap['count']}"
+        note(f"plsc serve: {told}; see the gap at its end")
 
     def write(self, event: Event, **entry: Any) -> None:
         """Append a line soon; of refusals only so many a minute, which tell how many others there were."""
@@ -115,10 +133,14 @@ class AuditLog:
         try:
             self._write(b"".join(line + b"\n" for line in lines))
             self.head = head
+            for entry in entries:
+                self._seen.take(entry)
             if durable and self._is_file:
                 _sync(self._descriptor)
             if self._is_file and os.fstat(self._descriptor).st_size >= self._rotated_bytes:
                 self._rotate()
+            if len(self._seen.beyond) > MAX_BEYOND and (gap := self._seen.gap(self._seen.last)) is not None:
+                self._append([{"time": now(), **gap}], durable=True)
         except OSError as error:
             if self.head == head:
                 _report(error, "its lines may be lost in a power cut")
@@ -135,6 +157,13 @@ class AuditLog:
             if self._is_file:
                 os.ftruncate(self._descriptor, size)  # half a line would end the chain
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def _read_changes(self) -> ChangesSeen:
+        """What the newest file says that is not empty: a kill may have left the one before."""
+        if self._path is None or not self._is_file:
+            return ChangesSeen()
+        former = [other for _, other in numbered_files(self._path)]
+        return read_changes(self._path if self._path.stat().st_size or not former else former[-1])
 
     def _go_on(self) -> None:
         """Find the last line, and write what has to stand before the next one."""
@@ -186,7 +215,8 @@ class AuditLog:
         assert self._path is not None
         numbered = [other for _, other in numbered_files(self._path)]
         kept = numbered if self._keep is None else numbered[-self._keep :]
-        return {"time": now(), "event": "rotated", "former": former.name, "kept_from": _first_sequence(kept[0])}
+        about = {"former": former.name, "kept_from": _first_sequence(kept[0]), **self._seen.known()}
+        return {"time": now(), "event": "rotated", **about}
 
 
 class _RefusalLimit:

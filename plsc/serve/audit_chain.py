@@ -4,7 +4,8 @@
 
 The log is FILE.1, FILE.2 and so on, oldest first, and last FILE itself, in which lines are written. The first line of
 all is a ``genesis``; every file that follows begins with a ``rotated``, whose ``kept_from`` is the number of the first
-line that was meant to be kept. What a crash left of a line stands in the ``recovered`` that follows it.
+line that was meant to be kept. What a crash left of a line stands in the ``recovered`` that follows it, and changes of
+the store without a line in a ``gap`` (plsc.serve.audit_changes).
 """
 
 import hashlib

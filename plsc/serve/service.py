@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
+from plsc.gallery.change_numbers import take_changes
 from plsc.gallery.filters import Filter
 from plsc.gallery.retention import Retention
 from plsc.gallery.store import Collection, Store
@@ -74,6 +76,8 @@ class Service:
         self.thumbnails = ThumbnailStore(store, settings.thumbnails, keep=settings.keep_thumbnails)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
+        if "write" in settings.audit_events and hasattr(store, "last_change"):
+            self.audit.account_for(store.last_change())
         metrics.watch_audit(lambda: self.audit.head.sequence)
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
@@ -100,11 +104,11 @@ class Service:
         metrics.watch_store(store.statistics)
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
-        """Call ``function``, which may block on the store, in a thread."""
+        """Call ``function``, which may block on the store, in a thread, and in the request's context."""
         begun = time.monotonic()
-        loop = asyncio.get_running_loop()
+        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
         try:
-            return await loop.run_in_executor(self._storers, lambda: function(*args, **keywords))
+            return await loop.run_in_executor(self._storers, lambda: context.run(function, *args, **keywords))
         finally:
             self.metrics.stage("store", time.monotonic() - begun)
 
@@ -244,9 +248,10 @@ class Service:
         self.audit.close()
 
     def _audit_expiry(self, collection: str, persons: Sequence[int]) -> None:
+        changes = take_changes()
         if "write" in self.settings.audit_events:
             expired = {"operation": "delete_expired", "collection": collection, "ids": list(persons), "status": 204}
-            self.audit.write("write", token=None, **expired)
+            self.audit.write("write", token=None, **expired, changes=changes)
 
     def _remember(self, key: str, function: Callable[..., Any], *args: Any) -> "asyncio.Future[Any]":
         now = time.monotonic()

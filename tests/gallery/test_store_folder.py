@@ -21,8 +21,8 @@ from support.waiting import wait_until
 from plsc.errors import ConflictError, DataError, StorageError, UsageError
 from plsc.gallery.sqlite.backup import restore
 from plsc.gallery.sqlite.collection_state import CollectionState
-from plsc.gallery.sqlite.compaction import deletions_since
 from plsc.gallery.sqlite.store import SqliteStore
+from plsc.gallery.sqlite.unfinished import deletions_since
 from plsc.gallery.store import NewPerson, open_store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.transfer import write_copy
@@ -280,7 +280,8 @@ def test_the_time_counts_from_the_deletion_and_not_from_the_restart(tmp_path: Pa
     store.delete_person(GALLERY, person.id)
     store.close()
     with sqlite3.connect(tmp_path / "store" / "gallery.sqlite") as db:
-        db.execute("UPDATE unfinished SET work = 'erase since 2026-01-02T03:04:05+00:00'")
+        for work in ("erase since ", "rewrite since "):
+            db.execute("UPDATE unfinished SET work = ? WHERE work GLOB ?", (f"{work}2026-01-02T03:04:05", f"{work}*"))
     db.close()
     assert holds(tmp_path / "store", vector)
     store = SqliteStore(tmp_path / "store")

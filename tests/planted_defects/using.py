@@ -171,6 +171,20 @@ USING = (
         ("tests/serve/test_repeatable.py",),
     ),
     Defect(
+        "a rename leaves the former name in the file",
+        "plsc/gallery/sqlite/records.py",
+        "    note_left_texts(db)\n    _delete_attributes",
+        "    _delete_attributes",
+        ("tests/gallery/test_deleted_texts.py",),
+    ),
+    Defect(
+        "who is deleted while the file is written anew is back",
+        "plsc/gallery/sqlite/rewriting.py",
+        ', ("DELETE", ["OLD"])',
+        "",
+        ("tests/gallery/test_deleted_texts.py",),
+    ),
+    Defect(
         "a write that shares its line's sync with a read is answered before it",
         "plsc/serve/audit.py",
         "durable=any(written for _, written in together)",

@@ -1,6 +1,7 @@
 """The audit log: what gets a line, when it is on disk, what its chain shows, and what a full disk or a crash leave."""
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -8,15 +9,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import torch
 from support.live_service import DIM, Live, image_input, live_service, picture
+from support.waiting import wait_until
 
 from plsc.errors import IntegrityError, UsageError
+from plsc.models import create, save_model
 from plsc.serve import audit
 from plsc.serve.audit import EVENTS, AuditLog
 from plsc.serve.audit_chain import parse_head, verify
@@ -169,6 +175,98 @@ def test_no_acknowledged_write_lacks_its_line_after_a_kill(tmp_path):
         verify(path)
         text = [line for file in sorted(tmp_path.iterdir()) for line in lines(file)]
         assert set(acknowledged) <= {number for line in text for number in line.get("ids", [])}
+
+
+# --- what was done and has no line ---
+
+BLOCKED = """
+import sys, threading
+from plsc.serve.audit import AuditLog
+from plsc.tools.entry import main
+
+append = AuditLog._append
+
+def wait(log, entries, **options):
+    if any(entry.get("operation") == "add_persons" for entry in entries):
+        threading.Event().wait()
+    append(log, entries, **options)
+
+AuditLog._append = wait
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_write_that_was_committed_when_the_service_was_killed_is_a_gap_at_the_next_start(tmp_path, monkeypatch):
+    torch.manual_seed(0)
+    save_model(create("resnet8", embedding_dim=DIM, image_size=32), tmp_path / "model.safetensors")
+    serve = ["serve", "--model", str(tmp_path / "model.safetensors"), "--store", str(tmp_path / "store"), "--port", "0"]
+    log = tmp_path / "store" / "audit.jsonl"
+    with started([sys.executable, "-c", BLOCKED, *serve]) as (process, http):
+        assert http.post("/v1/collections", json={"name": "staff"}).status_code == 201
+        caller = threading.Thread(target=enrol_for_nobody, args=(str(http.base_url),))
+        caller.start()
+        wait_until(lambda: http.get("/v1/collections/staff/persons").json()["persons"])
+        process.kill()
+        caller.join()
+    assert [(line["event"], line.get("changes")) for line in lines(log)] == [("genesis", None), ("write", [1])]
+    for _ in range(2):  # said once
+        with started([sys.executable, "-m", "plsc.tools.entry", *serve]) as (process, http):
+            assert http.get("/v1/collections/staff/persons").json()["persons"]
+            process.terminate()
+        gap = lines(log)[-1]
+        assert (gap["event"], gap["missing"], gap["count"], gap["changes_to"]) == ("gap", [[2, 2]], 1, 2)
+    assert verify(log).lines == 3
+
+
+@contextmanager
+def started(command: list[str]) -> Iterator[tuple["subprocess.Popen[str]", httpx.Client]]:
+    """A service and a client of it, once it says that it serves; the block ends the service."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    try:
+        with httpx.Client(base_url=line.split()[2].rstrip(":"), timeout=60) as http:
+            yield process, http
+    finally:
+        process.communicate()
+
+
+def enrol_for_nobody(address: str) -> None:
+    with contextlib.suppress(httpx.TransportError):
+        httpx.post(f"{address}/v1/collections/staff/persons", json={"faces": [FACE]}, timeout=60)
+
+
+def test_changes_without_a_line_are_named_once_through_rotations(tmp_path, capsys):
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path, rotated_bytes=4096)
+    log.account_for(2)  # of a store that was there before its log
+    for number in [3, 5, 4, 8, 7, *range(11, 60)]:
+        log.write("write", operation="add_persons", changes=[number])
+    log.close()
+    log = AuditLog(path, rotated_bytes=4096)
+    log.account_for(61)
+    log.close()
+    assert "without a line in the audit log: 5;" in capsys.readouterr().err
+    log = AuditLog(path, rotated_bytes=4096)
+    log.account_for(61)
+    log.write("write", operation="add_persons", changes=[62])
+    log.close()
+    log = AuditLog(path, rotated_bytes=4096)
+    log.account_for(60)  # an older state of the store was brought back
+    log.close()
+    log = AuditLog(path)
+    log.account_for(60)
+    log.close()
+    every = [line for file in sorted(tmp_path.iterdir(), key=str) for line in lines(file)]
+    gaps = sorted((line for line in every if line["event"] == "gap"), key=lambda line: line["sequence"])
+    assert [(line["missing"], line.get("undone")) for line in gaps] == [
+        ([[1, 2]], None),
+        ([[6, 6], [9, 10], [60, 61]], None),
+        ([], [61, 62]),
+    ]
+    assert verify(path).files > 1
 
 
 # --- what the chain shows ---

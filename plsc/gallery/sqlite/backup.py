@@ -30,15 +30,10 @@ from plsc.files import (
     write_manifest,
 )
 from plsc.gallery.sqlite import KEYS, SQLITE, records
-from plsc.gallery.sqlite.compaction import (
-    clear_deletion_time,
-    clear_vacuum_pending,
-    erase,
-    orphaned_collections,
-    tombstones,
-)
+from plsc.gallery.sqlite.compaction import erase, orphaned_collections, tombstones
 from plsc.gallery.sqlite.database import Database, translate_errors
 from plsc.gallery.sqlite.encrypted_snapshot import finish_copy, leave_out, open_keys
+from plsc.gallery.sqlite.unfinished import clear_deletion_time, mark_written_anew
 from plsc.gallery.validation import now
 
 FORMAT = "plsc gallery snapshot"
@@ -168,8 +163,8 @@ def _erase_deleted(db: sqlite3.Connection) -> list[dict[str, Any]]:
     for number in [*(stored.number for stored in found), *orphaned_collections(db)]:
         erase(db, tombstones(db, number))
     db.execute("UPDATE collections SET base = 0, seal = '', covered = 0")
-    clear_vacuum_pending(db)
     clear_deletion_time(db)
+    mark_written_anew(db)
     return [asdict(stored.info) for stored in found]
 
 
@@ -178,3 +173,4 @@ def _skip_ids(db: sqlite3.Connection) -> None:
         last = records.last_id(db, table)
         db.execute("DELETE FROM sqlite_sequence WHERE name = ?", (table,))
         db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (table, last + IDS_SKIPPED))
+    db.execute("DELETE FROM sqlite_sequence WHERE name = ?", (records.CHANGES,))  # they are in another store's log

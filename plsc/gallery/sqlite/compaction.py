@@ -7,20 +7,23 @@ A deleted vector's way out of the files, each step durable before the next begin
 2. A rebuild publishes a segment without them, lets SQLite point to it, and removes the former segment. In an encrypted
    store, whose segments are in memory, the person's key is erased in place of this, before the deletion is answered.
 3. ``erase`` overwrites the vectors in SQLite's file with zeros, in place, and deletes their tombstones.
-4. ``reclaim_space`` truncates the write-ahead log, the last place with former pages. Once half of the vectors in the
-   file are erased it also deletes their rows and rewrites the file (VACUUM).
+4. ``reclaim_space`` truncates the write-ahead log, the last place with former pages.
+5. The names and metadata of who was deleted or changed may be left in gaps of SQLite's pages. So the file is written
+   anew, without those (plsc.gallery.sqlite.rewriting). Once half of the vectors are erased that comes at once, and
+   their rows are deleted first.
 
 All of this happens by itself within the time that the store promises (``compact_within``), sooner after many changes.
-A process that is killed in between leaves tombstones, which the next compaction continues from. Snapshots taken before
-the deletion still hold the vectors; ``plsc gallery check`` counts them.
+A process that is killed in between leaves tombstones and notes, which the next compaction continues from. Snapshots
+taken before the deletion still hold the vectors and texts; ``plsc gallery check`` counts the vectors.
 """
 
 import shutil
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,8 +31,9 @@ from plsc.errors import IntegrityError
 from plsc.files import storage_errors
 from plsc.gallery.sqlite import SQLITE, records
 from plsc.gallery.sqlite.collection_state import CollectionState, compaction_threshold
-from plsc.gallery.sqlite.database import ERASED, Database, corrupt_row
+from plsc.gallery.sqlite.database import ERASED, Database
 from plsc.gallery.sqlite.records import StoredCollection
+from plsc.gallery.sqlite.rewriting import rewrite
 from plsc.gallery.sqlite.segments import (
     SealedSegment,
     open_segment,
@@ -37,11 +41,17 @@ from plsc.gallery.sqlite.segments import (
     segment_in_memory,
     write_segment,
 )
+from plsc.gallery.sqlite.unfinished import (
+    clear_deletion_time,
+    deletions_since,
+    purge_erased,
+    rewrite_since,
+    seconds_since,
+)
 from plsc.progress import note
 
 _ERASE_BATCH = 512  # vectors per transaction: the longest that a write waits for an erasure
 _MIN_ERASED = 4096  # erased vectors that are worth rewriting the file
-_ERASE_SINCE = "erase since "  # a row of the table "unfinished", with a time behind it
 
 
 class Rebuilt(NamedTuple):
@@ -62,6 +72,7 @@ class Compactor:
     def __init__(self, database: Database, collections: Path, write_lock: threading.RLock, precision: str) -> None:
         self._database, self._collections, self._write_lock = database, collections, write_lock
         self._precision = precision
+        self._first_left: tuple[datetime, float] | None = None  # since when texts are left, and when that was here
 
     @property
     def _in_memory(self) -> bool:
@@ -95,7 +106,7 @@ class Compactor:
             deleted, since = tombstones(db, stored.number), deletions_since(db)
         state = CollectionState(stored, sealed, newer, deleted)
         if state.deleted_at is not None and since is not None:
-            state.deleted_at -= max((datetime.now(UTC) - since).total_seconds(), 0.0)
+            state.deleted_at -= seconds_since(since)
         return state
 
     def _open_or_rebuild(self, stored: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
@@ -216,28 +227,37 @@ class Compactor:
                 clear_deletion_time(db)
             erased = len(faces)
 
-    def reclaim_space(self) -> None:
-        """Truncate the write-ahead log, and rewrite SQLite's file if half of its vectors are erased."""
+    def reclaim_space(self, age: float, stop: Callable[[], bool]) -> None:
+        """Truncate the write-ahead log, and write SQLite's file anew where that is due.
+
+        It is if half of its vectors are erased, or a person was deleted or changed ``age`` seconds ago. That needs disk
+        space. Until there is some the store works all the same.
+
+        Raises:
+            StorageError: see :func:`plsc.gallery.sqlite.rewriting.rewrite`.
+            DeadlineError: ``stop`` said so while the file was written anew.
+        """
         with self._write_lock:
             with self._database.reading() as db:
                 erased, vectors = count_erased(db), count_vectors(db)
             if erased > max(_MIN_ERASED, vectors // 2):
                 with self._database.writing() as db:
                     purge_erased(db)
-            if self.is_unfinished:
-                self._database.vacuum()
-                with self._database.writing() as db:
-                    clear_vacuum_pending(db)
             self._database.truncate_log()
+        if self.is_rewriting_due(age):
+            with self._database.stopping_when(stop):
+                rewrite(self._database, self._write_lock)
 
-    @property
-    def is_unfinished(self) -> bool:
-        """True while SQLite's file has to be rewritten: the room of purged rows holds stale copies of neighbours.
-
-        That needs disk space. Until there is some the store works all the same.
-        """
+    def is_rewriting_due(self, age: float) -> bool:
+        """True if the file has to be written anew since ``age`` seconds: a clock that is set back delays nothing."""
         with self._database.reading() as db:
-            return is_vacuum_pending(db)
+            since = rewrite_since(db)
+        if since is None:
+            self._first_left = None
+            return False
+        if self._first_left is None or self._first_left[0] != since:
+            self._first_left = since, time.monotonic() - seconds_since(since)
+        return time.monotonic() - self._first_left[1] >= age
 
 
 # --- tombstones in SQLite ---
@@ -278,46 +298,6 @@ def count_vectors(db: sqlite3.Connection) -> int:
     """Count the rows of vectors, erased ones included."""
     faces = db.execute("SELECT coalesce(sum(faces), 0) FROM collections").fetchone()[0]
     return int(faces) + count_erased(db)
-
-
-def purge_erased(db: sqlite3.Connection) -> None:
-    """Delete the rows of erased vectors, and note in the same transaction that the file has to be vacuumed."""
-    db.execute(f"DELETE FROM vectors WHERE checksum = x'{ERASED.hex()}'")
-    db.execute("INSERT OR IGNORE INTO unfinished VALUES ('vacuum')")
-
-
-def is_vacuum_pending(db: sqlite3.Connection) -> bool:
-    """Return True if rows were purged and the file was not vacuumed since."""
-    return bool(db.execute("SELECT count(*) FROM unfinished WHERE work = 'vacuum'").fetchone()[0])
-
-
-def clear_vacuum_pending(db: sqlite3.Connection) -> None:
-    """Note that the file was vacuumed."""
-    db.execute("DELETE FROM unfinished WHERE work = 'vacuum'")
-
-
-def note_deletion_time(db: sqlite3.Connection) -> None:
-    """Note that vectors have to be erased, and since when, unless an earlier deletion noted it."""
-    if deletions_since(db) is None:
-        db.execute("INSERT INTO unfinished VALUES (?)", (f"{_ERASE_SINCE}{datetime.now(UTC).isoformat()}",))
-
-
-def deletions_since(db: sqlite3.Connection) -> datetime | None:
-    """Return the time of the first deletion whose vectors may still be in a file, as far as it was noted."""
-    row = db.execute("SELECT work FROM unfinished WHERE work GLOB ?", (f"{_ERASE_SINCE}*",)).fetchone()
-    if row is None:
-        return None
-    try:
-        return datetime.fromisoformat(row[0].removeprefix(_ERASE_SINCE)).astimezone(UTC)
-    except ValueError:
-        raise corrupt_row(db, "the time of its deletions is not what was written") from None
-
-
-def clear_deletion_time(db: sqlite3.Connection) -> None:
-    """Forget the time once nothing is left to erase."""
-    db.execute(
-        "DELETE FROM unfinished WHERE work GLOB ? AND NOT EXISTS (SELECT 1 FROM forgotten)", (f"{_ERASE_SINCE}*",)
-    )
 
 
 def _remove(path: Path) -> None:

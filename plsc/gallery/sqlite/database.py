@@ -2,8 +2,9 @@
 
 Deleted vectors must leave no copy in the file. SQLite's ``secure_delete`` zeroes pages that it frees, but not the stale
 copies that remain when it moves a row between pages. So vectors live in a table of their own that only grows: a row is
-never moved, and erasing a vector overwrites it in place with zeros of the same length. SQLite does not checksum its
-pages either, so every row carries a checksum of its content (plsc.gallery.sqlite.records).
+never moved, and erasing a vector overwrites it in place with zeros of the same length. The copies of names and metadata
+go when the file is written anew (plsc.gallery.sqlite.rewriting). SQLite does not checksum its pages either, so every
+row carries a checksum of its content (plsc.gallery.sqlite.records).
 """
 
 import os
@@ -24,6 +25,7 @@ from plsc.errors import (
     StorageError,
     UsageError,
 )
+from plsc.files import sync
 from plsc.gallery.sqlite.schema import SCHEMAS, SETTINGS, VERSION, create, migrate, read_settings, statements
 from plsc.gallery.sqlite.vector_codec import PLAIN, VectorCodec
 
@@ -33,6 +35,11 @@ ERASED = bytes(5)  # the checksum column of an erased vector; vector_checksum ne
 _BUSY_TIMEOUT_SECONDS = 30.0
 _MAX_IDLE_READERS = 16
 _STEPS_BETWEEN_LOOKS = 50_000  # of SQLite's machine, about a millisecond
+_READERS_SECONDS = 0.25  # that those who come wait while those who read are waited for
+
+
+class ReadersError(StorageError):
+    """A read goes on for long, and the file cannot be exchanged under it."""
 
 
 class StoreConnection(sqlite3.Connection):
@@ -52,6 +59,7 @@ class Database:
     Callers serialise their writes. Every method translates SQLite's errors with :func:`translate_errors`.
 
     Attributes:
+        file: the path from the root, as everything after the opening names it.
         migrated_from: the version that the file was of until this opening; None: the present one.
         settings: what the table of this name says.
         codec: how vectors are stored; set by :meth:`use`.
@@ -69,9 +77,12 @@ class Database:
             UsageError: it is encrypted and should not be, or the reverse.
         """
         self.path, self.codec = path, PLAIN
+        self.file = path.absolute()  # wherever the process goes
         self._closed = False
         self._idle: queue.LifoQueue[StoreConnection] = queue.LifoQueue()
-        self._thread = threading.local()  # "stop": when this thread's reading ends
+        self._thread = threading.local()  # "stop": when this thread's reading ends; "reads": how many it has
+        self._reads, self._exchanging = 0, False
+        self._gate = threading.Condition()
         with translate_errors(path):
             _create_private(path)
             self._writer = _connect(path)
@@ -89,12 +100,12 @@ class Database:
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
         """Yield a connection for reading; each statement sees everything committed before it."""
-        with translate_errors(self.path):
+        with translate_errors(self.path), self._counted_as_reader():
             self._require_open()
             try:
                 connection = self._idle.get_nowait()
             except queue.Empty:
-                connection = _connect(self.path)
+                connection = _connect(self.file)
                 connection.codec = self.codec
             stop: Callable[[], bool] | None = getattr(self._thread, "stop", None)
             connection.set_progress_handler(stop, _STEPS_BETWEEN_LOOKS)
@@ -153,28 +164,77 @@ class Database:
         if busy:
             raise StorageError(f"{self.path}: a long read keeps the write-ahead log in use; try again later")
 
-    def vacuum(self) -> None:
-        """Rewrite the file without its free space.
+    def exchange(self, new: Path) -> int:
+        """Put the file ``new``, of the same rows, in the place of this one, which goes; called under the write lock.
 
-        Needs the file's size twice more while it runs: in SQLite's folder of temporary files (SQLITE_TMPDIR, else
-        TMPDIR, /var/tmp or /tmp), and in the write-ahead log.
+        Nobody reads meanwhile: the write-ahead log is found by the file's name, so no connection may outlive its file.
+
+        Returns:
+            A descriptor of the former file, whose room is freed once it is closed.
+
+        Raises:
+            ReadersError: somebody reads for long; nothing was changed.
+            StorageError: another program has the file open; nothing was changed, but the connection that writes.
         """
-        with translate_errors(self.path):
+        with translate_errors(self.path), self._without_readers():
             self._require_open()
-            connection = _connect(self.path)
+            self.truncate_log()
+            self._close_connections()  # the last one removes the log
             try:
-                connection.execute("PRAGMA temp_store = FILE")  # in memory the whole file would have to fit there
-                connection.execute("VACUUM")
+                if self.file.with_name(f"{self.file.name}-wal").exists():
+                    raise StorageError(f"another program has {self.path} open; end it: one process owns a store")
+                former = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    new.replace(self.file)
+                    sync(self.file.parent)
+                except BaseException:
+                    os.close(former)  # before SQLite has locks on the file, which this would undo
+                    raise
             finally:
-                connection.close()
+                self._writer = _connect(self.file)
+                self._writer.codec = self.codec
+        return former
+
+    @contextmanager
+    def _counted_as_reader(self) -> Iterator[None]:
+        """Wait until no exchange is on; who reads already may read more, or the exchange would wait for them."""
+        reads = getattr(self._thread, "reads", 0)
+        with self._gate:
+            self._gate.wait_for(lambda: reads or not self._exchanging)
+            self._reads += 1
+        self._thread.reads = reads + 1
+        try:
+            yield
+        finally:
+            self._thread.reads -= 1
+            with self._gate:
+                self._reads -= 1
+                self._gate.notify_all()
+
+    @contextmanager
+    def _without_readers(self) -> Iterator[None]:
+        with self._gate:
+            self._exchanging = True
+            is_free = self._gate.wait_for(lambda: not self._reads, _READERS_SECONDS)
+        try:
+            if not is_free:
+                raise ReadersError(f"{self.path}: a long read keeps it from being written anew; try again later")
+            yield
+        finally:
+            with self._gate:
+                self._exchanging = False
+                self._gate.notify_all()
 
     def close(self) -> None:
         """Close all idle connections; one in use is closed when it is returned."""
         self._closed = True
+        self._close_connections()
+        self.codec.close()
+
+    def _close_connections(self) -> None:
         while not self._idle.empty():
             self._idle.get_nowait().close()
         self._writer.close()
-        self.codec.close()
 
     def _require_open(self) -> None:
         if self._closed:

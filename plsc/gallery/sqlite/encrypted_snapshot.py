@@ -17,6 +17,7 @@ from plsc.gallery.sqlite.database import check_schema, corrupt_row, translate_er
 from plsc.gallery.sqlite.encryption import decrypted_vectors, living_keys
 from plsc.gallery.sqlite.keys import KeyTable, read_key_file
 from plsc.gallery.sqlite.schema import read_settings
+from plsc.gallery.sqlite.unfinished import mark_written_anew
 
 _FETCH_ROWS = 2048
 
@@ -127,6 +128,7 @@ def leave_out(db: sqlite3.Connection, table: KeyTable) -> int:
         erase(db, tombstones(db, number))
     if gone:
         db.execute("DELETE FROM idempotency")  # answers that may name them
+        mark_written_anew(db)  # by finish_copy
     return len(gone)
 
 

@@ -17,6 +17,7 @@ from plsc.gallery.sqlite.database import PAGE_BYTES, Database
 from plsc.gallery.sqlite.encryption import EncryptedVectors
 from plsc.gallery.sqlite.integrity import verify_log
 from plsc.gallery.sqlite.keys import KeyTable, create_keys, read_key_file, remove_leftovers
+from plsc.gallery.sqlite.rewriting import remove_unfinished
 
 fcntl: ModuleType | None
 try:
@@ -58,6 +59,7 @@ def open_folder(folder: Path, key_file: Path | None = None) -> tuple["FolderLock
     try:
         with storage_errors(folder):
             _remove_unfinished_snapshots(folder / SNAPSHOTS)
+            remove_unfinished(folder / SQLITE)
             _restrict(folder)
         # Before SQLite sees the log: it would take what is damaged for never written, and remove it.
         verify_log(folder / SQLITE, PAGE_BYTES)

@@ -20,7 +20,7 @@ class Maintenance:
         planner: is asked for an approximate search of every new segment.
         states: returns the collections.
         write_lock: the store's lock of all writes.
-        compact_within: seconds after which no file may hold a deleted face's vector.
+        compact_within: seconds after which no file may hold a deleted face's vector, or texts of who was deleted.
 
     Attributes:
         lock: held by one compaction, snapshot or check at a time; taken before ``write_lock``.
@@ -67,7 +67,7 @@ class Maintenance:
             for state in states:
                 self._compact(state)
             self._compactor.erase_orphans()
-            self._reclaim_space()
+            self._reclaim_space(0.0)
 
     def _run(self) -> None:
         while True:
@@ -78,6 +78,8 @@ class Maintenance:
             try:
                 self._compact_due()
             except (PlscError, MemoryError) as error:
+                if self._closing.is_set():  # which stops what would take long
+                    return
                 self.failures += 1
                 note(f"plsc gallery: compaction put off: {error or type(error).__name__}")
                 self._closing.wait(min(_RETRY_SECONDS, self._interval))
@@ -90,12 +92,12 @@ class Maintenance:
             for state in due:
                 self._compact(state)
             self._log_holds_erased |= self._compactor.erase_orphans()
-            if self._log_holds_erased or self._compactor.is_unfinished:
-                self._reclaim_space()
+            if self._log_holds_erased or self._compactor.is_rewriting_due(self._age):
+                self._reclaim_space(self._age)
 
-    def _reclaim_space(self) -> None:
+    def _reclaim_space(self, age: float) -> None:
         """Reclaim space; where that fails, as during a long read, the thread tries again."""
-        self._compactor.reclaim_space()
+        self._compactor.reclaim_space(age, self._closing.is_set)
         self._log_holds_erased = False
 
     def _compact(self, state: CollectionState) -> None:

@@ -16,11 +16,13 @@ import numpy as np
 from plsc.gallery.filters import COMPARISONS, Condition, Filter, kind_of
 from plsc.gallery.sqlite.checksums import face_checksum, is_face, person_checksum, row_checksum
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
+from plsc.gallery.sqlite.unfinished import note_left_texts
 from plsc.gallery.sqlite.vector_codec import vector_checksum
 from plsc.gallery.store import Collection, Float32, Person, PersonSummary
 from plsc.gallery.validation import ValidPerson
 from plsc.index.rows import Int64
 
+CHANGES = "changes"  # its last number is that of the last change
 _FETCH_ROWS = 2048  # vectors per read
 _COLLECTION = "number, checksum, base, seal, covered, name, dim, contract_id, created, persons, faces"
 _PERSON = "p.id, p.collection, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires, p.checksum"
@@ -88,6 +90,7 @@ def set_segment(db: sqlite3.Connection, stored: StoredCollection) -> None:
 def delete_collection(db: sqlite3.Connection, number: int) -> None:
     """Delete a collection's rows and leave a tombstone for each face."""
     _note_leaving(db, "f.collection = ?", (number,))
+    note_left_texts(db)
     db.execute("INSERT OR IGNORE INTO forgotten SELECT id, collection FROM faces WHERE collection = ?", (number,))
     for table in ("faces", "attributes", "persons"):
         db.execute(f"DELETE FROM {table} WHERE collection = ?", (number,))
@@ -144,6 +147,7 @@ def insert_persons(
 
 def update_person(db: sqlite3.Connection, number: int, former: Person, changed: Person) -> None:
     """Store ``changed``, which is ``former`` with another name, other metadata, expiry or revision."""
+    note_left_texts(db)
     _delete_attributes(db, number, former)
     _, _, name, metadata, _, _, revision, expires, checksum = _person_row(number, changed)
     db.execute(
@@ -162,6 +166,7 @@ def set_revision(db: sqlite3.Connection, number: int, person: Person) -> None:
 
 def remove_external_id(db: sqlite3.Connection, number: int, person: Person) -> None:
     """Leave ``person`` without an external id."""
+    note_left_texts(db)
     *_, checksum = _person_row(number, replace(person, external_id=None))
     db.execute("UPDATE persons SET external_id = NULL, checksum = ? WHERE id = ?", (checksum, person.id))
 
@@ -185,6 +190,7 @@ def replace_person(db: sqlite3.Connection, number: int, former: Person, new: Val
 
 def delete_person(db: sqlite3.Connection, number: int, person: Person) -> None:
     """Delete a person's rows and leave a tombstone for each face."""
+    note_left_texts(db)
     _delete_faces(db, number, person.faces)
     _delete_attributes(db, number, person)
     db.execute("DELETE FROM persons WHERE id = ?", (person.id,))
@@ -374,6 +380,14 @@ def last_id(db: sqlite3.Connection, table: str) -> int:
     if row is not None and not isinstance(row[0], int):
         raise corrupt_row(db, f"the last id of {table} is not what was written")
     return 0 if row is None else row[0]
+
+
+def count_change(db: sqlite3.Connection) -> int:
+    """Give the running transaction its number; returns it. SQLite keeps it beside the last ids, in every version."""
+    number = last_id(db, CHANGES) + 1
+    if not db.execute("UPDATE sqlite_sequence SET seq = ? WHERE name = ?", (number, CHANGES)).rowcount:
+        db.execute("INSERT INTO sqlite_sequence VALUES (?, ?)", (CHANGES, number))
+    return number
 
 
 def _insert_faces(db: sqlite3.Connection, number: int, faces: Faces) -> None:

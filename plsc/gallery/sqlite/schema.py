@@ -61,6 +61,7 @@ SCHEMA_2 = (
     _PERSONS_1.removesuffix(")") + "".join(f", {column}" for column in _PERSONS_2) + ")",  # as ALTER TABLE leaves it
     *_ADDED_2,
 )
+WRITTEN_ANEW = "written anew"  # a row of unfinished, see plsc.gallery.sqlite.unfinished
 SETTINGS = frozenset(("encryption", "store_id"))  # "1", and the id in hexadecimal that its file of keys has
 
 SCHEMAS: Mapping[int, Iterable[str]] = {1: SCHEMA_1, 2: SCHEMA_2}
@@ -73,6 +74,7 @@ def create(connection: sqlite3.Connection, application_id: int, settings: Mappin
     for statement in tables:
         connection.execute(statement)
     connection.executemany("INSERT INTO settings VALUES (?, ?)", settings.items())
+    connection.execute("INSERT INTO unfinished VALUES (?)", (WRITTEN_ANEW,))
     connection.execute(f"PRAGMA application_id = {application_id}")
     connection.execute(f"PRAGMA user_version = {VERSION}")
     connection.execute("COMMIT")

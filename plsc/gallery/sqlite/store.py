@@ -24,17 +24,19 @@ from typing import Any, TypeVar
 import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
+from plsc.gallery.change_numbers import note_change
 from plsc.gallery.filters import Filter, PreparedFilter
 from plsc.gallery.person_search import search_persons
 from plsc.gallery.sqlite import COLLECTIONS, changes, reads, records
 from plsc.gallery.sqlite.answers import delete_answers, find_answer, insert_answer
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import AnnPlanner, CollectionState
-from plsc.gallery.sqlite.compaction import Compactor, note_deletion_time
+from plsc.gallery.sqlite.compaction import Compactor
 from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import Maintenance
 from plsc.gallery.sqlite.segments import SealedSegment
+from plsc.gallery.sqlite.unfinished import note_deletion_time
 from plsc.gallery.store import (
     COMPACT_WITHIN,
     KEEP,
@@ -75,7 +77,8 @@ class SqliteStore:
             mapped files.
         latency_ms: if an exact search of a single query takes longer, an approximate one is looked for that finds 99%
             of the ten nearest faces; :meth:`statistics` reports its recall. None: always exact.
-        compact_within: seconds after which no file of the store holds a deleted face's vector.
+        compact_within: seconds after which no file of the store holds a deleted face's vector, or texts of a person who
+            was deleted, or which were changed.
         key_file: with the master key of an encrypted store (plsc.gallery.sqlite.keys); None: it is not encrypted.
 
     Raises:
@@ -146,7 +149,7 @@ class SqliteStore:
             self._reserve.require()
             if name in self._states:
                 raise ConflictError(f"a collection {name} exists already; choose another name")
-            with self._database.writing() as db:
+            with self._numbered() as db:
                 number = records.insert_collection(db, name, dim, contract_id, now())
                 stored = records.find_collection(db, number)
                 assert stored is not None
@@ -183,7 +186,7 @@ class SqliteStore:
             return []
         with self._changing(state):
             _prepare(state, checked)
-            with self._database.writing() as db:
+            with self._numbered() as db:
                 created, added = changes.enrol(db, state, checked)
                 insert_answer(db, idempotent, created, now())
             state.publish_added(added)
@@ -199,7 +202,7 @@ class SqliteStore:
         checked = check_persons([person], state.info.dim)
         with self._changing(state):
             _prepare(state, checked)
-            with self._database.writing() as db:
+            with self._numbered() as db:
                 change, is_new = changes.put(db, state, checked[0], precondition)
                 if change.gone:
                     note_deletion_time(db)
@@ -222,7 +225,7 @@ class SqliteStore:
         checked = unit_vectors(vectors, state.info.dim)
         with self._changing(state):
             state.reserve(len(checked))
-            with self._database.writing() as db:
+            with self._numbered() as db:
                 faces = changes.add_faces(db, state, person, checked)
                 ids: list[int] = faces.ids.tolist()
                 insert_answer(db, idempotent, ids, now())
@@ -244,7 +247,7 @@ class SqliteStore:
         fields = check_fields(name=name, metadata=metadata, expires=expires)
         with self._changing(state):
             state.note_expiry(fields.get("expires"))
-            with state.persons.invalidating(person), self._database.writing() as db:
+            with state.persons.invalidating(person), self._numbered() as db:
                 changed = changes.update(db, state, person, fields, precondition)
             state.publish_changed()
         return changed
@@ -289,11 +292,23 @@ class SqliteStore:
         if state.needs_compaction:
             self._maintenance.wake()
 
+    @contextmanager
+    def _numbered(self) -> Iterator[sqlite3.Connection]:
+        """Run the transaction of a change, which gets the next number if it changes anything."""
+        number = None
+        with self._database.writing() as db:
+            before = db.total_changes
+            yield db
+            if db.total_changes != before:
+                number = records.count_change(db)
+        if number is not None:
+            note_change(number)
+
     def _commit_deletion(self, delete: Callable[[sqlite3.Connection], _T]) -> _T:
         """Commit a deletion; on a full disk in the space kept back, and in what the log has used."""
 
         def commit() -> _T:
-            with self._database.writing() as db:
+            with self._numbered() as db:
                 note_deletion_time(db)
                 return delete(db)
 
@@ -353,6 +368,11 @@ class SqliteStore:
                 limit -= len(found[name])
         return found
 
+    def last_change(self) -> int:
+        """Return the number of the last change of a collection, person or face; 0: there was none."""
+        with self._database.reading() as db:
+            return records.last_id(db, records.CHANGES)
+
     def stored_answer(self, token: str, key: str) -> StoredAnswer | None:
         """Return the answer to the request that was done under a key."""
         with self._database.reading() as db:
@@ -406,10 +426,12 @@ class SqliteStore:
     # --- maintenance ---
 
     def compact(self, collection: str | None = None) -> None:
-        """Rebuild the segments and erase deleted vectors: no file of the store holds one afterwards."""
+        """Rebuild the segments, and erase deleted vectors and texts: no file of the store holds one afterwards."""
         states = [self._state(collection)] if collection is not None else list(self._states.values())
-        self._maintenance.compact(states)
-        self._reserve.hold()
+        try:
+            self._maintenance.compact(states)
+        finally:
+            self._reserve.hold()
 
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy of everything to the new folder ``target``."""

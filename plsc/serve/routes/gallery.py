@@ -124,7 +124,7 @@ async def delete_collection(collection: CollectionName, service: Served) -> Resp
 async def compact_collection(
     collection: CollectionName, service: Served, request: Request, response: Response
 ) -> CompactedView:
-    """Bring what was added and deleted into the searched files: deleted embeddings are then in none of them."""
+    """Bring what was added and deleted into the searched files: what was deleted is then in no file."""
     async with service.idempotency.claim(request) as claim:
         if claim.stored is not None:
             return CompactedView(**claim.replay(response))
