@@ -22,6 +22,7 @@ from plsc.serve.connections import ConnectionBudget, LimitedProtocol
 from plsc.serve.observability import Metrics, MetricsServer
 from plsc.serve.service import Lifecycle, Service
 from plsc.serve.settings import Limits, Settings, is_loopback
+from plsc.serve.shares import Shared
 from plsc.serve.token_book import TokenBook
 
 KEEP_ALIVE_SECONDS = 75  # longer than the usual reverse proxy's 60: the proxy closes first, and no request is lost
@@ -65,7 +66,8 @@ class Server:
         if self._metrics_server is not None:
             self.metrics_address = _url(settings.host, self._metrics_server.port) + "/metrics"
         app = build_app(self._lifecycle, settings, tokens, self._metrics)
-        self._server = _GracefulServer(_config(app, settings), self._lifecycle)
+        share = 1.0 if tokens is None else settings.limits.token_share
+        self._server = _GracefulServer(_config(app, settings, share), self._lifecycle)
 
     def run(self, load: Load, ready: Callable[[Service], None]) -> None:
         """Serve until :meth:`stop`, SIGTERM or SIGINT; then finish requests in flight and close the store.
@@ -132,10 +134,12 @@ class _GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+def _config(app: ASGIApp, settings: Settings, share: float) -> uvicorn.Config:
     limits = settings.limits
-    budget = ConnectionBudget(limits.connections, limits.anonymous_connections)
-    protocol = type("Protocol", (LimitedProtocol,), {"limits": limits, "budget": budget})
+    unread = Shared("bytes of answers", limits.memory_bytes, int(limits.memory_bytes * share))
+    part = max(int(limits.connections * share), 1)
+    budget = ConnectionBudget(limits.connections, part, limits.anonymous_connections)
+    protocol = type("Protocol", (LimitedProtocol,), {"limits": limits, "budget": budget, "unread": unread})
     return uvicorn.Config(
         app,
         http=protocol,
