@@ -57,30 +57,6 @@ class RequestContext:
     request when its caller disconnects, and write the audit log before the answer begins.
     """
 
-    # A thousand may wait at a time, and be out of the processor's caches when their turn comes.
-    __slots__ = (
-        "_admission",
-        "_empty_body_read",
-        "_limits",
-        "_receive",
-        "_send",
-        "_task",
-        "allowance",
-        "begun",
-        "body_bytes",
-        "body_complete",
-        "caller",
-        "collection",
-        "connection",
-        "disconnected",
-        "headers",
-        "is_counted",
-        "permission",
-        "route",
-        "scope",
-        "status",
-    )
-
     def __init__(self, scope: Scope, receive: Receive, send: Send, admission: "Admission", limits: Limits) -> None:
         self.scope, self._receive, self._send, self._admission = scope, receive, send, admission
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
@@ -241,10 +217,8 @@ class Admission:
         self._routes = [(route, permission_of(route)) for route in routes]
         self._open = _open_endpoints(routes, static)
         limits = settings.limits
-        share = 1.0 if tokens is None else limits.token_share
-        self._requests = Shared("requests in flight", limits.requests, max(int(limits.requests * share), 1))
-        memory = max(int(limits.memory_bytes * share), limits.body_bytes)
-        self.bodies = Shared("bytes of bodies", limits.memory_bytes, memory)
+        self._requests = Shared("requests in flight", limits.requests, settings.share)
+        self.bodies = Shared("bytes of bodies", limits.memory_bytes, settings.share, least=limits.body_bytes)
         metrics.watch_limits({name: value for name, value in vars(settings.limits).items() if value is not None})
         metrics.watch_limits({f"{rate.kind}_per_second": rate.count / rate.seconds for rate in settings.rate_limits})
         metrics.watch_requests(lambda: self._requests.total)

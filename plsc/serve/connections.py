@@ -51,7 +51,7 @@ class Connection:
     several pipelined requests alone.
     """
 
-    __slots__ = ("_budget", "_seconds", "abort", "address", "close", "is_idle", "is_lost", "on_lost", "owner")
+    __slots__ = ("_budget", "abort", "address", "close", "is_idle", "is_lost", "on_lost", "owner", "seconds")
 
     def __init__(self, budget: "ConnectionBudget", abort: Callable[[], None], close: Callable[[], None]) -> None:
         self._budget, self.abort, self.close = budget, abort, close
@@ -59,7 +59,7 @@ class Connection:
         self.owner: str | None = None  # a token's name, "" for this machine without tokens, None for nobody
         self.is_idle, self.is_lost = True, False
         self.on_lost: Callable[[], None] | None = None
-        self._seconds = 0.0
+        self.seconds = 0.0  # that reading took and no unknown caller's turn has paid for
 
     def lose(self) -> None:
         """Say that the connection is lost, once."""
@@ -71,18 +71,9 @@ class Connection:
     def belongs_to(self, owner: str | None) -> None:
         """Count the connection as that of a token, or as nobody's; :class:`ApiError` if there are too many."""
         if owner is not None:
-            self._seconds = 0.0
+            self.seconds = 0.0
         if owner != self.owner and not self.is_lost:
             self._budget.move(self, owner)
-
-    def spend(self, seconds: float) -> None:
-        """Note what reading took."""
-        self._seconds += seconds
-
-    def take_seconds(self) -> float:
-        """What reading took since the last call."""
-        seconds, self._seconds = self._seconds, 0.0
-        return seconds
 
 
 class _Pool:
@@ -218,7 +209,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._pieces += 1
         begun = time.thread_time()
         super().data_received(data)
-        self._connection.spend(time.thread_time() - begun)
+        self._connection.seconds += time.thread_time() - begun
         # Trailers, or a chunk's extensions, which httptools would go on gathering; or a head byte by byte.
         if self._unparsed > MAX_HEAD_BYTES or self._pieces > MAX_HEAD_PIECES:
             self._abort()

@@ -66,8 +66,7 @@ class Server:
         if self._metrics_server is not None:
             self.metrics_address = _url(settings.host, self._metrics_server.port) + "/metrics"
         app = build_app(self._lifecycle, settings, tokens, self._metrics)
-        share = 1.0 if tokens is None else settings.limits.token_share
-        self._server = _GracefulServer(_config(app, settings, share), self._lifecycle)
+        self._server = _GracefulServer(_config(app, settings), self._lifecycle)
 
     def run(self, load: Load, ready: Callable[[Service], None]) -> None:
         """Serve until :meth:`stop`, SIGTERM or SIGINT; then finish requests in flight and close the store.
@@ -134,10 +133,10 @@ class _GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: ASGIApp, settings: Settings, share: float) -> uvicorn.Config:
+def _config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     limits = settings.limits
-    unread = Shared("bytes of answers", limits.memory_bytes, int(limits.memory_bytes * share))
-    part = max(int(limits.connections * share), 1)
+    unread = Shared("bytes of answers", limits.memory_bytes, settings.share)
+    part = max(int(limits.connections * settings.share), 1)
     budget = ConnectionBudget(limits.connections, part, limits.anonymous_connections)
     protocol = type("Protocol", (LimitedProtocol,), {"limits": limits, "budget": budget, "unread": unread})
     return uvicorn.Config(

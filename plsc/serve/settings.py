@@ -135,6 +135,11 @@ class Settings:
     keep_thumbnails: bool = False
     limits: Limits = field(default_factory=Limits)
 
+    @property
+    def share(self) -> float:
+        """Of what all callers have, the part that one may have; without tokens all are one."""
+        return 1.0 if self.tokens is None else self.limits.token_share
+
 
 @lru_cache(maxsize=64)
 def is_loopback(host: str) -> bool:

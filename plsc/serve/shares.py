@@ -11,11 +11,11 @@ class Shared:
     Args:
         what: names them in errors, in the plural.
         most: held by all together.
-        part: held by one caller.
+        share: of ``most``, what one caller may have, and ``least`` in any case.
     """
 
-    def __init__(self, what: str, most: int, part: int) -> None:
-        self._what, self._most, self._part = what, most, part
+    def __init__(self, what: str, most: int, share: float, least: int = 1) -> None:
+        self._what, self._most, self._part = what, most, max(int(most * share), least)
         self._held: Counter[str | None] = Counter()
         self.total = 0
 

@@ -43,7 +43,8 @@ class Turns:
         try:
             await metered
         finally:
-            self._seconds += _EXPECTED_SECONDS - metered.seconds - _UNSEEN_SECONDS - connection.take_seconds()
+            spent, connection.seconds = connection.seconds + metered.seconds + _UNSEEN_SECONDS, 0.0
+            self._seconds += _EXPECTED_SECONDS - spent
 
     async def _wait(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
