@@ -3,12 +3,12 @@
     python benchmarks/serve_under_attack.py [--kinds KIND ...] [--connections 2000] [--askers 32] [--again]
 
 Starts plsc serve with two tokens and a small model. For each kind of attack the rate of eight callers of one token is
-measured alone and among attackers, turn by turn; all are on this machine, so that what the attackers' own process takes
-counts against the service: ``share`` is of the rate, ``share_of_cpu`` of the answers for a second of the service's own
-processor time. Some kinds are many connections that are held; with --again one that is cut off connects
-again a second later, otherwise it gives up. Others are few that ask again as soon as they are answered: with the
-dearest requests that were found. Those of a token have the role search. A row per kind is added to
-benchmarks/results/serve_under_attack.csv. Eight minutes.
+measured alone and among attackers, turn by turn, on connections that they keep. All are on this machine, so that what
+the attackers' own process takes counts against the service: ``share`` is of the rate, ``share_of_cpu`` of the answers
+for a second of the service's own processor time. Some kinds are many connections that are held; with --again one that
+is cut off connects again a second later, otherwise it gives up. Others are few that ask again as soon as they are
+answered, with the dearest requests that were found, or that leave and come anew. Those of a token have the role search.
+A row per kind is added to benchmarks/results/serve_under_attack.csv. Eight minutes.
 """
 
 import argparse
@@ -31,14 +31,12 @@ from pathlib import Path
 import httpx
 from results_file import RESULTS, add_row
 
-from plsc import models
-from plsc.serve.tokens import add_token
-
 HEAD = b"GET /v1/info HTTP/1.1\r\nHost: x\r\n"
 TOKEN = b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\r\nContent-Type: application/json\r\n"
 BODY = 16 << 20
 CALLERS = 8
 SETTLING_SECONDS = 3.0
+PATIENCE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,7 @@ class Kind:
         more: sent every three seconds.
         asks: sends ``first`` again whenever its answers have come; ``answers`` is how many those are.
         reads: takes what comes.
+        leaves: closes the connection at once, and opens another.
         count: of connections, where neither --connections nor --askers says it.
     """
 
@@ -57,6 +56,7 @@ class Kind:
     asks: bool = False
     answers: int = 1
     reads: bool = True
+    leaves: bool = False
     count: int | None = None
 
 
@@ -71,7 +71,7 @@ KINDS = {
     "dripping head": Kind(HEAD, b"x"),
     "dripping body": Kind(HEAD + b"Content-Length: 100000\r\n\r\n", b"x"),
     "announced body": Kind(HEAD + b"Content-Length: 30000000\r\n\r\n"),
-    "unread answers": Kind(get(b"/openapi.json") * 20, reads=False),
+    "unread answers": Kind(get(b"/openapi.json") * 5, reads=False),
     "unknown path": Kind(get(b"/v3"), asks=True),
     "query of 16 KiB": Kind(get(b"/health/live?" + b"a=%41&" * 2_700), asks=True),
     "query of 2 KiB": Kind(get(b"/health/live?" + b"a=%41&" * 335), asks=True),
@@ -80,6 +80,7 @@ KINDS = {
     "99 ranges": Kind(get(SCRIPT, RANGES) * 8, asks=True, answers=8),
     "script of /docs": Kind(get(SCRIPT), asks=True),
     "wrong token": Kind(get(b"/v1/info", b"Authorization: Bearer plsc_wrong"), asks=True),
+    "new connections": Kind(get(b"/", *[b"x-%03d: %b" % (number, b"y" * 20) for number in range(250)]), leaves=True),
     "a token's announced bodies": Kind(TOKEN + b"Content-Length: 9\r\n\r\n{", count=520),
     "a token's idle connections": Kind(get(b"/v1/info", b"Authorization: Bearer SECRET"), count=1030),
     "a token's bodies": Kind(TOKEN + b"Content-Length: %d\r\n\r\n" % BODY + b" " * (BODY - 1), count=34),
@@ -105,7 +106,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as service:
         for kind in args.kinds:
-            row = measure(service, kind, args)
+            row = asyncio.run(measure(service, kind, args))
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             add_row("serve_under_attack", row, args.out)
         print(f"SIGTERM among dripping heads: {end_among(service, args):.1f} s")
@@ -138,17 +139,18 @@ class Measured:
         return statistics.quantiles(self.milliseconds, n=100, method="inclusive")[98]
 
 
-def measure(service: Service, kind: str, args: argparse.Namespace) -> dict[str, object]:
+async def measure(service: Service, kind: str, args: argparse.Namespace) -> dict[str, object]:
     """The callers' rates and latencies with and without an attack, and what the service grew by."""
     alone, among = Measured([]), Measured([])
     resident, grown, health_ms = resident_mib(service), 0.0, 0.0
+    callers = [Caller(service) for _ in range(CALLERS)]
     for _ in range(args.turns):
-        asyncio.run(call(service, args.seconds, alone))
+        await call(callers, args.seconds, alone)
         with attackers(service, kind, args):
-            asyncio.run(call(service, args.seconds, among))
+            await call(callers, args.seconds, among)
             health_ms = max(health_ms, health(service))
             grown = max(grown, resident_mib(service) - resident)
-        time.sleep(1)
+        await asyncio.sleep(1)
     seconds = args.turns * args.seconds
     return {
         "kind": kind,
@@ -177,31 +179,41 @@ def health(service: Service) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
-async def call(service: Service, seconds: float, measured: Measured) -> None:
-    """Ask for a while as callers with a token, each on a connection of its own."""
-    head = b"GET /v1/collections/staff HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
-    request, stop = head + service.secret.encode() + b"\r\n\r\n", time.perf_counter() + seconds
-    cpu = cpu_seconds(service)
+class Caller:
+    """A caller with a token, on a connection that it keeps as long as it can."""
 
-    async def ask_on_one_connection() -> None:
-        reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
-        with contextlib.closing(writer):
-            while (begun := time.perf_counter()) < stop:
-                writer.write(request)
-                status = await read_answer(reader)
-                if status == b"200":
-                    measured.milliseconds.append(1000 * (time.perf_counter() - begun))
-                else:
-                    measured.refused += 1
-                    await asyncio.sleep(0.05)
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        head = b"GET /v1/collections/staff HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        self._request = head + service.secret.encode() + b"\r\n\r\n"
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def ask() -> None:
-        while time.perf_counter() < stop:  # a connection that has not said who it is may have to make room
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, TimeoutError):
-                await asyncio.wait_for(ask_on_one_connection(), 2 * seconds)
+    async def ask(self, stop: float, measured: Measured) -> None:
+        """Ask until ``stop``, and note how long each answer took."""
+        while (begun := time.perf_counter()) < stop:
+            try:
+                status = await asyncio.wait_for(self._ask(), PATIENCE_SECONDS)
+            except (asyncio.IncompleteReadError, OSError):  # TimeoutError among them
+                self._streams, status = None, b""
+            if status == b"200":
+                measured.milliseconds.append(1000 * (time.perf_counter() - begun))
+            else:
+                measured.refused += 1
+                await asyncio.sleep(0.05)
 
-    await asyncio.gather(*(ask() for _ in range(CALLERS)))
-    measured.cpu_seconds += cpu_seconds(service) - cpu
+    async def _ask(self) -> bytes:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self.service.port)
+        reader, writer = self._streams
+        writer.write(self._request)
+        return await read_answer(reader)
+
+
+async def call(callers: list[Caller], seconds: float, measured: Measured) -> None:
+    """Ask for a while."""
+    stop, cpu = time.perf_counter() + seconds, cpu_seconds(callers[0].service)
+    await asyncio.gather(*(caller.ask(stop, measured) for caller in callers))
+    measured.cpu_seconds += cpu_seconds(callers[0].service) - cpu
 
 
 async def read_answer(reader: asyncio.StreamReader) -> bytes:
@@ -222,13 +234,16 @@ async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, agai
                 reader._transport.pause_reading()  # type: ignore[attr-defined]
                 writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             writer.write(first)
+            if kind.leaves:
+                return
             while kind.asks:
                 for _ in range(kind.answers):
                     await read_answer(reader)
                 writer.write(first)
             while kind.more or not kind.reads:
                 await asyncio.sleep(3)
-                writer.write(kind.more)
+                if kind.more:
+                    writer.write(kind.more)
             while await reader.read(1 << 16):
                 pass
 
@@ -236,15 +251,19 @@ async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, agai
         while True:
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # cut off
                 await attack()
-            await asyncio.sleep(0.1 if kind.asks else 1 if again else 3600)
+            await asyncio.sleep(0 if kind.leaves else 0.1 if kind.asks else 1 if again else 3600)
 
-    await asyncio.gather(*(be_one() for _ in range(count)))
+    attacking = asyncio.gather(*(be_one() for _ in range(count)))
+    await asyncio.sleep(SETTLING_SECONDS)
+    print("attacking", flush=True)
+    await attacking
 
 
 def count_of(kind: str, args: argparse.Namespace) -> int:
     """Connections of a kind of attack."""
     own = KINDS[kind].count
-    return own if own is not None else int(args.askers if KINDS[kind].asks else args.connections)
+    is_few = KINDS[kind].asks or KINDS[kind].leaves
+    return own if own is not None else int(args.askers if is_few else args.connections)
 
 
 @contextlib.contextmanager
@@ -252,9 +271,11 @@ def attackers(service: Service, kind: str, args: argparse.Namespace) -> Iterator
     """Attack meanwhile, from a process of its own."""
     more = ["--again"] if args.again else []
     who = [str(service.port), str(count_of(kind, args)), kind, service.camera]
-    process = subprocess.Popen([sys.executable, __file__, *more, "--be-attackers", *who])
+    command = [sys.executable, __file__, *more, "--be-attackers", *who]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        time.sleep(SETTLING_SECONDS)
+        assert process.stdout is not None, "it is a pipe"
+        assert process.stdout.readline() == "attacking\n"
         yield
     finally:
         process.kill()
@@ -264,6 +285,9 @@ def attackers(service: Service, kind: str, args: argparse.Namespace) -> Iterator
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[Service]:
     """A service with a collection, and tokens of an admin and of a camera."""
+    from plsc import models  # here: attackers need neither
+    from plsc.serve.tokens import add_token
+
     models.save_model(models.create("mobilefacenet", embedding_dim=128, image_size=48), folder / "model.safetensors")
     secret = add_token(folder / "tokens.toml", "admin", "admin")
     camera = add_token(folder / "tokens.toml", "camera", "search")

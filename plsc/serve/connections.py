@@ -27,7 +27,11 @@ MAX_HEAD_PIECES = 64  # reads until a head is whole: 64 KiB are 45 packets
 MAX_TARGET_BYTES = 16_384  # path and query, which uvicorn and FastAPI take apart byte by byte
 UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES = 8_192, 2_048  # of a request without a good token
 MAX_PIPELINED = 32  # requests that wait behind the one in progress: a read may hold thousands
+UNKNOWN_PIPELINED = 4  # on a connection that has carried no good token
 MAX_CHUNKS = 65_536  # of one body: small ones cost a hundred times as much as their bytes
+_NEW_PART = 0.1  # of the event loop's time, for connections that are nobody's to the end
+_NEW_SAVED_SECONDS = 0.25
+_NEW_SECONDS = 0.0003  # of making and ending one
 _LAST_SECONDS = 1.0  # for an answer that an unknown caller still waits for when the service stops
 _NO_HTTP = ApiError(400, "the request is not valid HTTP")
 
@@ -109,6 +113,7 @@ class ConnectionBudget:
 
     def __init__(self, known: int, part: int, anonymous: int) -> None:
         self._known, self._anonymous, self._part = _Pool(known), _Pool(anonymous), part
+        self._seconds, self._filled = _NEW_SAVED_SECONDS, 0.0
 
     def add(self, connection: Connection) -> None:
         """Take a new connection, or one that is nobody's again; where there are too many, abort another."""
@@ -146,6 +151,19 @@ class ConnectionBudget:
         pool, key = self._place(connection)
         pool.remove(key, connection)
 
+    def end(self, connection: Connection) -> None:
+        """Forget a connection that is lost; one that is nobody's owes the time that it took."""
+        self.remove(connection)
+        if connection.owner is None:
+            self._seconds -= connection.seconds + _NEW_SECONDS
+
+    def newcomers_owe(self) -> bool:
+        """True while connections that were nobody's to the end have taken more than their part of the loop's time."""
+        now = time.monotonic()
+        self._seconds = min(self._seconds + (now - self._filled) * _NEW_PART, _NEW_SAVED_SECONDS)
+        self._filled = now
+        return self._seconds < 0
+
     def _place(self, connection: Connection) -> tuple[_Pool, str]:
         owner = connection.owner
         return (self._anonymous, connection.address) if owner is None else (self._known, owner)
@@ -170,6 +188,7 @@ class LimitedProtocol(HttpToolsProtocol):
     limits: Limits
     budget: ConnectionBudget
     unread: Shared  # bytes of answers that callers have not taken; nobody's are those of one caller
+    unknown_pipelined: int  # requests that may wait where it is not known yet who asks
 
     def __init__(self, **keywords: Any) -> None:
         self._connection = Connection(self.budget, self._abort, self._close)
@@ -197,7 +216,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request in progress, and forget the connection."""
-        self.budget.remove(self._connection)
+        self.budget.end(self._connection)
         self._lose()
         self._stop_head_timer()
         self.resume_writing()
@@ -238,7 +257,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start a request; a caller who does not wait for answers is cut off."""
-        if len(self.pipeline) >= MAX_PIPELINED:
+        if len(self.pipeline) >= (MAX_PIPELINED if self._connection.owner is not None else self.unknown_pipelined):
             self._abort()
             raise ValueError("too many requests wait")  # which ends the parsing of what was read
         self._headers, self._header_bytes, self._in_trailers = 0, 0, False
