@@ -123,7 +123,8 @@ class _GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
         await super().startup([])
-        (listener,) = sockets or ()
+        assert sockets is not None, "it serves a socket that is bound already"
+        (listener,) = sockets
         self._door = Door(listener, self._make_protocol, self._budget.newcomers_owe)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -84,3 +84,21 @@ def test_turns_are_paid_for_by_the_time_of_answers_and_not_by_what_they_wait_for
     assert 1 <= dear <= 5
     assert cheap > 3 * dear
     assert waiting > 3 * dear
+
+
+def test_connections_that_only_come_and_go_owe_the_time_that_they_took():
+    budget = ConnectionBudget(known=1000, part=1000, anonymous=1000)
+
+    def come_and_go(owner: str | None, count: int) -> None:
+        for _ in range(count):
+            connection = Connection(budget, lambda: None, lambda: None)
+            budget.add(connection)
+            connection.seconds = 0.001
+            connection.belongs_to(owner)
+            budget.end(connection)
+
+    budget.newcomers_owe()
+    come_and_go("known", 1000)
+    assert not budget.newcomers_owe()
+    come_and_go(None, 1000)
+    assert budget.newcomers_owe()
