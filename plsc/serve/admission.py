@@ -281,7 +281,7 @@ class Admission:
             await _respond(context, answer)
         else:  # an unknown caller
             connection.belongs_to(None)
-            turns = self._health_turns if context.scope["path"].startswith(_HEALTH) else self._turns
+            turns = self._health_turns if context.route.startswith(_HEALTH) else self._turns
             await turns.take(connection, partial(_respond, context, answer))
 
     async def _end_early(self, context: RequestContext) -> None:
