@@ -122,6 +122,9 @@ class _GracefulServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections."""
+        if sys.platform == "win32":  # whose event loop watches no sockets
+            await super().startup(sockets)
+            return
         await super().startup([])
         assert sockets is not None, "it serves a socket that is bound already"
         (listener,) = sockets
