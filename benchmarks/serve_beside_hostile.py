@@ -41,11 +41,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name, serving(Path(name)) as (_, port, secret):
-        address, tokens = f"http://127.0.0.1:{port}", Path(name) / "tokens.toml"
+    with tempfile.TemporaryDirectory() as name, serving(Path(name)) as service:
+        address, tokens = f"http://127.0.0.1:{service.port}", Path(name) / "tokens.toml"
         secrets = [add_token(tokens, who, "read", allow=("vectors",)) for who in ("friend", "hostile")]
         friend, hostile = ({"Authorization": f"Bearer {one}"} for one in secrets)
-        enrol(address, {"Authorization": f"Bearer {secret}"}, args.persons)
+        enrol(address, {"Authorization": f"Bearer {service.secret}"}, args.persons)
         wait_for_token(address, hostile)
         for kind, body in hostile_requests().items():
             row = measure(address, friend, (hostile, body), kind, args)

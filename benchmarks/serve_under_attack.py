@@ -1,158 +1,281 @@
-"""What strangers cost a caller with a token: the caller's rate beside 2,000 connections of each kind, and without them.
+"""What strangers, and one token, cost another caller: the caller's rate and p99 among them, and without them, in turns.
 
-    python benchmarks/serve_under_attack.py [--connections 2000] [--seconds 3] [--again]
+    python benchmarks/serve_under_attack.py [--kinds KIND ...] [--connections 2000] [--askers 32] [--again]
 
-Starts plsc serve with a token and a small model. For each kind of stranger the rate of eight callers is measured
-before, during and after; all are on this machine, so that what the strangers' own process takes counts against the
-service. With --again a stranger that is cut off connects again a second later, otherwise it gives up. A row per kind is
-added to benchmarks/results/serve_under_attack.csv. One minute.
+Starts plsc serve with two tokens and a small model. For each kind of attack the rate of eight callers of one token is
+measured alone and among attackers, turn by turn, on connections that they keep. All are on this machine, so that what
+the attackers' own process takes counts against the service: ``share`` is of the rate, ``share_of_cpu`` of the answers
+for a second of the service's own processor time. Some kinds are many connections that are held; with --again one that
+is cut off connects again a second later, otherwise it gives up. Others are few that ask again as soon as they are
+answered, with the dearest requests that were found, or that leave and come anew. Those of a token have the role search.
+A row per kind is added to benchmarks/results/serve_under_attack.csv. Eight minutes.
 """
 
 import argparse
 import asyncio
 import contextlib
+import http.client
+import os
 import resource
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 from results_file import RESULTS, add_row
 
-from plsc import models
-from plsc.serve.tokens import add_token
-
 HEAD = b"GET /v1/info HTTP/1.1\r\nHost: x\r\n"
-# What a stranger of each kind sends at once, and then every three seconds.
-KINDS: dict[str, tuple[bytes, bytes]] = {
-    "idle": (b"", b""),
-    "dripping head": (HEAD, b"x"),
-    "dripping body": (HEAD + b"Content-Length: 100000\r\n\r\n", b"x"),
-    "announced body": (HEAD + b"Content-Length: 30000000\r\n\r\n", b""),
-    "unread answers": (b"GET /openapi.json HTTP/1.1\r\nHost: x\r\n\r\n" * 20, b""),
-}
+TOKEN = b"POST /v1/compare HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer SECRET\r\nContent-Type: application/json\r\n"
+BODY = 16 << 20
 CALLERS = 8
-SETTLING_SECONDS = 4.0
+SETTLING_SECONDS = 3.0
+PATIENCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An attack: what each connection sends at once, and what then.
+
+    Attributes:
+        more: sent every three seconds.
+        asks: sends ``first`` again whenever its answers have come; ``answers`` is how many those are.
+        reads: takes what comes.
+        leaves: closes the connection at once, and opens another.
+        count: of connections, where neither --connections nor --askers says it.
+    """
+
+    first: bytes
+    more: bytes = b""
+    asks: bool = False
+    answers: int = 1
+    reads: bool = True
+    leaves: bool = False
+    count: int | None = None
+
+
+def get(target: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([b"GET %b HTTP/1.1" % target, b"Host: x", *headers, b"", b""])
+
+
+SCRIPT = b"/docs/swagger-ui-bundle.js"
+RANGES = b"Range: bytes=" + b",".join(b"%d-%d" % (start, start + 1) for start in range(0, 990, 10))
+KINDS = {
+    "idle": Kind(b""),
+    "dripping head": Kind(HEAD, b"x"),
+    "dripping body": Kind(HEAD + b"Content-Length: 100000\r\n\r\n", b"x"),
+    "announced body": Kind(HEAD + b"Content-Length: 30000000\r\n\r\n"),
+    "unread answers": Kind(get(b"/openapi.json") * 5, reads=False),
+    "unknown path": Kind(get(b"/v3"), asks=True),
+    "query of 16 KiB": Kind(get(b"/health/live?" + b"a=%41&" * 2_700), asks=True),
+    "query of 2 KiB": Kind(get(b"/health/live?" + b"a=%41&" * 335), asks=True),
+    "cookie of 60 KB": Kind(get(b"/", b"Cookie: " + b"a=b; " * 12_000), asks=True),
+    "250 headers": Kind(get(b"/", *[b"x-%03d: %b" % (number, b"y" * 20) for number in range(250)]), asks=True),
+    "99 ranges": Kind(get(SCRIPT, RANGES) * 8, asks=True, answers=8),
+    "script of /docs": Kind(get(SCRIPT), asks=True),
+    "wrong token": Kind(get(b"/v1/info", b"Authorization: Bearer plsc_wrong"), asks=True),
+    "new connections": Kind(get(b"/", *[b"x-%03d: %b" % (number, b"y" * 20) for number in range(250)]), leaves=True),
+    "a token's announced bodies": Kind(TOKEN + b"Content-Length: 9\r\n\r\n{", count=520),
+    "a token's idle connections": Kind(get(b"/v1/info", b"Authorization: Bearer SECRET"), count=1030),
+    "a token's bodies": Kind(TOKEN + b"Content-Length: %d\r\n\r\n" % BODY + b" " * (BODY - 1), count=34),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--connections", type=int, default=2000)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
-    parser.add_argument("--again", action="store_true", help="strangers come again when they are cut off")
+    parser.add_argument("--connections", type=int, default=2000, help="of kinds that hold them")
+    parser.add_argument("--askers", type=int, default=32, help="connections of kinds that ask again and again")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement")
+    parser.add_argument("--turns", type=int, default=3, help="measurements alone, and as many among attackers")
+    parser.add_argument("--again", action="store_true", help="attackers come again when they are cut off")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=list(KINDS))
+    parser.add_argument("--notes", default="", help="written into the rows")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where serve_under_attack.csv is")
-    parser.add_argument("--be-strangers", nargs=3, metavar=("PORT", "COUNT", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--be-attackers", nargs=4, metavar=("PORT", "COUNT", "KIND", "SECRET"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     raise_file_limit()
-    if args.be_strangers:
-        port, count, kind = args.be_strangers
-        asyncio.run(be_strangers(int(port), int(count), kind, again=args.again))
+    if args.be_attackers:
+        port, count, kind, secret = args.be_attackers
+        asyncio.run(be_attackers(int(port), int(count), KINDS[kind], secret.encode(), again=args.again))
         return
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as (process, port, secret):
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as service:
         for kind in args.kinds:
-            row = measure(process, port, secret, kind, args)
+            row = asyncio.run(measure(service, kind, args))
             print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
             add_row("serve_under_attack", row, args.out)
-        print(f"SIGTERM among them: {end_among(process, port, args):.1f} s")
+        print(f"SIGTERM among dripping heads: {end_among(service, args):.1f} s")
 
 
-def measure(
-    process: "subprocess.Popen[str]", port: int, secret: str, kind: str, args: argparse.Namespace
-) -> dict[str, object]:
-    """The callers' rates and latencies around an attack, and what the service grew by."""
-    before, _ = asyncio.run(rate(port, secret, args.seconds))
-    resident = resident_mib(process.pid)
-    with strangers(port, kind, args):
-        during, worst = asyncio.run(rate(port, secret, args.seconds))
-        begun = time.perf_counter()
-        health = httpx.get(f"http://127.0.0.1:{port}/health/live", timeout=30).status_code
-        health_ms = 1000 * (time.perf_counter() - begun)
-        grown = resident_mib(process.pid) - resident
-    time.sleep(1)
-    after, _ = asyncio.run(rate(port, secret, args.seconds))
-    if health != 200:
-        raise SystemExit(f"/health/live answers {health} among connections of the kind {kind}")
+@dataclass(frozen=True)
+class Service:
+    """A running service; ``secret`` is that of the caller, ``camera`` that of an attacker who has a token."""
+
+    process: "subprocess.Popen[str]"
+    port: int
+    secret: str
+    camera: str
+
+
+@dataclass
+class Measured:
+    """Answers to the callers: milliseconds of each, how many were refused, and the service's processor seconds."""
+
+    milliseconds: list[float]
+    refused: int = 0
+    cpu_seconds: float = 0.0
+
+    def per_cpu_second(self) -> float:
+        return len(self.milliseconds) / max(self.cpu_seconds, 0.01)
+
+    def p99(self) -> float:
+        if len(self.milliseconds) < 2:
+            return float("nan")
+        return statistics.quantiles(self.milliseconds, n=100, method="inclusive")[98]
+
+
+async def measure(service: Service, kind: str, args: argparse.Namespace) -> dict[str, object]:
+    """The callers' rates and latencies with and without an attack, and what the service grew by."""
+    alone, among = Measured([]), Measured([])
+    resident, grown, health_ms = resident_mib(service), 0.0, 0.0
+    callers = [Caller(service) for _ in range(CALLERS)]
+    for _ in range(args.turns):
+        await call(callers, args.seconds, alone)
+        with attackers(service, kind, args):
+            await call(callers, args.seconds, among)
+            health_ms = max(health_ms, health(service))
+            grown = max(grown, resident_mib(service) - resident)
+        await asyncio.sleep(1)
+    seconds = args.turns * args.seconds
     return {
         "kind": kind,
-        "connections": args.connections,
+        "connections": count_of(kind, args),
         "again": args.again,
-        "rate_alone": round((before + after) / 2),
-        "rate_among_them": round(during),
-        "share": round(2 * during / (before + after), 2),
-        "worst_ms": round(worst, 1),
+        "rate_alone": round(len(alone.milliseconds) / seconds),
+        "rate_among_them": round(len(among.milliseconds) / seconds),
+        "share": round(len(among.milliseconds) / max(len(alone.milliseconds), 1), 2),
+        "share_of_cpu": round(among.per_cpu_second() / max(alone.per_cpu_second(), 0.01), 2),
+        "worst_ms": round(max(among.milliseconds, default=float("nan")), 1),
         "health_ms": round(health_ms, 1),
         "grown_mib": round(grown, 1),
+        "p99_alone_ms": round(alone.p99(), 1),
+        "p99_ms": round(among.p99(), 1),
+        "refused": among.refused,
+        "notes": args.notes,
     }
 
 
-async def rate(port: int, secret: str, seconds: float) -> tuple[float, float]:
-    """Requests a second of callers with a token, each on a connection of its own, and the worst milliseconds."""
-    request = f"GET /v1/collections/staff HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\n\r\n".encode()
-    stop, worst, count = time.perf_counter() + seconds, 0.0, 0
+def health(service: Service) -> float:
+    """Milliseconds until /health/live has answered."""
+    begun = time.perf_counter()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", service.port, timeout=60)) as connection:
+        connection.request("GET", "/health/live")
+        assert connection.getresponse().status == 200
+    return 1000 * (time.perf_counter() - begun)
 
-    async def call() -> None:
-        while time.perf_counter() < stop:  # a connection that has not said who it is may have to make room
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-                await call_on_one_connection()
 
-    async def call_on_one_connection() -> None:
-        nonlocal worst, count
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+class Caller:
+    """A caller with a token, on a connection that it keeps as long as it can."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        head = b"GET /v1/collections/staff HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+        self._request = head + service.secret.encode() + b"\r\n\r\n"
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def ask(self, stop: float, measured: Measured) -> None:
+        """Ask until ``stop``, and note how long each answer took."""
         while (begun := time.perf_counter()) < stop:
-            writer.write(request)
-            head = (await reader.readuntil(b"\r\n\r\n")).lower()
-            await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
-            if b" 200 " not in head[:20]:
-                raise SystemExit(f"a caller with a token got {head[:60]!r}")
-            worst, count = max(worst, 1000 * (time.perf_counter() - begun)), count + 1
-        writer.close()
+            try:
+                status = await asyncio.wait_for(self._ask(), PATIENCE_SECONDS)
+            except (asyncio.IncompleteReadError, OSError):  # TimeoutError among them
+                self._streams, status = None, b""
+            if status == b"200":
+                measured.milliseconds.append(1000 * (time.perf_counter() - begun))
+            else:
+                measured.refused += 1
+                await asyncio.sleep(0.05)
 
-    await asyncio.gather(*(call() for _ in range(CALLERS)))
-    return count / seconds, worst
+    async def _ask(self) -> bytes:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self.service.port)
+        reader, writer = self._streams
+        writer.write(self._request)
+        return await read_answer(reader)
 
 
-async def be_strangers(port: int, count: int, kind: str, *, again: bool) -> None:
-    """Hold ``count`` connections of a kind until killed."""
-    first, more = KINDS[kind]
-    loop = asyncio.get_running_loop()
+async def call(callers: list[Caller], seconds: float, measured: Measured) -> None:
+    """Ask for a while."""
+    stop, cpu = time.perf_counter() + seconds, cpu_seconds(callers[0].service)
+    await asyncio.gather(*(caller.ask(stop, measured) for caller in callers))
+    measured.cpu_seconds += cpu_seconds(callers[0].service) - cpu
 
-    async def hold() -> None:
-        with socket.socket() as link:
-            link.setblocking(False)
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            await loop.sock_connect(link, ("127.0.0.1", port))
-            await loop.sock_sendall(link, first)
-            while more:
+
+async def read_answer(reader: asyncio.StreamReader) -> bytes:
+    """The status of the next answer, which is read to its end."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.split(b"content-length: ")[1].split(b"\r")[0]))
+    return head.split(b" ", 2)[1]
+
+
+async def be_attackers(port: int, count: int, kind: Kind, secret: bytes, *, again: bool) -> None:
+    """Attack until killed."""
+    first = kind.first.replace(b"SECRET", secret)
+
+    async def attack() -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+        with contextlib.closing(writer):
+            if not kind.reads:
+                reader._transport.pause_reading()  # type: ignore[attr-defined]
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            writer.write(first)
+            if kind.leaves:
+                return
+            while kind.asks:
+                for _ in range(kind.answers):
+                    await read_answer(reader)
+                writer.write(first)
+            while kind.more or not kind.reads:
                 await asyncio.sleep(3)
-                await loop.sock_sendall(link, more)
-            if kind == "unread answers":
-                await asyncio.sleep(3600)
-            while await loop.sock_recv(link, 65536):
+                if kind.more:
+                    writer.write(kind.more)
+            while await reader.read(1 << 16):
                 pass
 
     async def be_one() -> None:
         while True:
-            with contextlib.suppress(OSError):  # cut off
-                await hold()
-            await asyncio.sleep(1 if again else 3600)
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):  # cut off
+                await attack()
+            await asyncio.sleep(0 if kind.leaves else 0.1 if kind.asks else 1 if again else 3600)
 
-    await asyncio.gather(*(be_one() for _ in range(count)))
+    attacking = asyncio.gather(*(be_one() for _ in range(count)))
+    await asyncio.sleep(SETTLING_SECONDS)
+    print("attacking", flush=True)
+    await attacking
+
+
+def count_of(kind: str, args: argparse.Namespace) -> int:
+    """Connections of a kind of attack."""
+    own = KINDS[kind].count
+    is_few = KINDS[kind].asks or KINDS[kind].leaves
+    return own if own is not None else int(args.askers if is_few else args.connections)
 
 
 @contextlib.contextmanager
-def strangers(port: int, kind: str, args: argparse.Namespace) -> Iterator[None]:
+def attackers(service: Service, kind: str, args: argparse.Namespace) -> Iterator[None]:
     """Attack meanwhile, from a process of its own."""
     more = ["--again"] if args.again else []
-    command = [sys.executable, __file__, *more, "--be-strangers", str(port), str(args.connections), kind]
-    process = subprocess.Popen(command)
+    who = [str(service.port), str(count_of(kind, args)), kind, service.camera]
+    command = [sys.executable, __file__, *more, "--be-attackers", *who]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        time.sleep(SETTLING_SECONDS)
+        assert process.stdout is not None, "it is a pipe"
+        assert process.stdout.readline() == "attacking\n"
         yield
     finally:
         process.kill()
@@ -160,10 +283,14 @@ def strangers(port: int, kind: str, args: argparse.Namespace) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int, str]]:
-    """A service with a collection, its port, and the secret of an admin's token."""
+def serving(folder: Path) -> Iterator[Service]:
+    """A service with a collection, and tokens of an admin and of a camera."""
+    from plsc import models  # here: attackers need neither
+    from plsc.serve.tokens import add_token
+
     models.save_model(models.create("mobilefacenet", embedding_dim=128, image_size=48), folder / "model.safetensors")
     secret = add_token(folder / "tokens.toml", "admin", "admin")
+    camera = add_token(folder / "tokens.toml", "camera", "search")
     command = [sys.executable, "-m", "plsc.tools.entry", "serve", "--model", str(folder / "model.safetensors")]
     command += ["--store", str(folder / "store"), "--port", "0", "--tokens", str(folder / "tokens.toml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -176,23 +303,28 @@ def serving(folder: Path) -> Iterator[tuple["subprocess.Popen[str]", int, str]]:
             headers={"Authorization": f"Bearer {secret}"},
         )
         made.raise_for_status()
-        yield process, port, secret
+        yield Service(process, port, secret, camera)
     finally:
         process.kill()
         process.wait()
 
 
-def end_among(process: "subprocess.Popen[str]", port: int, args: argparse.Namespace) -> float:
+def end_among(service: Service, args: argparse.Namespace) -> float:
     """Seconds from SIGTERM to the service's end among dripping heads."""
-    with strangers(port, "dripping head", args):
+    with attackers(service, "dripping head", args):
         begun = time.perf_counter()
-        process.send_signal(signal.SIGTERM)
-        process.wait(120)
+        service.process.send_signal(signal.SIGTERM)
+        service.process.wait(120)
         return time.perf_counter() - begun
 
 
-def resident_mib(process: int) -> float:
-    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+def cpu_seconds(service: Service) -> float:
+    fields = Path(f"/proc/{service.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_mib(service: Service) -> float:
+    lines = Path(f"/proc/{service.process.pid}/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024
 
 

@@ -106,6 +106,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--connections", type=int, default=1024, metavar="N", help="of known callers, at once (1024)")
     add("--anonymous-connections", type=int, default=2048, metavar="N", help="of others (2048)")
     add(
+        "--token-share",
+        type=float,
+        default=0.25,
+        metavar="S",
+        help="of connections, requests in flight and their bodies, what one token may have at a time (0.25)",
+    )
+    add(
         "--rate-limit",
         nargs="+",
         default=[],
@@ -215,6 +222,7 @@ def _limits(args: argparse.Namespace) -> "Limits":
         queue=_positive(args, "queue"),
         connections=_positive(args, "connections"),
         anonymous_connections=_positive(args, "anonymous_connections"),
+        token_share=_token_share(args),
     )
 
 
@@ -222,6 +230,12 @@ def _pixels(args: argparse.Namespace) -> int:
     if not 0 < args.max_megapixels <= MAX_MEGAPIXELS:
         raise UsageError(f"--max-megapixels {args.max_megapixels}: it lies between 0 and {MAX_MEGAPIXELS}")
     return max(int(args.max_megapixels * 1e6), 1)
+
+
+def _token_share(args: argparse.Namespace) -> float:
+    if not 0 < args.token_share <= 1:
+        raise UsageError(f"--token-share {args.token_share}: it lies between 0 and 1, which gives one token everything")
+    return float(args.token_share)
 
 
 def _store_bytes(args: argparse.Namespace) -> int | None:

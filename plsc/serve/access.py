@@ -7,6 +7,7 @@ scores are exact only for callers with the right ``vectors``.
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -53,13 +54,17 @@ class Permission:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks: the name of the token, None without tokens, and what it may do; ``collections`` None is all."""
+    """Who asks: the name of the token, None without tokens, and what it may do; ``collections`` None is all.
+
+    ``place`` is the caller's address and port, where there are no tokens to know callers by.
+    """
 
     name: str | None
     role: Role
     rights: frozenset[Right]
     collections: frozenset[str] | None = None
     rates: "tuple[RateLimit, ...]" = ()
+    place: tuple[str, int] = ("", 0)
 
     def check(self, needed: Permission, collection: str | None) -> None:
         """:class:`ApiError` 403 unless the caller may do what needs ``needed``, in ``collection`` if there is one."""
@@ -91,7 +96,12 @@ def _forbidden(message: str) -> "ApiError":
     return ApiError(403, message)
 
 
-LOCAL = Caller(None, "admin", frozenset(RIGHTS))
+@lru_cache(maxsize=64)
+def local_caller(place: tuple[str, int]) -> Caller:
+    """Who calls from ``place`` on this machine without tokens."""
+    return Caller(None, "admin", frozenset(RIGHTS), place=place)
+
+
 _caller: ContextVar[Caller] = ContextVar("caller")  # requests run in tasks, each with a context of its own
 
 

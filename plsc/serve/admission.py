@@ -3,22 +3,33 @@
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
-from starlette.routing import BaseRoute, Match
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plsc.gallery.change_numbers import collect_changes, take_changes
-from plsc.serve.access import LOCAL, Caller, Permission, set_caller
+from plsc.serve.access import Caller, Permission, local_caller, set_caller
 from plsc.serve.audit import MAX_IDS, Event
-from plsc.serve.connections import Connection
+from plsc.serve.connections import (
+    UNKNOWN_HEAD_BYTES,
+    UNKNOWN_TARGET_BYTES,
+    Connection,
+    head_too_large,
+    target_too_long,
+)
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.observability import Metrics
+from plsc.serve.open_answers import OpenEndpoint, StaticAnswer
 from plsc.serve.rate_limits import Allowance, RateLimiter, set_allowance
 from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
+from plsc.serve.shares import Shared
 from plsc.serve.token_book import TokenBook
 from plsc.serve.turns import Turns
 
@@ -35,6 +46,7 @@ _UNKNOWN_TOKEN = (
 OPEN, ANY = Permission(None), Permission("search")
 _HEALTH = ("/health/", "/v2/health/")
 _TOO_SLOW = 408
+_OPEN_PART, _HEALTH_PART = 0.05, 0.02  # of the event loop's time, for unknown callers
 _LINGER_SECONDS, _LINGER_PAUSE = 5.0, 1.0  # for which what still comes is dropped: a reset would take the answer along
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for callers that went away before the answer
 
@@ -45,29 +57,6 @@ class RequestContext:
     ``receive`` and ``send`` are ASGI's callables for the application: they bound the body in size and time, cancel the
     request when its caller disconnects, and write the audit log before the answer begins.
     """
-
-    # A thousand may wait at a time, and be out of the processor's caches when their turn comes.
-    __slots__ = (
-        "_admission",
-        "_empty_body_read",
-        "_limits",
-        "_receive",
-        "_send",
-        "_task",
-        "allowance",
-        "begun",
-        "body_bytes",
-        "body_complete",
-        "caller",
-        "collection",
-        "connection",
-        "disconnected",
-        "headers",
-        "is_counted",
-        "permission",
-        "scope",
-        "status",
-    )
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, admission: "Admission", limits: Limits) -> None:
         self.scope, self._receive, self._send, self._admission = scope, receive, send, admission
@@ -80,6 +69,7 @@ class RequestContext:
         self.permission = OPEN
         self.allowance: Allowance | None = None
         self.caller: Caller | None = None
+        self.route = "other"  # its path, with the names of parameters
         self.collection: str | None = None
         self.status = 0  # of the answer, once it has begun
         self._task = asyncio.current_task()
@@ -95,10 +85,10 @@ class RequestContext:
         if self.body_complete:
             self._cancel_on_disconnect()
 
-    def identify_connection(self) -> None:
-        """Say that the caller is known; :class:`ApiError` 503 if known callers have all their connections."""
-        if self.connection is not None and not self.connection.identify():
-            raise ApiError(503, f"{self._limits.connections} connections are open already; ask again in a moment")
+    @property
+    def owner(self) -> str:
+        """The name of the token whose shares the request draws on, "" without tokens."""
+        return (self.caller and self.caller.name) or ""
 
     async def receive(self) -> Message:
         """Next part of the body; an empty one first where there is none, then ``http.disconnect`` when that happens."""
@@ -110,6 +100,7 @@ class RequestContext:
         self._count(len(message.get("body", b"")))
         if not message.get("more_body", False):
             self.body_complete, self._empty_body_read = True, True
+            self._admission.begin(self)
             self._cancel_on_disconnect()
         return message
 
@@ -166,10 +157,10 @@ class RequestContext:
                         return
 
     def _count(self, size: int) -> None:
-        self.body_bytes += size
-        self._admission.hold(size)
-        if self.body_bytes > self._limits.body_bytes:
+        if self.body_bytes + size > self._limits.body_bytes:
             raise body_too_large(self._limits)
+        self._admission.bodies.take(self.owner, size)
+        self.body_bytes += size
 
     async def _after_body(self) -> Message:
         if not self._empty_body_read:
@@ -205,6 +196,7 @@ class Admission:
 
     Args:
         app: the application; ``routes`` are its routes, each of which declares what it needs (``routing.requires``).
+        static: answers that are open to anyone besides, by their paths.
         tokens: None serves this machine alone.
     """
 
@@ -212,6 +204,7 @@ class Admission:
         self,
         app: ASGIApp,
         routes: Sequence[BaseRoute],
+        static: Mapping[str, StaticAnswer],
         lifecycle: Lifecycle,
         settings: Settings,
         tokens: TokenBook | None,
@@ -220,13 +213,16 @@ class Admission:
         self._app, self._lifecycle, self._tokens, self._metrics = app, lifecycle, tokens, metrics
         self._limits, self._audited = settings.limits, settings.audit_events
         self._rates = RateLimiter(settings.rate_limits, metrics.throttled)
-        self._turns, self._health_turns = Turns(), Turns()  # of unknown callers; who asks for health waits for no other
+        # Of unknown callers; who asks for health waits for no other.
+        self._turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
         self._routes = [(route, permission_of(route)) for route in routes]
-        self._in_flight = 0  # requests of callers who may do more than what is open to anyone
-        self._body_bytes = 0  # of all requests in flight
+        self._open = _open_endpoints(routes, static)
+        limits = settings.limits
+        self._requests = Shared("requests in flight", limits.requests, settings.share)
+        self.bodies = Shared("bytes of bodies", limits.memory_bytes, settings.share, least=limits.body_bytes)
         metrics.watch_limits({name: value for name, value in vars(settings.limits).items() if value is not None})
         metrics.watch_limits({f"{rate.kind}_per_second": rate.count / rate.seconds for rate in settings.rate_limits})
-        metrics.watch_requests(lambda: self._in_flight)
+        metrics.watch_requests(lambda: self._requests.total)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -240,22 +236,21 @@ class Admission:
                 await self._end_early(context)
         finally:
             context.close()
-            self._in_flight -= context.is_counted
-            self._body_bytes -= context.body_bytes
-            template = getattr(scope.get("route"), "path", "other")
+            if context.is_counted:
+                self._requests.give_back(context.owner)
+            self.bodies.give_back(context.owner, context.body_bytes)
             status = context.status or CLIENT_CLOSED_REQUEST
-            self._metrics.request(template, scope["method"], status, time.monotonic() - context.begun)
+            self._metrics.request(context.route, scope["method"], status, time.monotonic() - context.begun)
 
     @property
     def has_room(self) -> bool:
         """True while slow callers may have more time: half of the memory for bodies and of the requests is free."""
-        return self._body_bytes <= self._limits.memory_bytes / 2 and self._in_flight <= self._limits.requests / 2
+        return self.bodies.is_half_free and self._requests.is_half_free
 
-    def hold(self, size: int) -> None:
-        """Count ``size`` more bytes of bodies in flight; :class:`ApiError` 503 if all together are too many."""
-        self._body_bytes += size
-        if self._body_bytes > self._limits.memory_bytes:
-            raise ApiError(503, "the bodies of other requests fill the memory set aside; ask again in a moment")
+    def begin(self, context: RequestContext) -> None:
+        """Count a request as in flight: its body is there. :class:`ApiError` 429 or 503 if there are too many."""
+        self._requests.take(context.owner)
+        context.is_counted = True
 
     async def audit(self, context: RequestContext) -> None:
         """Write the audit line of a request with its status; that of a write is on disk before its caller hears."""
@@ -277,25 +272,20 @@ class Admission:
         await self._lifecycle.audit(event, durable=event == "write" and context.status < 400, **entry)
 
     async def _answer(self, context: RequestContext) -> None:
-        scope = context.scope
         try:
-            self._admit(context)
+            answer = self._admit(context)
         except ApiError as error:
             self._metrics.refused(str(error.status_code))
-            await self._wait_for_turn(context)
-            await to_response(scope["path"], error)(scope, context.receive, context.send)
-            return
-        if await self._wait_for_turn(context):
-            await self._app(scope, context.receive, context.send)
-
-    async def _wait_for_turn(self, context: RequestContext) -> bool:
-        """Let known callers go first; False if the connection was lost meanwhile."""
+            answer = partial(_refuse, error)
         connection = context.connection
-        if self._tokens is None or context.caller is not None or connection is None or connection.is_identified:
-            return True
-        is_health = context.scope["path"].startswith(_HEALTH)
-        await (self._health_turns if is_health else self._turns).wait(connection)
-        return not connection.is_lost
+        if answer is None:
+            await self._app(context.scope, context.receive, context.send)
+        elif self._tokens is None or context.caller is not None or connection is None:
+            await _respond(context, answer)
+        else:  # an unknown caller
+            connection.belongs_to(None)
+            turns = self._health_turns if context.route.startswith(_HEALTH) else self._turns
+            await turns.take(connection, partial(_respond, context, answer))
 
     async def _end_early(self, context: RequestContext) -> None:
         """Answer a request that is cancelled because the time to finish what had begun is over."""
@@ -307,50 +297,70 @@ class Admission:
             error = ApiError(503, "the service is stopping, and this was not finished in time; ask another, or later")
             await to_response(context.scope["path"], error)(context.scope, context.receive, context.send)
 
-    def _admit(self, context: RequestContext) -> None:
-        """Check everything that the head says; :class:`ApiError` if the request is not admitted."""
+    def _admit(self, context: RequestContext) -> OpenEndpoint | None:
+        """Check everything that the head says; :class:`ApiError` if the request is not admitted.
+
+        Returns:
+            What answers where the path is open to anyone; None where the application does.
+        """
         scope, headers = context.scope, context.headers
         _check_head(scope, headers, self._limits)
         if self._tokens is None:
             _check_is_direct(scope, headers)
             _check_origin(scope, headers)
-        permission, collection = self._match(scope)
-        context.collection = collection
-        if permission.role is None:
-            if context.announces_body():  # an unknown caller: nothing is kept for them
-                raise ApiError(400, f"{scope['path'][:80]} takes no body; send the request without one")
         else:
-            context.caller = caller = self._identify(headers)
-            context.identify_connection()
-            caller.check(permission, collection)
-            set_caller(caller)
-            collect_changes()
-            context.allowance = self._rates.admit(
-                caller.name or "", caller.rates, permission.rate_kind(scope["method"])
-            )
-            set_allowance(context.allowance)
-            scope["state"]["service"] = self._lifecycle.service
-            if self._in_flight >= self._limits.requests:
-                raise ApiError(503, f"{self._limits.requests} requests are in flight already; ask again in a moment")
-            self._in_flight += 1
-            context.is_counted = True
-            for turns in (self._turns, self._health_turns):
-                turns.known(context.begun)
+            self._check_unknown(scope, headers)
+        answer = self._open.get((scope["method"], scope["path"]))
+        if answer is None:
+            self._admit_caller(context)
+            return None
+        context.route = scope["path"]
+        if context.announces_body():  # an unknown caller: nothing is kept for them
+            raise ApiError(400, f"{scope['path'][:80]} takes no body; send the request without one")
+        scope["state"]["lifecycle"] = self._lifecycle
+        return answer
+
+    def _admit_caller(self, context: RequestContext) -> None:
+        """Find out who calls, and whether they may."""
+        scope = context.scope
+        permission, context.collection = self._match(context)
+        context.caller = caller = self._identify(scope, context.headers)
+        if context.connection is not None:
+            context.connection.belongs_to(context.owner)
+        caller.check(permission, context.collection)
+        set_caller(caller)
+        collect_changes()
+        context.allowance = self._rates.admit(context.owner, caller.rates, permission.rate_kind(scope["method"]))
+        set_allowance(context.allowance)
+        scope["state"]["service"] = self._lifecycle.service
+        if context.body_complete:
+            self.begin(context)
+        else:
+            self._requests.check(context.owner)
         context.admitted(permission)
 
-    def _match(self, scope: Scope) -> tuple[Permission, str | None]:
+    def _match(self, context: RequestContext) -> tuple[Permission, str | None]:
         """What the route that will answer needs, and its collection. Where none does, any role: the unknown learn of no
         404."""
         for route, permission in self._routes:
-            match, child = route.matches(scope)
+            match, child = route.matches(context.scope)
             if match is Match.FULL:
-                scope["route"] = route
+                context.scope["route"], context.route = route, getattr(route, "path", "other")
                 return permission, child["path_params"].get("collection")
         return ANY, None
 
-    def _identify(self, headers: dict[bytes, bytes]) -> Caller:
+    def _check_unknown(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        """:class:`ApiError` for a head that is larger than heads without a good token may be."""
+        is_long = len(scope["raw_path"]) + len(scope["query_string"]) > UNKNOWN_TARGET_BYTES
+        if is_long or sum(len(name) + len(value) for name, value in scope["headers"]) > UNKNOWN_HEAD_BYTES:
+            try:
+                self._identify(scope, headers)
+            except ApiError:
+                raise target_too_long() if is_long else head_too_large() from None
+
+    def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Caller:
         if self._tokens is None:
-            return LOCAL
+            return local_caller(scope.get("client") or ("", 0))
         scheme, _, secret = headers.get(b"authorization", b"").partition(b" ")
         token = self._tokens.find(secret.strip()) if scheme.lower() == b"bearer" else None
         if token is None:
@@ -359,6 +369,28 @@ class Admission:
             message = f"the token {token.name} has expired ({token.expires}); ask for another"
             raise ApiError(401, message, {"WWW-Authenticate": "Bearer"})
         return token.caller
+
+
+def _open_endpoints(
+    routes: Sequence[BaseRoute], static: Mapping[str, StaticAnswer]
+) -> dict[tuple[str, str], OpenEndpoint]:
+    """What is open to anyone, by method and path."""
+    found: dict[tuple[str, str], OpenEndpoint] = {}
+    for path, answer in static.items():
+        found |= {("GET", path): answer, ("HEAD", path): answer}
+    for route in routes:
+        if isinstance(route, Route) and permission_of(route).role is None:
+            found |= {(method, route.path): route.endpoint for method in route.methods or ()}
+    return found
+
+
+async def _refuse(error: ApiError, request: Request) -> Response:
+    return to_response(request.scope["path"], error)
+
+
+async def _respond(context: RequestContext, answer: OpenEndpoint) -> None:
+    response = await answer(Request(context.scope))
+    await response(context.scope, context.receive, context.send)
 
 
 def _audit_event(context: RequestContext) -> Event | None:

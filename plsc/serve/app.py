@@ -2,45 +2,36 @@
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from plsc.errors import PlscError
 from plsc.serve.admission import Admission
 from plsc.serve.errors import answer_error
 from plsc.serve.observability import Metrics
+from plsc.serve.open_answers import StaticAnswer
 from plsc.serve.routes import admin, gallery, kserve, model, page, persons, search
-from plsc.serve.routing import permission_of, requires
+from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import Settings
 from plsc.serve.token_book import TokenBook
 
 # Routes are tried in this order, by admission and by the router: the most frequent one stands first.
-ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.router, kserve.router, page.router)
+ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.router, kserve.router)
 _PARSED_BY_ENDPOINTS: tuple[type[BaseModel], ...] = (search.SearchBody, kserve.InferRequest)
-
-description = APIRouter(include_in_schema=False)
-
-
-@description.api_route("/openapi.json", methods=["GET", "HEAD"])
-@requires(None)
-async def openapi(request: Request) -> Response:
-    """The OpenAPI description."""
-    return Response(request.app.state.description, media_type="application/json")
 
 
 def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None, metrics: Metrics) -> ASGIApp:
     """Build the ASGI application; it refuses requests until ``lifecycle`` is opened."""
     from plsc import __version__
 
-    routes = [route for router in (*ROUTERS, description) for route in router.routes]
+    routes = [route for router in ROUTERS for route in router.routes]
     app = FastAPI(
         title="plsc",
         version=__version__,
@@ -57,8 +48,9 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
     )
     app.state.lifecycle = lifecycle
     lifecycle.tokens = tokens
-    app.state.description = to_json(describe(app, with_tokens=tokens is not None))
-    return Admission(app, routes, lifecycle, settings, tokens, metrics)
+    description = StaticAnswer(to_json(describe(app, with_tokens=tokens is not None)), "application/json", {})
+    static = dict([*page.page_answers(), ("/openapi.json", description)])
+    return Admission(app, routes, static, lifecycle, settings, tokens, metrics)
 
 
 def describe(app: FastAPI, *, with_tokens: bool = True) -> dict[str, Any]:

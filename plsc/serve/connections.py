@@ -1,31 +1,51 @@
-"""Connections: how many there are, whom they belong to, and how long each may take to say what it wants.
+"""Connections: how many there are, whose they are, and how long each may take to say what it wants.
 
-A connection is anonymous until a request on it is admitted: until it has carried a good token, or without tokens came
-from this machine. Anonymous ones have a budget of their own. Where it is full, the one that has been idle longest is
-closed, of the address that has most of them, so that a newcomer always finds a place and callers who are known lose
-nothing to those who are not.
+A connection is that of the token that it carried last, and nobody's until it has carried one: behind a proxy it may be
+a known caller's now and a stranger's next. Nobody's have a budget of their own, by address; where it is full, the one
+that has been idle longest is closed, of the address that has most of them, so that a newcomer always finds a place. A
+token over its part, and the token with the most where all have too many, lose the one that has been idle longest.
 
 The protocol is built on uvicorn's for httptools: on the callbacks of asyncio.Protocol and of httptools, and on its
 attributes ``flow``, ``pipeline`` and ``cycle``, for which pyproject.toml bounds uvicorn's version.
 """
 
 import asyncio
-import json
-from collections import OrderedDict
+import time
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from plsc.serve.errors import ApiError, to_response
 from plsc.serve.settings import Limits
+from plsc.serve.shares import Shared, over_share
 
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 256
 MAX_HEAD_PIECES = 64  # reads until a head is whole: 64 KiB are 45 packets
 MAX_TARGET_BYTES = 16_384  # path and query, which uvicorn and FastAPI take apart byte by byte
+UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES = 8_192, 2_048  # of a request without a good token
 MAX_PIPELINED = 32  # requests that wait behind the one in progress: a read may hold thousands
+UNKNOWN_PIPELINED = 4  # on a connection that has carried no good token
 MAX_CHUNKS = 65_536  # of one body: small ones cost a hundred times as much as their bytes
+_NEW_PART = 0.1  # of the event loop's time, for connections that are nobody's to the end
+_NEW_SAVED_SECONDS = 0.25
+_NEW_SECONDS = 0.0003  # of making and ending one
 _LAST_SECONDS = 1.0  # for an answer that an unknown caller still waits for when the service stops
+_NO_HTTP = ApiError(400, "the request is not valid HTTP")
+
+
+def target_too_long() -> ApiError:
+    """The error for a long path and query."""
+    most = f"{MAX_TARGET_BYTES:,} bytes together, {UNKNOWN_TARGET_BYTES:,} without a token that is known"
+    return ApiError(414, f"the path and the query have at most {most}; shorten them")
+
+
+def head_too_large() -> ApiError:
+    """The error for many or long headers."""
+    most = f"{MAX_HEADERS} headers of {MAX_HEAD_BYTES:,} bytes together, {UNKNOWN_HEAD_BYTES:,} without a known token"
+    return ApiError(431, f"a request has at most {most}; send fewer (cookies are not needed)")
 
 
 class Connection:
@@ -35,13 +55,15 @@ class Connection:
     several pipelined requests alone.
     """
 
-    __slots__ = ("_budget", "abort", "address", "is_identified", "is_lost", "on_lost")
+    __slots__ = ("_budget", "abort", "address", "close", "is_idle", "is_lost", "on_lost", "owner", "seconds")
 
-    def __init__(self, budget: "ConnectionBudget", abort: Callable[[], None]) -> None:
-        self._budget, self.abort = budget, abort
+    def __init__(self, budget: "ConnectionBudget", abort: Callable[[], None], close: Callable[[], None]) -> None:
+        self._budget, self.abort, self.close = budget, abort, close
         self.address = ""
-        self.is_lost, self.is_identified = False, False
+        self.owner: str | None = None  # a token's name, "" for this machine without tokens, None for nobody
+        self.is_idle, self.is_lost = True, False
         self.on_lost: Callable[[], None] | None = None
+        self.seconds = 0.0  # that reading took and no unknown caller's turn has paid for
 
     def lose(self) -> None:
         """Say that the connection is lost, once."""
@@ -50,60 +72,109 @@ class Connection:
             if self.on_lost is not None:
                 self.on_lost()
 
-    def identify(self) -> bool:
-        """Count the connection among those of known callers; False if there are too many of them."""
-        if not self.is_identified:
-            self.is_identified = self._budget.identify(self)
-        return self.is_identified
+    def belongs_to(self, owner: str | None) -> None:
+        """Count the connection as that of a token, or as nobody's; :class:`ApiError` if there are too many."""
+        if owner is not None:
+            self.seconds = 0.0
+        if owner != self.owner and not self.is_lost:
+            self._budget.move(self, owner)
+
+
+class _Pool:
+    """Connections by those who have them, the ones that have been idle longest first."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+        self.of: defaultdict[str, OrderedDict[Connection, None]] = defaultdict(OrderedDict)
+
+    def add(self, key: str, connection: Connection) -> None:
+        self.of[key][connection] = None
+        self.count += 1
+
+    def remove(self, key: str, connection: Connection) -> None:
+        if connection in self.of[key]:
+            del self.of[key][connection]
+            self.count -= 1
+        if not self.of[key]:
+            del self.of[key]
+
+    def largest(self) -> OrderedDict[Connection, None]:
+        return max(self.of.values(), key=len)
 
 
 class ConnectionBudget:
-    """The open connections of a server: those of known callers, and by address those of unknown ones, oldest first.
+    """The open connections of a server: those of known callers by token, and nobody's by address.
 
     Args:
         known: connections of known callers.
-        anonymous: connections of others.
+        part: connections of one of them.
+        anonymous: connections of nobody.
     """
 
-    def __init__(self, known: int, anonymous: int) -> None:
-        self._max_known, self._max_anonymous = known, anonymous
-        self._known: set[Connection] = set()
-        self._anonymous: dict[str, OrderedDict[Connection, None]] = {}
-        self._count = 0  # of anonymous ones
-        self.unread_bytes = 0  # of answers that callers have not taken
+    def __init__(self, known: int, part: int, anonymous: int) -> None:
+        self._known, self._anonymous, self._part = _Pool(known), _Pool(anonymous), part
+        self._seconds, self._filled = _NEW_SAVED_SECONDS, 0.0
 
     def add(self, connection: Connection) -> None:
-        """Take a connection, and abort another in place of which it comes where there are too many."""
-        self._anonymous.setdefault(connection.address, OrderedDict())[connection] = None
-        self._count += 1
-        if self._count > self._max_anonymous:
-            most = max(self._anonymous.values(), key=len)
-            oldest = next(iter(most))
+        """Take a new connection, or one that is nobody's again; where there are too many, abort another."""
+        connection.owner = None
+        self._anonymous.add(connection.address, connection)
+        if self._anonymous.count > self._anonymous.most:
+            oldest = next(iter(self._anonymous.largest()))
             self.remove(oldest)
             oldest.abort()
 
     def rest(self, connection: Connection) -> None:
-        """Say that a connection becomes idle after an answer: of the anonymous ones it is then the youngest."""
-        if (others := self._anonymous.get(connection.address)) is not None and connection in others:
-            others.move_to_end(connection)
+        """Say that a connection becomes idle after an answer: of its owner's it is then the youngest."""
+        connection.is_idle = True
+        pool, key = self._place(connection)
+        if connection in pool.of.get(key, ()):
+            pool.of[key].move_to_end(connection)
 
-    def identify(self, connection: Connection) -> bool:
-        """Count a connection among the known ones; False if there are too many of them."""
-        if len(self._known) >= self._max_known:
-            return False
+    def move(self, connection: Connection, owner: str | None) -> None:
+        """Count a connection as that of a token, or nobody's; :class:`ApiError` 429 or 503 if too many are busy."""
+        known = self._known
+        if owner is not None:
+            if self._part < known.most and len(own := known.of[owner]) >= self._part and not self._close_idle(own):
+                raise over_share(owner, f"{self._part} busy connections")
+            if known.count >= known.most and not self._close_idle(known.largest()):
+                raise ApiError(503, f"{known.most} connections are open and busy already; ask again in a moment")
         self.remove(connection)
-        self._known.add(connection)
-        return True
+        if owner is None:
+            self.add(connection)
+        else:
+            connection.owner = owner
+            known.add(owner, connection)
 
     def remove(self, connection: Connection) -> None:
         """Forget a connection."""
-        self._known.discard(connection)
-        others = self._anonymous.get(connection.address)
-        if others is not None and connection in others:
-            del others[connection]
-            self._count -= 1
-            if not others:
-                del self._anonymous[connection.address]
+        pool, key = self._place(connection)
+        pool.remove(key, connection)
+
+    def end(self, connection: Connection) -> None:
+        """Forget a connection that is lost; one that is nobody's owes the time that it took."""
+        self.remove(connection)
+        if connection.owner is None:
+            self._seconds -= connection.seconds + _NEW_SECONDS
+
+    def newcomers_owe(self) -> bool:
+        """True while connections that were nobody's to the end have taken more than their part of the loop's time."""
+        now = time.monotonic()
+        self._seconds = min(self._seconds + (now - self._filled) * _NEW_PART, _NEW_SAVED_SECONDS)
+        self._filled = now
+        return self._seconds < 0
+
+    def _place(self, connection: Connection) -> tuple[_Pool, str]:
+        owner = connection.owner
+        return (self._anonymous, connection.address) if owner is None else (self._known, owner)
+
+    def _close_idle(self, connections: OrderedDict[Connection, None]) -> bool:
+        idle = next((connection for connection in connections if connection.is_idle), None)
+        if idle is None:
+            return False
+        self.remove(idle)
+        idle.close()
+        return True
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -116,9 +187,11 @@ class LimitedProtocol(HttpToolsProtocol):
 
     limits: Limits
     budget: ConnectionBudget
+    unread: Shared  # bytes of answers that callers have not taken; nobody's are those of one caller
+    unknown_pipelined: int  # requests that may wait where it is not known yet who asks
 
     def __init__(self, **keywords: Any) -> None:
-        self._connection = Connection(self.budget, self._abort)
+        self._connection = Connection(self.budget, self._abort, self._close)
         keywords["app_state"] = {**keywords["app_state"], "connection": self._connection}
         super().__init__(**keywords)
         self._loop = asyncio.get_running_loop()
@@ -128,8 +201,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed = 0  # bytes since the parser last finished a head, a chunk's size or a piece of body
         self._pieces = 0  # reads since then
         self._headers, self._header_bytes, self._in_trailers = 0, 0, False
-        self._chunks, self._unread = 0, 0
-        self._fault = "the request is not valid HTTP"  # what is told of one that cannot be parsed
+        self._chunks = 0
+        self._unread: tuple[str | None, int] | None = None  # of whom, and how many bytes
+        self._fault = _NO_HTTP  # what is told of a request that cannot be parsed
         self._answered: RequestResponseCycle | None = None  # the request in progress; uvicorn's ``cycle`` is the newest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -142,7 +216,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request in progress, and forget the connection."""
-        self.budget.remove(self._connection)
+        self.budget.end(self._connection)
         self._lose()
         self._stop_head_timer()
         self.resume_writing()
@@ -152,7 +226,9 @@ class LimitedProtocol(HttpToolsProtocol):
         """Parse data; abort a connection that sends more than a head's worth of what is neither head nor body."""
         self._unparsed += len(data)
         self._pieces += 1
+        begun = time.thread_time()
         super().data_received(data)
+        self._connection.seconds += time.thread_time() - begun
         # Trailers, or a chunk's extensions, which httptools would go on gathering; or a head byte by byte.
         if self._unparsed > MAX_HEAD_BYTES or self._pieces > MAX_HEAD_PIECES:
             self._abort()
@@ -160,17 +236,20 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the clock: the caller does not read. Where too much is kept for such callers, this one is cut off."""
         super().pause_writing()
-        self._unread = self._wire.get_write_buffer_size()
-        self.budget.unread_bytes += self._unread
-        if self.budget.unread_bytes > self.limits.memory_bytes:
+        self._unread = self._connection.owner, self._wire.get_write_buffer_size()
+        try:
+            self.unread.take(*self._unread)
+        except ApiError:
+            self._unread = None
             self._abort()
         if self._send_timer is None:
             self._send_timer = self._loop.call_later(self.limits.send_seconds, self._abort)
 
     def resume_writing(self) -> None:
         """Stop the clock: the caller has read nearly everything."""
-        self.budget.unread_bytes -= self._unread
-        self._unread = 0
+        if self._unread is not None:
+            self.unread.give_back(*self._unread)
+            self._unread = None
         if self._send_timer is not None:
             self._send_timer.cancel()
             self._send_timer = None
@@ -178,11 +257,12 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start a request; a caller who does not wait for answers is cut off."""
-        if len(self.pipeline) >= MAX_PIPELINED:
+        if len(self.pipeline) >= (MAX_PIPELINED if self._connection.owner is not None else self.unknown_pipelined):
             self._abort()
             raise ValueError("too many requests wait")  # which ends the parsing of what was read
         self._headers, self._header_bytes, self._in_trailers = 0, 0, False
         self._chunks = 0
+        self._connection.is_idle = False
         if self._head_timer is None:
             self._start_head_timer()
         super().on_message_begin()
@@ -190,8 +270,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """Take a piece of the target."""
         if len(self.url) + len(url) > MAX_TARGET_BYTES:
-            self._fault = f"the path and the query have at most {MAX_TARGET_BYTES:,} bytes together; shorten them"
-            raise ValueError(self._fault)  # which httptools reports as an invalid request: 400
+            self._fault = target_too_long()
+            raise ValueError  # which httptools reports as an invalid request
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -201,15 +281,15 @@ class LimitedProtocol(HttpToolsProtocol):
         self._headers += 1
         self._header_bytes += len(name) + len(value)
         if self._headers > MAX_HEADERS or self._header_bytes > MAX_HEAD_BYTES:
-            self._fault = f"a request has at most {MAX_HEADERS} headers of {MAX_HEAD_BYTES:,} bytes together"
-            raise ValueError(self._fault)
+            self._fault = head_too_large()
+            raise ValueError
         super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or too large, as every error is told."""
-        body = json.dumps({"error": {"code": "bad_request", "message": self._fault}})
-        head = f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n"
-        self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n{body}".encode())
+        response = to_response("", self._fault)
+        lines = [b"%b: %b\r\n" % header for header in [*response.raw_headers, (b"connection", b"close")]]
+        self.transport.write(b"".join([STATUS_LINE[response.status_code], *lines, b"\r\n", bytes(response.body)]))
         self.transport.close()
 
     def on_headers_complete(self) -> None:
@@ -244,13 +324,14 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """End an answer."""
         self._answered = self.pipeline[-1][0] if self.pipeline else None
-        self.budget.rest(self._connection)
+        if not self.pipeline and self._head_timer is None:
+            self.budget.rest(self._connection)
         super().on_response_complete()
 
     def shutdown(self) -> None:
         """End an idle connection, and one with a request after its answer; unknown callers do not delay the end."""
         super().shutdown()
-        if not self._connection.is_identified:
+        if self._connection.owner is None:
             self._loop.call_later(_LAST_SECONDS, self._abort)
 
     def _parsed(self) -> None:
@@ -264,6 +345,10 @@ class LimitedProtocol(HttpToolsProtocol):
             self._abort()
         else:  # uvicorn reads no further while earlier requests of this connection wait for their answers
             self._start_head_timer()
+
+    def _close(self) -> None:
+        self._lose()
+        self._wire.close()
 
     def _abort(self) -> None:
         self._lose()  # before connection_lost: from here on writing fails

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -33,6 +33,8 @@ _MIN_CPU_SECONDS = 2
 _WALL_SECONDS = 5  # for each second of processor time: the machine may be busy
 _ABANDONED_SECONDS = 0.1  # that a decoding may go on whose caller is gone; starting a new process costs as much
 _WATCH_SECONDS = 0.05
+_LIGHT_SECONDS = 0.05  # of decoding lately, with which one of a group still counts as a newcomer
+_LATELY_SECONDS = 10.0
 _ATTEMPTS = 2  # for a picture whose process the system killed (out of memory): others may have filled it
 _KILLED_BY_SYSTEM = -9  # SIGKILL, which Windows does not have
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TMPDIR")  # no secret is passed on
@@ -196,6 +198,7 @@ class _Job:
     work: Work
     caller: "_Caller"
     future: "asyncio.Future[Any]"
+    begun: float = 0.0
 
 
 @dataclass(eq=False)
@@ -203,6 +206,7 @@ class _Caller:
     """A caller's requests whose pictures wait, and the number of processes at work for them."""
 
     key: Hashable
+    group: Hashable
     requests: deque[deque[_Job]] = field(default_factory=deque)
     running: int = 0
 
@@ -222,6 +226,9 @@ class _Caller:
 class Decoders:
     """Processes that decode, given to callers in turn; methods but :meth:`close` are called in one event loop.
 
+    Callers may be of one group, as connections of an address are that has no token: the share is that of the group
+    then, and of what is left only those have a process who have decoded next to nothing lately.
+
     Args:
         share: of the processes that one caller may have at a time; there is one more.
         max_pixels: of a picture, as it is decoded.
@@ -235,6 +242,9 @@ class Decoders:
         self._free = deque(self._processes)
         self._running: dict[DecodeProcess, _Job] = {}
         self._callers: dict[Hashable, _Caller] = {}
+        self._at_work: Counter[Hashable] = Counter()  # processes of each group
+        self._used: defaultdict[Hashable, float] = defaultdict(float)  # seconds of each member of a group, lately
+        self._used_since = 0.0
         self._turns: deque[_Caller] = deque()  # callers with requests
         self._watching = False
 
@@ -248,17 +258,16 @@ class Decoders:
         for process in self._processes:
             process.start()
 
-    def submit(self, caller: Hashable, works: Sequence[Work]) -> "list[asyncio.Future[Any]]":
+    def submit(self, caller: Hashable, works: Sequence[Work], group: Hashable) -> "list[asyncio.Future[Any]]":
         """Call each of ``works`` of one request with a process, in a thread.
 
         Cancelling a future drops its work; a picture that is being decoded is killed.
 
         Args:
-            caller: whose turn it is, is decided by this; None takes the request for a caller of its own.
+            caller: whose turn it is, is decided by this; ``group`` is the caller itself, or what it belongs to.
         """
         loop = asyncio.get_running_loop()
-        key = object() if caller is None else caller
-        known = self._callers.setdefault(key, _Caller(key))
+        known = self._callers.setdefault(caller, _Caller(caller, group))
         jobs = [_Job(work, known, loop.create_future()) for work in works]
         if not known.requests:
             self._turns.append(known)
@@ -278,6 +287,8 @@ class Decoders:
         while self._free and (job := self._next()) is not None:
             process = self._free.popleft()
             job.caller.running += 1
+            self._at_work[job.caller.group] += 1
+            job.begun = time.monotonic()
             self._running[process] = job
             self._threads.submit(self._work, loop, process, job)
         if self._running and not self._watching:
@@ -288,7 +299,7 @@ class Decoders:
         """The picture whose turn it is, of a caller who has fewer processes than the share."""
         for _ in range(len(self._turns)):
             caller = self._turns.popleft()
-            job = caller.take() if caller.running < self._share else None
+            job = caller.take() if self._may_have_one(caller) else None
             if caller.requests:
                 self._turns.append(caller)
             elif not caller.running and job is None:
@@ -296,6 +307,12 @@ class Decoders:
             if job is not None:
                 return job
         return None
+
+    def _may_have_one(self, caller: _Caller) -> bool:
+        if self._at_work[caller.group] < self._share:
+            return True
+        is_newcomer = not caller.running and self._used[caller.key] < _LIGHT_SECONDS
+        return is_newcomer and caller.key != caller.group
 
     def _work(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess, job: _Job) -> None:
         result: Any = None
@@ -312,6 +329,7 @@ class Decoders:
         del self._running[process]
         caller = job.caller
         caller.running -= 1
+        self._leave(caller, job.begun)
         if not caller.running and not caller.requests:
             self._callers.pop(caller.key, None)
         if not job.future.done():
@@ -323,6 +341,18 @@ class Decoders:
             self._release(loop, process)
         else:
             self._restart(loop, process)
+
+    def _leave(self, caller: _Caller, begun: float) -> None:
+        """Count a process of the caller's group less, and what the caller has used lately."""
+        self._at_work[caller.group] -= 1
+        if not self._at_work[caller.group]:
+            del self._at_work[caller.group]
+        now = time.monotonic()
+        if now - self._used_since > _LATELY_SECONDS:
+            self._used.clear()
+            self._used_since = now
+        if caller.key != caller.group:
+            self._used[caller.key] += now - begun
 
     def _restart(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
         """Start another process in place of one that was killed, before a picture waits for it."""

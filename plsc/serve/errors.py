@@ -47,7 +47,7 @@ Code = Literal[
     "quota_exceeded",
 ]
 _STATUSES = (400, 401, 403, 404, 405, 408, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
-CODES: dict[int, str] = dict(zip(_STATUSES, get_args(Code), strict=True))
+CODES: dict[int, str] = {**dict(zip(_STATUSES, get_args(Code), strict=True)), 414: "too_large", 431: "too_large"}
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
 _STATUS_OF: tuple[tuple[type[PlscError], int], ...] = (
@@ -73,9 +73,11 @@ _DESCRIPTIONS = {
     409: "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
     412: "The person was changed since it was read",
     413: "Larger than allowed",
+    414: "The path and the query are too long",
     415: "Unsupported content type",
     422: "An image or vector that cannot be used, or an Idempotency-Key of another request",
-    429: "More than the caller's rate limits allow",
+    429: "More than the caller's rate limits or its share of the service allow",
+    431: "The head is too large",
     500: "Internal error, or the stored data is damaged",
     501: "The store cannot do this",
     503: "Busy, loading, stopping, or the store is unreachable",
@@ -93,8 +95,8 @@ _HEADERS = {  # that every answer with such a status has
     401: {"WWW-Authenticate": _header("Bearer", type="string")},
     429: {
         **_RETRY_AFTER,
-        "RateLimit-Policy": _header("The limit that was reached", type="string"),
-        "RateLimit": _header("What is left of it, and until when", type="string"),
+        "RateLimit-Policy": {**_header("The rate limit that was reached", type="string"), "required": False},
+        "RateLimit": {**_header("What is left of it, and until when", type="string"), "required": False},
     },
     503: _RETRY_AFTER,
 }
@@ -212,5 +214,5 @@ def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[
     """OpenAPI's ``responses``: those of ``statuses``, and those that every operation with a role may give."""
     return {
         status: {"model": model, "description": _DESCRIPTIONS[status], "headers": _HEADERS.get(status, {})}
-        for status in sorted({400, 401, 403, 429, 500, 503, *statuses, *((408,) if 413 in statuses else ())})
+        for status in sorted({400, 401, 403, 414, 429, 431, 500, 503, *statuses, *((408,) if 413 in statuses else ())})
     }

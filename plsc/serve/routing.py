@@ -17,7 +17,7 @@ from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve.access import Permission, Right, Role
 from plsc.serve.errors import ApiError
 from plsc.serve.rate_limits import Kind
-from plsc.serve.service import Service
+from plsc.serve.service import Lifecycle, Service
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else
 SEGMENT = r"^[^\x00-\x1f\x7f]+$"  # of a path: admission refuses control characters
@@ -58,6 +58,12 @@ def get_service(scope: Scope) -> Service:
     """The service that the request was admitted to; it finishes what it began, even when told to stop."""
     service: Service = scope["state"]["service"]
     return service
+
+
+def get_lifecycle(scope: Scope) -> Lifecycle:
+    """The state of the process, for what is open to anyone."""
+    lifecycle: Lifecycle = scope["state"]["lifecycle"]
+    return lifecycle
 
 
 async def _service(request: Request) -> Service:

@@ -6,11 +6,13 @@ import gc
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from importlib.util import find_spec
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,10 +20,12 @@ from starlette.types import ASGIApp
 from plsc.errors import UsageError
 from plsc.progress import note
 from plsc.serve.app import build_app
-from plsc.serve.connections import ConnectionBudget, LimitedProtocol
+from plsc.serve.connections import MAX_PIPELINED, UNKNOWN_PIPELINED, ConnectionBudget, LimitedProtocol
+from plsc.serve.door import Door
 from plsc.serve.observability import Metrics, MetricsServer
 from plsc.serve.service import Lifecycle, Service
 from plsc.serve.settings import Limits, Settings, is_loopback
+from plsc.serve.shares import Shared
 from plsc.serve.token_book import TokenBook
 
 KEEP_ALIVE_SECONDS = 75  # longer than the usual reverse proxy's 60: the proxy closes first, and no request is lost
@@ -65,7 +69,10 @@ class Server:
         if self._metrics_server is not None:
             self.metrics_address = _url(settings.host, self._metrics_server.port) + "/metrics"
         app = build_app(self._lifecycle, settings, tokens, self._metrics)
-        self._server = _GracefulServer(_config(app, settings), self._lifecycle)
+        limits = settings.limits
+        part = max(int(limits.connections * settings.share), 1)
+        budget = ConnectionBudget(limits.connections, part, limits.anonymous_connections)
+        self._server = _GracefulServer(_config(app, settings, budget), self._lifecycle, budget)
 
     def run(self, load: Load, ready: Callable[[Service], None]) -> None:
         """Serve until :meth:`stop`, SIGTERM or SIGINT; then finish requests in flight and close the store.
@@ -107,11 +114,33 @@ class Server:
 
 
 class _GracefulServer(uvicorn.Server):
-    """uvicorn's server, for which a signal starts the shutdown and is not raised again after it."""
+    """uvicorn's server behind a :class:`Door`, for which a signal starts the shutdown and is not raised again."""
 
-    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, budget: ConnectionBudget) -> None:
         super().__init__(config)
-        self._lifecycle = lifecycle
+        self._lifecycle, self._budget = lifecycle, budget
+        self._door: Door | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        if sys.platform == "win32":  # whose event loop watches no sockets
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        assert sockets is not None, "it serves a socket that is bound already"
+        (listener,) = sockets
+        self._door = Door(listener, self._make_protocol, self._budget.newcomers_owe)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept none, and finish requests."""
+        if self._door is not None:
+            self._door.close()
+        await super().shutdown(sockets)
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        protocol: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state={})
+        return protocol
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -132,10 +161,12 @@ class _GracefulServer(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def _config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+def _config(app: ASGIApp, settings: Settings, budget: ConnectionBudget) -> uvicorn.Config:
     limits = settings.limits
-    budget = ConnectionBudget(limits.connections, limits.anonymous_connections)
-    protocol = type("Protocol", (LimitedProtocol,), {"limits": limits, "budget": budget})
+    unread = Shared("bytes of answers", limits.memory_bytes, settings.share)
+    pipelined = MAX_PIPELINED if settings.tokens is None else UNKNOWN_PIPELINED
+    known = {"limits": limits, "budget": budget, "unread": unread, "unknown_pipelined": pipelined}
+    protocol = type("Protocol", (LimitedProtocol,), known)
     return uvicorn.Config(
         app,
         http=protocol,

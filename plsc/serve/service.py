@@ -146,7 +146,8 @@ class Service:
             partial(self._decode, data=data, name=name, landmarks=landmarks, deadline=deadline)
             for (data, landmarks), name in zip(images, names, strict=True)
         ]
-        decoding = self.decoders.submit(current_caller().name, works)
+        caller = current_caller()
+        decoding = self.decoders.submit(caller.name or caller.place, works, caller.name or caller.place[0])
         try:
             decoded = await asyncio.gather(*decoding)
         finally:

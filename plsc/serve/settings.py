@@ -17,7 +17,7 @@ _ITEMS = re.compile(r"(?P<one>[^\W\d_A-Z]{1,30})/(?P<plural>[^\W\d_A-Z]{1,30})|(
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request, and of all of them together.
+    """Limits of one request, of one token, and of all of them together.
 
     Attributes:
         body_bytes: body of one request.
@@ -35,7 +35,8 @@ class Limits:
         queue: rows that wait for the device.
         connections: open at once, of callers with a good token, or without tokens of this machine's.
         anonymous_connections: open at once besides those.
-        requests: in flight at once, of callers who may do more than what is open to anyone.
+        requests: in flight at once, with their bodies, of callers who may do more than what is open to anyone.
+        token_share: of ``connections``, ``requests`` and ``memory_bytes``, what one token may have at a time.
         head_seconds: until a request's head has arrived.
         body_seconds: until its body, or the next piece, has arrived; ``body_rate`` bytes earn the body a second more.
         body_rate: bytes a second.
@@ -60,6 +61,7 @@ class Limits:
     connections: int = 1024
     anonymous_connections: int = 2048
     requests: int = 512
+    token_share: float = 0.25
     head_seconds: float = 10.0
     body_seconds: float = 30.0
     body_rate: int = 16 * 1024
@@ -132,6 +134,11 @@ class Settings:
     thumbnails: Path | None = None
     keep_thumbnails: bool = False
     limits: Limits = field(default_factory=Limits)
+
+    @property
+    def share(self) -> float:
+        """Of what all callers have, the part that one may have; without tokens all are one."""
+        return 1.0 if self.tokens is None else self.limits.token_share
 
 
 @lru_cache(maxsize=64)

@@ -1,41 +1,55 @@
-"""Turns of unknown callers: while known callers are at work, strangers together get a small part of the event loop.
+"""Turns of unknown callers: strangers together get a small part of the event loop's time, however they spend it.
 
 A refusal costs as much as an answer, and a connection that is refused at once is back at once. Here both wait for a
-turn instead: a thousand connections that come again and again become a thousand that wait.
+turn instead, which is paid for by the time that reading and answering took: a thousand connections that come again and
+again become a thousand that wait, and dear requests are fewer than cheap ones.
 """
 
 import asyncio
-import math
+import time
 from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Coroutine, Generator
+from functools import partial
+from typing import Any
 
 from plsc.serve.connections import Connection
 
-_BURST = 64  # answers at once: a page takes about twenty
-_PER_SECOND = 150  # while known callers ask: at half a millisecond each, a thirteenth of the event loop
-_PER_SECOND_ALONE = 500
-_KNOWN_SECONDS = 1.0  # a known caller who has not asked for so long is not at work
+_SAVED_SECONDS = 0.05  # of the loop's time, for answers at once: a page takes about twenty of a fifth of a millisecond
+_EXPECTED_SECONDS = 0.0005  # of an answer, until its time is known
+_UNSEEN_SECONDS = 0.0003  # of an answer, in the kernel and around the loop's steps
 _TICK_SECONDS = 0.005
 
 
 class Turns:
-    """Lets unknown callers be answered one after the other, in turn by address. Used in one event loop."""
+    """Lets unknown callers be answered one after the other, in turn by address. Used in one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        part: of the event loop's time.
+    """
+
+    def __init__(self, part: float) -> None:
+        self._part = part
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._level, self._filled = float(_BURST), 0.0
-        self._known_at = -math.inf
+        self._seconds, self._filled = _SAVED_SECONDS, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    def known(self, now: float) -> None:
-        """Say that a known caller asked at ``now`` (``time.monotonic()``)."""
-        self._known_at = now
+    async def take(self, connection: Connection, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Answer when it is the turn of ``connection``, unless it is lost by then."""
+        await self._wait(connection)
+        if connection.is_lost:
+            return
+        self._seconds -= _EXPECTED_SECONDS
+        metered = _Metered(answer())
+        try:
+            await metered
+        finally:
+            spent, connection.seconds = connection.seconds + metered.seconds + _UNSEEN_SECONDS, 0.0
+            self._seconds += _EXPECTED_SECONDS - spent
 
-    async def wait(self, connection: Connection) -> None:
-        """Wait for a turn of ``connection``, or until it is lost."""
+    async def _wait(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
         self._fill(loop.time())
-        if not self._waiting and self._level >= 1:
-            self._level -= 1
+        if not self._waiting and self._seconds > 0:
             return
         turn = loop.create_future()
         self._waiting.setdefault(connection.address, deque()).append(turn)
@@ -48,14 +62,14 @@ class Turns:
             connection.on_lost = None
 
     def _fill(self, now: float) -> None:
-        rate = _PER_SECOND if now - self._known_at < _KNOWN_SECONDS else _PER_SECOND_ALONE
-        self._level = min(self._level + (now - self._filled) * rate, _BURST)
+        self._seconds = min(self._seconds + (now - self._filled) * self._part, _SAVED_SECONDS)
         self._filled = now
 
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._fill(loop.time())
-        while self._level >= 1 and (turn := self._next()) is not None:
-            self._level -= 1
+        seconds = self._seconds
+        while seconds > 0 and (turn := self._next()) is not None:
+            seconds -= _EXPECTED_SECONDS
             _give(turn)
         self._timer = loop.call_later(_TICK_SECONDS, self._tick, loop) if self._waiting else None
 
@@ -70,6 +84,29 @@ class Turns:
                 self._waiting[address] = turns
                 return turn
         return None
+
+
+class _Metered(Awaitable[None]):
+    """Runs a coroutine, and measures the processor time of its own steps: what it waits for is not its time."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        self._coroutine = coroutine
+        self.seconds = 0.0
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        step: Callable[[], Any] = partial(self._coroutine.send, None)
+        while True:
+            begun = time.thread_time()
+            try:
+                awaited = step()
+            except StopIteration:
+                return
+            finally:
+                self.seconds += time.thread_time() - begun
+            try:
+                step = partial(self._coroutine.send, (yield awaited))
+            except BaseException as error:  # thrown in here, for the coroutine
+                step = partial(self._coroutine.throw, error)
 
 
 def _give(turn: "asyncio.Future[None]") -> None:

@@ -134,10 +134,24 @@ USING = (
     ),
     Defect(
         "a request more than the limit is taken",
-        "plsc/serve/admission.py",
-        "if self._in_flight >= self._limits.requests:",
-        "if self._in_flight > self._limits.requests:",
+        "plsc/serve/shares.py",
+        "if self.total + amount > self._most:",
+        "if self.total > self._most:",
         ("tests/serve/test_limits.py",),
+    ),
+    Defect(
+        "one token may have what all have together",
+        "plsc/serve/shares.py",
+        "self._held[owner] + amount > self._part:",
+        "self._held[owner] + amount > self._most:",
+        ("tests/serve/test_shares.py",),
+    ),
+    Defect(
+        "an unknown caller's turn costs nothing",
+        "plsc/serve/turns.py",
+        "self._seconds += _EXPECTED_SECONDS - spent",
+        "self._seconds += _EXPECTED_SECONDS",
+        ("tests/serve/test_crowds.py", "tests/serve/test_open_answers.py"),
     ),
     Defect(
         "a page of another site may call",

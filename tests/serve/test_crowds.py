@@ -169,27 +169,16 @@ def send_slowly(connection: socket.socket, data: bytes) -> None:
         time.sleep(0.001)
 
 
-def test_known_callers_have_a_limit_of_their_own(guarded):
-    live, known = guarded
-    with contextlib.ExitStack() as clients:
-        statuses = []
-        for _ in range(LIMITS.connections + 2):
-            client = clients.enter_context(httpx.Client(base_url=live.server.address))
-            statuses.append(client.get("/v1/info", headers=known).status_code)
-        assert statuses == [200] * LIMITS.connections + [503] * 2
-    wait_until(lambda: live.ask("GET", "/v1/info", headers=known).status_code == 200)
-
-
 def test_the_crowded_address_gives_way():
     closed: list[str] = []
 
     def connection(name: str, address: str) -> Connection:
-        made = Connection(budget, lambda: closed.append(name))
+        made = Connection(budget, lambda: closed.append(name), lambda: None)
         made.address = address
         budget.add(made)
         return made
 
-    budget = ConnectionBudget(known=2, anonymous=4)
+    budget = ConnectionBudget(known=2, part=2, anonymous=4)
     connection("alone", "192.0.2.1")
     oldest = connection("a", "192.0.2.2")
     connection("b", "192.0.2.2")
@@ -197,7 +186,7 @@ def test_the_crowded_address_gives_way():
     connection("c", "192.0.2.2")
     connection("d", "192.0.2.2")
     assert closed == ["b"]
-    assert oldest.identify()
+    oldest.belongs_to("somebody")
     connection("e", "192.0.2.3")
     assert closed == ["b"], "a known caller's connection counts elsewhere"
     connection("f", "192.0.2.3")

@@ -168,12 +168,12 @@ def test_callers_take_turns():
 
     async def run() -> None:
         decoders = Decoders(1, MEGAPIXELS, MEGAPIXELS)
-        first = decoders.submit("a", [lambda p, n=n: work(f"a{n}", p) for n in range(4)])
-        second = decoders.submit("a", [lambda p: work("b0", p)])
-        third = decoders.submit("c", [lambda p: work("c0", p)])
-        anonymous = decoders.submit(None, [lambda p: work("d0", p)])
+        first = decoders.submit("a", [lambda p, n=n: work(f"a{n}", p) for n in range(4)], "a")
+        second = decoders.submit("a", [lambda p: work("b0", p)], "a")
+        third = decoders.submit("c", [lambda p: work("c0", p)], "c")
+        fourth = decoders.submit("d", [lambda p: work("d0", p)], "d")
         first[3].cancel()
-        futures = [*first[:3], *second, *third, *anonymous]
+        futures = [*first[:3], *second, *third, *fourth]
         for ended in range(6):  # one after the other
             while sum(future.done() for future in futures) < ended or len(order) < ended + decoders.running:
                 await asyncio.sleep(0.001)
@@ -230,13 +230,13 @@ def test_a_picture_that_nobody_waits_for_is_killed():
         decoders = Decoders(1, 100_000_000, 100_000_000)
         await asyncio.to_thread(decoders.start)
         started = {child.pid for child in children()} - others
-        (future,) = decoders.submit("a", [lambda process: process.decode(bomb, "x")])
+        (future,) = decoders.submit("a", [lambda process: process.decode(bomb, "x")], "a")
         await asyncio.sleep(0.5)
         future.cancel()
         while decoders.running:
             await asyncio.sleep(0.01)
         assert started - {child.pid for child in children()}, "it was decoded to its end"
-        (next_one,) = decoders.submit("b", [lambda process: process.decode(picture(1), "x")])
+        (next_one,) = decoders.submit("b", [lambda process: process.decode(picture(1), "x")], "b")
         assert (await next_one).pixels.shape == (16, 16, 3)
         await asyncio.to_thread(decoders.close)
 

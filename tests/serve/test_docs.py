@@ -1,4 +1,4 @@
-"""docs/serving.md shows every request of the service, which tests/docs runs, and a proxy's configuration that works."""
+"""docs/serving.md shows every request of the service, which tests/docs runs; nginx is as docs/deployment.md has it."""
 
 import re
 import shutil
@@ -17,15 +17,15 @@ from support.waiting import wait_until
 
 from plsc.serve.tokens import add_token
 
-SERVING = ROOT / "docs" / "serving.md"
+SERVING, DEPLOYMENT = ROOT / "docs" / "serving.md", ROOT / "docs" / "deployment.md"
 
 
-def blocks(language: str) -> str:
-    return "\n".join(block.text for block in blocks_of(SERVING) if block.language == language)
+def blocks(page: Path, language: str) -> str:
+    return "\n".join(block.text for block in blocks_of(page) if block.language == language)
 
 
 def test_every_operation_is_shown(tmp_path):
-    script = blocks("sh")
+    script = blocks(SERVING, "sh")
     with live_service(tmp_path) as live:
         operations = live.ask("GET", "/openapi.json").json()["paths"]
     for path, methods in operations.items():
@@ -50,7 +50,13 @@ def test_nginx_serves_it_as_written(tmp_path):
         ports = {"listen 80;": plain.getsockname()[1], "listen 443 ssl;": tls.getsockname()[1]}
     secret = add_token(tmp_path / "tokens.toml", "camera", "admin")
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:
-        config = blocks("nginx").replace("127.0.0.1:8080", live.server.address.removeprefix("http://"))
+        config = blocks(DEPLOYMENT, "nginx").replace("127.0.0.1:8080", live.server.address.removeprefix("http://"))
+        for written, small in (
+            ("client_body_timeout     30s", "client_body_timeout 3s"),
+            ("tokens      32", "tokens 2"),
+        ):
+            assert written in config
+            config = config.replace(written, small)
         for line, port in ports.items():
             config = config.replace(line, line.replace("80", f"127.0.0.1:{port}").replace("443", f"127.0.0.1:{port}"))
         config = config.replace("/etc/ssl", str(tmp_path)).replace("/var/log/nginx", str(tmp_path))
@@ -65,6 +71,16 @@ def test_nginx_serves_it_as_written(tmp_path):
                 assert page.headers["strict-transport-security"] == "max-age=31536000"
                 assert client.get("/v1/info", headers={"Authorization": ""}).status_code == 401
                 assert client.post("/v1/compare", content=b"0" * (2**25 + 1)).status_code == 413
+                assert client.get(f"/health/live?{'a' * 9000}").status_code == 414
+                assert client.get("/health/live", headers={"Cookie": "a" * 9000}).status_code == 400
+                assert client.get("/health/live", headers={"Cookie": "a" * 7000, "X": "a" * 7000}).status_code == 200
+                slow = open_requests(3, ports["listen 443 ssl;"], context, secret)
+                assert client.get("/v1/info").status_code == 429
+                assert client.get("/health/live", headers={"Authorization": ""}).status_code == 200
+                cut = {connection.recv(1024)[:12] for connection in slow}  # after the time for bodies
+                assert b"HTTP/1.1 429" in cut <= {b"", b"HTTP/1.1 408", b"HTTP/1.1 429"}
+                for connection in slow:
+                    connection.close()
                 statuses = {client.get("/health/live").status_code for _ in range(150)}
                 assert statuses == {200, 429}
             moved = httpx.get(f"http://127.0.0.1:{ports['listen 80;']}/docs")
@@ -96,6 +112,17 @@ def test_a_proxy_opens_no_service_without_tokens(tmp_path, settings):
                 assert refused.status_code == 403
                 assert "tokens" in refused.text
         assert live.ask("GET", "/v1/collections").json()["collections"] == []
+
+
+def open_requests(count: int, port: int, context: ssl.SSLContext, secret: str) -> list[ssl.SSLSocket]:
+    """Connections on which a body has been announced, and a byte of it has come."""
+    head = f"POST /v1/compare HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {secret}\r\nContent-Length: 9\r\n\r\n{{"
+    found = []
+    for _ in range(count):
+        connection = context.wrap_socket(socket.create_connection(("127.0.0.1", port), 10), server_hostname="127.0.0.1")
+        connection.sendall(head.encode())
+        found.append(connection)
+    return found
 
 
 @contextmanager

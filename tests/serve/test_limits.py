@@ -128,7 +128,7 @@ def test_a_head_of_many_headers_is_refused(live):
     head = b"GET /health/live HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"aa:bb\r\n" * 30_000 + b"\r\n"
     with live.connect() as connection:
         send_what_is_taken(connection, live.addressed(head))
-        assert answer_of(connection)[:12] in (b"", b"HTTP/1.1 400")
+        assert answer_of(connection)[:12] in (b"", b"HTTP/1.1 431")
     assert memory("VmHWM") - before < 8 * MIB
 
 
@@ -295,7 +295,7 @@ def test_a_length_of_many_digits_is_a_length(live):
 def test_long_targets_are_refused(live):
     for path in ("/v1/collections/" + "%41" * 6000, "/health/live?" + "a=&" * 6000):
         refused = live.ask("GET", path)
-        assert (refused.status_code, "16,384 bytes" in refused.json()["error"]["message"]) == (400, True)
+        assert (refused.status_code, "16,384 bytes" in refused.json()["error"]["message"]) == (414, True)
     assert live.ask("GET", "/health/live?" + "a=&" * 5000).status_code == 200
 
 

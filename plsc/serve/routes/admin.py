@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 
 from plsc.serve import idempotency
 from plsc.serve.errors import RETRY_SECONDS, error_responses
-from plsc.serve.routing import SEGMENT, JsonRoute, Served, requires
+from plsc.serve.routing import SEGMENT, JsonRoute, Served, get_lifecycle, requires
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -36,16 +36,16 @@ class HealthView(BaseModel):
 
 @router.get("/health/live", tags=["health"], response_model=HealthView)
 @requires(None)
-async def live() -> HealthView:
+async def live(_: Request) -> Response:
     """The process runs and answers."""
-    return HealthView(status="live")
+    return JSONResponse({"status": "live"})
 
 
 @router.get("/health/ready", tags=["health"], response_model=HealthView, responses={503: {"model": HealthView}})
 @requires(None)
-async def ready(request: Request) -> JSONResponse:
+async def ready(request: Request) -> Response:
     """Requests are served: the model is loaded and the store answers."""
-    status = await request.app.state.lifecycle.readiness()
+    status = await get_lifecycle(request.scope).readiness()
     if status == "ready":
         return JSONResponse({"status": status})
     return JSONResponse({"status": status}, 503, {"Retry-After": str(RETRY_SECONDS)})

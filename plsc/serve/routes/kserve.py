@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from plsc.serve.errors import RETRY_SECONDS, ApiError, error_responses, first_error
 from plsc.serve.inputs import Float32
 from plsc.serve.rate_limits import charge
-from plsc.serve.routing import SEGMENT, Served, read_json, requires
+from plsc.serve.routing import SEGMENT, Served, get_lifecycle, read_json, requires
 from plsc.serve.service import Service
 
 INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
@@ -165,27 +165,29 @@ _BODY = {
 }
 
 
-@router.get("", responses={400: {"model": InferenceError}, 403: {"model": InferenceError}})
+@router.get(
+    "", response_model=ServerMetadata, responses={400: {"model": InferenceError}, 403: {"model": InferenceError}}
+)
 @requires(None)
-async def server_metadata() -> ServerMetadata:
+async def server_metadata(_: Request) -> Response:
     """The server, and the protocol's extensions that it speaks."""
     from plsc import __version__
 
-    return ServerMetadata(name="plsc", version=__version__, extensions=["binary_tensor_data"])
+    return JSONResponse({"name": "plsc", "version": __version__, "extensions": ["binary_tensor_data"]})
 
 
 @router.get("/health/live", response_model=ServerLive)
 @requires(None)
-async def server_live() -> ServerLive:
+async def server_live(_: Request) -> Response:
     """The process runs and answers."""
-    return ServerLive(live=True)
+    return JSONResponse({"live": True})
 
 
 @router.get("/health/ready", response_model=ServerReady, responses={503: {"model": ServerReady}})
 @requires(None)
-async def server_ready(request: Request) -> JSONResponse:
+async def server_ready(request: Request) -> Response:
     """The model can be asked."""
-    is_ready = await request.app.state.lifecycle.readiness() == "ready"
+    is_ready = await get_lifecycle(request.scope).readiness() == "ready"
     if is_ready:
         return JSONResponse({"ready": True})
     return JSONResponse({"ready": False}, 503, {"Retry-After": str(RETRY_SECONDS)})
