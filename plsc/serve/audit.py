@@ -66,14 +66,17 @@ class AuditLog:
         Args:
             last_change: the number of the store's last change.
         """
+        begins = self.head == BEGINNING
         gap = self._seen.gap(last_change) if self._is_file else None
         if gap is None:
             return
         self._append([{"time": now(), **gap}], durable=True)
+        if begins:  # what a store did before its first log is no loss
+            return
         if "undone" in gap:
             told = "the store is an older one than the audit log tells of"
         else:
-            told = f"changes of the store without a line in the audit log: {gap['count']}"
+            told = f"changes by other commands, or just before a kill, have no line in the audit log: {gap['count']}"
         note(f"plsc serve: {told}; see the gap at its end")
 
     def write(self, event: Event, **entry: Any) -> None:

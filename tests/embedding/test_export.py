@@ -174,9 +174,9 @@ def test_a_model_that_answers_nan_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_written_file_that_answers_nan_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(path: Path, real: Any = export.load_model) -> Any:
+    def load(path: Path, real: Any = export.load_model, **options: Any) -> Any:
         monkeypatch.setattr(export.TorchEngine, "run", lambda self, images: torch.full((len(images), DIM), torch.nan))
-        return real(path)
+        return real(path, **options)
 
     monkeypatch.setattr(export, "load_model", load)
     with pytest.raises(DataError, match="its embeddings are off by inf"):

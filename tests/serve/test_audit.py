@@ -248,7 +248,7 @@ def test_changes_without_a_line_are_named_once_through_rotations(tmp_path, capsy
     log = AuditLog(path, rotated_bytes=4096)
     log.account_for(61)
     log.close()
-    assert "without a line in the audit log: 5;" in capsys.readouterr().err
+    assert "have no line in the audit log: 5;" in capsys.readouterr().err
     log = AuditLog(path, rotated_bytes=4096)
     log.account_for(61)
     log.write("write", operation="add_persons", changes=[62])
