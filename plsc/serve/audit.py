@@ -66,7 +66,7 @@ class AuditLog:
         Args:
             last_change: the number of the store's last change.
         """
-        begins = self.head == BEGINNING
+        begins = self.head.sequence == 0  # with the line of its genesis
         gap = self._seen.gap(last_change) if self._is_file else None
         if gap is None:
             return
