@@ -116,7 +116,7 @@ def try_out(live: Live, cases: Any, secret: str | None, examples: int) -> None:
     def check(case: Any) -> None:
         if case.path.startswith("/v1/snapshots") and case.method == "POST":
             return  # each would copy the store
-        answer = case.call(headers=headers)
+        answer = case.call(headers=headers, timeout=120)  # its own 10 s are little on a loaded machine
         case.validate_response(answer, checks=CHECKS, headers=headers)
         told = answer.content + str(answer.headers).encode()
         for secret in (str(live.folder), "Traceback", "site-packages", *headers.values()):
