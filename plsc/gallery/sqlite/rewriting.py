@@ -164,7 +164,8 @@ class _Changes:
                 end_rewriting(self._db, "new")
                 self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk has ended it
+                    self._db.execute("ROLLBACK")
                 raise
             self._db.execute("PRAGMA new.journal_mode = WAL")  # as the present one has it: opening it writes nothing
         finally:
