@@ -33,7 +33,7 @@ def open_regular(path: Path, *, below: Path | None = None, largest: int | None =
     if fault is not None:
         os.close(descriptor)
         raise DataError(f"cannot read {path}: {fault}")
-    return os.fdopen(descriptor, "rb")
+    return open(path, "rb", opener=lambda name, flags: descriptor)  # a file that knows its name
 
 
 def read_bytes(path: Path, *, below: Path | None = None, largest: int = LARGEST_PICTURE) -> bytes:

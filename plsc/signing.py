@@ -40,6 +40,7 @@ from plsc.files import (
     write_json,
 )
 from plsc.progress import note
+from plsc.regular_files import open_regular
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -169,12 +170,10 @@ def open_signed(path: Path, kind: str) -> Iterator[BinaryIO]:
     """Open a file for reading, verified where a signature is asked for: whoever exchanges it, the block reads this one.
 
     Raises:
-        DataError: it is no file.
+        DataError: it is missing, or no regular file.
         IntegrityError: as :func:`require_signed`; or it was written while it was read.
     """
-    if not path.is_file():  # a pipe would be waited for
-        raise DataError(f"cannot read {path}: it is no file")
-    with path.open("rb") as file:
+    with _opened(path) as file:
         state = file_state(file)
         if is_asked_for():
             require_signed(path, kind, describe_open_file(file))
@@ -188,17 +187,21 @@ def read_signed(path: Path, kind: str, largest: int | None = None) -> bytes:
     """Read a file once, and verify those bytes where a signature is asked for.
 
     Raises:
-        DataError: it is no file, or has more than ``largest`` bytes.
+        DataError: it is missing, no regular file, or has more than ``largest`` bytes.
         IntegrityError: as :func:`require_signed`.
     """
-    if not path.is_file():
-        raise DataError(f"cannot read {path}: it is no file")
-    if largest is not None and path.stat().st_size > largest:
-        raise DataError(f"{path} has more than {largest:,} bytes; it is another kind of file")
-    content = path.read_bytes()
+    with _opened(path, largest) as file:
+        content = file.read()
     if is_asked_for():
         require_signed(path, kind, describe_content(content))
     return content
+
+
+def _opened(path: Path, largest: int | None = None) -> BinaryIO:
+    try:
+        return open_regular(path, largest=largest)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
 
 
 def signature_path(path: Path) -> Path:

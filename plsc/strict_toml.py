@@ -19,9 +19,8 @@ from typing import Any
 
 from plsc.errors import DataError, UsageError, first_line
 from plsc.nearest import did_you_mean, nearest
-from plsc.text_files import read_text
+from plsc.text_files import parse_toml, read_text
 from plsc.toml_keys import Key, keys_of, read_toml_value, toml_value
-from plsc.toml_text import parse_toml
 
 _LARGEST = 1 << 16  # bytes of a configuration: a written one has 6,000
 

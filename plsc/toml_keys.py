@@ -15,7 +15,7 @@ from typing import Any
 
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
-from plsc.toml_text import parse_toml
+from plsc.text_files import parse_toml
 
 
 def key(

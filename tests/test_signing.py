@@ -20,6 +20,7 @@ from support.measured import Commands, Outcome
 from untrusted.onnx_files import pooling
 from untrusted.samples import Samples, make_samples
 
+from plsc import signing
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.onnx_engine import OnnxEngine
 from plsc.errors import IntegrityError
@@ -255,14 +256,14 @@ def test_what_was_hashed_is_what_is_read(
         exchange(Path(file.name))
         return found
 
-    def read_bytes(path: Path, real: Any = Path.read_bytes) -> bytes:
-        content: bytes = real(path)
-        if path.suffix == ".onnx":
-            exchange(path)
-        return content
+    def description(content: bytes, real: Any = signing.describe_content) -> dict[str, Any]:
+        found: dict[str, Any] = real(content)
+        if content == (samples.folder / "m.onnx").read_bytes():
+            exchange(samples.folder / "m.onnx")
+        return found
 
     monkeypatch.setattr(hashlib, "file_digest", digest)
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    monkeypatch.setattr(signing, "describe_content", description)
     # torch opens a checkpoint's files again, and they are hashed anew; a removal counts as a change of a model.
     refusals = {_checkpoint: "is corrupt", _model: "was written while it was read"}
     if read in refusals:

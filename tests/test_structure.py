@@ -21,7 +21,7 @@ import write_configuration  # noqa: E402
 # The total order of packages and top-level modules: each may import those before it, and nothing else. "" is the face.
 ORDER = [
     "errors", "nearest", "arguments", "progress", "regular_files", "text_files", "files", "signing", "image_files",
-    "sizes", "toml_text", "toml_keys", "strict_toml", "client_values", "client", "native", "parallel", "losses",
+    "sizes", "toml_keys", "strict_toml", "client_values", "client", "native", "parallel", "losses",
     "head", "devices", "optim", "", "models", "data", "embedding", "evaluation", "index", "api", "gallery", "serve",
     "arcface_torch", "config", "train", "plan", "bench", "doctor", "quickstart", "tools",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from plsc.toml_text import parse_toml
+from plsc.text_files import parse_toml
 
 REFUSED = [
     "a.b.c.d.e.f.g.h.i = 1",

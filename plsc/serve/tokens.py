@@ -32,8 +32,7 @@ from plsc.files import atomic_write
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
 from plsc.serve.rate_limits import parse_rate_limits
-from plsc.text_files import read_text
-from plsc.toml_text import parse_toml
+from plsc.text_files import parse_toml, read_text
 
 _PREFIX = "plsc_"  # lets scanners of published code recognise a leaked secret
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")

@@ -378,7 +378,7 @@ USING = (
     ),
     Defect(
         "a quoted key hides how deep it is",
-        "plsc/toml_text.py",
+        "plsc/text_files.py",
         'elif piece["skipped"] is None:',
         "else:",
         ("tests/test_toml_text.py",),
