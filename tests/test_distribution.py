@@ -1,9 +1,11 @@
 """Source distribution and wheel: their contents, and an installation away from the checkout."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -90,3 +92,41 @@ def test_installed_wheel_works_elsewhere(wheel: Path, tmp_path: Path) -> None:
     assert backbone == "iresnet50"
     assert "quickstart" in run("-m", "plsc.tools.entry", "--help")
     assert "6" in run("-m", "plsc.tools.entry", "data", "stats", "avatars:3x2")
+
+
+LEAN = r"""
+import sys
+from importlib.machinery import PathFinder
+find, needed = PathFinder.find_spec, sys.argv.pop(1).split()
+PathFinder.find_spec = classmethod(
+    lambda cls, name, *rest: None if name.partition(".")[0] in needed else find(name, *rest)
+)
+from plsc.tools.entry import main
+sys.exit(main())
+"""
+
+
+def test_a_node_that_only_trains_needs_no_more_than_the_documentation_says(tmp_path: Path) -> None:
+    """The dependencies that docs/install.md leaves out cannot be imported: training and planning go on without them."""
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    (lean,) = re.findall(r"only trains.*?`pip install (.*?)`", page, re.DOTALL)
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        stated = [re.match(r"[\w-]+", line)[0] for line in tomllib.load(file)["project"]["dependencies"]]
+    assert set(lean.split()) < set(stated)
+    modules = {"faiss-cpu": "faiss", "prometheus-client": "prometheus_client"}
+    absent = " ".join(modules.get(name, name) for name in stated if name not in {*lean.split(), "filelock"})  # torch's
+
+    def run(*command: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-c", LEAN, absent, *command], cwd=tmp_path, capture_output=True, text=True
+        )
+        return done.returncode, done.stderr
+
+    small = ("--data.train", "avatars:8x4", "--eval.sets", "avatars:4x4", "--epochs", "1")
+    code, lines = run("train", "avatars_quickstart", *small, "--out", "run")
+    assert code == 0, lines
+    assert (tmp_path / "run" / "best.safetensors").exists()
+    code, lines = run("plan", "avatars_quickstart")
+    assert code == 0, lines
+    needs = "plsc serve: error: it needs uvicorn: pip install plsc-torch brings it\n"
+    assert run("serve", "--model", "run", "--store", "gallery") == (1, needs)

@@ -216,6 +216,10 @@ def _run(tool: ModuleType, name: str, argv: list[str]) -> int:
         return _fail(error.prog, str(error), error.exit_code)
     except PlscError as error:
         return _fail(f"plsc {name}", str(error), error.exit_code)
+    except ModuleNotFoundError as error:  # of an installation that has only what training needs (docs/install.md)
+        if error.name is None or error.name.startswith("plsc"):
+            raise
+        return _fail(f"plsc {name}", f"it needs {error.name.partition('.')[0]}: pip install plsc-torch brings it", 1)
     except KeyboardInterrupt:
         return _fail(f"plsc {name}", "interrupted", 130)
     except BrokenPipeError:
