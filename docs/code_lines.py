@@ -55,8 +55,8 @@ def main() -> None:
         name = path.relative_to(ROOT)
         room = name if each_file else Path(*name.parent.parts[:2])
         counts[str(room)] += code_lines(path.read_text(encoding="utf-8"))
-    for room, lines in counts.most_common():
-        print(f"{lines:7,}  {room}")
+    for place, count in counts.most_common():
+        print(f"{count:7,}  {place}")
     print(f"{sum(counts.values()):7,}  lines of code shipped")
     for folder in BESIDE:
         texts = [path.read_text(encoding="utf-8") for path in python_files(folder)]

@@ -1,11 +1,11 @@
 """Count the files that a training step, a search and an enrolment enter, and write the table in docs/architecture.md.
 
-    python docs/trace_journeys.py [--files]
+    python docs/trace_journeys.py [--files] [--check]
 
-A small run is trained and then served by the commands themselves, in this process, on the CPU; each journey is taken
-several times, and the last is counted by the interpreter's profiler: every file of plsc with a function that was called,
-in any thread, and how often a thread went from one to another. Decoding takes place in processes of its own, and is not
-counted.
+A small run is trained and then served by the commands themselves, in this process, on the CPU. Each journey is taken
+several times, and the last is counted by the interpreter's profiler: every file of plsc with a function that was called
+in any thread, and how often a thread went from one to another. Decoding takes place in processes of its own, and is
+not counted.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from unittest.mock import patch
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 TAKEN = 4  # times that each journey is taken; what is made at its first time is not part of it
-RECIPE = ("--data.train", "avatars:16x8", "--epochs", "1", "--optim.batch_per_rank", "16")
+RECIPE = ("--data.train", "avatars:16x8", "--eval.sets", "avatars:8x4", "--epochs", "2", "--data.batch_size", "64")
 
 
 class Journey:
@@ -94,11 +94,13 @@ class Caller:
     """A connection to the service, kept alive, with a picture to send."""
 
     def __init__(self, port: int) -> None:
-        from plsc.data.avatars import draw_avatar  # type: ignore[attr-defined]
+        from PIL import Image
+
+        from plsc.data.avatars import render_avatar
 
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         file = io.BytesIO()
-        draw_avatar(0, 0).save(file, "PNG")
+        Image.fromarray(render_avatar(0, 0, 48)).save(file, "PNG")
         self.picture = {"image": base64.b64encode(file.getvalue()).decode()}
 
     def ask(self, method: str, path: str, body: Any = None) -> Any:
@@ -155,14 +157,14 @@ def measure() -> dict[str, Journey]:
             journey.profile(frame, event, argument)
 
     def take(caller: Caller) -> None:
-        caller.ask("PUT", "/collections/people", {})
+        caller.ask("POST", "/v1/collections", {"name": "people"})
         for number in range(TAKEN):
             with enrolment.traced():
                 person = {"name": f"Person {number}", "faces": [caller.picture]}
-                caller.ask("POST", "/collections/people/persons", person)
+                caller.ask("POST", "/v1/collections/people/persons", person)
         for _ in range(TAKEN):
             with search.traced():
-                caller.ask("POST", "/collections/people/search", {"inputs": [caller.picture], "k": 3})
+                caller.ask("POST", "/v1/collections/people/search", {"query": caller.picture, "k": 3})
 
     threading.setprofile(profile)
     sys.setprofile(profile)
@@ -170,26 +172,31 @@ def measure() -> dict[str, Journey]:
         train(step, Path(folder) / "run")
         serve(take, Path(folder) / "run", Path(folder) / "gallery")
     sys.setprofile(None)
-    threading.setprofile(None)  # type: ignore[arg-type]
+    threading.setprofile(None)
     return journeys
 
 
 def main() -> None:
-    """Measure, print, and write the table."""
+    """Measure, print, and write the table or compare with it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", action="store_true", help="print the files of each journey, in order of entry")
-    list_files = parser.parse_args().files
+    parser.add_argument("--check", action="store_true", help="fail where a journey enters more files than in the table")
+    args = parser.parse_args()
     journeys = measure()
-    table = "| journey | files entered | moves between files |\n|---|---:|---:|\n"
-    for name, journey in journeys.items():
-        table += f"| {name} | {len(journey.files)} | {journey.moves} |\n"
-        if list_files:
-            print(f"{name}: {' '.join(journey.files)}")
+    rows = [f"| {name} | {len(taken.files)} | {taken.moves} |" for name, taken in journeys.items()]
+    table = "\n".join(["| journey | files entered | moves between files |", "|---|---:|---:|", *rows])
     print(table)
+    if args.files:
+        print(*(f"{name}: {' '.join(taken.files)}" for name, taken in journeys.items()), sep="\n")
     text = PAGE.read_text(encoding="utf-8")
-    written, count = re.subn(r"\| journey \|.*?\n(?=\n)", lambda _: table, text, count=1, flags=re.DOTALL)
-    assert count == 1, f"{PAGE} has no table of journeys"
-    PAGE.write_text(written, encoding="utf-8")
+    (written,) = re.findall(r"^\| journey \|.*?(?=\n\n)", text, re.DOTALL | re.MULTILINE)
+    if not args.check:
+        PAGE.write_text(text.replace(written, table), encoding="utf-8")
+        return
+    for name, taken in journeys.items():
+        said = int(re.search(rf"{name} \| (\d+)", written)[1])  # type: ignore[index]
+        if len(taken.files) > said:
+            sys.exit(f"{name} enters {len(taken.files)} files, and {PAGE} says {said}: {' '.join(taken.files)}")
 
 
 if __name__ == "__main__":
