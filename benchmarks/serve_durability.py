@@ -81,7 +81,8 @@ class Gallery:
     @property
     def living(self) -> dict[int, Person]:
         """Who is there for all that is known."""
-        return {number: person for number, person in list(self.people.items()) if None not in person.states}
+        with self.lock:
+            return {number: person for number, person in self.people.items() if None not in person.states}
 
 
 class Caller:
