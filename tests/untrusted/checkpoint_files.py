@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex
 
 from untrusted.pickled import DEEP
-from untrusted.samples import Arguments, Case, Samples
+from untrusted.samples import Case, Change, copied
 
-Change = Callable[[Path], object]
 WEIGHT = "backbone.conv1.weight"
 
 
@@ -28,13 +28,18 @@ def _rehash(folder: Path) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
 
-def _in_manifest(change: Callable[[dict[str, Any]], object]) -> Change:
+def _in_json(name: str, change: Callable[[dict[str, Any]], object]) -> Change:
     def apply(folder: Path) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text())
-        change(manifest)
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        content = json.loads((folder / name).read_text())
+        change(content)
+        (folder / name).write_text(json.dumps(content))
+        if name != "manifest.json":
+            _rehash(folder)
 
     return apply
+
+
+_in_manifest, _in_state = partial(_in_json, "manifest.json"), partial(_in_json, "state.json")
 
 
 def _in_metadata(change: Callable[[Any], object]) -> Change:
@@ -42,16 +47,6 @@ def _in_metadata(change: Callable[[Any], object]) -> Change:
         metadata = FileSystemReader(folder).read_metadata()
         change(metadata)
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-        _rehash(folder)
-
-    return apply
-
-
-def _in_state(change: Callable[[dict[str, Any]], object]) -> Change:
-    def apply(folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text())
-        change(state)
-        (folder / "state.json").write_text(json.dumps(state))
         _rehash(folder)
 
     return apply
@@ -215,31 +210,13 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def _copied(change: Change, folder: Path, samples: Samples) -> Path:
-    path = folder / "checkpoints/step-00000001"
-    shutil.copytree(samples.checkpoint, path)
-    change(path)
-    return path
+def _read(words: str, change: Change) -> Case:
+    return copied(words, "checkpoint", change, "checkpoints/step-00000001")
 
 
-def _exported(change: Change) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        out = folder.parent / "model.safetensors"
-        return ["checkpoint", "export", _copied(change, folder, samples), out, "--centres", folder.parent / "c.npy"]
-
-    return make
-
-
-def _described(change: Change) -> Case:
-    return lambda folder, samples: ["checkpoint", "info", _copied(change, folder, samples)]
-
-
-def _resumed(change: Change) -> Case:
-    def make(folder: Path, samples: Samples) -> Arguments:
-        path = _copied(change, folder, samples)
-        return ["train", samples.config, "--out", folder.parent / "run", "--resume", path]
-
-    return make
+_exported = partial(_read, "checkpoint export {file} {out}/model.safetensors --centres {out}/c.npy")
+_described = partial(_read, "checkpoint info {file}")
+_resumed = partial(_read, "train {config} --out {out}/run --resume {file}")
 
 
 def _without(name: str) -> Change:
