@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plsc.data.codec import suffix_of
-from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, map_numbers
+from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, PackedStringColumn, map_numbers, number_names
 from plsc.data.record_keys import RecordKeys, keys_path
-from plsc.data.recordio import LEAST_RECORD, ImageRecord, RecordFile, label_map_path
-from plsc.data.string_column import NumberStringColumn, PackedStringColumn
+from plsc.data.recordio import LEAST_RECORD, RecordFile, label_map_path
 from plsc.errors import DataError, UsageError
 from plsc.files import LARGEST_JSON, atomic_write, read_json
 from plsc.models.preprocessing import ImageSize
@@ -108,7 +107,7 @@ def _class_names(path: Path, numbers: NDArray[np.int64]) -> Sequence[str]:
     """Return the names of the numbered classes, from the label map beside the records if there is one."""
     label_map = label_map_path(path)
     if not label_map.is_file():
-        return NumberStringColumn(numbers)
+        return number_names(numbers)
     content = read_json(label_map, max(LARGEST_JSON, path.stat().st_size))  # each name has an image
     names = content.get("classes") if isinstance(content, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -193,7 +192,12 @@ def _select_images(
         return keys, offsets
     if first.flag == 0 or suffix_of(first.image) is not None:
         return keys, offsets
-    stop = _image_keys_end(first, file.path, len(keys))
+    if not 1 < first.labels[0] <= 2 * len(keys) + 1_000_000:
+        raise DataError(
+            f"record 0 of {file.path} announces images up to key {first.labels[0]:,.0f}, among {len(keys):,} records; "
+            "use another copy"
+        )
+    stop = int(first.labels[0])  # the key after the last image's
     announced = (keys >= 1) & (keys < stop)
     keys, offsets = keys[announced], offsets[announced]
     missing = np.setdiff1d(np.arange(1, stop, dtype=np.int64), keys)
@@ -203,16 +207,6 @@ def _select_images(
         order = np.argsort(keys, kind="stable")
         keys, offsets = keys[order], offsets[order]
     return keys, offsets
-
-
-def _image_keys_end(header: ImageRecord, path: Path, records: int) -> int:
-    """Return the key after the last image's, from header record 0; one far beyond the number of records is an error."""
-    stop = header.labels[0]
-    if not 1 < stop <= 2 * records + 1_000_000:
-        raise DataError(
-            f"record 0 of {path} announces images up to key {stop:,.0f}, among {records:,} records; use another copy"
-        )
-    return int(stop)
 
 
 def _stamp(path: Path) -> NDArray[np.int64]:

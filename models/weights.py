@@ -136,8 +136,7 @@ def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None
     Raises as :func:`load_weights` does.
     """
     path = weights_file(source)
-    state, metadata = read_state(path)
-    return _brought(name, state, metadata, path)
+    return _brought(name, *read_state(path), path)
 
 
 def adopt_preprocessing(backbone: Backbone, contract: Preprocessing) -> None:
@@ -155,9 +154,15 @@ def _contract(metadata: dict[str, str], path: Path) -> Preprocessing | None:
     """Read the contract from a file's metadata; None where they are not plsc's."""
     if metadata.get("format") != FORMAT:
         return None
-    try:
+    with _metadata_errors(path):
         return Preprocessing.from_metadata(metadata)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+
+
+@contextmanager
+def _metadata_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
 
 
@@ -168,9 +173,8 @@ def read_state(path: Path, *, own: bool = False) -> tuple[dict[str, Tensor], dic
     if path.suffix == ".onnx":
         raise UsageError(f"{path} is an ONNX model, which can only embed; name a .safetensors or .pt file")
     with path.open("rb") if own else open_signed(path, MODEL) as file:
-        state, metadata = (
-            _read_safetensors(file, path) if path.suffix == ".safetensors" else (_read_torch(file, path), {})
-        )
+        is_safe = path.suffix == ".safetensors"
+        state, metadata = _read_safetensors(file, path) if is_safe else (_read_torch(file, path), {})
     if not state:
         raise DataError(f"{path} holds no tensors")
     return _without_prefixes(state), metadata
@@ -219,8 +223,7 @@ def _read_torch(file: BinaryIO, path: Path) -> dict[str, Tensor]:
     except Exception as error:  # torch.load raises nearly every kind on arbitrary bytes
         if isinstance(error, OSError) and error.filename is not None:  # an OSError without one is of the content
             raise
-        reason = str(error).partition("\n")[0][:200]
-        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {reason}") from None
+        raise DataError(f"{path} is truncated or corrupt, or no PyTorch file: {first_line(error)}") from None
     tensors = _tensors(loaded, path)
     check_tensors(tensors, path)
     return tensors
@@ -253,18 +256,12 @@ def _from_metadata(metadata: dict[str, str], path: Path) -> Architecture | None:
         raise DataError(f"{path} has the format {metadata['format']!r}; this version reads {FORMAT!r}")
     if not _PLAIN_NAME.fullmatch(metadata["name"]):
         raise DataError(f"{path} names a model {metadata['name'][:80]!r}, which is none; use another copy")
-    try:
+    with _metadata_errors(path):
         options = {key: value for key, value in json.loads(metadata["options"]).items() if key not in FETCHING}
         if any(isinstance(value, int) and value > _LARGEST_OPTION for value in options.values()):
             raise ValueError(f"an option above {_LARGEST_OPTION:,}")
-        return Architecture(
-            metadata["name"],
-            int(metadata["embedding_dim"]),
-            image_size(json.loads(metadata["image_size"])),
-            options,
-        )
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} has incomplete metadata: {first_line(error)}; save it again") from None
+        size = image_size(json.loads(metadata["image_size"]))
+        return Architecture(metadata["name"], int(metadata["embedding_dim"]), size, options)
 
 
 def _from_state(state: dict[str, Tensor], architecture: str | None, path: Path) -> Architecture:
@@ -317,21 +314,13 @@ def _assign(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
 
 def _check_fit(model: nn.Module, state: Mapping[str, Tensor], path: Path) -> None:
     own = model.state_dict()
-    _refuse("lacks", [key for key in own if key not in state], path)
-    _refuse("has unexpected", [key for key in state if key not in own], path)
-    _refuse(
-        "has other shapes in",
-        [
-            f"{key} {tuple(state[key].shape)} instead of {tuple(tensor.shape)}"
-            for key, tensor in own.items()
-            if tensor.shape != state[key].shape
-        ],
-        path,
-    )
-
-
-def _refuse(problem: str, keys: Iterable[str], path: Path) -> None:
-    keys = list(keys)
-    if keys:
-        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        raise DataError(f"{path} does not fit the model: it {problem} {', '.join(keys[:3])}{more}")
+    others = [(key, state[key].shape, own[key].shape) for key in own if key in state]
+    problems = {
+        "lacks": [key for key in own if key not in state],
+        "has unexpected": [key for key in state if key not in own],
+        "has other shapes in": [f"{key} {tuple(a)} instead of {tuple(b)}" for key, a, b in others if a != b],
+    }
+    for problem, keys in problems.items():
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise DataError(f"{path} does not fit the model: it {problem} {', '.join(keys[:3])}{more}")

@@ -67,28 +67,6 @@ def test_transparent_pixels_are_white() -> None:
         assert decoded[:, 1, 1].tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
-@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
-def test_exif_orientation(orientation: int, kind: str) -> None:
-    upright = gradient(24, 16)
-    back = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_90,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_270,
-    }.get(orientation)
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = stored(upright.transpose(back) if back is not None else upright, kind, exif=exif, quality=95)
-    image = decode_image(data, "x")
-    assert image.shape == (3, 16, 24)
-    expected = torch.from_numpy(np.array(upright)).permute(2, 0, 1)
-    assert (image.int() - expected.int()).abs().float().mean() < 4
-
-
 def png_of_size(width: int, height: int) -> bytes:
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))

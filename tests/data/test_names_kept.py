@@ -92,22 +92,9 @@ def test_odd_names_survive_a_rec(tmp_path: Path) -> None:
 
 
 HOSTILE = [
-    "\tx",
-    "\nx",
-    "\rx",
-    "x\ty",
-    "\ufeffx",
-    " x",
-    "x ",
-    " ",
-    "\x1cx",
-    "x\x85",
-    "\xa0",
-    "images.tsv",
-    "\udcffx",
-    "\\",
+    "\tx", "\nx", "\rx", "x\ty", "\ufeffx", " x", "x ", " ", "\x1cx", "x\x85", "\xa0", "images.tsv", "\udcffx", "\\",
     "ü",
-]
+]  # fmt: skip
 
 
 def test_a_written_list_is_read_whatever_the_names_are(tmp_path: Path) -> None:
