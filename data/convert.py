@@ -1,7 +1,7 @@
 """Conversion of any data set to a ``.rec``, or to a folder per identity with a list of its images.
 
 Images keep the paths that they have in their source. A ``.rec`` has them in its keys file
-(:mod:`plsc.data.record_keys`). In a folder an image has its own path, below the folder of its class, with another
+(:mod:`plsc.data.recordio`). In a folder an image has its own path, below the folder of its class, with another
 suffix where the format changes; ``images.tsv`` lists them, a line ``path<TAB>class<TAB>path in the source`` each, with
 the last column escaped as in a keys file.
 """
@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 from plsc.data.codec import Encoding, image_pixels, suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
 from plsc.data.loader import map_in_workers, report_killed_workers
-from plsc.data.record_keys import write_key
-from plsc.data.recordio import check_records, record_writer
+from plsc.data.recordio import check_records, record_writer, write_key
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
 from plsc.image_files import SUFFIXES

@@ -178,7 +178,6 @@ class FileDataset(EncodedDataset):
         labels: int64 (N,).
         class_names: C names.
         image_size: as :class:`ImageDataset`'s.
-        source: what the data set was opened from; None: ``folder``.
         may_leave: they may be links that lead out of the folder.
     """
 
@@ -190,10 +189,9 @@ class FileDataset(EncodedDataset):
         class_names: Sequence[str],
         image_size: ImageSize | None,
         *,
-        source: Path | None = None,
         may_leave: bool = False,
     ) -> None:
-        super().__init__(str(source or folder), labels, class_names, image_size)
+        super().__init__(str(folder), labels, class_names, image_size)
         self.folder, self._paths = folder, PackedStringColumn(paths)
         self._below = None if may_leave else folder.resolve()
 

@@ -155,11 +155,16 @@ class ListDataset(FileDataset):
     """
 
     def __init__(self, path: Path, image_size: ImageSize | None = 112) -> None:
-        entries = list(_entries(path))
-        if not entries:
+        paths: list[str] = []
+        names: list[str] = []
+        for image, name in _entries(path):
+            paths.append(image)
+            names.append(name)
+        if not paths:
             raise DataError(f"{path} lists no image; each line is path<TAB>label")
-        labels, classes = map_names([label for _, label in entries])
-        super().__init__(path.parent, (image for image, _ in entries), labels, classes, image_size, source=path)
+        labels, classes = map_names(names)
+        super().__init__(path.parent, paths, labels, classes, image_size)
+        self.source = str(path)
 
 
 def _no_image_error(files: PictureFiles) -> str:

@@ -1,7 +1,6 @@
 """Inspection of a data set: broken images, duplicates and empty classes; statistics of images per class."""
 
 import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,8 @@ _CHUNK = 64
 _DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True)
-class _ChunkReport:
-    """Digests of the content of some consecutive images, uint64 (n, 2), and the broken ones' errors by index."""
-
-    digests: NDArray[np.uint64]
-    broken: dict[int, str]
+# Digests of the content of some consecutive images, uint64 (n, 2), and the broken ones' errors by index.
+_Chunk = tuple[NDArray[np.uint64], dict[int, str]]
 
 
 @report_killed_workers()
@@ -49,11 +44,13 @@ def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> di
     broken: dict[int, str] = {}
     progress = Progress("check", len(dataset), quiet=quiet)
     chunks = [range(start, min(start + _CHUNK, len(dataset))) for start in range(0, len(dataset), _CHUNK)]
-    for chunk, report in zip(chunks, map_in_workers(_Inspector(dataset), chunks, workers), strict=True):
-        digests[chunk] = report.digests
-        broken |= report.broken
+    for chunk, (found, faults) in zip(chunks, map_in_workers(_Inspector(dataset), chunks, workers), strict=True):
+        digests[chunk] = found
+        broken |= faults
         progress.advance(len(chunk))
     progress.finish()
+    counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
+    unused = [dataset.class_names[int(label)] for label in np.flatnonzero(counts == 0)]
     reasons = dataset.skipped | {dataset.key(index): why for index, why in broken.items()}
     return {
         "source": dataset.source,
@@ -62,18 +59,18 @@ def check(dataset: ImageDataset, *, workers: int = 0, quiet: bool = False) -> di
         "broken": len(reasons),
         "broken_images": [{"key": key, "why": why} for key, why in list(reasons.items())[:MAX_LISTED]],
         **_duplicates(dataset, digests, np.array(sorted(broken), dtype=np.int64)),
-        "empty_classes": _empty_classes(dataset),
+        "empty_classes": [*dataset.empty_classes, *unused],
         "files_left_out": dataset.left_out,
     }
 
 
-class _Inspector(Dataset[_ChunkReport]):
+class _Inspector(Dataset[_Chunk]):
     """Inspects the images of a range: a map from range to report, for torch's DataLoader."""
 
     def __init__(self, dataset: ImageDataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, indices: range) -> _ChunkReport:
+    def __getitem__(self, indices: range) -> _Chunk:
         digests = np.zeros((len(indices), 2), dtype=np.uint64)
         broken: dict[int, str] = {}
         for row, index in enumerate(indices):
@@ -81,7 +78,7 @@ class _Inspector(Dataset[_ChunkReport]):
                 digests[row] = np.frombuffer(_digest(self.dataset, index), dtype=np.uint64)
             except DataError as error:
                 broken[index] = str(error)
-        return _ChunkReport(digests, broken)
+        return digests, broken
 
 
 def _digest(dataset: ImageDataset, index: int) -> bytes:
@@ -111,12 +108,6 @@ def _duplicates(dataset: ImageDataset, digests: NDArray[np.uint64], broken: NDAr
             {"key": dataset.key(int(later[row])), "same_as": dataset.key(int(earlier[row]))} for row in listed
         ],
     }
-
-
-def _empty_classes(dataset: ImageDataset) -> list[str]:
-    """Return the names of classes without an image: those left out on opening, and those with a label."""
-    counts = np.bincount(dataset.labels, minlength=dataset.num_classes)
-    return [*dataset.empty_classes, *(dataset.class_names[int(label)] for label in np.flatnonzero(counts == 0))]
 
 
 _BAR = 40

@@ -56,6 +56,7 @@ class TrainLoader:
         pin_memory: put batches into pinned memory, from which they are copied to a GPU while the host goes on.
 
     Attributes:
+        epoch: the current epoch, from 0; it advances when the loop over it ends.
         indices: those in the data set of the images that were yielded last.
 
     Raises:
@@ -82,7 +83,7 @@ class TrainLoader:
         self.dataset, self.batch_size, self.rank, self.world_size = dataset, batch_size, rank, world_size
         self.seed, self.shuffle, self.max_bad_records = seed, shuffle, max_bad_records
         self._pin_memory = pin_memory
-        self._epoch = self._consumed = self._yielded = 0
+        self.epoch = self._consumed = self._yielded = 0
         self._ranges: list[StepRange] = []
         self.indices: list[int] = []
         self._bad_keys: set[str] = set()
@@ -93,11 +94,6 @@ class TrainLoader:
         self._requests: list[BatchRequest] = []  # of an epoch from the position on; the DataLoader's sampler
         self.augment = augment
         self._batches = map_in_workers(reader, self._requests, workers, persistent=True, pin_memory=pin_memory)
-
-    @property
-    def epoch(self) -> int:
-        """The current epoch, from 0; it advances when the loop over it ends."""
-        return self._epoch
 
     @property
     def augment(self) -> str:
@@ -141,7 +137,7 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, int]:
         """Return ``{"epoch", "consumed"}``: samples of the epoch that all ranks together have yielded."""
-        return {"epoch": self._epoch, "consumed": self._consumed}
+        return {"epoch": self.epoch, "consumed": self._consumed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state saved by any number of ranks; :class:`DataError` if the data has no such position."""
@@ -151,23 +147,23 @@ class TrainLoader:
                 f"there is no sample {consumed:,} of epoch {epoch} in {self.dataset.source} with its "
                 f"{len(self.dataset):,} images; resume with the data that the run began with"
             )
-        self._epoch, self._consumed = epoch, consumed
+        self.epoch, self._consumed = epoch, consumed
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._consumed == len(self.dataset):  # the last loop was left, or saved, at its last batch
-            self._epoch, self._consumed = self._epoch + 1, 0
+            self.epoch, self._consumed = self.epoch + 1, 0
         plan = self._plan(self._consumed)
-        order = epoch_order(len(self.dataset), seed=self.seed, epoch=self._epoch, shuffle=self.shuffle)
+        order = epoch_order(len(self.dataset), seed=self.seed, epoch=self.epoch, shuffle=self.shuffle)
         self._yielded, self._ranges = 0, plan
         parts = (order[step.part(self.rank, self.world_size)] for step in plan)
-        self._requests[:] = [BatchRequest(self._epoch, part, self.augment) for part in parts]
+        self._requests[:] = [BatchRequest(self.epoch, part, self.augment) for part in parts]
         for count, (step, batch) in enumerate(zip(plan, self._batches, strict=True), start=1):
             self._check_readable(batch)
             self._report(batch.failures)
             # The position advances by what was yielded, not by what the processes have read ahead.
             self._consumed, self._yielded, self.indices = step.stop, count, batch.indices.tolist()
             yield batch.images, self._labels_of(batch.indices)
-        self._epoch, self._consumed = self._epoch + 1, 0
+        self.epoch, self._consumed = self.epoch + 1, 0
 
     def _plan(self, consumed: int) -> list["StepRange"]:
         return global_batches(
@@ -408,7 +404,8 @@ def report_killed_workers() -> Iterator[None]:
             raise
         raise _killed_worker() from None
     except (ConnectionError, EOFError) as error:
-        if not _comes_from_a_pipe(error):
+        # A loader loses its connection to a process that ends before the system tells of the process's end.
+        if all(frame.f_code.co_name != "_try_get_data" for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         with suppress(RuntimeError):
             time.sleep(_END_TOLD_SECONDS)  # torch's handler raises here, and not in what comes next
@@ -417,11 +414,6 @@ def report_killed_workers() -> Iterator[None]:
 
 def _killed_worker() -> DataError:
     return DataError("a decoding process was killed, perhaps for want of memory: use fewer (--workers, data.workers)")
-
-
-def _comes_from_a_pipe(error: BaseException) -> bool:
-    """True if a loader lost its connection to a process: that ends before the system tells of the process's end."""
-    return any(frame.f_code.co_name == "_try_get_data" for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _identity_collate(result: Any) -> Any:

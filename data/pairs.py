@@ -170,13 +170,13 @@ def _reconstruct(subtype: Any, shape: Any, code: Any) -> _Array:
     return _Array()
 
 
-def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any = "C", axis_order: Any = None) -> _Array:
+def _from_buffer(buffer: Any, dtype: Any, shape: Any, order: Any = "C", axis_order: Any = None) -> _Array:
     array = _Array()
     array.fill(buffer, dtype, shape if isinstance(shape, tuple) else (shape,))
     return array
 
 
-def scalar(dtype: Any, raw: Any) -> bool:
+def _scalar(dtype: Any, raw: Any) -> bool:
     return bool(np.frombuffer(bytes(memoryview(raw)), dtype=_kind(dtype)).item())
 
 
@@ -193,15 +193,11 @@ _GLOBALS: dict[tuple[str, str], object] = {
     ("_codecs", "encode"): _Inert(_encode),
     ("__builtin__", "bytes"): _EMPTY_BYTES,
     ("builtins", "bytes"): _EMPTY_BYTES,
-} | {
-    (f"numpy.{core}.{module}", function.__name__): _Inert(function)
-    for core in ("core", "_core")
-    for module, function in (
-        ("multiarray", _reconstruct),
-        ("multiarray", scalar),
-        ("numeric", _frombuffer),
-    )
 }
+for _core in ("numpy.core", "numpy._core"):
+    _GLOBALS[f"{_core}.multiarray", "_reconstruct"] = _Inert(_reconstruct)
+    _GLOBALS[f"{_core}.multiarray", "scalar"] = _Inert(_scalar)
+    _GLOBALS[f"{_core}.numeric", "_frombuffer"] = _Inert(_from_buffer)
 
 
 class _InertUnpickler(pickle.Unpickler):

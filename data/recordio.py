@@ -7,13 +7,22 @@ part, and reading can resume anywhere in a damaged file.
 
 The content of an image record is a header (flag uint32, label float32, id uint64, id2 uint64), then ``flag`` labels
 of float32, then the encoded image. insightface puts ``X.idx`` (lines ``key<TAB>offset``) and ``property`` beside
-``X.rec``; we add ``X.classes.json`` with the class names and ``X.keys.tsv`` with the images' names in their source
-(:mod:`plsc.data.record_keys`).
+``X.rec``; we add ``X.classes.json`` with the class names and ``X.keys.tsv`` with the source file of each image. That is
+text in UTF-8: a header line, and then a line for each image, in order of key::
+
+    key<TAB>class<TAB>path
+    1<TAB>person-a<TAB>person-a/2021/portrait.png
+    2<TAB>person-b<TAB>person-b/NAME_0001.jpg
+
+``key`` is the record's key in ``X.idx``, ``class`` the name of its class, ``path`` that of its image in the source:
+relative to the folder, or as the list has it. A backslash, tab, line feed and carriage return in a name are written as
+``\\\\``, ``\\t``, ``\\n`` and ``\\r``; bytes of file names that are not UTF-8 are kept.
 """
 
 import json
 import mmap
 import os
+import re
 import struct
 import weakref
 from collections.abc import Iterator
@@ -26,7 +35,6 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.record_keys import HEADER, keys_path, write_key
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_write, atomic_write_group, check_output, remove_leftovers
 from plsc.regular_files import open_regular
@@ -40,6 +48,9 @@ LARGEST_FLOAT = 2**24  # labels and keys are float32, which holds every integer 
 _CHUNK = 2**16
 
 WHOLE, FIRST, MIDDLE, LAST = range(4)
+KEYS_HEADER = ("key", "class", "path")
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+_UNESCAPES = {escape: character for character, escape in _ESCAPES.items()}
 
 
 @dataclass(frozen=True)
@@ -62,26 +73,19 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._open()
-
-    def _open(self) -> None:
         try:
-            file = open_regular(self.path)
+            file = open_regular(path)
             weakref.finalize(self, file.close)
             self._descriptor = file.fileno()
             self._map = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
-            raise UsageError(f"there is no {self.path}") from None
+            raise UsageError(f"there is no {path}") from None
         except ValueError:
-            raise DataError(f"{self.path} is empty; use another copy") from None
+            raise DataError(f"{path} is empty; use another copy") from None
         self._words = np.frombuffer(self._map, dtype="<u4", count=len(self._map) // 4)
 
-    def __getstate__(self) -> dict[str, Path]:
-        return {"path": self.path}
-
-    def __setstate__(self, state: dict[str, Path]) -> None:
-        self.path = state["path"]
-        self._open()
+    def __reduce__(self) -> tuple[type["RecordFile"], tuple[Path]]:
+        return RecordFile, (self.path,)
 
     def __len__(self) -> int:
         """Size of the file in bytes."""
@@ -253,7 +257,7 @@ class RecordWriter:
         self._first_keys: list[int] = []  # of each class
         self._has_header = 2 * expected < LARGEST_FLOAT
         self._next_key = int(self._has_header)
-        write_key(keys, *HEADER)
+        write_key(keys, *KEYS_HEADER)
         if self._has_header:
             self._append_labels(0, 0.0, 0.0)  # a placeholder of the same size; finish() overwrites it
 
@@ -341,3 +345,23 @@ def _files_of(records: Path) -> list[Path]:
 def label_map_path(records: Path) -> Path:
     """Return the path of the class names of ``X.rec``: ``X.classes.json``."""
     return records.with_suffix(".classes.json")
+
+
+def keys_path(records: Path) -> Path:
+    """Return the path of the keys file of ``X.rec``: ``X.keys.tsv``."""
+    return records.with_suffix(".keys.tsv")
+
+
+def escaped(text: str) -> str:
+    """Return ``text`` as a field of a line."""
+    return re.sub(r"[\\\t\n\r]", lambda match: _ESCAPES[match[0]], text)
+
+
+def unescaped(field: str) -> str:
+    """Return the text of a field; the inverse of :func:`escaped`."""
+    return re.sub(r"\\[\\tnr]", lambda match: _UNESCAPES[match[0]], field)
+
+
+def write_key(file: BinaryIO, *fields: str) -> None:
+    """Write a line of fields."""
+    file.write("\t".join(map(escaped, fields)).encode("utf-8", "surrogateescape") + b"\n")

@@ -1,17 +1,17 @@
 """The base class of backbones, helpers for their layers, and the registry by which :func:`create` finds them.
 
 To add a backbone, write one file, models/NAME.py, with a subclass of :class:`Backbone` and a function
-``NAME(embedding_dim, image_size, *, option=default) -> Backbone`` under ``@register``, or a line of
-:func:`register_family` for all its variants; then add NAME to the line of imports in models/__init__.py.
-``@register_inference`` in the same file is optional: it recognises the family in a bare state_dict (.pt), which has no
-name in it. Configurations, ``plsc plan``, export and the tests of all backbones take the new name from the registry.
+``NAME(embedding_dim, image_size, *, option=default) -> Backbone`` under ``@register``; then add NAME to the line of
+imports in models/__init__.py. In place of it, :func:`register_family` registers a family's variants, and recognises
+them in a bare state_dict (.pt), which has no name in it. Configurations, ``plsc plan``, export and the tests of all
+backbones take the new name from the registry.
 """
 
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -109,33 +109,21 @@ def register(builder: Builder) -> Builder:
     return builder
 
 
-def register_family(family: Callable[..., Backbone], names: Iterable[str]) -> None:
-    """Register ``family(name, embedding_dim, image_size, **options)`` under each of ``names``."""
-    _builders.update({name: partial(family, name) for name in names})
+def register_family(
+    family: Callable[..., Backbone], names: Iterable[str], infer: Inference, keys: tuple[str, ...]
+) -> None:
+    """Register ``family(name, embedding_dim, image_size, **options)`` under each of ``names``.
 
-
-def register_prefix(prefix: str) -> Callable[[Callable[[str], Builder]], Callable[[str], Builder]]:
-    """Register a function that returns the builder of ``prefix`` + NAME, given NAME."""
-
-    def decorate(resolve: Callable[[str], Builder]) -> Callable[[str], Builder]:
-        _prefixes[prefix] = resolve
-        return resolve
-
-    return decorate
-
-
-def register_inference(*keys: str) -> Callable[[Inference], Inference]:
-    """Register a function that infers the architecture of state_dicts that hold all of ``keys``.
-
-    The function raises KeyError, IndexError or ValueError for an incomplete state_dict, and StopIteration for a depth
-    or width that no registered name has.
+    ``infer`` infers the architecture of state_dicts that hold all of ``keys``. It raises KeyError, IndexError or
+    ValueError for an incomplete state_dict, and StopIteration for a depth or width that no registered name has.
     """
+    _builders.update({name: partial(family, name) for name in names})
+    _inferences.append((keys, infer))
 
-    def decorate(inference: Inference) -> Inference:
-        _inferences.append((keys, inference))
-        return inference
 
-    return decorate
+def register_prefix(prefix: str, resolve: Callable[[str], Builder]) -> None:
+    """Register a function that returns the builder of ``prefix`` + NAME, given NAME."""
+    _prefixes[prefix] = resolve
 
 
 def names() -> tuple[str, ...]:
@@ -289,7 +277,8 @@ def in_full_precision(x: Tensor, dtype: torch.dtype, *layers: nn.Module) -> Tens
     x = x if x.dtype == dtype else x.to(dtype)
     device_type = x.device.type  # the meta device has no autocast
     is_autocast = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
+    region: AbstractContextManager[Any] = torch.autocast(device_type, enabled=False) if is_autocast else nullcontext()
+    with region:
         for layer in layers:
             x = layer(x)
     return x

@@ -20,7 +20,6 @@ from plsc.models.backbone import (
     in_full_precision,
     positions,
     register_family,
-    register_inference,
 )
 from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
@@ -101,7 +100,6 @@ def _stage(channels_in: int, channels: int, blocks: int) -> nn.Sequential:
     return nn.Sequential(first, *(IBasicBlock(channels, channels, stride=1) for _ in range(1, blocks)))
 
 
-@register_inference("layer1.0.prelu.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     blocks = tuple(count_blocks(state, rf"layer{stage}\.(\d+)\.") for stage in (1, 2, 3, 4))
     name = next(name for name, known in BLOCKS.items() if known == blocks)
@@ -109,4 +107,4 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(name, embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
 
 
-register_family(IResNet, BLOCKS)
+register_family(IResNet, BLOCKS, _infer, ("layer1.0.prelu.weight",))

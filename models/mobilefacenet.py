@@ -20,7 +20,6 @@ from plsc.models.backbone import (
     in_full_precision,
     last_map,
     register_family,
-    register_inference,
 )
 from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
@@ -186,11 +185,8 @@ def _linear_convolution(
     return Layers(convolution, nn.BatchNorm2d(channels))
 
 
-def _convolution(
-    channels_in: int, channels: int, kernel: int, *, stride: int = 1, padding: int = 0, groups: int = 1
-) -> Layers:
-    linear = _linear_convolution(channels_in, channels, kernel, stride=stride, padding=padding, groups=groups)
-    return Layers(*linear.layers, PReLU(channels))
+def _convolution(channels_in: int, channels: int, kernel: int, **options: int) -> Layers:
+    return Layers(*_linear_convolution(channels_in, channels, kernel, **options).layers, PReLU(channels))
 
 
 def _residuals(channels: int, hidden: int, count: int) -> Layers:
@@ -198,7 +194,6 @@ def _residuals(channels: int, hidden: int, count: int) -> Layers:
     return Layers(*blocks)
 
 
-@register_inference("conv_sep.layers.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     scale = state["layers.0.layers.0.weight"].shape[0] // 64
     blocks = count_blocks(state, r"layers\.3\.layers\.(\d+)\.")
@@ -207,4 +202,4 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(name, embedding_dim, 16 * state["features.layers.0.layers.0.weight"].shape[-1], {})
 
 
-register_family(MobileFaceNet, SHAPES)
+register_family(MobileFaceNet, SHAPES, _infer, ("conv_sep.layers.0.weight",))

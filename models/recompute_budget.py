@@ -186,7 +186,7 @@ def measure(
     fake.train()
     for parameter in fake.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(_forget_gradient)
+            parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     with mode, LiveBytes(fake) as ledger:
         recorder = _Recorder(fake, ledger)
         for index, segment in enumerate(copies):
@@ -284,7 +284,3 @@ class _Recorder:
             self._keys[storage] = len(self._profile.sizes)
             self._profile.sizes[self._keys[storage]] = storage.nbytes()
         return self._keys[storage]
-
-
-def _forget_gradient(parameter: Tensor) -> None:
-    parameter.grad = None

@@ -20,7 +20,6 @@ from plsc.models.backbone import (
     in_full_precision,
     positions,
     register_family,
-    register_inference,
 )
 from plsc.models.preprocessing import ImageSize
 from plsc.models.recompute import Segment
@@ -79,11 +78,10 @@ def _convolution(channels_in: int, channels: int, kernel: int, *, stride: int = 
     return convolution, nn.BatchNorm2d(channels)
 
 
-@register_inference("blocks.0.residual.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     embedding_dim, flat = state["embed.1.weight"].shape
     name = "resnet8" if "blocks.2.residual.3.weight" in state else "resnet7"
     return Architecture(name, embedding_dim, 16 * math.isqrt(flat // WIDTHS[-1]), {})
 
 
-register_family(SmallResNet, NAMES)
+register_family(SmallResNet, NAMES, _infer, ("blocks.0.residual.0.weight",))

@@ -8,7 +8,7 @@ state_dict alone has none of it; then timm's own registry says what the weights 
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -185,7 +185,8 @@ def trunk_state(backbone: TimmBackbone, state: Mapping[str, Tensor], file: Path)
     found = _without_classifier(state, trunk, own)
     if {key: tensor.shape for key, tensor in found.items()} == own:
         return found
-    convert = _conversion(trunk)
+    # timm's name for it in the module of every family
+    convert = getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)
     if convert is None:
         return found
     try:
@@ -202,8 +203,3 @@ def _without_classifier(state: Mapping[str, Tensor], trunk: Any, own: Mapping[st
     names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
     prefixes = tuple(f"{name}." for name in names)
     return {key: tensor for key, tensor in state.items() if key in own or not key.startswith(prefixes)}
-
-
-def _conversion(trunk: Any) -> Callable[[dict[str, Tensor], Any], dict[str, Tensor]] | None:
-    """Return the ``checkpoint_filter_fn`` of the trunk's module, timm's name for it in every family; None without."""
-    return getattr(sys.modules[type(trunk).__module__], "checkpoint_filter_fn", None)

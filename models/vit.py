@@ -15,14 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from plsc.errors import UsageError
-from plsc.models.backbone import (
-    Architecture,
-    Backbone,
-    count_blocks,
-    in_full_precision,
-    register_family,
-    register_inference,
-)
+from plsc.models.backbone import Architecture, Backbone, count_blocks, in_full_precision, register_family
 from plsc.models.preprocessing import ImageSize, height_and_width
 
 
@@ -226,7 +219,6 @@ def default_patch(image_size: ImageSize) -> int:
     return PUBLISHED_PATCH if image_size == PUBLISHED_SIZE else PATCH
 
 
-@register_inference("patch_embed.proj.weight", "feature.0.weight")
 def _infer(state: Mapping[str, Tensor]) -> Architecture:
     dim, _, patch, _ = state["patch_embed.proj.weight"].shape
     shape = dim, count_blocks(state, r"blocks\.(\d+)\.")
@@ -238,4 +230,4 @@ def _infer(state: Mapping[str, Tensor]) -> Architecture:
     return Architecture(name, state["feature.2.weight"].shape[0], image_size, options)
 
 
-register_family(VisionTransformer, SHAPES)
+register_family(VisionTransformer, SHAPES, _infer, ("patch_embed.proj.weight", "feature.0.weight"))

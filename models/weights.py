@@ -17,16 +17,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from plsc.errors import DataError, UsageError, first_line
 from plsc.files import atomic_write, pinned
+from plsc.models import timm_weights
 from plsc.models.backbone import Architecture, Backbone, infer
 from plsc.models.preprocessing import Preprocessing, image_size
-from plsc.models.timm_weights import (
-    FETCHING,
-    is_timms_own,
-    model_options,
-    timm_preprocessing,
-    trunk_state,
-    weights_file,
-)
 from plsc.models.torch_files import archive_names, check_tensors, check_torch_file
 from plsc.models.wrappers import ROTATION_KEYS, ROTATION_PREFIX, TIMM_PREFIX, RotationTTA, TimmBackbone
 from plsc.signing import MODEL, open_signed
@@ -108,14 +101,14 @@ def load_weights(model: nn.Module, source: str | Path) -> None:
         UsageError: there is no such file.
         DataError: it is unreadable, or keys are missing, unexpected or of another shape (named).
     """
-    path = weights_file(source)
+    path = timm_weights.weights_file(source)
     state, metadata = read_state(path)
     backbone = unwrapped(model)
     contract = _brought(backbone.name, state, metadata, path)
     if not isinstance(backbone, RotationTTA):
         state = _without_prefixes(state, (ROTATION_KEYS,))
-    if isinstance(backbone, TimmBackbone) and is_timms_own(state):
-        _assign(backbone.trunk, trunk_state(backbone, state, path), path)
+    if isinstance(backbone, TimmBackbone) and timm_weights.is_timms_own(state):
+        _assign(backbone.trunk, timm_weights.trunk_state(backbone, state, path), path)
     else:
         _assign(backbone, state, path)
     if contract is not None:
@@ -127,7 +120,9 @@ def weights_options(name: str, source: str | Path) -> dict[str, Any]:
 
     A snapshot of timm's model holds the arguments that it was built with; other weights fit the default options.
     """
-    return model_options(weights_file(source)) if source and name.startswith(TIMM_PREFIX) else {}
+    return (
+        timm_weights.model_options(timm_weights.weights_file(source)) if source and name.startswith(TIMM_PREFIX) else {}
+    )
 
 
 def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None:
@@ -135,7 +130,7 @@ def weights_preprocessing(name: str, source: str | Path) -> Preprocessing | None
 
     Raises as :func:`load_weights` does.
     """
-    path = weights_file(source)
+    path = timm_weights.weights_file(source)
     return _brought(name, *read_state(path), path)
 
 
@@ -145,8 +140,8 @@ def adopt_preprocessing(backbone: Backbone, contract: Preprocessing) -> None:
 
 
 def _brought(name: str, state: dict[str, Tensor], metadata: dict[str, str], path: Path) -> Preprocessing | None:
-    if name.startswith(TIMM_PREFIX) and is_timms_own(state):
-        return timm_preprocessing(name, path)
+    if name.startswith(TIMM_PREFIX) and timm_weights.is_timms_own(state):
+        return timm_weights.timm_preprocessing(name, path)
     return _contract(metadata, path)
 
 
@@ -257,7 +252,9 @@ def _from_metadata(metadata: dict[str, str], path: Path) -> Architecture | None:
     if not _PLAIN_NAME.fullmatch(metadata["name"]):
         raise DataError(f"{path} names a model {metadata['name'][:80]!r}, which is none; use another copy")
     with _metadata_errors(path):
-        options = {key: value for key, value in json.loads(metadata["options"]).items() if key not in FETCHING}
+        options = {
+            key: value for key, value in json.loads(metadata["options"]).items() if key not in timm_weights.FETCHING
+        }
         if any(isinstance(value, int) and value > _LARGEST_OPTION for value in options.values()):
             raise ValueError(f"an option above {_LARGEST_OPTION:,}")
         size = image_size(json.loads(metadata["image_size"]))

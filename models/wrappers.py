@@ -31,7 +31,6 @@ class TimmBackbone(Backbone):
         return in_full_precision(self.trunk(x), self.fc.weight.dtype, self.fc, self.features)
 
 
-@register_prefix(TIMM_PREFIX)
 def timm_builder(name: str) -> Builder:
     """Return the builder of timm's ``name``; :class:`UsageError` with the nearest name if timm has none."""
     import timm
@@ -85,12 +84,6 @@ class RotationTTA(Backbone):
         return torch.cat([self.upright(view) for view in views], dim=1)
 
 
-@register_prefix(ROTATION_PREFIX)
-def rotation_builder(name: str) -> Builder:
-    """Return the builder of rotation TTA over the backbone ``name``."""
-    return partial(_build_rotation, name)
-
-
 def _build_rotation(name: str, embedding_dim: int, image_size: ImageSize, **options: Any) -> Backbone:
     if embedding_dim % ROTATIONS:
         raise UsageError(
@@ -98,3 +91,7 @@ def _build_rotation(name: str, embedding_dim: int, image_size: ImageSize, **opti
             f"so it has to be a multiple of {ROTATIONS}"
         )
     return RotationTTA(create(name, embedding_dim=embedding_dim // ROTATIONS, image_size=image_size, **options))
+
+
+register_prefix(TIMM_PREFIX, timm_builder)
+register_prefix(ROTATION_PREFIX, lambda name: partial(_build_rotation, name))

@@ -112,11 +112,10 @@ def remove_leftovers(path: Path) -> None:
 def is_running(process: int) -> bool:
     """True if there is a process of this number."""
     try:
-        os.kill(process, 0)  # sends nothing
+        with contextlib.suppress(PermissionError):  # of another user
+            os.kill(process, 0)  # sends nothing
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # of another user
-        return True
     return True
 
 

@@ -125,12 +125,6 @@ def _draw(kind: type[T], d: KeyedRandom) -> T:
     return kind(**drawn)
 
 
-def _freckles(d: KeyedRandom) -> tuple[tuple[float, float], ...]:
-    if not d.chance(0.25):
-        return ()
-    return tuple((d.between(-0.5, 0.5), d.between(0.1, 0.4)) for _ in range(14))
-
-
 def _gain(d: KeyedRandom) -> tuple[float, float, float]:
     """Draw the gain per channel: exposure times colour cast."""
     exposure = d.between(0.78, 1.14)
@@ -191,7 +185,9 @@ class Traits:
     beard_style: str = _one_of("none", "none", "none", "none", "moustache", "goatee", "full", "stubble")
     beard_length: float = _between(0.0, 0.25)
     blush: float = _between(0.0, 0.45)
-    freckles: tuple[tuple[float, float], ...] = _drawn(lambda d, _: _freckles(d))
+    freckles: Sequence[tuple[float, float]] = _drawn(
+        lambda d, _: tuple((d.between(-0.5, 0.5), d.between(0.1, 0.4)) for _ in range(14 if d.chance(0.25) else 0))
+    )
     mole: tuple[float, float] | None = _drawn(
         lambda d, _: (d.between(-0.5, 0.5), d.between(0.15, 0.75)) if d.chance(0.35) else None
     )

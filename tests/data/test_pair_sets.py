@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from plsc.data import read_pairs, write_pairs
 from plsc.errors import DataError, UsageError
@@ -162,19 +160,6 @@ def test_damaged_or_foreign_files(tmp_path: Path, content: bytes) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"nowhere\.bin"):
         read_pairs(tmp_path / "nowhere.bin")
-
-
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(place=st.integers(0, 10**6), value=st.integers(0, 255), protocol=st.sampled_from([2, 4]))
-def test_no_damage_escapes_as_another_error(tmp_path: Path, place: int, value: int, protocol: int) -> None:
-    arrays = [np.frombuffer(image, dtype=np.uint8) for image in IMAGES]
-    content = bytearray(pickle.dumps((arrays, np.array(SAME)), protocol=protocol))
-    content[place % len(content)] = value
-    try:
-        pairs = read_pairs(stored(tmp_path, bytes(content)))
-    except DataError:
-        return
-    assert len(pairs.images) == 2 * len(pairs)
 
 
 def test_the_handmade_pickles_are_sound() -> None:

@@ -254,22 +254,6 @@ def test_missing_empty_and_foreign_files(tmp_path: Path) -> None:
         open_dataset(tmp_path / "text.rec")
 
 
-@SMALL
-@given(place=st.integers(0, 10_000), value=st.integers(0, 255), cut=st.integers(1, 10_000))
-def test_no_damage_escapes_as_another_error(tmp_path: Path, place: int, value: int, cut: int) -> None:
-    path = write_foreign(tmp_path, with_header([0, 0, 1, 1]))
-    content = bytearray(path.read_bytes())
-    content[place % len(content)] = value
-    path.write_bytes(content[: max(1, cut % (2 * len(content)))])
-    try:
-        data = open_dataset(path, image_size=8)
-    except DataError:
-        return
-    for index in range(len(data)):
-        with contextlib.suppress(DataError):
-            assert data.image(index).shape == (3, 8, 8)
-
-
 def test_a_large_table_is_kept_and_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plsc.data.record_dataset, "CACHE_FROM", 3)
     path = write_foreign(tmp_path, without_header([5, 6, 7]))

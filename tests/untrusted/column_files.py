@@ -1,6 +1,5 @@
 """Folders of our own formats that were made to harm: embedding sets, indexes, snapshots, copies; their .npy columns."""
 
-import hashlib
 import os
 import struct
 from collections.abc import Callable
@@ -10,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from plsc.files import read_json, write_manifest
-from untrusted.samples import Change, copied
+from plsc.files import describe_content, read_json, write_manifest
+from untrusted.samples import MANIFESTS, Change, copied
 
 SHARD = "shard-00000"
 
@@ -24,15 +23,6 @@ def npy(header: str, data: bytes = b"", version: int = 1) -> bytes:
 
 def _header(shape: str, descr: str = "'<f4'", order: str = "False") -> str:
     return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n"
-
-
-def _write(folder: Path, text: str) -> None:
-    (folder / "manifest.json").write_text(text)
-
-
-def _piped(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-    os.mkfifo(folder / "manifest.json")
 
 
 ARRAYS: dict[str, bytes] = {
@@ -58,11 +48,6 @@ ARRAYS: dict[str, bytes] = {
 }
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    content = folder.read_bytes()
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-
-
 def _sealed(change: Callable[[dict[str, Any]], object], folder: Path) -> None:
     """Change a folder's manifest, and seal it again."""
     manifest = read_json(folder / "manifest.json")
@@ -80,7 +65,7 @@ def _set_file(name: str, content: bytes) -> Change:
 
     def apply(folder: Path) -> None:
         (folder / SHARD / name).write_bytes(content)
-        entry = _described(folder / SHARD / name)
+        entry = describe_content(content)
         _sealed(lambda manifest: manifest["files"].update({name: entry}), folder / SHARD)
         _sealed(lambda manifest: manifest["shards"][0]["files"].update({name: entry}), folder)
 
@@ -92,7 +77,7 @@ def _file(name: str, content: bytes) -> Change:
 
     def apply(folder: Path) -> None:
         (folder / name).write_bytes(content)
-        _sealed(lambda manifest: manifest["files"].update({name: _described(folder / name)}), folder)
+        _sealed(lambda manifest: manifest["files"].update({name: describe_content(content)}), folder)
 
     return apply
 
@@ -121,13 +106,8 @@ def _of_another_type(*names: str) -> dict[str, Change]:
     return cases
 
 
-MANIFESTS: dict[str, Change] = {
-    "a manifest of 200 MB": lambda folder: os.truncate(folder / "manifest.json", 200_000_000),
-    "a manifest nested deeply": lambda folder: _write(folder, "[" * 100_000),
-    "a manifest nested deeply in a dictionary": lambda folder: _write(folder, '{"format": ' + '{"a":' * 100_000),
-    "a manifest of a million digits": lambda folder: _write(folder, "9" * 1_000_000),
-    "a manifest that is a pipe": _piped,
-    "a manifest of NaN": lambda folder: _write(folder, '{"format": "x", "seal": NaN}'),
+FAULTS: dict[str, Change] = {
+    **MANIFESTS,
     "a name that leads up": _naming("../../x", {"bytes": 0, "sha256": ""}),
     "a name of 5,000 letters": _naming("1" * 5000, {"bytes": 0, "sha256": "0" * 64}),
     "an absolute name": _naming("/etc/passwd", {"bytes": 0, "sha256": ""}),
@@ -137,7 +117,7 @@ MANIFESTS: dict[str, Change] = {
     "files without sizes": _manifest(lambda manifest: [entry.clear() for entry in manifest["files"].values()]),
 }
 SETS: dict[str, Change] = {
-    **MANIFESTS,
+    **FAULTS,
     **{f"embeddings: {name}": _set_file("embeddings.npy", content) for name, content in ARRAYS.items()},
     **_without("complete", "shards", "rows", "dim", "dtype", "classes", "contract_id", "files"),
     **_of_another_type("shards", "rows", "dim", "dtype", "classes", "contract_id", "files"),
@@ -156,7 +136,7 @@ SETS: dict[str, Change] = {
     "embeddings that are cut off": lambda folder: os.truncate(folder / SHARD / "embeddings.npy", 100),
 }
 INDEXES: dict[str, Change] = {
-    **MANIFESTS,
+    **FAULTS,
     **{f"vectors: {name}": _file("vectors.npy", content) for name, content in ARRAYS.items()},
     **_without("rows", "dim", "kind", "held_out", "classes", "contract_id", "files"),
     **_of_another_type("rows", "dim", "kind", "held_out", "classes", "contract_id", "files"),
@@ -164,7 +144,7 @@ INDEXES: dict[str, Change] = {
     "offsets below zero": _file("keys.offsets.npy", _array((13,), "<i8", -5)),
 }
 SNAPSHOTS: dict[str, Change] = {
-    **MANIFESTS,
+    **FAULTS,
     **_without("collections", "created", "files"),
     **_of_another_type("collections", "files"),
     "a database that is none": _file("gallery.sqlite", b"x" * 100_000),
@@ -180,7 +160,7 @@ def _forged_faiss(content: bytes) -> Change:
 
         def change(manifest: dict[str, Any]) -> None:
             manifest.update(kind="hnsw", parameters={"efSearch": 16, "M": 16})
-            manifest["files"]["index.faiss"] = _described(folder / "index.faiss")
+            manifest["files"]["index.faiss"] = describe_content(content)
 
         _sealed(change, folder)
 

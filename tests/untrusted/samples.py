@@ -1,5 +1,6 @@
 """Sound files that crafted ones are made from: a run and its checkpoint, a model, a set, an index, a gallery."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,28 @@ def copied(words: str, sample: str, change: Change, name: str = "copy") -> Case:
         return arguments(words, folder, samples, folder / name)
 
     return make
+
+
+def _written(text: str) -> Change:
+    return lambda folder: (folder / "manifest.json").write_text(text)
+
+
+def piped(path: Path) -> None:
+    """Put a pipe that nobody writes to in the place of a file."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+MANIFESTS: dict[str, Change] = {
+    "a manifest of 200 MB": lambda folder: os.truncate(folder / "manifest.json", 200_000_000),
+    "a manifest that is a pipe": lambda folder: piped(folder / "manifest.json"),
+    "a manifest nested deeply": _written("[" * 100_000),
+    "a manifest nested deeply in a dictionary": _written('{"format": ' + '{"a":' * 100_000),
+    "a manifest of a million digits": _written("9" * 1_000_000),
+    "a manifest of a value of a million digits": _written('{"a": ' + "9" * 1_000_000 + "}"),
+    "a manifest of NaN": _written('{"format": "x", "seal": NaN}'),
+    "a manifest that is cut off": lambda folder: os.truncate(folder / "manifest.json", 60),
+}
 
 
 def make_samples(folder: Path, commands: Commands) -> Samples:
