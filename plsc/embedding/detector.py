@@ -5,22 +5,18 @@ file with the outputs of SCRFD or YuNet (:mod:`plsc.embedding.onnx_detector`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from plsc.data.alignment import align_face
+from plsc.embedding.columns import Float32
 from plsc.errors import DataError, UsageError
 from plsc.nearest import did_you_mean
 
-PREFIX = "onnx:"
-
-Float32 = NDArray[np.float32]
+MTCNN, PREFIX = "mtcnn", "onnx:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +114,7 @@ def open_detector(
     """Open a detector.
 
     Args:
-        spec: a name of :data:`DETECTORS`, or ``onnx:FILE``.
+        spec: ``mtcnn``, or ``onnx:FILE``.
         device: where it runs; None: the CPU.
         threshold: the least score of a face; None: the detector's own.
         overlap: of two boxes that overlap by more, the better one is kept; None: the detector's own.
@@ -130,29 +126,16 @@ def open_detector(
         IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
     device = device or torch.device("cpu")
-    if spec in DETECTORS:
-        return DETECTORS[spec](device, threshold, overlap)
+    if spec == MTCNN:
+        from plsc.embedding.mtcnn import MtcnnDetector
+
+        return MtcnnDetector(device, threshold, overlap)
     if not spec.startswith(PREFIX) or spec == PREFIX:
-        raise UsageError(f"a detector is named {', '.join(DETECTORS)} or {PREFIX}FILE, not {spec!r}{_nearest(spec)}")
+        meant = f"; did you mean {PREFIX}{spec}?" if spec.lower().endswith(".onnx") else did_you_mean(spec, [MTCNN])
+        raise UsageError(f"a detector is named {MTCNN} or {PREFIX}FILE, not {spec!r}{meant}")
     path = Path(spec.removeprefix(PREFIX))
     if not path.is_file():
-        raise UsageError(f"there is no detector {path}; without a file, there is {', '.join(DETECTORS)}")
+        raise UsageError(f"there is no detector {path}; without a file, there is {MTCNN}")
     from plsc.embedding.onnx_detector import OnnxDetector
 
     return OnnxDetector(path, device, threshold, overlap, tried=tried)
-
-
-def _mtcnn(device: torch.device, threshold: float | None, overlap: float | None) -> Detector:
-    from plsc.embedding.mtcnn import MtcnnDetector
-
-    return MtcnnDetector(device, threshold, overlap)
-
-
-# How each is opened: (device, threshold, overlap), where None is the detector's own.
-DETECTORS: dict[str, Callable[[torch.device, float | None, float | None], Detector]] = {"mtcnn": _mtcnn}
-
-
-def _nearest(spec: str) -> str:
-    if spec.lower().endswith(".onnx"):
-        return f"; did you mean {PREFIX}{spec}?"
-    return did_you_mean(spec, list(DETECTORS))

@@ -1,21 +1,36 @@
 """MTCNN: three small networks, one after another, propose faces, refine them and place their landmarks.
 
 Zhang et al., "Joint Face Detection and Alignment Using Multitask Cascaded Convolutional Networks", 2016. The weights
-are those of the installed package ``mtcnn`` (:mod:`plsc.embedding.mtcnn_weights`); the networks run in torch.
+are those of the installed package ``mtcnn``, read out of its files without importing it or unpickling them; the
+networks run in torch.
 
 Boxes are float32 (n, 4) left, top, right, bottom, with the picture's outer edges at 0 and its sides.
+
+The package (MIT) is made for TensorFlow; installed alone it is three files and their readers. Each file is an lz4 frame
+around a pickle of a list of float32 arrays, in Keras's order and layout, with the arrays' bytes between its opcodes as
+joblib writes them. :func:`pickletools.genops` tells the opcodes apart and executes none. Which array comes next is
+known from the network.
+
+A signature is not asked for: the files come with the package, as code does, and their hashes stand here, in the code
+that reads them. Other files are refused.
 """
 
 import hashlib
-from collections.abc import Iterator
+import io
+import math
+import pickletools
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softmax
 
+from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
-from plsc.embedding.mtcnn_weights import DIGESTS, load_weights, weights_files
+from plsc.errors import DataError, UsageError
 
 LONGEST_SIDE = 1024  # pixels; larger pictures are scaled down for the search
 SMALLEST_FACE = 20  # pixels of the picture that is searched, and at least the following share of its longest side
@@ -27,6 +42,13 @@ LEVEL_OVERLAP, OVERLAP = 0.5, 0.7
 MAX_PROPOSALS = 1000  # of one size of the picture
 MAX_CANDIDATES = 256  # that the second and the third network look at
 MEAN, STD = 127.5, 128.0
+INSTALL = "pip install plsc-torch[detector]"
+# SHA-256 of the networks' files in mtcnn 1.0.
+DIGESTS = {
+    "pnet": "ea6b0c3e685ebee3165326ad6484acc95f2ef78f1c94fbf40a55704fa989f7b5",
+    "rnet": "cb00e6460f3c98b0bfafaba3c0a0ded4bdf6e62cee7174d969e8670d7e757fee",
+    "onet": "94f6ea2f4cf985275ee958cdd762d17b6009348a4fb9d8c6be39ba73ffd22ca3",
+}
 
 
 class MtcnnDetector(Detector):
@@ -224,3 +246,69 @@ def _square(boxes: Tensor) -> Tensor:
     centre = (boxes[:, :2] + boxes[:, 2:]) / 2
     half = (boxes[:, 2:] - boxes[:, :2]).amax(dim=1, keepdim=True) / 2
     return torch.cat([centre - half, centre + half], dim=1)
+
+
+def weights_files() -> list[Path]:
+    """The installed files of the three networks.
+
+    Raises:
+        UsageError: the extra is not installed.
+    """
+    try:
+        folder = Path(str(metadata.distribution("mtcnn").locate_file("mtcnn/assets/weights")))
+    except metadata.PackageNotFoundError:
+        raise UsageError(f"the detector mtcnn needs the package mtcnn: {INSTALL}") from None
+    return [folder / f"{name}.lz4" for name in DIGESTS]
+
+
+def load_weights(network: nn.Module, path: Path) -> None:
+    """Fill ``network``, whose parameters are in the file's order, with the arrays of ``path``.
+
+    Raises:
+        UsageError: the extra is not installed.
+        DataError: the file is missing, or another than that of mtcnn 1.0.
+    """
+    parameters = list(network.parameters())
+    arrays = _arrays(path, [_keras_shape(parameter) for parameter in parameters])
+    with torch.no_grad():
+        for parameter, array in zip(parameters, arrays, strict=True):
+            values = torch.from_numpy(array)
+            if parameter.dim() > 1:  # (height, width, in, out) -> (out, in, height, width); (in, out) -> (out, in)
+                values = values.permute(3, 2, 0, 1) if parameter.dim() == 4 else values.T
+            parameter.copy_(values.reshape(parameter.shape))
+
+
+def _keras_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    shape = tuple(parameter.shape)
+    return (*shape[2:], shape[1], shape[0]) if len(shape) > 1 else shape
+
+
+def _arrays(path: Path, shapes: Sequence[tuple[int, ...]]) -> list[Float32]:
+    """The arrays of ``path``: one of each shape, in this order."""
+    stream = io.BytesIO(_decompressed(path))
+    found: list[Float32] = []
+    previous = ""
+    for opcode, _, _ in pickletools.genops(stream):
+        # An array's description ends with a dictionary that builds it; padding and the numbers follow.
+        if (previous, opcode.name) == ("SETITEMS", "BUILD"):
+            stream.read(stream.read(1)[0])
+            shape = shapes[len(found)]
+            numbers = np.frombuffer(stream.read(4 * math.prod(shape)), "<f4")
+            found.append(numbers.reshape(shape).copy())
+        previous = opcode.name
+    return found
+
+
+def _decompressed(path: Path) -> bytes:
+    try:
+        import lz4.frame
+    except ImportError:
+        raise UsageError(f"the detector mtcnn needs the package lz4: {INSTALL}") from None
+    try:
+        packed = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error}); install it again: {INSTALL}") from None
+    if hashlib.sha256(packed).hexdigest() != DIGESTS[path.stem]:
+        raise DataError(f"{path} does not hold the weights of mtcnn 1.0; install it again: {INSTALL}")
+    content: bytes = lz4.frame.decompress(packed)
+    return content

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,21 +106,18 @@ class SetWriter:
             found = read_manifest(self.folder, FORMAT, VERSION)
         except DataError:
             raise UsageError(f"{self.folder} is not empty and holds no embedding set; name another folder") from None
-        if restart and any(found.get(name) != value for name, value in self.settings.items()):
-            empty_folder(self.folder)
+        other = next((name for name, wanted in self.settings.items() if found.get(name) != wanted), None)
+        if other is not None and not restart:
+            raise UsageError(
+                f"{self.folder} was begun with {SETTING_NAMES.get(other, other)} {found.get(other)}, "
+                f"and now it is {self.settings[other]}; name another folder, or give --overwrite to start anew"
+            )
+        if other is not None:
+            _remove(self.folder.iterdir())  # the folder stays, with its lock
             self._write(complete=False)
             return False
-        self._refuse_other_settings(found)
         self._clear_leftovers()
         return bool(found["complete"])
-
-    def _refuse_other_settings(self, found: Manifest) -> None:
-        for name, wanted in self.settings.items():
-            if found.get(name) != wanted:
-                raise UsageError(
-                    f"{self.folder} was begun with {SETTING_NAMES.get(name, name)} {found.get(name)}, "
-                    f"and now it is {wanted}; name another folder, or give --overwrite to start anew"
-                )
 
     def is_published(self, number: int) -> bool:
         """True if shard ``number`` is there, whole and of these settings. Reads and hashes it."""
@@ -179,21 +176,15 @@ class SetWriter:
         write_manifest(self.folder, {**head, **self.settings, **self.origin, **more})
 
     def _clear_leftovers(self) -> None:
-        for path in (*self.folder.glob(".*.tmp"), *self.folder.glob(".write-test-*")):
-            _remove(path)
+        _remove([*self.folder.glob(".*.tmp"), *self.folder.glob(".write-test-*")])
 
 
-def empty_folder(folder: Path) -> None:
-    """Remove everything in ``folder``, which stays, with its lock."""
-    for path in folder.iterdir():
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 @contextmanager

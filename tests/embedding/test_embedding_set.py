@@ -62,8 +62,10 @@ def test_any_range_of_rows(tmp_path_factory: pytest.TempPathFactory, bounds: lis
 @given(strings=st.lists(st.text(st.characters(exclude_categories=["Cs"]))))
 def test_strings_come_back(tmp_path_factory: pytest.TempPathFactory, strings: list[str]) -> None:
     folder = tmp_path_factory.getbasetemp()
-    save_strings(folder, "names", strings)
-    assert list(open_strings(folder.joinpath, "names", len(strings))) == strings
+    save_strings(folder, "names", iter([*strings, "x" * 70_000, "\udcff", ""]))
+    stored = open_strings(folder.joinpath, "names", len(strings) + 3)
+    assert list(stored) == [*strings, "x" * 70_000, "?", ""]
+    assert np.load(folder / "names.npy", allow_pickle=False).dtype == np.uint8
 
 
 def test_float16_halves_the_size_and_reads_as_float32(tmp_path: Path) -> None:
@@ -124,9 +126,7 @@ def test_wrong_requests(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no plsc embedding set"):
         EmbeddingSet(tmp_path / "hollow")
     with pytest.raises(UsageError, match="labels reach 5"):
-        write_embedding_set(
-            tmp_path / "x", vectors, contract_id="m", labels=np.array([0, 1, 5]), class_names=["a", "b"]
-        )
+        write_embedding_set(tmp_path / "x", vectors, contract_id="m", labels=np.array([0, 1, 5]), class_names="ab")
     with pytest.raises(UsageError, match="not unique"):
         write_embedding_set(tmp_path / "x", vectors, contract_id="m", ids=np.array([1, 1, 2]))
     with pytest.raises(UsageError, match="no dtype 'int8'"):

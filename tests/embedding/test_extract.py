@@ -190,19 +190,14 @@ def test_what_changed_is_named(tmp_path: Path) -> None:
 
 
 def _refused(mesh: Mesh, folder: Path) -> str:
-    try:
+    with pytest.raises(UsageError) as caught:
         run(mesh, folder, Pictures(5))
-    except UsageError as error:
-        return str(error)
-    return ""
+    return str(caught.value)
 
 
 def test_a_folder_in_use_stops_every_rank(ranks: Any, tmp_path: Path) -> None:
     with sole_writer(tmp_path / "set"):
-        assert ["being written by another" in text for text in ranks(2, _refused, tmp_path / "set")] == [
-            True,
-            True,
-        ]
+        assert all("being written by another" in text for text in ranks(2, _refused, tmp_path / "set"))
 
 
 def test_embeddings_that_are_not_finite(tmp_path: Path) -> None:
@@ -227,6 +222,11 @@ def test_wrong_requests(tmp_path: Path) -> None:
         run(ONE, tmp_path / "set", Pictures(0))
     with pytest.raises(UsageError, match="cannot write into /proc/set"):
         run(ONE, Path("/proc/set"), pictures)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "mine.jpg").touch()
+    with pytest.raises(UsageError, match="holds no embedding set"):
+        run(ONE, tmp_path / "mine", pictures, overwrite=True)
+    assert (tmp_path / "mine" / "mine.jpg").exists()
     pictures.image_size = 20
     with pytest.raises(UsageError, match="20 pixels; stand-in takes 16"):
         run(ONE, tmp_path / "set", pictures)
@@ -236,13 +236,8 @@ def test_wrong_requests(tmp_path: Path) -> None:
 
 
 def test_shards_grow_with_the_data() -> None:
-    assert [default_shard_rows(rows) for rows in (0, 1000, 10**5, 10**6, 10**8)] == [
-        256,
-        256,
-        2048,
-        16384,
-        32768,
-    ]
+    rows = (0, 1000, 10**5, 10**6, 10**8)
+    assert [default_shard_rows(count) for count in rows] == [256, 256, 2048, 16384, 32768]
 
 
 def _photo(path: Path, shade: int) -> None:
@@ -330,14 +325,6 @@ class Stopping(Pictures):
         if index == 40:
             raise KeyboardInterrupt
         return super().image(index)
-
-
-def test_a_folder_of_something_else_is_never_replaced(tmp_path: Path) -> None:
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "mine.jpg").touch()
-    with pytest.raises(UsageError, match="holds no embedding set"):
-        run(ONE, tmp_path / "set", Pictures(5), overwrite=True)
-    assert (tmp_path / "set" / "mine.jpg").exists()
 
 
 def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import read_manifest, write_manifest
 from plsc.index import Index
 from plsc.index.build import build
-from plsc.index.check import check
+from plsc.index.index import check
 from plsc.index.query import answer, open_queries
 from plsc.index.recall import choose_held_out
+from plsc.index.tuning import BuildOptions
 
 Vectors = npt.NDArray[np.float32]
 
@@ -89,9 +90,7 @@ def test_the_effort_grows_with_the_number_of_neighbours(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("kind", ["ivf", "hnsw"])
-def test_held_out_rows_are_outside_the_structure_and_still_found(
-    faces: EmbeddingSet, tmp_path: Path, kind: str
-) -> None:
+def test_held_out_rows_are_outside_the_structure_and_still_found(faces, tmp_path, kind):
     index = Index.build([faces], tmp_path / "idx", kind=kind, recall=0.9, quiet=True)
     assert index.held_out == 400
     assert index.structure.ntotal == 3600
@@ -113,9 +112,7 @@ def test_more_neighbours_than_cells_hold_and_than_there_are(faces: EmbeddingSet,
 
 @settings(max_examples=25, deadline=None)
 @given(rows=st.integers(1, 40), dim=st.integers(1, 9), k=st.integers(1, 60), seed=st.integers(0, 10**6))
-def test_exact_search_of_any_size(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, dim: int, k: int, seed: int
-) -> None:
+def test_exact_search_of_any_size(tmp_path_factory, rows, dim, k, seed):
     folder = tmp_path_factory.mktemp("any")
     random = np.random.default_rng(seed)
     vectors = random.standard_normal((rows, dim)).astype(np.float32)
@@ -211,19 +208,19 @@ def test_wrong_requests_to_build(faces: EmbeddingSet, tmp_path: Path) -> None:
     ]
     for sets, more, error, text in wrong:
         with pytest.raises(error, match=text):
-            build(sets, tmp_path / "idx", quiet=True, **more)
+            build(sets, tmp_path / "idx", BuildOptions(quiet=True, **more))
         assert not (tmp_path / "idx").exists()
     empty = make(tmp_path / "e", np.empty((0, 4), np.float32))
     zeros = make(tmp_path / "z", np.zeros((3, 4), np.float32))
     for nothing in (empty, zeros):
         with pytest.raises(DataError, match="no embedding that can be searched"):
-            build([nothing], tmp_path / "idx", quiet=True)
+            build([nothing], tmp_path / "idx", BuildOptions(quiet=True))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with pytest.raises(UsageError, match="holds no index"):
-        build([small], tmp_path / "taken", quiet=True)
+        build([small], tmp_path / "taken", BuildOptions(quiet=True))
     with pytest.raises(UsageError, match="cannot write"):
-        build([small], Path("/proc/idx"), quiet=True)
+        build([small], Path("/proc/idx"), BuildOptions(quiet=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["e", "o", "s", "taken", "w", "z"], (
         "nothing is left behind"
     )
@@ -316,9 +313,7 @@ def test_a_recall_of_the_nearest_alone_takes_less_effort(faces: EmbeddingSet, tm
     assert one["recall"]["recall@1"] >= 0.98 > one["recall"]["recall@10"]
 
 
-def test_a_recall_out_of_reach_is_said_and_leaves_nothing(
-    faces: EmbeddingSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recall_out_of_reach_is_said_and_leaves_nothing(faces, tmp_path, monkeypatch):
     monkeypatch.setattr("plsc.index.ann.HNSW_MAX_EFFORT", 16)
     with pytest.raises(UsageError, match=r"hnsw finds 0\.\d+ of the nearest rows at most, and --recall asks for 1"):
         Index.build([faces], tmp_path / "idx", kind="hnsw", recall=1.0, quiet=True)
