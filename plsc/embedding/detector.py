@@ -103,21 +103,12 @@ class DetectedLandmarks:
         return {**self.__dict__, "_detector": None}  # a session cannot be pickled for a worker
 
 
-def open_detector(
-    spec: str,
-    *,
-    device: torch.device | None = None,
-    threshold: float | None = None,
-    overlap: float | None = None,
-    tried: str | None = None,
-) -> Detector:
-    """Open a detector.
+def open_detector(spec: str, *, threshold: float | None = None, tried: str | None = None) -> Detector:
+    """Open a detector, which runs on the CPU.
 
     Args:
         spec: ``mtcnn``, or ``onnx:FILE``.
-        device: where it runs; None: the CPU.
         threshold: the least score of a face; None: the detector's own.
-        overlap: of two boxes that overlap by more, the better one is kept; None: the detector's own.
         tried: the fingerprint of a file that was tried in a process of its own already; another file is refused.
 
     Raises:
@@ -125,11 +116,10 @@ def open_detector(
         DataError: the file is corrupt, cannot be run, or is no detector with landmarks.
         IntegrityError: it is not signed, where :mod:`plsc.signing` asks for that.
     """
-    device = device or torch.device("cpu")
     if spec == MTCNN:
         from plsc.embedding.mtcnn import MtcnnDetector
 
-        return MtcnnDetector(device, threshold, overlap)
+        return MtcnnDetector(threshold)
     if not spec.startswith(PREFIX) or spec == PREFIX:
         meant = f"; did you mean {PREFIX}{spec}?" if spec.lower().endswith(".onnx") else did_you_mean(spec, [MTCNN])
         raise UsageError(f"a detector is named {MTCNN} or {PREFIX}FILE, not {spec!r}{meant}")
@@ -138,4 +128,4 @@ def open_detector(
         raise UsageError(f"there is no detector {path}; without a file, there is {MTCNN}")
     from plsc.embedding.onnx_detector import OnnxDetector
 
-    return OnnxDetector(path, device, threshold, overlap, tried=tried)
+    return OnnxDetector(path, threshold, tried)

@@ -38,7 +38,7 @@ SMALLEST_SHARE = 1 / 32
 CELL, STRIDE = 12, 2  # of the proposing network: it looks at 12x12 pixels in every second place
 PYRAMID = 0.709  # from one size of the picture to the next: half the area
 PROPOSAL_SCORE, REFINED_SCORE, FACE_SCORE = 0.6, 0.7, 0.7
-LEVEL_OVERLAP, OVERLAP = 0.5, 0.7
+LEVEL_OVERLAP, OVERLAP = 0.5, 0.7  # of two boxes that overlap by more, the better one is kept
 MAX_PROPOSALS = 1000  # of one size of the picture
 MAX_CANDIDATES = 256  # that the second and the third network look at
 MEAN, STD = 127.5, 128.0
@@ -58,24 +58,19 @@ class MtcnnDetector(Detector):
     side, are found.
 
     Args:
-        device: where it runs.
         threshold: the least score of a face; None: 0.7.
-        overlap: of two faces whose intersection exceeds this share of the smaller, the better is kept; None: 0.7.
 
     Raises:
         UsageError: the extra is not installed.
         DataError: its files are damaged.
     """
 
-    def __init__(self, device: torch.device, threshold: float | None, overlap: float | None) -> None:
-        self._device = device
+    def __init__(self, threshold: float | None) -> None:
         self._threshold = FACE_SCORE if threshold is None else threshold
-        self._overlap = OVERLAP if overlap is None else overlap
         networks = proposing(), refining(), placing()
-        files = weights_files()
-        for network, path in zip(networks, files, strict=True):
+        for network, path in zip(networks, weights_files(), strict=True):
             load_weights(network, path)
-            network.eval().requires_grad_(False).to(device)
+            network.eval().requires_grad_(False)
         self._propose, self._refine, self._place = networks
         self.fingerprint = hashlib.sha256("".join(DIGESTS.values()).encode()).hexdigest()[:16]
 
@@ -87,9 +82,9 @@ class MtcnnDetector(Detector):
         height, width = image.shape[1:]
         factor = min(LONGEST_SIDE / max(height, width), 1.0)
         sides = max(round(height * factor), 1), max(round(width * factor), 1)
-        picture = resize_image(image, sides).to(self._device)
+        picture = resize_image(image, sides)
         squares = self._refined(picture, self._proposals(picture))
-        scores, boxes, landmarks = (found.cpu().numpy() for found in self._placed(picture, squares))
+        scores, boxes, landmarks = (found.numpy() for found in self._placed(picture, squares))
         scale = np.array([width / sides[1], height / sides[0]], dtype=np.float32)
         boxes = np.clip(boxes * np.tile(scale, 2), 0, np.tile([width, height], 2)).astype(np.float32)
         landmarks = landmarks * scale - np.float32(0.5)  # from edges at 0 to pixel centres at integers
@@ -99,7 +94,7 @@ class MtcnnDetector(Detector):
         """The squares (n, 4) in which ``picture`` uint8 (3, H, W) may show a face."""
         found = [self._level(level, picture.shape) for level in _pyramid(picture)]
         if not found:
-            return torch.zeros(0, 4, device=picture.device)
+            return torch.zeros(0, 4)
         scores, boxes, offsets = (torch.cat(parts) for parts in zip(*found, strict=True))
         kept = _best(boxes, scores, OVERLAP, MAX_CANDIDATES)
         return _square(_shifted(boxes[kept], offsets[kept]))
@@ -112,7 +107,7 @@ class MtcnnDetector(Detector):
         chosen = torch.nonzero(scores >= PROPOSAL_SCORE)[:, 0]
         columns = logits.shape[-1]
         corners = torch.stack([chosen % columns, chosen // columns], dim=1) * float(STRIDE)
-        scale = torch.tensor([shape[2] / level.shape[2], shape[1] / level.shape[1]], device=level.device)
+        scale = torch.tensor([shape[2] / level.shape[2], shape[1] / level.shape[1]])
         boxes = torch.cat([corners, corners + CELL], dim=1) * scale.repeat(2)
         kept = _best(boxes, scores[chosen], LEVEL_OVERLAP, MAX_PROPOSALS)
         return scores[chosen][kept], boxes[kept], offsets[chosen][kept]
@@ -136,7 +131,7 @@ class MtcnnDetector(Detector):
         boxes = _shifted(boxes, offsets)
         chosen = scores >= self._threshold
         boxes, scores, landmarks = boxes[chosen], scores[chosen], landmarks[chosen]
-        kept = _apart(boxes, scores, self._overlap)
+        kept = _apart(boxes, scores)
         return scores[kept], boxes[kept], landmarks[kept]
 
 
@@ -222,7 +217,7 @@ def _best(boxes: Tensor, scores: Tensor, overlap: float, most: int) -> Tensor:
     return order[nms(boxes[order], scores[order], overlap)][:most]
 
 
-def _apart(boxes: Tensor, scores: Tensor, overlap: float) -> Tensor:
+def _apart(boxes: Tensor, scores: Tensor) -> Tensor:
     """As :func:`_best`, where an overlap is the share of the smaller box: a face within a face goes as well."""
     areas = (boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(dim=1)
     left = torch.argsort(scores, descending=True, stable=True)
@@ -232,7 +227,7 @@ def _apart(boxes: Tensor, scores: Tensor, overlap: float) -> Tensor:
         kept.append(first)
         corners = torch.maximum(boxes[first, :2], boxes[left, :2]), torch.minimum(boxes[first, 2:], boxes[left, 2:])
         common = (corners[1] - corners[0]).clamp(min=0).prod(dim=1)
-        left = left[common <= overlap * torch.minimum(areas[first], areas[left])]
+        left = left[common <= OVERLAP * torch.minimum(areas[first], areas[left])]
     return torch.stack(kept) if kept else left
 
 

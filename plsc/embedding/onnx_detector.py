@@ -148,12 +148,10 @@ def _from_centres(origin: Float32, answer: Float32) -> Float32:
 SCRFD = Family("SCRFD with landmarks", 1, 2, 0.5, 127.5, 128.0, False, _from_distances)
 YUNET = Family("YuNet", 2, 1, 0.5, 0.0, 1.0, True, _from_centres)
 FAMILIES = {family.outputs: family for family in (SCRFD, YUNET)}
-
-
 # Sides of the input where the model leaves them free. Faces that fill the picture are too large for its anchors at 640
 # pixels, so a picture in which none is found there is tried again at 128.
 FREE_SIDES = (640, 128)
-OVERLAP = 0.4  # intersection over union
+OVERLAP = 0.4  # intersection over union: of two boxes that overlap by more, the better one is kept
 
 
 class OnnxDetector(Detector):
@@ -161,16 +159,12 @@ class OnnxDetector(Detector):
 
     Args:
         path: of the ONNX file.
-        device: where it runs.
         threshold: the least score of a face; None: the family's.
-        overlap: of two boxes whose intersection over union exceeds it, the better one is kept; None: 0.4.
         tried: the fingerprint of the file that has passed its trial already; None: it is tried
             (:mod:`plsc.embedding.trial`).
     """
 
-    def __init__(
-        self, path: Path, device: torch.device, threshold: float | None, overlap: float | None, *, tried: str | None
-    ) -> None:
+    def __init__(self, path: Path, threshold: float | None, tried: str | None) -> None:
         self._path = path
         content = read_signed(path, MODEL)
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
@@ -180,7 +174,6 @@ class OnnxDetector(Detector):
         inputs, outputs = graph_inputs(model), graph_values(model.graph.output)
         self._family = _family(path, inputs, outputs)
         self._threshold = self._family.threshold if threshold is None else threshold
-        self._overlap = OVERLAP if overlap is None else overlap
         self._input, self._dtype, sides = _input_of(path, inputs, self._family)
         self._outputs = [output.name for output in outputs]
         free = None in sides
@@ -188,7 +181,7 @@ class OnnxDetector(Detector):
         if tried is None and not is_asked_for():
             shapes = tuple((1, 3, height, width) for height, width in self._sizes)
             require_trial(path, "onnx", content, Inputs(self._input, np.dtype(self._dtype).name, shapes))
-        self._session = open_session(path, content, device)
+        self._session = open_session(path, content, torch.device("cpu"))
         height, width = self._sizes[-1]
         self._detect(torch.zeros(3, height, width, dtype=torch.uint8), height, width)  # a wrong model fails now
 
@@ -208,7 +201,7 @@ class OnnxDetector(Detector):
         sides = np.tile(image.shape[:0:-1], 2).astype(np.float32)
         boxes = np.clip(boxes / np.tile(scale, 2), 0, sides)
         landmarks = landmarks / scale
-        kept = _without_overlaps(boxes, scores, self._overlap)
+        kept = _without_overlaps(boxes, scores)
         return [Face(boxes[index], float(scores[index]), landmarks[index]) for index in kept]
 
 
@@ -255,12 +248,12 @@ def _letterboxed(image: torch.Tensor, height: int, width: int) -> tuple[torch.Te
     return picture, np.array([fitted[1] / columns, fitted[0] / rows], dtype=np.float32)
 
 
-def _without_overlaps(boxes: Float32, scores: Float32, overlap: float) -> list[int]:
+def _without_overlaps(boxes: Float32, scores: Float32) -> list[int]:
     """Indices of the boxes that non-maximum suppression keeps, best first."""
     from torchvision.ops import nms
 
     # Sorted here, so that equal scores keep the order of the anchors on every machine.
     order = np.argsort(-scores, kind="stable")
-    kept = nms(torch.from_numpy(boxes[order]), torch.from_numpy(scores[order]), overlap)
+    kept = nms(torch.from_numpy(boxes[order]), torch.from_numpy(scores[order]), OVERLAP)
     indices: list[int] = order[kept.numpy()].tolist()
     return indices

@@ -122,7 +122,8 @@ def evaluate(
 
 def _score(data: EvaluationSet, embedded: EmbeddedImages, seed: int, curves: bool, exact: list[Roc]) -> dict[str, Any]:
     """Compute the set's results; append its exact ROC to ``exact``."""
-    readable, searched = embedded.readable, dict[str, Any]()
+    readable = embedded.readable
+    searched: dict[str, Any]
     if data.is_same is not None:
         complete = readable[0::2] & readable[1::2]
         pairs, is_same = embedded.rows[np.repeat(complete, 2)], data.is_same[complete]

@@ -67,14 +67,13 @@ def unit_rows_float32(embeddings: NDArray[np.floating]) -> Float32:
     return unit
 
 
-def check_finite(embeddings: NDArray[np.floating], name: str = "embeddings") -> None:
+def check_finite(embeddings: NDArray[np.floating]) -> None:
     """Raise a :class:`DataError` that names the first row with a NaN or an infinity."""
     for start in range(0, len(embeddings), _ROWS):
         bad = np.flatnonzero(~np.isfinite(embeddings[start : start + _ROWS]).all(axis=1))
         if bad.size:
-            raise DataError(
-                f"{name}: row {start + int(bad[0])} is not finite; the model has diverged, or its precision overflows"
-            )
+            row = start + int(bad[0])
+            raise DataError(f"embeddings: row {row} is not finite; the model has diverged, or its precision overflows")
 
 
 def ten_folds(distances: Float64, is_same: Mask) -> dict[str, Any]:

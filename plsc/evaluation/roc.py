@@ -15,6 +15,7 @@ FARS: Mapping[str, float] = {f"1e-{power}": 10.0**-power for power in range(1, 7
 # resolves.
 _BINS = 2**22
 _BLOCK = 2048
+_POINTS_PER_DECADE, _DRAWN_BINS = 12, 200  # of what is drawn: a curve, and a histogram
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def equal_error_rate(roc: Roc) -> float | None:
     return float(accepts[after - 1] + weight * (accepts[after] - accepts[after - 1]))
 
 
-def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | None:
+def sampled_curve(roc: Roc) -> dict[str, list[float]] | None:
     """Sample ``{"far": […], "tar": […]}`` for a logarithmic axis: FAR from ``10 / impostor pairs`` to 1.
 
     None without a same pair or with fewer than ten different ones.
@@ -114,7 +115,7 @@ def sampled_curve(roc: Roc, per_decade: int = 12) -> dict[str, list[float]] | No
     if not roc.genuine_pairs or roc.impostor_pairs < MINIMUM_IMPOSTORS:
         return None
     lowest = max(np.log10(MINIMUM_IMPOSTORS / roc.impostor_pairs), -6.0)
-    far = np.logspace(lowest, 0.0, max(int(-lowest * per_decade), 1) + 1).tolist()
+    far = np.logspace(lowest, 0.0, max(int(-lowest * _POINTS_PER_DECADE), 1) + 1).tolist()
     points = [(value, tar) for value in far if (tar := tar_at_far(roc, value)) is not None]
     return {"far": [value for value, _ in points], "tar": [tar for _, tar in points]}
 
@@ -130,9 +131,9 @@ def roc_summary(roc: Roc) -> dict[str, Any]:
     }
 
 
-def plot_data(roc: Roc, bins: int = 200) -> dict[str, Any]:
+def plot_data(roc: Roc) -> dict[str, Any]:
     """Return ``roc`` sampled for a logarithmic axis, and ``scores``: counts of same and different pairs by cosine."""
-    edges = np.linspace(-1.0, 1.0, bins + 1)
+    edges = np.linspace(-1.0, 1.0, _DRAWN_BINS + 1)
     scores = np.clip(roc.thresholds, -1.0, 1.0)
     histogram = {"edges": edges.tolist()}
     for kind, accepted in (("same", roc.genuine), ("different", roc.impostors)):

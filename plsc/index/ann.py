@@ -98,12 +98,9 @@ class ApproximateSearch:
         if count * SCAN_BELOW <= len(self) or not k:
             return self._exact.search(queries, k, allowed=allowed)
         scores, rows = self._structure_and_held_out(queries, k, allowed)
-        short = (rows < 0).any(axis=1) if rows.shape[1] == k else np.ones(len(queries), dtype=bool)
+        short = (rows < 0).any(axis=1)
         if short.any():
-            filled = np.empty((len(queries), k), np.float32), np.empty((len(queries), k), np.int64)
-            filled[0][~short], filled[1][~short] = scores[~short], rows[~short]
-            filled[0][short], filled[1][short] = self._exact.search(queries[short], k, allowed=allowed)
-            scores, rows = filled
+            scores[short], rows[short] = self._exact.search(queries[short], k, allowed=allowed)
         self.monitor.record(queries, scores, allowed)
         return scores, rows
 

@@ -296,14 +296,14 @@ def plan_search(
     return ApproximateSearch(best.structure, best.kind, vectors, held_out, exact, best.recall)
 
 
-def median_milliseconds(search: Search, queries: Float32, k: int = 10) -> float:
-    """Median time of single ``queries`` (Q, D), Q >= 1: up to 50 of them, for up to two seconds."""
-    search(queries[:1], k)  # what a first search compiles or allocates is no part of the latency
+def median_milliseconds(search: Search, queries: Float32) -> float:
+    """Median time of searches for 10 rows by single ``queries`` (Q, D), Q >= 1: of up to 50, for up to two seconds."""
+    search(queries[:1], 10)  # what a first search compiles or allocates is no part of the latency
     times: list[float] = []
     end = time.monotonic() + TIMED_SECONDS
     for query in queries[:TIMED_QUERIES, None, :]:
         began = time.perf_counter()
-        search(query, k)
+        search(query, 10)
         times.append(1000 * (time.perf_counter() - began))
         if time.monotonic() > end:
             break
