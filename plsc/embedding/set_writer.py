@@ -246,8 +246,7 @@ def write_embedding_set(
     if len(np.unique(ids)) != count:
         raise UsageError("the ids are not unique")
     writer = SetWriter(
-        Path(folder),
-        {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows},
+        Path(folder), {"contract_id": contract_id, "dim": dim, "dtype": dtype, "rows": count, "shard_rows": shard_rows}
     )
     with sole_writer(writer.folder):
         writer.begin()

@@ -55,13 +55,7 @@ def identification(
     return result | {"open_set": open_set(unit, identity, first, unknown_share, seed)}
 
 
-def open_set(
-    unit: Float32,
-    identity: Int64,
-    first: Int64,
-    unknown_share: float,
-    seed: int,
-) -> dict[str, Any]:
+def open_set(unit: Float32, identity: Int64, first: Int64, unknown_share: float, seed: int) -> dict[str, Any]:
     """Compute TPIR at FPIR 1e-1, 1e-2 and 1e-3, with a share of the identities, sampled by ``seed``, not enrolled.
 
     FPIR is the share of probes of unknown identities (all their images) whose best score reaches the threshold; TPIR

@@ -118,12 +118,7 @@ def ijb(
     return {prefix: on_main(lambda: _score(faces, embedded, comparisons[0], curves), mesh)}
 
 
-def pool_templates(
-    rows: Float32,
-    scores: Float64,
-    templates: Int64,
-    medias: Int64,
-) -> tuple[Int64, Float64]:
+def pool_templates(rows: Float32, scores: Float64, templates: Int64, medias: Int64) -> tuple[Int64, Float64]:
     """Pool faces into templates.
 
     Args:
