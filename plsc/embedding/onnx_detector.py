@@ -26,17 +26,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
+from plsc.embedding import onnx_model
 from plsc.embedding.columns import Float32
 from plsc.embedding.detector import Detector, Face
-from plsc.embedding.onnx_model import (
-    INPUT_TYPES,
-    GraphValue,
-    graph_inputs,
-    graph_values,
-    load_graph,
-    open_session,
-    run_session,
-)
 from plsc.embedding.trial import Inputs, require_trial
 from plsc.errors import DataError
 from plsc.signing import MODEL, is_asked_for, read_signed
@@ -170,8 +162,8 @@ class OnnxDetector(Detector):
         self.fingerprint = hashlib.sha256(content).hexdigest()[:16]
         if tried not in (None, self.fingerprint):
             raise DataError(f"{path} is not the file that it was at the start; begin again")
-        model = load_graph(path, content, trusted=is_asked_for())
-        inputs, outputs = graph_inputs(model), graph_values(model.graph.output)
+        model = onnx_model.load_graph(path, content, trusted=is_asked_for())
+        inputs, outputs = onnx_model.graph_inputs(model), onnx_model.graph_values(model.graph.output)
         self._family = _family(path, inputs, outputs)
         self._threshold = self._family.threshold if threshold is None else threshold
         self._input, self._dtype, sides = _input_of(path, inputs, self._family)
@@ -181,7 +173,7 @@ class OnnxDetector(Detector):
         if tried is None and not is_asked_for():
             shapes = tuple((1, 3, height, width) for height, width in self._sizes)
             require_trial(path, "onnx", content, Inputs(self._input, np.dtype(self._dtype).name, shapes))
-        self._session = open_session(path, content, torch.device("cpu"))
+        self._session = onnx_model.open_session(path, content, torch.device("cpu"))
         height, width = self._sizes[-1]
         self._detect(torch.zeros(3, height, width, dtype=torch.uint8), height, width)  # a wrong model fails now
 
@@ -196,7 +188,7 @@ class OnnxDetector(Detector):
         """The faces that the model finds in ``image`` at ``height`` by ``width`` pixels."""
         picture, scale = _letterboxed(image, height, width)
         values = self._family.values(picture).astype(self._dtype)
-        answers = run_session(self._path, self._session, self._outputs, {self._input: values})
+        answers = onnx_model.run_session(self._path, self._session, self._outputs, {self._input: values})
         scores, boxes, landmarks = self._family.decode(self._path, answers, height, width, self._threshold)
         sides = np.tile(image.shape[:0:-1], 2).astype(np.float32)
         boxes = np.clip(boxes / np.tile(scale, 2), 0, sides)
@@ -205,7 +197,7 @@ class OnnxDetector(Detector):
         return [Face(boxes[index], float(scores[index]), landmarks[index]) for index in kept]
 
 
-def _family(path: Path, inputs: list[GraphValue], outputs: list[GraphValue]) -> Family:
+def _family(path: Path, inputs: list[onnx_model.GraphValue], outputs: list[onnx_model.GraphValue]) -> Family:
     if len(outputs) == 1 and len(inputs) == 1 and len(inputs[0].shape) == 4 and len(outputs[0].shape) in (0, 2):
         *_, height, width = inputs[0].shape  # an output's may be left to onnxruntime
         raise DataError(f"{path} is an embedding model ({width}x{height}, one output), no detector")
@@ -217,15 +209,17 @@ def _family(path: Path, inputs: list[GraphValue], outputs: list[GraphValue]) -> 
     return FAMILIES[len(outputs)]
 
 
-def _input_of(path: Path, inputs: list[GraphValue], family: Family) -> tuple[str, Any, tuple[int | None, int | None]]:
+def _input_of(
+    path: Path, inputs: list[onnx_model.GraphValue], family: Family
+) -> tuple[str, Any, tuple[int | None, int | None]]:
     """The input's name, its type, and (height, width) where they are fixed."""
     expected = f"{family.name} takes one picture of floats (1, 3, H, W)"
-    if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].type not in INPUT_TYPES:
+    if len(inputs) != 1 or len(inputs[0].shape) != 4 or inputs[0].type not in onnx_model.INPUT_TYPES:
         shapes = ", ".join(f"{entry.name} {entry.type} {entry.shape}" for entry in inputs) or "nothing"
         raise DataError(f"{path} takes {shapes}; {expected}")
     picture = inputs[0]
     batch, channels, height, width = (dim if isinstance(dim, int) and dim > 0 else None for dim in picture.shape)
-    if batch not in (1, None) or channels not in (3, None) or INPUT_TYPES[picture.type] is np.uint8:
+    if batch not in (1, None) or channels not in (3, None) or onnx_model.INPUT_TYPES[picture.type] is np.uint8:
         raise DataError(f"{path} takes {picture.type} {picture.shape}; {expected}")
     for side in (height, width):
         if side is not None and side % STRIDES[-1]:
@@ -233,7 +227,7 @@ def _input_of(path: Path, inputs: list[GraphValue], family: Family) -> tuple[str
                 f"{path} takes pictures of {width}x{height}; {family.name} has sides that are multiples of "
                 f"{STRIDES[-1]}"
             )
-    return picture.name, INPUT_TYPES[picture.type], (height, width)
+    return picture.name, onnx_model.INPUT_TYPES[picture.type], (height, width)
 
 
 def _letterboxed(image: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, Float32]:

@@ -12,20 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from plsc import files
 from plsc.arguments import as_integer
 from plsc.embedding.columns import Float32, Int64, Mask, save_array, save_strings, string_files
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import UsageError, quoted
-from plsc.files import (
-    atomic_replace_dir,
-    check_output,
-    describe_files,
-    holds_manifest,
-    make_folder,
-    new_folder,
-    write_manifest,
-)
 from plsc.index import ann
 from plsc.index.merging import MergedSets, gather
 from plsc.index.on_disk import LISTS_FILE, MemoryBudget
@@ -72,7 +64,7 @@ def build(
         budget = None if memory is None else MemoryBudget(memory, len(rows), rows.dim, tmp_path)
         manifest = _write_index(tmp_path, rows, kind, options, budget)
         manifest["build_seconds"] = round(time.monotonic() - began, 3)
-        write_manifest(tmp_path, manifest)
+        files.write_manifest(tmp_path, manifest)
     return manifest
 
 
@@ -80,12 +72,12 @@ def build(
 def new_index(folder: Path) -> Iterator[Path]:
     """Yield a temporary neighbour of ``folder``, which takes its place if the block succeeds."""
     tmp_path = folder.with_name(f".{folder.name}.building")
-    with new_folder(folder.parent):
+    with files.new_folder(folder.parent):
         shutil.rmtree(tmp_path, ignore_errors=True)
-        make_folder(tmp_path)
+        files.make_folder(tmp_path)
         try:
             yield tmp_path
-            atomic_replace_dir(tmp_path, folder)
+            files.atomic_replace_dir(tmp_path, folder)
         finally:
             shutil.rmtree(tmp_path, ignore_errors=True)
 
@@ -93,9 +85,9 @@ def new_index(folder: Path) -> Iterator[Path]:
 def _check_folder(folder: Path, overwrite: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not holds_manifest(folder, FORMAT):
+    if folder.is_dir() and any(folder.iterdir()) and not files.holds_manifest(folder, FORMAT):
         raise UsageError(f"{folder} is not empty and holds no index; name another folder")
-    check_output(folder, overwrite=overwrite)
+    files.check_output(folder, overwrite=overwrite)
 
 
 def _resolve_kind(options: BuildOptions, rows: int) -> ann.Kind:
@@ -118,7 +110,7 @@ def _write_index(
     structure = choose_structure(vectors, len(held_out), kind, options, budget, tmp_path / FAISS_FILE)
     if structure["kind"] == "exact":
         (tmp_path / LISTS_FILE).unlink(missing_ok=True)  # of a structure that was built and not chosen
-    files = [*COLUMN_FILES, *(name for name in (FAISS_FILE, LISTS_FILE) if (tmp_path / name).exists())]
+    names = [*COLUMN_FILES, *(name for name in (FAISS_FILE, LISTS_FILE) if (tmp_path / name).exists())]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -134,7 +126,7 @@ def _write_index(
             {"path": str(source.folder.resolve()), "rows": len(source), "id_offset": offset}
             for source, offset in zip(rows.sets, rows.offsets, strict=True)
         ],
-        "files": describe_files(tmp_path, files),
+        "files": files.describe_files(tmp_path, names),
     }
 
 

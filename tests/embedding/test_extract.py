@@ -27,16 +27,18 @@ SIZE = 16
 
 
 class Pictures(ImageDataset):
-    """Images made of their index; those in ``bad`` do not decode."""
+    """Images made of their index; those in ``bad`` do not decode, and at those of ``strikes`` something happens."""
 
     def __init__(
-        self, count: int, bad: tuple[int, ...] = (), pause: float = 0, names: tuple[str, ...] = ("a", "b")
+        self, count: int, bad: Any = (), pause: float = 0, names: Any = ("a", "b"), strikes: Any = None
     ) -> None:
         super().__init__(f"pictures of {count}", np.arange(count, dtype=np.int64) % 2, names, SIZE)
-        self.bad, self.pause = bad, pause
+        self.bad, self.pause, self.strikes = bad, pause, strikes or {}
 
     def image(self, index: int) -> torch.Tensor:
         time.sleep(self.pause)
+        if index in self.strikes:
+            self.strikes[index]()
         if index in self.bad:
             raise DataError(f"{self.key(index)} is truncated;\nreplace it")
         return torch.randint(0, 256, (3, SIZE, SIZE), dtype=torch.uint8, generator=torch.Generator().manual_seed(index))
@@ -289,13 +291,8 @@ def test_links_are_followed_beside_loose_photos_as_in_a_folder_per_identity(tmp_
     assert beside.labels.tolist() == [0, 0, -1]
 
 
-class Deadly(Pictures):
-    """Kills the process that decodes its image 9, as the system does when memory runs out."""
-
-    def image(self, index: int) -> torch.Tensor:
-        if index == 9:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().image(index)
+def _interrupted() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path: Path) -> None:
@@ -306,7 +303,7 @@ def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path:
     with pytest.raises(UsageError, match="give --overwrite to start anew"):
         run(ONE, folder, Pictures(60), embedder=other)
     with pytest.raises(KeyboardInterrupt):
-        run(ONE, folder, Stopping(60), embedder=other, overwrite=True)
+        run(ONE, folder, Pictures(60, strikes={40: _interrupted}), embedder=other, overwrite=True)
     assert EmbeddingSet(folder, verify=True).contract_id == old
     assert any(new.glob("shard-*"))
     assert run(ONE, folder, Pictures(60), embedder=other, overwrite=True)["embedded"] < 60  # it goes on
@@ -316,15 +313,6 @@ def test_a_set_is_replaced_when_asked_and_once_the_new_one_is_complete(tmp_path:
     assert run(ONE, folder, Pictures(60), overwrite=True)["embedded"] == 60
     assert EmbeddingSet(folder, verify=True).contract_id == old
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
-
-
-class Stopping(Pictures):
-    """Is interrupted at image 40."""
-
-    def image(self, index: int) -> torch.Tensor:
-        if index == 40:
-            raise KeyboardInterrupt
-        return super().image(index)
 
 
 def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
@@ -342,6 +330,7 @@ def test_pictures_that_are_no_crops_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_decoding_process_that_dies(tmp_path: Path) -> None:
+    killed = {9: lambda: os.kill(os.getpid(), signal.SIGKILL)}  # as the system does when memory runs out
     with pytest.raises(DataError, match="a decoding process was killed"):
-        run(ONE, tmp_path / "set", Deadly(30), workers=1)
+        run(ONE, tmp_path / "set", Pictures(30, strikes=killed), workers=1)
     assert run(ONE, tmp_path / "set", Pictures(30))["rows"] == 30

@@ -50,6 +50,12 @@ def faces(tmp_path_factory: pytest.TempPathFactory) -> EmbeddingSet:
     return make(tmp_path_factory.mktemp("faces") / "set", vectors, labels)
 
 
+@pytest.fixture(scope="module")
+def exact(faces: EmbeddingSet, tmp_path_factory: pytest.TempPathFactory) -> Index:
+    """An exact index of all of them."""
+    return Index.build([faces], tmp_path_factory.mktemp("exact") / "idx", quiet=True)
+
+
 @pytest.mark.parametrize("kind", ["exact", "ivf", "hnsw"])
 def test_search_against_brute_force(faces: EmbeddingSet, tmp_path: Path, kind: str) -> None:
     index = Index.build([faces], tmp_path / "idx", kind=kind, recall=0.97, quiet=True)
@@ -240,12 +246,11 @@ def test_a_damaged_set_is_refused_and_a_rebuild_replaces(faces: EmbeddingSet, tm
     assert Index.open(tmp_path / "idx").dim == 32, "the older index stays"
 
 
-def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
-    index = Index.build([faces], tmp_path / "idx", quiet=True)
+def test_wrong_queries(faces: EmbeddingSet, exact: Index, tmp_path: Path) -> None:
     good = faces.rows(0, 2)
     for k in (0, -1):
         with pytest.raises(UsageError, match=f"at least 1, not {k}"):
-            index.search(good, k)
+            exact.search(good, k)
     bad = good.copy()
     bad[1, 3] = np.nan
     for queries, text in (
@@ -257,8 +262,8 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
         ([[1.0] * 32, [1.0]], "rows of different lengths"),
     ):
         with pytest.raises(UsageError, match=text):
-            index.search(queries, 1)
-    assert index.search(np.empty((0, 32)), 5).ids.shape == (0, 5)
+            exact.search(queries, 1)
+    assert exact.search(np.empty((0, 32)), 5).ids.shape == (0, 5)
     with pytest.raises(UsageError, match=r"there is no folder .*elsewhere"):
         Index.open(tmp_path / "elsewhere")
     with pytest.raises(DataError, match="is no plsc index"):
@@ -266,21 +271,19 @@ def test_wrong_queries(faces: EmbeddingSet, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("factor", [1e-200, 1e-300, 1e200, 1e300])
-def test_the_length_of_a_query_does_not_matter(faces: EmbeddingSet, tmp_path: Path, factor: float) -> None:
+def test_the_length_of_a_query_does_not_matter(faces: EmbeddingSet, exact: Index, factor: float) -> None:
     """Even where its square is no number that float64 can hold."""
-    index = Index.build([faces], tmp_path / "idx", quiet=True)
     good = faces.rows(0, 4).astype(np.float64)
-    expected, found = index.search(good, 3), index.search(good * factor, 3)
+    expected, found = exact.search(good, 3), exact.search(good * factor, 3)
     assert np.array_equal(found.rows, expected.rows)
     assert np.allclose(found.scores, expected.scores, atol=1e-6)
 
 
-def test_queries_from_a_set(faces: EmbeddingSet, tmp_path: Path) -> None:
-    index = Index.build([faces], tmp_path / "idx", quiet=True)
+def test_queries_from_a_set(faces: EmbeddingSet, exact: Index, tmp_path: Path) -> None:
     vectors = faces.rows(0, 4)
     vectors[1], vectors[2, 0] = 0, np.inf
     make(tmp_path / "q", vectors, keys=["a", "b", "c", "d"], errors={3: "broken JPEG"})
-    answers = answer(index, open_queries(index, tmp_path / "q"), 2)
+    answers = answer(exact, open_queries(exact, tmp_path / "q"), 2)
     assert [a["query"] for a in answers] == ["a", "b", "c", "d"]
     best = answers[0]["matches"][0]
     assert best["key"] == "0"
@@ -292,9 +295,9 @@ def test_queries_from_a_set(faces: EmbeddingSet, tmp_path: Path) -> None:
     assert answers[3]["error"] == "broken JPEG"
     make(tmp_path / "other", vectors[:1], contract="another")
     with pytest.raises(UsageError, match="another model or preprocessing"):
-        open_queries(index, tmp_path / "other")
+        open_queries(exact, tmp_path / "other")
     with pytest.raises(UsageError, match="there is no"):
-        open_queries(index, tmp_path / "nothing.jpg")
+        open_queries(exact, tmp_path / "nothing.jpg")
 
 
 def test_held_out_rows_prefer_identities_that_stay_known() -> None:

@@ -34,7 +34,7 @@ USING = (
     Defect(
         "embedding goes on with a damaged shard",
         "plsc/embedding/set_writer.py",
-        '            verify_files(folder, manifest["files"])\n',
+        '            files.verify_files(folder, manifest["files"])\n',
         "",
         ("tests/embedding/test_extract.py",),
     ),
