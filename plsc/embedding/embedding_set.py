@@ -148,11 +148,6 @@ class EmbeddingSet:
                 rows[first - start : last - start] = shard.embeddings[first - shard.start : last - shard.start]
         return rows
 
-    @property
-    def embeddings(self) -> list[Array]:
-        """The memory-mapped (n, dim) arrays, shard by shard."""
-        return [shard.embeddings for shard in self.shards]
-
     @cached_property
     def labels(self) -> Int64:
         """(N,) int64: the class of each row in ``class_names``, -1 for none."""

@@ -39,7 +39,7 @@ def test_what_goes_in_comes_out(tmp_path: Path) -> None:
     assert (len(made), made.dim, made.contract_id) == (70, 8, "model-a")
     assert [len(shard) for shard in made] == [32, 32, 6]
     np.testing.assert_array_equal(made.rows(0, 70), expected)
-    np.testing.assert_array_equal(np.concatenate(made.embeddings), expected)
+    np.testing.assert_array_equal(np.concatenate([shard.embeddings for shard in made]), expected)
     np.testing.assert_array_equal(made.ids, np.arange(70) * 10 + 5)
     np.testing.assert_array_equal(made.labels, np.arange(70) % 3)
     assert made.keys[69] == made.keys[-1] == "photo é 69.jpg"
@@ -70,7 +70,7 @@ def test_strings_come_back(tmp_path_factory: pytest.TempPathFactory, strings: li
 
 def test_float16_halves_the_size_and_reads_as_float32(tmp_path: Path) -> None:
     half, full = make(tmp_path / "half", dtype="float16"), make(tmp_path / "full")
-    assert half.embeddings[0].dtype == np.float16
+    assert half.shards[0].embeddings.dtype == np.float16
     assert half.rows(0, 70).dtype == np.float32
     np.testing.assert_allclose(half.rows(0, 70), full.rows(0, 70), rtol=1e-3)
 
