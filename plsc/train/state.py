@@ -13,11 +13,9 @@ from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
-from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
-from plsc.train.failures import raise_on_all_ranks
-from plsc.train.head_state import described_changes, load_tables
+from plsc.train.head_state import capture_tables, prefixed, restore_tables, savepoints
 
 # Keys that determine the stored tensors' shapes, the order of the samples, or their pixels.
 FIXED = (
@@ -70,16 +68,12 @@ def capture(components: TrainComponents, position: Position) -> tuple[dict[str, 
     components.head_optimizer.average_replicas()
     strategy = components.strategy
     components.average_statistics()
-    tensors: dict[str, Any] = _prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
-    if components.config.head.journal:
-        raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, position.step))
-    else:
-        for prefix, tables in _class_tables(components).items():
-            tensors |= _prefixed(prefix, tables)
-    backbone = _prefixed("backbone.", strategy.stored(strategy.parts()))
+    tensors: dict[str, Any] = prefixed(f"exchange.{components.mesh.rank}.", components.exchange.state())
+    tensors |= capture_tables(components, position.step)
+    backbone = prefixed("backbone.", strategy.stored(strategy.parts()))
     if components.average is not None:
-        backbone |= _prefixed("average.", strategy.stored(components.average.values))
-    backbone |= _prefixed("optimizer.", _optimizer_tensors(components))
+        backbone |= prefixed("average.", strategy.stored(components.average.values))
+    backbone |= prefixed("optimizer.", _optimizer_tensors(components))
     tensors |= {name: tensor for name, tensor in backbone.items() if strategy.writes(name, tensor)}
     return tensors, _small_state(components, position)
 
@@ -96,8 +90,8 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     _check_config(state["config"], components.config)
     _check_data(state["data"], components)
     _check_frozen(state.get("frozen", []), components)
-    _restore_tables(components, stored)
-    stored.load_into(_prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
+    restore_tables(components, stored)
+    stored.load_into(prefixed("backbone.", components.strategy.stored(components.strategy.parts())))
     delayed = _delayed_gradients(components, stored)
     momenta = {f"{name}_buffer": tensor for name, tensor in delayed.items() if name.endswith(".momentum")}
     momenta |= {name.replace(".optimizer.", "."): tensor for name, tensor in delayed.items() if ".optimizer." in name}
@@ -117,49 +111,9 @@ def restore(components: TrainComponents, stored: StoredCheckpoint) -> Position:
     return Position(state["step"], schedule_step, state["skipped"], state["best"], state.get("accuracy"))
 
 
-def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
-    """Set the savepoint of a run that has no checkpoint yet, or go back to it, if the run ``goes_on``.
-
-    Raises:
-        UsageError: the table's files are of another run.
-        DataError: they are of a run that has checkpoints.
-    """
-    journal = components.head.undo_journal
-    if journal is not None and journal.is_adopted:
-        if not goes_on:
-            journal.refuse_if_adopted()
-        components.head.roll_back(0)
-    else:
-        _set_savepoint(components, 0)
-
-
-def flush_tables(components: TrainComponents) -> None:
-    """Sync the files of a table with savepoints to disk."""
-    if components.head.undo_journal is not None:
-        components.head.undo_journal.flush()
-
-
-def forget_savepoints(components: TrainComponents, checkpoints: CheckpointFolder) -> None:
-    """Remove what the table's journals hold for checkpoints that are gone."""
-    journal = components.head.undo_journal
-    published = checkpoints.published() if journal is not None else []
-    if journal is not None and published:
-        journal.forget(step_of(published[0]))
-
-
 def changed_keys(before: dict[str, Any], config: Config) -> list[str]:
     """``"optim.lr = 0.2 (was 0.1)"`` for each key, and all tables of a kind, that the run had otherwise so far."""
     return configuration.differences(stored_config(before), _with_contract(config))
-
-
-def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
-    """A line for each table of the head that is kept in another type than the checkpoint stores it in."""
-    return [
-        line
-        for prefix, tables in _class_tables(components).items()
-        if stored.state.get("savepoints") is None
-        for line in described_changes(stored, prefix, tables)
-    ]
 
 
 def steps_per_epoch(components: TrainComponents) -> int:
@@ -181,7 +135,7 @@ def _small_state(components: TrainComponents, position: Position) -> dict[str, A
         "scaler": components.scaler.state_dict(),
         "optimizer": _optimizer_numbers(components),
         "head": components.head.get_extra_state(),
-        "savepoints": _savepoints(components),
+        "savepoints": savepoints(components),
         "head_steps": components.head_optimizer.steps,
         "average_updates": components.average.updates.count if components.average is not None else 0,
     }
@@ -261,56 +215,6 @@ def _check_frozen(before: list[str], components: TrainComponents) -> None:
             "one); set them back to go on, or begin another run (another --out), with --init_weights "
             "RUN/model.safetensors and a [[stage]] for what changes on the way"
         )
-
-
-def _class_tables(components: TrainComponents) -> dict[str, dict[str, TensorShard]]:
-    """This rank's rows of the class table, and of the state beside it, by the prefix of their names."""
-    return {
-        "head.": components.head.sharded_state(),
-        "head_optimizer.": components.head_optimizer.sharded_state(),
-    }
-
-
-def _set_savepoint(components: TrainComponents, step: int) -> None:
-    if components.head.undo_journal is not None:
-        components.head.set_savepoint(step)
-
-
-def _savepoints(components: TrainComponents) -> list[str | None] | None:
-    """The identity of each rank's table that the checkpoint does not hold; None where it holds them."""
-    journal = components.head.undo_journal
-    identities = all_gather_object(None if journal is None else journal.identity, components.mesh)
-    return identities if any(identities) else None
-
-
-def _restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> None:
-    journal, savepoints = components.head.undo_journal, stored.state.get("savepoints")
-    if savepoints is None:
-        if journal is not None:
-            journal.refuse_if_adopted()
-        for prefix, tables in _class_tables(components).items():
-            load_tables(stored, prefix, tables)
-        if journal is not None:
-            components.head.set_savepoint(stored.step)
-        return
-    if len(savepoints) != components.mesh.world_size:
-        raise UsageError(
-            f"the class table lies in files of {len(savepoints)} ranks, one each: resume on as many, not on "
-            f"{components.mesh.world_size}"
-        )
-    identity = savepoints[components.mesh.rank]
-    if identity != (None if journal is None else journal.identity):
-        placed = stored.state["config"]["head"]["placement"]
-        raise DataError(
-            f"{stored.path} goes with the class table in the files of {placed}, which is not the one here: give the "
-            "same head.placement with head.journal = true, and bring the files back"
-        )
-    if journal is not None:
-        components.head.roll_back(stored.step)
-
-
-def _prefixed(prefix: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def _optimizer_state(components: TrainComponents) -> dict[str, Any]:
@@ -442,7 +346,7 @@ def _load_average(components: TrainComponents, stored: StoredCheckpoint) -> None
     assert components.average is not None
     strategy, values = components.strategy, components.average.values
     if any(name.startswith("average.") for name in stored.stored):
-        stored.load_into(_prefixed("average.", strategy.stored(values)))
+        stored.load_into(prefixed("average.", strategy.stored(values)))
     else:
         torch._foreach_copy_(list(values.values()), list(strategy.parts().values()))
     components.average.updates.count = int(stored.state["average_updates"])

@@ -10,8 +10,7 @@ from reference import Oracle, relative_error
 
 import plsc
 from plsc.errors import LabelError, UsageError
-from plsc.head import sharded_softmax
-from plsc.head.sharded_head import softmax_of
+from plsc.head import replicas
 from plsc.optim import GradScaler, clip_grad_norm_
 from plsc.parallel import Mesh, with_head_groups
 from plsc.parallel.collectives import all_gather_rows, all_reduce_sum, broadcast_object
@@ -145,11 +144,9 @@ def test_a_group_without_samples_and_fewer_classes_than_ranks(ranks):
 
 def chunks_of_the_update(mesh: Mesh) -> list[tuple[int, int]]:
     head = plsc.ShardedHead(24, 53, mesh)
-    softmax_of(head).chunk_size = lambda batch: max(batch, 1)  # as many classes as the batch has samples
+    head.softmax.chunk_size = lambda batch: max(batch, 1)  # as many classes as the batch has samples
     head(*batch_of(make_problem(), 0, mesh, uneven(12, mesh.world_size))).backward()
-    return [
-        (chunk.start, chunk.stop) for chunk, _ in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
-    ]
+    return [(chunk.start, chunk.stop) for chunk, _ in head.softmax.gradient_chunks(head.softmax.pending.batches)]
 
 
 def test_replicas_visit_the_same_chunks_whatever_their_batches(ranks):
@@ -234,7 +231,7 @@ def tables_with_sums(mesh: Mesh, problem: Step, in_turn: bool, options: dict) ->
 
     with contextlib.ExitStack() as patches:
         if in_turn:
-            patches.enter_context(patch.object(sharded_softmax, "_summed_asynchronously", summed_in_turn))
+            patches.enter_context(patch.object(replicas, "_summed_asynchronously", summed_in_turn))
         head = make_head(mesh, problem, **{**CHUNKED, **options})
         optimizer = plsc.HeadSGD(head, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
         norms = []
@@ -265,7 +262,7 @@ def events_of_a_step(mesh: Mesh, problem: Step) -> list[str]:
     head = make_head(mesh, problem, **CHUNKED, backend="torch")
     optimizer = plsc.HeadSGD(head, lr=LR)
     events: list[str] = []
-    second_pass, begin, update = head.backend.second_pass, sharded_softmax.all_reduce_sum_async, optimizer._updater
+    second_pass, begin, update = head.backend.second_pass, replicas.all_reduce_sum_async, optimizer._updater
 
     def noted_pass(inputs):
         for chunk, gradient in second_pass(inputs):
@@ -286,7 +283,7 @@ def events_of_a_step(mesh: Mesh, problem: Step) -> list[str]:
         update(*args)
 
     optimizer._updater, head.backend.second_pass = noted_update, noted_pass
-    with patch.object(sharded_softmax, "all_reduce_sum_async", NotedWork):
+    with patch.object(replicas, "all_reduce_sum_async", NotedWork):
         x, y = batch_of(problem, 0, mesh, [6, 6])
         head(x, y).backward()
         optimizer.step()

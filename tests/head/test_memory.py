@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 import plsc
 from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.host_memory import HostMemory
-from plsc.head.sharded_head import softmax_of
 from plsc.parallel import tensor_shard
 
 MIB = 2**20
@@ -157,9 +156,9 @@ def test_rows_beyond_element_2_to_31_are_updated_and_their_neighbours_are_not():
     values = torch.randn(len(FAR), 512).bfloat16()
     with torch.no_grad():
         head.weight[FAR] = values
-    softmax_of(head).table._inverse_norm = torch.zeros(ROWS)
-    renew_norms(ClassRows(head.weight.detach(), softmax_of(head).table._inverse_norm), FAR)
-    softmax_of(head).table.norms_are_current()
+    head.softmax.table._inverse_norm = torch.zeros(ROWS)
+    renew_norms(ClassRows(head.weight.detach(), head.softmax.table._inverse_norm), FAR)
+    head.softmax.table.norms_are_current()
     small, small_optimizer = make(len(FAR), 512, rate=0.0)
     with torch.no_grad():
         small.weight.copy_(values)

@@ -19,10 +19,8 @@ from hypothesis import strategies as st
 
 import plsc
 from plsc.errors import DataError, LabelError, PlscError, UsageError
-from plsc.head import host_memory, host_table, staging
-from plsc.head.class_table import ResidentTable
+from plsc.head import host_memory, staging, storage
 from plsc.head.host_memory import HostMemory
-from plsc.head.sharded_head import softmax_of
 from plsc.optim import clip_grad_norm_
 from plsc.parallel import Mesh, tensor_shard
 
@@ -40,7 +38,7 @@ KINDS = {
 @contextlib.contextmanager
 def always_staged():
     """A table in host memory is copied to compute with even where the processor could read it in place."""
-    with mock.patch("plsc.head.host_table.is_staged", lambda placement, device: placement != "device"):
+    with mock.patch("plsc.head.storage.is_staged", lambda placement, device: placement != "device"):
         yield
 
 
@@ -107,7 +105,7 @@ def test_host_memory_is_read_in_place_by_the_processor():
     x, y = batches(1)[0]
     head(x, y).backward()
     optimizer.step()
-    assert isinstance(softmax_of(head).table, ResidentTable)
+    assert head.softmax.table.is_resident
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
@@ -375,9 +373,7 @@ def registrations():
         patches.enter_context(mock.patch.object(torch.cuda, "cudart", return_value=made))
         patches.enter_context(mock.patch.object(torch.cuda, "check_error"))
         patches.enter_context(mock.patch.object(host_memory, "_PIN_BYTES", 3 * mmap.PAGESIZE))
-        patches.enter_context(
-            mock.patch.object(host_table, "HostMemory", lambda *where, pinned, journal: HostMemory(*where, True))
-        )
+        patches.enter_context(mock.patch.object(storage, "HostMemory", lambda *where, pinned: HostMemory(*where, True)))
         yield made
 
 

@@ -263,7 +263,7 @@ def test_writes_from_outside_are_refused_after_the_first_savepoint(tmp_path):
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_savepoints_are_for_tables_in_files(placement):
-    with pytest.raises(UsageError, match="journal=True is for tables in a mapped file"):
+    with pytest.raises(UsageError, match="journal is for tables in a mapped file"):
         plsc.ShardedHead(DIM, CLASSES, ONE, placement=placement, journal=True)
     with pytest.raises(UsageError, match="this head has no savepoints"):
         plsc.ShardedHead(DIM, CLASSES, ONE, placement=placement).set_savepoint(0)

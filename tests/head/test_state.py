@@ -12,7 +12,6 @@ from plsc.errors import LabelError, UsageError
 from plsc.head import global_batch
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import class_range
-from plsc.head.sharded_head import softmax_of
 from plsc.optim import GradScaler, clip_grad_norm_
 from plsc.parallel import Mesh
 
@@ -221,8 +220,8 @@ def test_sampled_micro_batches_add_their_own_gradients():
     head(x[:4].double(), y[:4]).backward()
     head(x[4:].double(), y[4:]).backward()
     expected = torch.zeros_like(start)
-    for pending in softmax_of(head).pending.batches:
-        for chunk, gradient in softmax_of(head).gradient_chunks([pending]):
+    for pending in head.softmax.pending.batches:
+        for chunk, gradient in head.softmax.gradient_chunks([pending]):
             expected[chunk.index] += backward_through_normalize(gradient, chunk)
     optimizer.step()
     assert torch.allclose(head.weight.detach(), start - expected, rtol=1e-12, atol=1e-12)
@@ -333,7 +332,7 @@ def test_torchs_own_scaler_works_too():
         torch.cat(
             [
                 backward_through_normalize(g, chunk)
-                for chunk, g in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
+                for chunk, g in head.softmax.gradient_chunks(head.softmax.pending.batches)
             ]
         )
         / 256

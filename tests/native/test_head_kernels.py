@@ -11,7 +11,6 @@ from reference import Oracle, relative_error
 import plsc
 from plsc.errors import UsageError
 from plsc.head.backends.torch_backend import backward_through_normalize
-from plsc.head.sharded_head import softmax_of
 from plsc.native import build, head_kernels
 
 compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
@@ -86,7 +85,7 @@ def test_loss_and_gradients_are_the_oracles_within_rounding(path, dtype, batch, 
     by_rows = torch.cat(
         [
             backward_through_normalize(g, chunk).clone()
-            for chunk, g in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
+            for chunk, g in head.softmax.gradient_chunks(head.softmax.pending.batches)
         ]
     )
     assert relative_error(by_rows, weight.grad) < of_gradients
@@ -130,10 +129,10 @@ def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(path, weight_dtype,
         )
         for step in range(3):
             optimizer.steps = step
-            chunks = list(softmax_of(head).table.rows(None).chunks(1000))
+            chunks = list(head.softmax.table.rows(None).chunks(1000))
             gradient = torch.randn(300, 40, generator=torch.Generator().manual_seed(step))
             optimizer._updater(chunks[0], gradient, optimizer._state.of(chunks[0]), optimizer._step(0.5))
-        tables = [head.weight.detach().float(), softmax_of(head).table.rows(None).inverse_norm]
+        tables = [head.weight.detach().float(), head.softmax.table.rows(None).inverse_norm]
         return tables + [table.read(slice(None), torch.float32) for table in optimizer.tables.values()]
 
     own = updated()
@@ -163,7 +162,7 @@ def test_rows_that_take_no_part_keep_every_bit(path):
         before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
         head(*some_batch(16, 64, 2000, seed=step)).backward()
         untouched = torch.ones(2000, dtype=torch.bool)
-        untouched[softmax_of(head).pending.batches[0].selected] = False
+        untouched[head.softmax.pending.batches[0].selected] = False
         optimizer.step()
         after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
         assert all(torch.equal(a[untouched], b[untouched]) for a, b in zip(before, after, strict=True))

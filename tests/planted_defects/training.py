@@ -151,8 +151,8 @@ TRAINING = (
     Defect(
         "LAMB clips gradients as timm does by default",
         "plsc/optim/backbone_optimizers.py",
-        "max_grad_norm=None,",
-        "max_grad_norm=1.0,",
+        "max_grad_norm=None)",
+        "max_grad_norm=1.0)",
         ("tests/optim/test_backbone_optimizers.py",),
     ),
     Defect(

@@ -1,14 +1,14 @@
 """The head's passes and SGD by compiled kernels on a CPU (see :mod:`plsc.native.head_kernels`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, TorchBackend, Updater
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.low_precision import Rounding, RowState, rounding_key
-from plsc.head.update_rules import SgdRule, Update, UpdateRule
+from plsc.head.low_precision import RowState, rounding_key
+from plsc.head.update_rules import SgdRule, Update, UpdateKind
 from plsc.native import head_kernels as kernels
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -56,12 +56,11 @@ class CpuBackend(TorchBackend):
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)
 
-    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
+    def updater(self, kind: UpdateKind) -> Updater:
         """See :meth:`TorchBackend.updater`."""
         # nearest rounding is there to show what it breaks, and has no kernel
-        if rule is SgdRule and rounding == "stochastic" and all(dtype in _STATE_DTYPES for dtype in state_dtypes):
-            return _sgd
-        return super().updater(rule, state_dtypes, rounding)
+        is_sgd = isinstance(kind.rule, SgdRule) and kind.rounding == "stochastic"
+        return _sgd if is_sgd and kind.has_state_in(_STATE_DTYPES) else super().updater(kind)
 
 
 def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
