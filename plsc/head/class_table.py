@@ -113,8 +113,10 @@ class ClassRows:
         owned = (local_labels >= 0) & (local_labels < count)
         if self.selected is None:
             return torch.where(owned, local_labels, -1)
-        index, found = found_in(self.selected, local_labels)
-        return torch.where(owned & found, index, -1)
+        if self.selected.numel() == 0:
+            return torch.full_like(local_labels, -1)
+        index = torch.searchsorted(self.selected, local_labels).clamp(max=self.selected.numel() - 1)
+        return torch.where(owned & (self.selected[index] == local_labels), index, -1)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """The selected classes in order, ``size`` at a time."""
@@ -144,14 +146,6 @@ class ClassRows:
         if self.centers == 1:
             return classes
         return (classes[:, None] * self.centers + torch.arange(self.centers, device=classes.device)).flatten()
-
-
-def found_in(numbers: Tensor, queries: Tensor) -> tuple[Tensor, Tensor]:
-    """Where each of ``queries`` (n,) stands in the sorted ``numbers``, any position if nowhere; and whether it does."""
-    if numbers.numel() == 0:
-        return torch.zeros_like(queries), torch.zeros_like(queries, dtype=torch.bool)
-    index = torch.searchsorted(numbers, queries).clamp(max=numbers.numel() - 1)
-    return index, numbers[index] == queries
 
 
 def renew_norms(table: ClassRows, index: slice | Tensor) -> None:

@@ -13,7 +13,6 @@ from plsc.head.class_table import (
     ClassTable,
     OptimizerState,
     TableShape,
-    found_in,
     normal_rows,
     renew_norms,
 )
@@ -208,8 +207,10 @@ class FetchedRows(ClassRows):
     def positions(self, local_labels: Tensor) -> Tensor:
         """Index of each label (B,) among the fetched classes, −1 where it is not one of them."""
         assert self.classes is not None
-        index, found = found_in(self.classes, local_labels)
-        return torch.where(found, index, -1)
+        if self.classes.numel() == 0:
+            return torch.full_like(local_labels, -1)
+        index = torch.searchsorted(self.classes, local_labels).clamp(max=self.classes.numel() - 1)
+        return torch.where(self.classes[index] == local_labels, index, -1)
 
     def chunks(self, size: int) -> Iterator[Chunk]:
         """The fetched classes in order, ``size`` at a time."""

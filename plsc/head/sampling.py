@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.head.class_table import found_in
-
 _DENSE = 0.25  # above this share of the classes, a permutation is faster than rejection sampling
 
 
@@ -73,7 +71,7 @@ def sample_classes(num_classes: int, positives: Tensor, rate: float, generator: 
         return positives
     if sample_size > _DENSE * num_classes:
         candidates = torch.randperm(num_classes, generator=generator, device=positives.device)
-        negatives = candidates[~found_in(positives, candidates)[1]][:missing]
+        negatives = candidates[~_contains(positives, candidates)][:missing]
     else:
         negatives = _draw(num_classes, positives, missing, generator)
     return torch.cat([positives, negatives]).sort().values
@@ -104,6 +102,13 @@ def _draw(num_classes: int, excluded: Tensor, count: int, generator: torch.Gener
     drawn = excluded.new_empty(0)
     while drawn.numel() < count:
         more = torch.randint(num_classes, (count + count // 4 + 16,), generator=generator, device=excluded.device)
-        drawn = torch.cat([drawn, more[~found_in(excluded, more)[1]]]).unique()
+        drawn = torch.cat([drawn, more[~_contains(excluded, more)]]).unique()
     keep = torch.randperm(drawn.numel(), generator=generator, device=drawn.device)[:count]
     return drawn[keep]
+
+
+def _contains(sorted_values: Tensor, queries: Tensor) -> Tensor:
+    if sorted_values.numel() == 0:
+        return torch.zeros_like(queries, dtype=torch.bool)
+    index = torch.searchsorted(sorted_values, queries).clamp(max=sorted_values.numel() - 1)
+    return sorted_values[index] == queries

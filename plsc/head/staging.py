@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plsc.head.class_table import found_in
 from plsc.head.host_memory import Column
 
 _BUFFER_BYTES = 16 << 20  # of the (pinned) buffer through which scattered rows are copied
@@ -60,8 +59,8 @@ def common_rows(rows: slice | Tensor, others: slice | Tensor) -> tuple[slice | T
         return others[there] - rows.start, there
     if others.numel() == 0:
         return others, others
-    index, found = found_in(others, rows)
-    here = torch.where(found)[0]
+    index = torch.searchsorted(others, rows).clamp(max=others.numel() - 1)
+    here = torch.where(others[index] == rows)[0]
     return here, index[here]
 
 

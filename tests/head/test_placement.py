@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.head_problems import LOW, ONE, everything, same
 
 import plsc
 from plsc.errors import DataError, LabelError, PlscError, UsageError
@@ -24,8 +25,6 @@ from plsc.head.host_memory import HostMemory
 from plsc.optim import clip_grad_norm_
 from plsc.parallel import Mesh, tensor_shard
 
-ONE = Mesh(0, 1, 0, torch.device("cpu"))
-LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 CLASSES, DIM, BATCH = 301, 16, 8
 KINDS = {
     "f32": ({}, plsc.HeadSGD, 1),
@@ -59,11 +58,6 @@ def make(mesh: Mesh, placement: str, kind: str = "f32", **options: object):
     return head, optimizer(head, lr=0.1, weight_decay=0.01, **extra)
 
 
-def everything(head: plsc.ShardedHead, optimizer: plsc.HeadSGD) -> list[torch.Tensor]:
-    state = [shard.blocks[0].local.clone() for shard in optimizer.sharded_state().values()]
-    return [head.weight.detach().clone(), head.inverse_norms().clone(), *state]
-
-
 def trained(mesh: Mesh, placement: str, kind: str, rate: float, steps: int = 4, prefetch: bool = True) -> list:
     """Losses, embedding gradients, and all of the table and its state after some steps."""
     with always_staged():
@@ -81,10 +75,6 @@ def trained(mesh: Mesh, placement: str, kind: str, rate: float, steps: int = 4, 
             if (number + 1) % parts == 0:
                 optimizer.step()
         return out + everything(head, optimizer)
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.slow

@@ -7,13 +7,13 @@ from unittest import mock
 
 import pytest
 import torch
-from plsc.head.replicas import average_bytes
 from reference import Oracle, relative_error
 from torch import Tensor
 
 import plsc
 from plsc.errors import UsageError
 from plsc.head import storage
+from plsc.head.replicas import average_bytes
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_rows
 
