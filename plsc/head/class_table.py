@@ -234,12 +234,6 @@ class TableShape:
     centers: int
     seed: int
 
-    @classmethod
-    def of_rank(cls, num_classes: int, dim: int, centers: int, seed: int, rank: int, world_size: int) -> "TableShape":
-        """The rows of rank ``rank`` of ``world_size`` that share ``num_classes``."""
-        first, stop = class_range(num_classes, rank, world_size)
-        return cls((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
-
 
 class ClassTable:
     """A rank's rows (rows, D), and what an optimizer keeps beside them, in the memory that computation reads.

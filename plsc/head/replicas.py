@@ -16,6 +16,7 @@ A further exchange is a class here and its line in :meth:`ExchangeOptions.make`.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -73,16 +74,15 @@ class ExchangeOptions:
             raise UsageError(
                 f'averaging_period {self.averaging_period} averages after the head\'s own update: give update="fused"'
             )
-        if clips:
-            self.check_common_gradient()
+        if self.averages and clips:
+            self.refuse_clipping()
 
-    def check_common_gradient(self) -> None:
-        """Raise UsageError where replicas step by themselves, each by another gradient."""
-        if self.averages:
-            raise UsageError(
-                f"averaging_period {self.averaging_period} leaves replicas no common gradient to clip: clip the "
-                "backbone's alone, or give averaging_period=1"
-            )
+    def refuse_clipping(self) -> NoReturn:
+        """Raise a UsageError: replicas step by themselves, each by another gradient."""
+        raise UsageError(
+            f"averaging_period {self.averaging_period} leaves replicas no common gradient to clip: clip the "
+            "backbone's alone, or give averaging_period=1"
+        )
 
     def make(self, table: ClassTable, replicas: Mesh) -> "ReplicaExchange":
         """The exchange between ``replicas``, the ranks that hold the same shard."""
@@ -112,17 +112,25 @@ class ReplicaExchange:
         options: of the exchange.
 
     Attributes:
-        sums: whether gradients have to be summed before the update.
-        loss_factor: of a group's part of the mean loss, to be the mean that its replica follows.
+        parts: whether replicas step by their own gradients, and part.
         sent_bytes: that this rank gave to averages so far.
     """
 
-    loss_factor = 1
+    parts = False
 
     def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
         self._table, self._replicas, self.options = table, replicas, options
-        self.sums = replicas.world_size > 1
         self.sent_bytes = 0
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients have to be summed before the update."""
+        return self._replicas.world_size > 1 and not self.parts
+
+    @property
+    def loss_factor(self) -> int:
+        """Of a group's part of the mean loss, to be the mean that its replica follows."""
+        return self._replicas.world_size if self.parts else 1
 
     @property
     def overlaps(self) -> bool:
@@ -146,9 +154,6 @@ class ReplicaExchange:
 
     def finish(self, averages: Averages) -> None:
         """Make the replicas equal now, and count the period from here. Replicas call."""
-
-    def check_common_gradient(self) -> None:
-        """Raise UsageError where replicas step by themselves, each by another gradient."""
 
 
 def _summed_asynchronously(chunks: Iterator[tuple[Chunk, Tensor]], mesh: Mesh) -> Iterator[tuple[Chunk, Tensor]]:
@@ -181,9 +186,10 @@ class _Late:
 class ReplicaAveraging(ReplicaExchange):
     """Replicas that step by themselves and are averaged; see :class:`ReplicaExchange` for the arguments."""
 
+    parts = True
+
     def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
         super().__init__(table, replicas, options)
-        self.sums, self.loss_factor = False, replicas.world_size
         self._changed: list[Tensor | None] = []  # classes of the steps since the last average was read
         self._steps = 0  # since then
         self._late: _Late | None = None
@@ -191,10 +197,6 @@ class ReplicaAveraging(ReplicaExchange):
     def summed(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
         """``chunks`` as they are: a replica steps by its own."""
         return chunks
-
-    def check_common_gradient(self) -> None:
-        """See :meth:`ReplicaExchange.check_common_gradient`."""
-        self.options.check_common_gradient()
 
     def record(self, classes: Tensor | None) -> None:
         """See :meth:`ReplicaExchange.record`."""

@@ -144,11 +144,10 @@ class ShardedHead(nn.Module):
         self.averaging_period, self.staleness = exchange.averaging_period, exchange.staleness
         self._weight_dtype, self._requested_backend = storage.weight_dtype, backend
         self.backend = self._chosen_backend()
-        if self.mesh.rank == 0:
+        if self.mesh.rank == 0 and not isinstance(self, AbsentHead):
             _LOG.info("class head: %s", self.backend.describe())
-        shard = self.mesh.head
-        self.class_range = class_range(num_classes, shard.rank, shard.world_size)
-        shape = TableShape.of_rank(num_classes, dim, centers, seed, shard.rank, shard.world_size)
+        self.class_range = first, stop = self._own_classes()
+        shape = TableShape((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
         table = storage.make(shape, self.mesh, requires_grad=update == "autograd")
         self.weight = table.parameter
         self.softmax = ShardedSoftmax(
@@ -163,6 +162,9 @@ class ShardedHead(nn.Module):
         )
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
+
+    def _own_classes(self) -> tuple[int, int]:
+        return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
 
     def __getattr__(self, name: str) -> Any:
         # parameters are looked up here, and updates of a host table's weight may not be stored yet
@@ -345,6 +347,25 @@ class ShardedHead(nn.Module):
             f"dim={self.dim}, num_classes={self.num_classes}, classes [{first}, {stop}) here, {self.margin}, "
             f"sample_rate={self.sample_rate}, {self.weight.dtype}, on {self.placement}, {self.backend.name}"
         )
+
+
+class AbsentHead(ShardedHead):
+    """A head on a rank that holds none of its classes, such as a pipeline's first stages: no rows, and no loss.
+
+    A training step calls it, and an optimizer of it, as on the other ranks: no rank branches on its place. Its mesh is
+    this rank alone.
+    """
+
+    def _own_classes(self) -> tuple[int, int]:
+        return 0, 0
+
+    def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Raise RuntimeError: losses are for the ranks that hold classes."""
+        raise RuntimeError("this rank holds none of the head's classes")
+
+    def mean_norm(self) -> float:
+        """NaN: the rows are elsewhere."""
+        return float("nan")
 
 
 def _to_fp32_precision(value: str) -> Fp32Precision:

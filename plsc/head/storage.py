@@ -4,6 +4,7 @@ A kind of storage is a class of tables (:class:`plsc.head.class_table.ClassTable
 :meth:`TableStorage.make`. What does not go together is refused here, for scripts and configurations alike.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,11 @@ from plsc.head.journaled_table import JournaledFiles, JournaledTable
 from plsc.head.low_precision import STATE_DTYPES
 from plsc.parallel.mesh import Mesh
 
-_WEIGHT_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+_WEIGHT_DTYPES: dict[str, torch.dtype | None] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 _MOMENTUM_DTYPES = {**{str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}, "none": None}
 
 
@@ -47,13 +52,9 @@ class TableStorage:
         journal: bool = False,
     ) -> "TableStorage":
         """The storage with these dtypes, given as such or by name."""
-        weight = _WEIGHT_DTYPES.get(weight_dtype) if isinstance(weight_dtype, str) else weight_dtype
-        if weight is None or weight not in _WEIGHT_DTYPES.values():
-            raise UsageError(f"weight_dtype must be one of {', '.join(_WEIGHT_DTYPES)}, not {weight_dtype!r}")
-        by_name = isinstance(momentum_dtype, str)
-        momentum = _MOMENTUM_DTYPES.get(momentum_dtype, momentum_dtype) if by_name else momentum_dtype
-        if isinstance(momentum, str) or momentum not in _MOMENTUM_DTYPES.values():
-            raise UsageError(f"momentum_dtype must be one of {', '.join(_MOMENTUM_DTYPES)}, not {momentum_dtype!r}")
+        weight = _named("weight_dtype", weight_dtype, _WEIGHT_DTYPES)
+        assert weight is not None
+        momentum = _named("momentum_dtype", momentum_dtype, _MOMENTUM_DTYPES)
         return cls(weight, momentum, placement, journal)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,15 @@ class TableStorage:
             return JournaledTable(shape, self.weight_dtype, device, JournaledFiles(file, shape, mesh))
         memory = HostMemory(file, mesh.rank, mesh.world_size, pinned=device.type == "cuda")
         return HostTable(shape, self.weight_dtype, device, memory)
+
+
+def _named(name: str, value: torch.dtype | str | None, dtypes: Mapping[str, torch.dtype | None]) -> torch.dtype | None:
+    """The one of ``dtypes`` that ``value`` is or names."""
+    if isinstance(value, str) and value in dtypes:
+        return dtypes[value]
+    if not isinstance(value, str) and value in dtypes.values():
+        return value
+    raise UsageError(f"{name} must be one of {', '.join(dtypes)}, not {value!r}")
 
 
 def is_staged(placement: str, device: torch.device) -> bool:

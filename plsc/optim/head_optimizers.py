@@ -16,7 +16,6 @@ from plsc.head.backends import choose_updater
 from plsc.head.backends.self_check import Shard
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.low_precision import Rounding, RowState
-from plsc.head.pending import PendingBackward
 from plsc.head.replicas import Averages
 from plsc.head.sharded_head import ShardedHead
 from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
@@ -153,7 +152,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: replicas step by themselves, each by another gradient.
         """
-        self._softmax.exchange.check_common_gradient()
+        if self._softmax.exchange.parts:
+            self._softmax.exchange.options.refuse_clipping()
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
@@ -180,7 +180,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             bad = (found != 0).float().to(device).reshape(())
         else:
             bad = torch.full((), float(bool(found)), device=device)
-        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), _grad_loss(p)]) for p in self._pending.batches]
+        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), p.loss_gradient]) for p in self._pending.batches]
         if facts:
             bad = torch.maximum(bad, (~torch.isfinite(torch.stack(facts)).all()).float())
         return bad
@@ -311,11 +311,6 @@ class HeadAdamW(HeadOptimizer):
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
         return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self._number)
-
-
-def _grad_loss(pending: PendingBackward) -> Tensor:
-    assert pending.grad_loss is not None
-    return pending.grad_loss.double()
 
 
 def _check_head(head: object, optimizer: str, torch_optimizer: str) -> None:
