@@ -18,11 +18,7 @@ from plsc.head.journaled_table import JournaledFiles, JournaledTable
 from plsc.head.low_precision import STATE_DTYPES
 from plsc.parallel.mesh import Mesh
 
-_WEIGHT_DTYPES: dict[str, torch.dtype | None] = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-}
+_WEIGHT_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _MOMENTUM_DTYPES = {**{str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}, "none": None}
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from reference import Oracle, relative_error
+from support.head_problems import LOW, everything, same
 
 import plsc
 from plsc.errors import UsageError
@@ -14,7 +15,6 @@ from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.native import build, head_kernels
 
 compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
-LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 MARGIN = plsc.ArcFace(s=32.0, m=0.3)
 
 
@@ -159,12 +159,12 @@ def test_rows_that_take_no_part_keep_every_bit(path):
     head = plsc.ShardedHead(64, 2000, margin=MARGIN, sample_rate=0.05, **LOW)
     optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
     for step in range(3):
-        before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
+        before = everything(head, optimizer)
         head(*some_batch(16, 64, 2000, seed=step)).backward()
         untouched = torch.ones(2000, dtype=torch.bool)
         untouched[head.softmax.pending.batches[0].selected] = False
         optimizer.step()
-        after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
+        after = everything(head, optimizer)
         assert all(torch.equal(a[untouched], b[untouched]) for a, b in zip(before, after, strict=True))
         assert not torch.equal(before[0], after[0])
 
@@ -176,13 +176,12 @@ def test_a_step_that_is_not_finite_changes_no_bit(path, poison):
     x, y = some_batch(40, 64, 600)
     head(x, y).backward()
     optimizer.step()
-    before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
+    before = everything(head, optimizer)
     x[3, 5] = poison
     head(x, y).backward()
     optimizer.step()
-    after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
     assert optimizer.skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert same(before, everything(head, optimizer))
 
 
 def test_rounding_depends_on_the_seed_and_the_global_row(path):
@@ -243,7 +242,3 @@ def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
     )
     assert run.stdout.strip() == "None"
     assert "can be written by others" in run.stderr
-
-
-def _state(optimizer):
-    return [tensor for table in optimizer.tables.values() for tensor in table.tensors("state").values()]
