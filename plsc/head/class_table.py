@@ -234,6 +234,11 @@ class TableShape:
     centers: int
     seed: int
 
+    @property
+    def num_classes(self) -> int:
+        """Of all ranks."""
+        return self.total_rows // self.centers
+
 
 class ClassTable:
     """A rank's rows (rows, D), and what an optimizer keeps beside them, in the memory that computation reads.

@@ -150,16 +150,9 @@ class ShardedHead(nn.Module):
         shape = TableShape((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
         table = storage.make(shape, self.mesh, requires_grad=update == "autograd")
         self.weight = table.parameter
-        self.softmax = ShardedSoftmax(
-            self.mesh,
-            self.margin,
-            table,
-            self.backend,
-            ClassSampler(*self.class_range, sample_rate, seed, self.mesh.device),
-            num_classes,
-            chunk_classes,
-            exchange.make(table, self.mesh.replicas),
-        )
+        sampler = ClassSampler(first, stop, sample_rate, seed, self.mesh.device)
+        replicas = exchange.make(table, self.mesh.replicas)
+        self.softmax = ShardedSoftmax(self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas)
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
         self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
 

@@ -51,7 +51,6 @@ class ShardedSoftmax:
         table: this rank's rows.
         backend: computes the passes.
         sampler: of the classes that take part.
-        num_classes: of all ranks.
         chunk_classes: classes per chunk; None: chosen from the batch and the device.
         exchange: between the replicas of the shard.
 
@@ -68,14 +67,12 @@ class ShardedSoftmax:
         table: ClassTable,
         backend: TorchBackend,
         sampler: ClassSampler,
-        num_classes: int,
         chunk_classes: int | None,
         exchange: ReplicaExchange,
     ) -> None:
         self.exchange = exchange
         self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
-        self.num_classes, self.chunk_classes = num_classes, chunk_classes
-        self.dim = table.parameter.shape[1]
+        self.chunk_classes, self.dim = chunk_classes, table.shape.dim
         self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
         self.forwards = 0
         self.pending = PendingBatches(table)
@@ -114,16 +111,8 @@ class ShardedSoftmax:
         training = training and differentiate
         if training:
             self.pending.raise_if_forgotten()
-        gathered = gather_batch(
-            embeddings,
-            labels,
-            dim=self.dim,
-            num_classes=self.num_classes,
-            dtype=self.table.parameter.dtype,
-            with_norms=self.margin.uses_norm,
-            mesh=self.mesh,
-            sizes=sizes,
-        )
+        uses_norm = self.margin.uses_norm
+        gathered = gather_batch(embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes)
         selected, rows = self._select_rows(gathered, training)
         position = rows.positions(gathered.labels - self.sampler.first)
         cos, local_targets = target_cosines(rows, gathered.features, position, self.mesh)
@@ -158,7 +147,7 @@ class ShardedSoftmax:
         """Begin to fetch the rows of a coming training batch with this rank's ``labels`` (b,) of all ``sizes``."""
         if self.table.is_resident or self.sampler.takes_all:
             return
-        all_labels = gather_labels(labels, num_classes=self.num_classes, mesh=self.mesh, sizes=sizes)
+        all_labels = gather_labels(labels, self.table.shape.num_classes, self.mesh, sizes)
         self.table.notice_writes()
         key = self.forwards + self.table.num_prefetched
         self.table.prefetch(key, all_labels, self.sampler.draw(all_labels, key))

@@ -47,7 +47,7 @@ def whole_blocks(classes: int) -> int:
 
 
 def is_compiled() -> bool:
-    """Return whether :func:`sgd` can run here."""
+    """Return whether :class:`Sgd` can run here."""
     return library() is not None
 
 
@@ -152,14 +152,7 @@ class FirstPass:
 
 
 def gradient(
-    table: Table,
-    batch: PackedBatch,
-    s: float,
-    position: int,
-    log_z: Tensor,
-    scale: Tensor,
-    target_grad: Tensor,
-    out: Tensor,
+    table: Table, batch: PackedBatch, s: float, position: int, derivatives: tuple[Tensor, Tensor, Tensor], out: Tensor
 ) -> Tensor:
     """Σ_b P·x of some rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_grad for targets.
 
@@ -168,55 +161,54 @@ def gradient(
         batch: the samples.
         s: the logits' scale.
         position: of the first of these rows among the classes that the batch's positions count.
-        log_z, scale, target_grad: (padded B,) float32, see :meth:`PackedBatch.pad`.
+        derivatives: log_z, scale and target_grad, (padded B,) float32 each, see :meth:`PackedBatch.pad`.
         out: scratch, float32, with room for the rows filled up to a multiple of :data:`BLOCK`. The result is a part.
     """
 
     def work(thread: int, start: int, stop: int) -> None:
         samples = batch.columns, batch.rows, batch.padded, batch.dim, s, batch.position - (position + start)
-        _call("plsc_gradient", *table.part(start, stop), *samples, log_z, scale, target_grad, out[start:])
+        _call("plsc_gradient", *table.part(start, stop), *samples, *derivatives, out[start:])
 
     _in_threads(work, table.count)
     return out[: table.count]
 
 
-def sgd(
-    table: Table,
-    unit_gradient: Tensor,
-    *,
-    factor: float,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    state: Tensor | None,
-    state_scale: Tensor | None,
-    key: int,
-    numbers: Tensor,
-    first_number: int,
-) -> None:
-    """torch.optim.SGD on some rows, in place, with their state and 1/norms.
+@dataclass(frozen=True)
+class Sgd:
+    """A step of torch.optim.SGD on rows, whose gradient ``factor`` multiplies.
 
-    Args:
-        table: the rows.
-        unit_gradient: (count, D) float32, by the rows divided by their norms.
-        factor: multiplies it.
-        lr, momentum, weight_decay, nesterov: as torch.optim.SGD's.
-        state: the momentum (rows, D) in float32, bfloat16 or int8 (with ``state_scale`` (rows,)), or None.
-        key: of the random bits, see :func:`plsc.head.low_precision.rounding_key`.
-        numbers: (count,) int64, the rows' numbers in the whole table less ``first_number``; they key the bits.
+    ``key`` is of the random bits, see :func:`plsc.head.low_precision.rounding_key`.
     """
 
-    step = *map(float, (factor, lr, momentum, weight_decay)), nesterov
+    factor: float
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    key: int
 
-    def work(thread: int, start: int, stop: int) -> None:
-        kept = state, _KINDS[None if state is None else state.dtype], state_scale
-        rows = table.part(start, stop)
-        dim = table.weight.shape[1]
-        _call("plsc_sgd", *rows, dim, unit_gradient[start:], *step, *kept, key, numbers[start:], first_number)
+    def update(
+        self, table: Table, gradient: Tensor, state: Tensor | None, scale: Tensor | None, numbers: Tensor, first: int
+    ) -> None:
+        """Change rows, their momentum and their 1/norms in place.
 
-    _in_threads(work, table.count)
-    torch.autograd.graph.increment_version(table.weight)
+        Args:
+            table: the rows.
+            gradient: (count, D) float32, by the rows divided by their norms.
+            state: the momentum (rows, D) in float32, bfloat16 or int8 (with ``scale`` (rows,)), or None.
+            scale: of an int8 momentum.
+            numbers: (count,) int64, the rows' numbers in the whole table less ``first``; they key the bits.
+            first: see there.
+        """
+        step = float(self.factor), float(self.lr), float(self.momentum), float(self.weight_decay), self.nesterov
+        kept = state, _KINDS[None if state is None else state.dtype], scale
+
+        def work(thread: int, start: int, stop: int) -> None:
+            rows, dim = table.part(start, stop), table.weight.shape[1]
+            _call("plsc_sgd", *rows, dim, gradient[start:], *step, *kept, self.key, numbers[start:], first)
+
+        _in_threads(work, table.count)
+        torch.autograd.graph.increment_version(table.weight)
 
 
 def _call(name: str, *arguments: Tensor | float | None) -> Any:

@@ -51,7 +51,7 @@ class CpuBackend(TorchBackend):
         scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
         for chunk in inputs.rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s
-            yield chunk, kernels.gradient(table, packed, s, chunk.start, log_z, scale, target_grad, scratch)
+            yield chunk, kernels.gradient(table, packed, s, chunk.start, (log_z, scale, target_grad), scratch)
 
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)
@@ -68,20 +68,10 @@ def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], upd
     assert isinstance(rule, SgdRule)
     if update.skip is not None and update.skip.item():  # at hand on a CPU
         return
-    kernels.sgd(
-        _kernel_rows(chunk),
-        unit_gradient,
-        factor=update.factor,
-        lr=rule.lr,
-        momentum=rule.momentum,
-        weight_decay=rule.weight_decay,
-        nesterov=rule.nesterov,
-        state=buffer.values if buffer is not None else None,
-        state_scale=buffer.scale if buffer is not None else None,
-        key=rounding_key(update.seed, update.step),
-        numbers=chunk.local_rows,
-        first_number=update.first_row,
-    )
+    state, scale = (None, None) if buffer is None else (buffer.values, buffer.scale)
+    key = rounding_key(update.seed, update.step)
+    sgd = kernels.Sgd(update.factor, rule.lr, rule.momentum, rule.weight_decay, rule.nesterov, key)
+    sgd.update(_kernel_rows(chunk), unit_gradient, state, scale, chunk.local_rows, update.first_row)
 
 
 def _kernel_rows(chunk: Chunk) -> kernels.Table:
