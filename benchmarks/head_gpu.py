@@ -34,7 +34,6 @@ from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.backends.triton_backend import is_interpreted
 from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.class_table import ClassRows
-from plsc.head.sharded_head import softmax_of
 
 Way = Callable[[], AbstractContextManager[Any]]
 
@@ -189,7 +188,7 @@ def time_variants(clock: Clock, sizes: Sizes, table: Table) -> None:
     time_steps(clock, sizes, table, optimizer, partial(training_step, head, optimizer, x, y))
     time_updates(clock, sizes, table, head, optimizer)
     for chunk in sizes.chunks:
-        for part, work in passes_over(head.backend, softmax_of(head).table.rows(None), given, chunk).items():
+        for part, work in passes_over(head.backend, head.softmax.table.rows(None), given, chunk).items():
             if clock.left() < 20:
                 print(f"no time left for {part} at {chunk} classes a chunk")
                 continue
@@ -257,7 +256,7 @@ def _named(tile: Tile) -> str:
 def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer: Any) -> None:
     """The rows' update from the gradient by unit rows."""
     n = sizes.chunks[-2]
-    chunk = next(softmax_of(head).table.rows(None).chunks(n))
+    chunk = next(head.softmax.table.rows(None).chunks(n))
     gradient = torch.randn(n, sizes.dim, device=clock.device)
     ways: dict[str, Way] = {"torch": partial(checks.plain_path, optimizer)}
     for elements in (512, 1024, 2048, 4096):
@@ -268,7 +267,7 @@ def time_updates(clock: Clock, sizes: Sizes, table: Table, head: Any, optimizer:
     }
     for name, spent in in_turn(clock, works, ROUNDS).items():
         table.add("update", name, (n, sizes.variants[1]), sizes.dim, spent, products=0)
-    softmax_of(head).table.norms_are_current()
+    head.softmax.table.norms_are_current()
 
 
 def time_whole_steps(clock: Clock, sizes: Sizes, table: Table) -> None:
@@ -295,7 +294,7 @@ def time_whole_step(clock: Clock, classes: int, batch: int, dim: int, table: Tab
     peak, losses = Peak(clock.device), []
     spent = in_turn(clock, {"step": lambda: losses.append(training_step(head, optimizer, x, y))}, ROUNDS).get("step")
     if spent:
-        variant = f"exact, bf16 + int8, chunk {softmax_of(head).chunk_size(batch)}"
+        variant = f"exact, bf16 + int8, chunk {head.softmax.chunk_size(batch)}"
         table.add("step", variant, (classes, batch), dim, spent, products=4, peak=peak.gib())
         state = STATE_BYTES * classes / 2**30
         print(f"  state {state:.2f} GiB; loss {losses[0]:.4f} to {losses[-1]:.4f}; mean norm {head.mean_norm():.3f}")

@@ -17,7 +17,6 @@ from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows
 from plsc.head.low_precision import RowState
-from plsc.head.sharded_head import softmax_of
 from plsc.head.update_rules import SgdRule, Update
 from plsc.parallel import Mesh
 
@@ -118,12 +117,12 @@ def updates_agree(device: torch.device, rows: int = 3000, dim: int = 512) -> str
 def _two_steps(device: torch.device, rows: int, dim: int, plain: bool, **kinds: Any) -> list[Tensor]:
     """Weights, norms and state after two updates of every row by made-up gradients."""
     head, optimizer = some_head(device, rows, dim, backend="torch" if plain else None, **kinds)
-    (chunk,) = softmax_of(head).table.rows(None).chunks(rows)
+    (chunk,) = head.softmax.table.rows(None).chunks(rows)
     generator = torch.Generator(device).manual_seed(2)
     for _ in range(2):
         gradient = torch.randn(rows, dim, generator=generator, device=device)
         optimizer._updater(chunk, gradient, optimizer._state.of(chunk), optimizer._step(0.5))
-        softmax_of(head).table.norms_are_current()
+        head.softmax.table.norms_are_current()
         chunk.__dict__.pop("weight", None), chunk.__dict__.pop("inverse_norm", None)
         optimizer.steps += 1
     return [head.weight.detach(), head.inverse_norms(), *_state(optimizer)]
@@ -235,7 +234,7 @@ def chunks_never_wait(device: torch.device, classes: int = 20_000, dim: int = 51
     """Nothing in the loops over chunks waits for the device."""
     head, _ = some_head(device, classes, dim)
     x, y = some_batch(device, classes, dim, 128)
-    rows, features = softmax_of(head).table.rows(None), torch.nn.functional.normalize(x).bfloat16()
+    rows, features = head.softmax.table.rows(None), torch.nn.functional.normalize(x).bfloat16()
     log_z, scale, pull = (torch.full((128,), value, device=device) for value in (9.0, 1.0, -1.0))
     state = RowState(classes, dim, torch.int8, device)
     rule = SgdRule(lr=0.1, momentum=0.9, weight_decay=0.0, nesterov=False)

@@ -33,7 +33,6 @@ from results_file import RESULTS, add_row
 
 import plsc
 from plsc.files import atomic_write
-from plsc.head.sharded_head import softmax_of
 
 STATE = "state.json"
 
@@ -107,7 +106,7 @@ class Worker:
 
     def digest(self) -> str:
         """The SHA-256 of the rows that the last step touched, in all columns."""
-        softmax = softmax_of(self.head)
+        softmax = self.head.softmax
         softmax.table.settle()
         labels = self.labels
         rows = softmax.sampler.draw(labels, softmax.forwards - 1)

@@ -1,6 +1,7 @@
 """Checks of what concerns several keys of a configuration together, before a process starts."""
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING
 
 from plsc import arcface_torch
@@ -194,27 +195,12 @@ def _check_averaging(config: Config) -> None:
 
 
 def _check_head_averaging(config: Config) -> None:
-    period, staleness = config.parallel.head_averaging_period, config.head.staleness
-    if period == 1 and staleness == 0:
+    if config.parallel.head_averaging_period == 1 and config.head.staleness == 0:
         return
     if config.head_ranks == 0:
         raise UsageError(
             "parallel.head_averaging_period and head.staleness are for the tables of several head groups; give "
             "head_ranks, the ranks of a group"
-        )
-    if staleness > period:
-        raise UsageError(
-            f"head.staleness = {staleness} is more than parallel.head_averaging_period = {period}: an average would "
-            "begin before the last one has come in; lower it"
-        )
-    if staleness and config.head.placement == "device":
-        raise UsageError(
-            f'head.staleness = {staleness} is for tables in host memory; give head.placement = "host" or "mmap:FILE"'
-        )
-    if config.optim.clip_head:
-        raise UsageError(
-            "tables that are averaged every few steps have no common gradient for optim.clip_head to clip; leave it "
-            "out, or give parallel.head_averaging_period = 1"
         )
 
 
@@ -326,16 +312,17 @@ def _check_frozen(config: Config) -> None:
 
 
 def _check_head(config: Config) -> None:
-    from plsc.head.host_memory import mapped_file
+    from plsc.head.replicas import ExchangeOptions
+    from plsc.head.storage import TableStorage
 
+    head = config.head
     try:
-        mapped_file(config.head.placement)
-    except UsageError as error:
-        raise UsageError(f"head.{error}") from None
-    if config.head.journal and mapped_file(config.head.placement) is None:
-        raise UsageError(
-            f'head.journal is for a table in a file: give head.placement = "mmap:FILE", not "{config.head.placement}"'
-        )
+        storage = TableStorage.of(head.weight_dtype, head.momentum_dtype, head.placement, head.journal)
+        exchange = ExchangeOptions(config.parallel.head_averaging_period, head.staleness)
+        exchange.check(storage, clips=config.optim.clip_head)
+    except UsageError as error:  # by the head's names of arguments
+        text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
+        raise UsageError(text.replace("averaging_period", "parallel.head_averaging_period")) from None
     if config.head.journal and (config.checkpoint.keep.every_hours or config.checkpoint.keep.best):
         raise UsageError(
             "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "

@@ -26,7 +26,7 @@ from plsc.head.backends.self_check import (
 )
 from plsc.head.backends.triton_backend import is_interpreted, runs_on
 from plsc.head.sharded_head import ShardedHead
-from plsc.head.update_rules import AdamWRule, SgdRule, UpdateRule
+from plsc.head.update_rules import AdamWRule, SgdRule, UpdateKind
 from plsc.index.scan import PRECISIONS, ExactScan
 from plsc.losses.margins import ArcFace
 from plsc.native import build, head_kernels
@@ -181,24 +181,24 @@ def _tables(like: Shard, backend: str) -> Iterator[tuple[str, Shard, bool]]:
         yield f"D = {dim}, sub-centres", replace(shard, centers=3, classes=100, chunk=64), every  # as many rows
 
 
-def _checks(name: str, shard: Shard, every_update: bool) -> Iterator[tuple[str, Callable[[], list[Deviation]]]]:
+def _checks(backend_name: str, shard: Shard, every_update: bool) -> Iterator[tuple[str, Callable[[], list[Deviation]]]]:
     shape = HeadShape(shard.device, shard.dtype, shard.dim, shard.centers, ArcFace(), shard.fp32_precision)
-    backend = select_backend(shape, name)
+    backend = select_backend(shape, backend_name)
     yield "passes", partial(check_passes, backend, shard)
-    for kind, rule, dtypes in _rules():
-        if every_update or kind == _USUAL[shard.dtype]:
-            yield kind, partial(check_update, backend, shard, rule, dtypes)
+    for name, kind in _updates():
+        if every_update or name == _USUAL[shard.dtype]:
+            yield name, partial(check_update, backend, shard, kind)
             if has_update_pass(backend):
-                yield f"{kind}, in pass 2", partial(check_update_pass, backend, shard, rule, dtypes)
+                yield f"{name}, in pass 2", partial(check_update_pass, backend, shard, kind)
 
 
-def _rules() -> Iterator[tuple[str, UpdateRule, dict[str, torch.dtype]]]:
-    yield "SGD", replace(_SGD, momentum=0.0), {}
+def _updates() -> Iterator[tuple[str, UpdateKind]]:
+    yield "SGD", UpdateKind(replace(_SGD, momentum=0.0), {})
     for dtype in _MOMENTA:
         short = str(dtype).removeprefix("torch.")
-        yield f"SGD, {short} momentum", _SGD, {"momentum": dtype}
+        yield f"SGD, {short} momentum", UpdateKind(_SGD, {"momentum": dtype})
         second = torch.float32 if dtype == torch.float32 else torch.bfloat16
-        yield f"AdamW, {short} moments", _ADAMW, {"first_moment": dtype, "second_moment": second}
+        yield f"AdamW, {short} moments", UpdateKind(_ADAMW, {"first_moment": dtype, "second_moment": second})
 
 
 # The scan ------------------------------------------------------------------------------------------------------------

@@ -1,20 +1,18 @@
 """The class table of a rank: its rows and their 1/norms, which of them a pass visits, and where they come from.
 
-:class:`ClassRows` is what a pass sees, cut into :class:`Chunk`. :class:`ClassTable` is the storage behind it:
-:class:`ResidentTable` here, on the device that computes, or :class:`plsc.head.host_table.HostTable`.
+:class:`ClassRows` is what a pass sees, cut into :class:`Chunk`. :class:`ClassTable` is the storage behind it, on the
+device that computes; :class:`plsc.head.host_table.HostTable` lies elsewhere.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from plsc.errors import UsageError
 from plsc.head.low_precision import Rounding, RowState
-from plsc.head.undo_journal import UndoJournal
 from plsc.parallel.tensor_shard import TensorShard
 
 SMALLEST_NORM = 1e-12  # lower bound of the norms that rows and embeddings are divided by
@@ -101,15 +99,8 @@ class ClassRows:
     centers: int = 1
     selected: Tensor | None = None
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether rows lie elsewhere than in the shard, so that their numbers here are not :meth:`local_rows`."""
-        return False
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether each chunk is copied to the device for itself, so that chunks must be small."""
-        return False
+    is_copy: ClassVar[bool] = False  # whether rows lie elsewhere than in the shard: their numbers are local_rows()
+    is_streamed: ClassVar[bool] = False  # whether each chunk is copied to the device for itself: chunks must be small
 
     @property
     def num_classes(self) -> int:
@@ -204,7 +195,7 @@ def normal_rows(
 
 
 class OptimizerState:
-    """An optimizer's tables beside the rows of a :class:`ResidentTable`, each (rows, D), by name."""
+    """An optimizer's tables beside the rows of a :class:`ClassTable`, each (rows, D), by name."""
 
     def __init__(self, table: "ClassTable", tables: Mapping[str, RowState]) -> None:
         self.tables = dict(tables)
@@ -217,36 +208,69 @@ class OptimizerState:
     def row_shards(self) -> dict[str, TensorShard]:
         """Everything that a checkpoint stores, by name."""
         return {
-            name: self._row_shard(name, tensor)
+            name: self._table.row_shard(tensor, name)
             for key, state in self.tables.items()
             for name, tensor in state.tensors(key).items()
         }
 
-    def _row_shard(self, name: str, tensor: Tensor) -> TensorShard:
-        return self._table.row_shard(tensor)
 
+@dataclass(frozen=True)
+class TableShape:
+    """This rank's part of the table.
 
-class ClassTable(ABC):
-    """Storage of a rank's rows (rows, D) and of what an optimizer keeps beside them.
-
-    Args:
-        weight: the rows. Writing into them through :attr:`parameter` counts as a write from outside.
+    Attributes:
+        rows: number of its rows, ``centers`` to a class.
+        dim: D.
         first_row: the first row's number in the global table.
         total_rows: of the global table.
         centers: rows per class.
+        seed: of the first values.
+    """
+
+    rows: int
+    dim: int
+    first_row: int
+    total_rows: int
+    centers: int
+    seed: int
+
+    @property
+    def num_classes(self) -> int:
+        """Of all ranks."""
+        return self.total_rows // self.centers
+
+
+class ClassTable:
+    """A rank's rows (rows, D), and what an optimizer keeps beside them, in the memory that computation reads.
+
+    Rows begin as N(0, 0.01²), from the seed and their global numbers. Tables whose rows are copied to the device that
+    computes derive from this one.
+
+    Args:
+        shape: of the rows.
+        weight: the rows. Writing into them through :attr:`parameter` counts as a write from outside.
         requires_grad: of the parameter.
 
     Attributes:
         parameter: the rows as the module's parameter. Of a host table, updates may still be on their way to it.
-        journal: of its savepoints, where it has them.
+        is_resident: whether computation reads and writes the rows in place.
     """
 
-    journal: UndoJournal | None = None
+    is_resident = True
 
-    def __init__(self, weight: Tensor, first_row: int, total_rows: int, centers: int, requires_grad: bool) -> None:
+    def __init__(self, shape: TableShape, weight: Tensor, *, requires_grad: bool = False) -> None:
         self.parameter = nn.Parameter(weight, requires_grad=requires_grad)
-        self.first_row, self.total_rows, self.centers = first_row, total_rows, centers
+        self.shape, self.first_row, self.centers = shape, shape.first_row, shape.centers
+        self._inverse_norm = torch.empty(0)
         self._norm_version = -1
+
+    @classmethod
+    def made(cls, shape: TableShape, dtype: torch.dtype, device: torch.device, *, requires_grad: bool) -> "ClassTable":
+        """A table with its first values on ``device``."""
+        weight = torch.empty(shape.rows, shape.dim, dtype=dtype, device=device)
+        if device.type != "meta":
+            fill_normal(weight, shape.first_row, shape.seed)
+        return cls(shape, weight, requires_grad=requires_grad)
 
     @property
     def version(self) -> int:
@@ -257,7 +281,7 @@ class ClassTable(ABC):
         """1/‖W‖ (rows,) in float32 (float64 for float64 tables), renewed if the rows were written to."""
         self.settle()
         self.notice_writes()
-        return self._stored_inverse_norm()
+        return self._inverse_norm
 
     @torch.inference_mode(False)  # norms that are made in it could not be renewed outside of it
     @torch.no_grad()
@@ -266,152 +290,51 @@ class ClassTable(ABC):
         if self._norm_version == self.parameter._version:
             return
         self._discard_norms()
-        for start in range(0, self.parameter.shape[0], _NORM_ROWS):
-            self._renew_norms(slice(start, min(start + _NORM_ROWS, self.parameter.shape[0])))
+        for start in range(0, self.shape.rows, _NORM_ROWS):
+            self._renew_norms(slice(start, min(start + _NORM_ROWS, self.shape.rows)))
         self.norms_are_current()
 
     def norms_are_current(self) -> None:
         """Record that the norms of all rows written so far are renewed; called after an update."""
         self._norm_version = self.parameter._version
 
-    def set_savepoint(self, step: int) -> None:
-        """Let the journal begin anew with the present state, as that of ``step``; UsageError where there is none."""
-        self.settle()
-        self.notice_writes()
-        self._required_journal().set_savepoint(step)
-
-    def roll_back(self, step: int) -> None:
-        """Take back the state of savepoint ``step``, see :meth:`UndoJournal.roll_back`."""
-        self.forget_prefetched()
-        self.settle()
-        self._required_journal().roll_back(step)
-        self.norms_are_current()  # they are journaled too
-
-    def _required_journal(self) -> UndoJournal:
-        if self.journal is None:
-            raise UsageError('this head has no savepoints: make it with placement="mmap:FILE" and journal=True')
-        return self.journal
-
-    @abstractmethod
     def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
         """The rows of local classes ``selected`` (sorted; None: all) for pass 1. ``training``: an update may follow."""
-
-    @abstractmethod
-    def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
-        """The rows for pass 2, after passes 1 over ``before``. ``update``: the state that is updated with them."""
-
-    @abstractmethod
-    def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
-        """Tables of zeros for an optimizer, stored as and where the rows are."""
-
-    def row_shard(self, local: Tensor) -> TensorShard:
-        """A tensor with a row per row of the table, as its part of the global one, for a checkpoint."""
-        return TensorShard.of_rows(local, self.first_row, self.total_rows)
-
-    def weight_shard(self) -> TensorShard:
-        """The rows themselves, for a checkpoint."""
-        return self.row_shard(self.parameter.detach())
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait until every update is stored in :attr:`parameter`."""
-
-    @property
-    @abstractmethod
-    def prefetches(self) -> bool:
-        """True if :meth:`prefetch` has an effect."""
-
-    @abstractmethod
-    def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
-        """Begin to fetch the rows of ``classes`` for the training batch ``key``, with ``labels`` (B,) of all ranks."""
-
-    @property
-    @abstractmethod
-    def num_prefetched(self) -> int:
-        """Batches that were prefetched and have not begun."""
-
-    @abstractmethod
-    def forget_prefetched(self) -> None:
-        """Discard what was prefetched."""
-
-    @abstractmethod
-    def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
-        """Take the classes and rows that were prefetched for this batch; None if there are none, or another batch's."""
-
-    @abstractmethod
-    def _stored_inverse_norm(self) -> Tensor: ...
-
-    @abstractmethod
-    def _discard_norms(self) -> None: ...
-
-    @abstractmethod
-    def _renew_norms(self, rows: slice) -> None: ...
-
-
-class ResidentTable(ClassTable):
-    """Rows in the memory of the device that computes, or in host memory that it reads in place.
-
-    Rows begin as N(0, 0.01²), from the seed and their global numbers; arguments are :class:`ClassTable`'s.
-    """
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        first_row: int,
-        total_rows: int,
-        centers: int,
-        seed: int,
-        requires_grad: bool,
-    ) -> None:
-        weight = torch.empty(shape, dtype=dtype, device=device)
-        if device.type != "meta":
-            fill_normal(weight, first_row, seed)
-        super().__init__(weight, first_row, total_rows, centers, requires_grad)
-        self._inverse_norm = torch.empty(0)
-
-    def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
-        """The table itself: no row is copied."""
         self.notice_writes()
         return ClassRows(self.parameter.detach(), self._inverse_norm, self.centers, selected)
 
     def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
-        """The same as in pass 1."""
+        """The rows for pass 2, after passes 1 over ``before``. ``update``: the state that is updated with them."""
         return self.rows(selected)
 
     def new_state(self, dtypes: Mapping[str, torch.dtype], rounding: Rounding) -> OptimizerState:
-        """Tables of zeros on the same device."""
-        (rows, columns), device = self.parameter.shape, self.parameter.device
-        tables = {name: RowState(rows, columns, dtype, device, rounding) for name, dtype in dtypes.items()}
-        return OptimizerState(self, tables)
+        """Tables of zeros for an optimizer, stored as and where the rows are."""
+        rows, dim, device = self.shape.rows, self.shape.dim, self.parameter.device
+        return OptimizerState(
+            self, {name: RowState(rows, dim, dtype, device, rounding) for name, dtype in dtypes.items()}
+        )
+
+    def row_shard(self, local: Tensor, name: str = "weight") -> TensorShard:
+        """The tensor ``name``, with a row per row of the table, as its part of the global one, for a checkpoint."""
+        return TensorShard.of_rows(local, self.shape.first_row, self.shape.total_rows)
 
     def settle(self) -> None:
-        """Do nothing: updates are made in place."""
-
-    @property
-    def prefetches(self) -> bool:
-        """False: rows are on the compute device already."""
-        return False
+        """Wait until every update is stored in :attr:`parameter`."""
 
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
-        """Do nothing."""
+        """Begin to fetch the rows of ``classes`` for the training batch ``key``, with ``labels`` (B,) of all ranks."""
 
     @property
     def num_prefetched(self) -> int:
-        """Always 0."""
+        """Batches that were prefetched and have not begun."""
         return 0
 
     def forget_prefetched(self) -> None:
-        """Do nothing."""
+        """Discard what was prefetched."""
 
     def take_prefetched(self, key: int, labels: Tensor) -> tuple[Tensor, ClassRows] | None:
-        """Always None."""
+        """Take the classes and rows that were prefetched for this batch; None if there are none, or another batch's."""
         return None
-
-    def _stored_inverse_norm(self) -> Tensor:
-        return self._inverse_norm
 
     def _discard_norms(self) -> None:
         weight = self.parameter

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plsc.errors import LabelError, UsageError
-from plsc.head.class_table import SMALLEST_NORM, ClassRows
+from plsc.head.class_table import SMALLEST_NORM, ClassRows, ClassTable
 from plsc.parallel.collectives import all_gather_numbers, all_gather_rows, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
@@ -63,24 +63,16 @@ class GlobalBatch:
 
 
 def gather_batch(
-    embeddings: Tensor,
-    labels: Tensor,
-    *,
-    dim: int,
-    num_classes: int,
-    dtype: torch.dtype,
-    with_norms: bool,
-    mesh: Mesh,
-    sizes: Sequence[int] | None = None,
+    embeddings: Tensor, labels: Tensor, table: ClassTable, mesh: Mesh, *, with_norms: bool, sizes: Sequence[int] | None
 ) -> GlobalBatch:
-    """Check this rank's embeddings (b, dim) and labels (b,), and gather those of its head group.
+    """Check this rank's embeddings (b, D) and labels (b,), and gather those of its head group.
 
-    Moves b·dim numbers of ``dtype`` and 8 to 16 bytes per sample of the group, at once. Where ``sizes``, every rank's
-    number of samples, is not given, 32 bytes per rank of the world are exchanged first.
+    Moves b·D numbers of the table's dtype and 8 to 16 bytes per sample of the group, at once. Where ``sizes``, every
+    rank's number of samples, is not given, 32 bytes per rank of the world are exchanged first.
     """
     unchecked = sizes is not None and is_read_late(labels)
-    sizes = _agreed_sizes(embeddings, labels, dim, num_classes, mesh, sizes)
-    head = mesh.head
+    num_classes, dtype, head = table.shape.num_classes, table.parameter.dtype, mesh.head
+    sizes = _agreed_sizes(embeddings, labels, table.shape.dim, num_classes, mesh, sizes)
     groups = [sizes[start : start + head.world_size] for start in range(0, mesh.world_size, head.world_size)]
     group = groups[mesh.replicas.rank]
     x = embeddings.to(torch.promote_types(dtype, torch.float32))
@@ -117,7 +109,7 @@ def _gather_together(columns: list[Tensor], mesh: Mesh, sizes: list[int]) -> lis
     ]
 
 
-def gather_labels(labels: Tensor, *, num_classes: int, mesh: Mesh, sizes: Sequence[int] | None = None) -> Tensor:
+def gather_labels(labels: Tensor, num_classes: int, mesh: Mesh, sizes: Sequence[int] | None) -> Tensor:
     """Check every rank's labels (b,) and gather them, (B,) in rank order; ``sizes`` as for :func:`gather_batch`."""
     placeholder = labels.new_empty((labels.numel(), 1), dtype=torch.float32)
     sizes = _agreed_sizes(placeholder, labels, 1, num_classes, mesh, sizes)

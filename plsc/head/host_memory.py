@@ -9,9 +9,9 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,35 +35,24 @@ def mapped_file(placement: str) -> Path | None:
     return Path(file)
 
 
-class Journal(Protocol):
-    """Keeps what the columns of a table hold before they change, see :mod:`plsc.head.undo_journal`."""
-
-    is_adopted: bool
-
-    def add_column(self, name: str, column: "Column", path: Path | None) -> None:
-        """Hear of the writes to ``column`` from now on; ``path`` is its file, None where it has no rows."""
-
-    def before_write(self, rows: slice | Tensor) -> None:
-        """The column's ``rows`` are about to change."""
-
-
 class Column:
     """One value, or one row of values, for each row of a table: ``values`` (rows,) or (rows, D) in host memory.
 
     Args:
         values: the memory.
-        mapping: of the file that it is mapped from, if it is.
+        mapping: of the file that it is mapped from, if its pages are to be given back.
+        path: of the file that holds it, if one does.
 
     Attributes:
         pinned_rows: rows of each piece that is registered with a GPU, which may copy to and from them directly; 0: no
             memory is registered. See :meth:`pinned_parts`.
         row_bytes: bytes of a row.
-        journal: hears of every :meth:`write` before it is made; None: nobody does.
+        before_write: is given the rows of every :meth:`write` before it is made.
     """
 
-    def __init__(self, values: Tensor, mapping: mmap.mmap | None = None) -> None:
-        self.values, self.pinned_rows = values, 0
-        self.journal: Journal | None = None
+    def __init__(self, values: Tensor, mapping: mmap.mmap | None = None, path: Path | None = None) -> None:
+        self.values, self.pinned_rows, self.path = values, 0, path
+        self.before_write: Callable[[slice | Tensor], None] | None = None
         self._mapping = mapping
         self.row_bytes = math.prod(values.shape[1:]) * values.element_size()
 
@@ -84,8 +73,8 @@ class Column:
 
     def write(self, rows: slice | Tensor, values: Tensor, *, ahead: bool = False) -> None:
         """Store ``values`` (n, …), on the CPU and of the same dtype, as rows without repeats; ``ahead``: see read."""
-        if self.journal is not None:
-            self.journal.before_write(rows)
+        if self.before_write is not None:
+            self.before_write(rows)
         for start, stop, part in self._parts(rows):
             if isinstance(part, slice):
                 self.values[part] = values[start:stop]
@@ -158,14 +147,11 @@ class HostMemory:
             working memory and no checkpoint: files of these names are replaced, and may be deleted after the run.
         rank, world_size: R and W.
         pinned: pin ordinary memory, for a GPU.
-        journal: of the files, which outlive the run then: those that it has adopted are mapped as they are.
     """
 
-    def __init__(
-        self, file: Path | None, rank: int, world_size: int, pinned: bool, journal: Journal | None = None
-    ) -> None:
-        self.file, self.rank, self.world_size, self.pinned = file, rank, world_size, pinned
-        self.journal = journal
+    def __init__(self, file: Path | None, rank: int, world_size: int, pinned: bool) -> None:
+        self.file, self.pinned = file, pinned
+        self._suffix = f"rank{rank}-of-{world_size}"
 
     def table(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> Column:
         """A column of zeros (rows, columns).
@@ -176,12 +162,11 @@ class HostMemory:
         """
         size = rows * columns * dtype.itemsize
         if size == 0:
-            return self._journaled(name, Column(torch.zeros(rows, columns, dtype=dtype)), None)
+            return Column(torch.zeros(rows, columns, dtype=dtype))
         if self.file is not None:
             memory = self._mapped(name, size)
             memory.madvise(mmap.MADV_RANDOM)
-            column = Column(torch.frombuffer(memory, dtype=dtype).view(rows, columns), memory)
-            return self._journaled(name, column, self.path(name))
+            return Column(torch.frombuffer(memory, dtype=dtype).view(rows, columns), memory, self.path(name))
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         column = Column(torch.frombuffer(memory, dtype=dtype).view(rows, columns))
         if self.pinned:
@@ -191,30 +176,25 @@ class HostMemory:
         return column
 
     def numbers(self, name: str, rows: int, dtype: torch.dtype) -> Column:
-        """A column of zeros (rows,), whose pages stay in memory: it is small beside the table.
+        """A column of zeros (rows,), whose pages stay in memory: it is small beside the table."""
+        return Column(torch.zeros(rows, dtype=dtype))
 
-        Raises:
-            UsageError, DataError: as :meth:`table` does.
-        """
-        if self.journal is None or rows == 0:
-            return self._journaled(name, Column(torch.zeros(rows, dtype=dtype)), None)
-        memory = self._mapped(name, rows * dtype.itemsize)
-        return self._journaled(name, Column(torch.frombuffer(memory, dtype=dtype)), self.path(name))
-
-    def _mapped(self, name: str, size: int) -> mmap.mmap:
-        if self.journal is not None and self.journal.is_adopted:
-            return _map_existing(self.path(name), size)
-        return _map_file(self.path(name), size)
-
-    def _journaled(self, name: str, column: Column, path: Path | None) -> Column:
-        if self.journal is not None:
-            self.journal.add_column(name, column, path)
-        return column
+    @property
+    def prefix(self) -> Path:
+        """``FILE.rankR-of-W``."""
+        assert self.file is not None
+        return self.file.with_name(f"{self.file.name}.{self._suffix}")
 
     def path(self, name: str) -> Path:
         """This rank's file for ``name``."""
-        assert self.file is not None
-        return self.file.with_name(f"{self.file.name}.rank{self.rank}-of-{self.world_size}.{name}")
+        return self.prefix.with_name(f"{self.prefix.name}.{name}")
+
+    def _mapped(self, name: str, size: int) -> mmap.mmap:
+        return _map_existing(self.path(name), size) if self._keeps_files() else _map_file(self.path(name), size)
+
+    def _keeps_files(self) -> bool:
+        """Whether the files hold a table that is to be taken as it is."""
+        return False
 
 
 def _map_file(path: Path, size: int) -> mmap.mmap:

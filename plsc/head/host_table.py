@@ -1,149 +1,67 @@
 """A class table in host memory, whose rows are copied to the compute device, all at once or chunk by chunk."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from plsc.errors import UsageError
 from plsc.head.class_table import (
     Chunk,
     ClassRows,
     ClassTable,
     OptimizerState,
-    ResidentTable,
-    class_range,
+    TableShape,
     normal_rows,
     renew_norms,
 )
-from plsc.head.host_memory import Column, HostMemory, mapped_file
+from plsc.head.host_memory import Column, HostMemory
 from plsc.head.low_precision import Rounding, RowState, check_state_dtype, scale_name
 from plsc.head.staging import Stage, Staging
-from plsc.head.undo_journal import UndoJournal
-from plsc.parallel.mesh import Mesh
 from plsc.parallel.tensor_shard import TensorShard
-
-
-def create_table(
-    placement: str,
-    mesh: Mesh,
-    *,
-    num_classes: int,
-    dim: int,
-    dtype: torch.dtype,
-    centers: int,
-    seed: int,
-    requires_grad: bool,
-    journal: bool = False,
-) -> ClassTable:
-    """Make this rank's rows with their first values, on the device or in host memory as ``placement`` says.
-
-    With ``journal``, a mapped file that holds such a table is taken as it is.
-
-    Raises:
-        UsageError, DataError: as :class:`HostMemory` does.
-    """
-    device = mesh.device
-    first, stop = class_range(num_classes, mesh.head.rank, mesh.head.world_size)
-    shape = ((stop - first) * centers, dim)
-    first_row, total_rows = first * centers, num_classes * centers
-    if not is_staged(placement, device):
-        return ResidentTable(
-            shape,
-            dtype,
-            device,
-            first_row=first_row,
-            total_rows=total_rows,
-            centers=centers,
-            seed=seed,
-            requires_grad=requires_grad,
-        )
-    kept = _journal(mesh, placement, shape, first_row, total_rows, centers, seed) if journal else None
-    pinned = device.type == "cuda"
-    memory = HostMemory(mapped_file(placement), mesh.rank, mesh.world_size, pinned=pinned, journal=kept)
-    table = HostTable(memory, shape, dtype, device, first_row=first_row, total_rows=total_rows, centers=centers)
-    if kept is not None:
-        table.journal = kept
-        if kept.is_adopted:
-            table.norms_are_current()  # they are in a file too
-            return table
-    # Values come from the device's generator, as those of a resident table do: placement must not change a run.
-    for rows, values in normal_rows(shape, first_row, seed, device):
-        table.fill(rows, values.to(dtype))
-    table.norms_are_current()
-    return table
-
-
-def _journal(
-    mesh: Mesh, placement: str, shape: tuple[int, int], first_row: int, total_rows: int, centers: int, seed: int
-) -> UndoJournal:
-    file = mapped_file(placement)
-    assert file is not None
-    about = {"rows": shape[0], "dim": shape[1], "first_row": first_row, "total_rows": total_rows}
-    prefix = file.with_name(f"{file.name}.rank{mesh.rank}-of-{mesh.world_size}")
-    return UndoJournal(prefix, {**about, "centers": centers, "seed": seed})
-
-
-def is_staged(placement: str, device: torch.device) -> bool:
-    """Return whether rows are copied to compute with them: a CPU reads its own memory in place, but not a file."""
-    if placement == "device" or device.type == "meta":
-        return False
-    return device.type != "cpu" or mapped_file(placement) is not None
 
 
 class HostTable(ClassTable):
     """Rows and their 1/norms in host memory, and their transfer to and from the compute device.
 
-    The rows begin as zeros; :func:`create_table` fills them.
-
     Args:
-        memory: allocates, ordinary memory or a mapped file.
-        shape: (rows, D).
+        shape: of the rows.
         dtype: of the weights.
         device: the compute device.
-        first_row, total_rows, centers: as :class:`ClassTable`'s.
+        memory: allocates, ordinary memory or a mapped file.
     """
 
-    def __init__(
-        self,
-        memory: HostMemory,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        first_row: int,
-        total_rows: int,
-        centers: int,
-    ) -> None:
+    is_resident = False
+
+    def __init__(self, shape: TableShape, dtype: torch.dtype, device: torch.device, memory: HostMemory) -> None:
         self.memory, self.device = memory, device
-        self.weight = memory.table("weight", *shape, dtype)
+        self.weight = memory.table("weight", shape.rows, shape.dim, dtype)
         # .data has a version counter of its own: updates write to the column, so that the parameter's version counts
         # writes from outside alone
-        super().__init__(self.weight.values.data, first_row, total_rows, centers, requires_grad=False)
-        self.inverse_norm = memory.numbers("inverse_norm", shape[0], torch.promote_types(dtype, torch.float32))
+        super().__init__(shape, self.weight.values.data)
+        self.inverse_norm = memory.numbers("inverse_norm", shape.rows, torch.promote_types(dtype, torch.float32))
+        self._inverse_norm = self.inverse_norm.values
         self.staging = Staging(device)
+        self._columns = {"weight": self.weight}
         self._state_columns: Mapping[str, Column] = {}  # of the newest optimizer, fetched along with the rows
         self._prefetched: deque[_Prefetched] = deque()
+        self._fill(dtype)
+        self.norms_are_current()
+
+    def _fill(self, dtype: torch.dtype) -> None:
+        """Store first values and their norms; the device's generator makes them: placement must not change a run."""
+        for rows, normal in normal_rows(self.parameter.shape, self.first_row, self.shape.seed, self.device):
+            values = normal.to(dtype)
+            self.weight.write(rows, values.cpu())
+            norms = torch.empty(len(values), dtype=self._inverse_norm.dtype, device=values.device)
+            renew_norms(ClassRows(values, norms), slice(0, len(values)))
+            self.inverse_norm.write(rows, norms.cpu())
 
     @property
     def version(self) -> int:
         """A number that changes with every update and with every write from outside."""
         return super().version + self.staging.updates
-
-    def fill(self, rows: slice, values: Tensor) -> None:
-        """Store first values (n, D), of the weights' dtype and on the compute device, and their norms."""
-        self.weight.write(rows, values.cpu())
-        norms = torch.empty(len(values), dtype=self.inverse_norm.values.dtype, device=values.device)
-        renew_norms(ClassRows(values, norms), slice(0, len(values)))
-        self.inverse_norm.write(rows, norms.cpu())
-
-    def notice_writes(self) -> None:
-        """As :class:`ClassTable` does; a journaled table has to be that of a known step."""
-        if self.journal is not None:
-            self.journal.refuse_if_adopted()
-        super().notice_writes()
 
     def rows(self, selected: Tensor | None, *, training: bool = False) -> ClassRows:
         """The rows of local classes ``selected``, fetched now; all of them (None) are streamed during the pass.
@@ -153,7 +71,7 @@ class HostTable(ClassTable):
         self.notice_writes()
         if selected is None:
             return StreamedRows(self.weight.values, self.inverse_norm.values, self.centers, host=self)
-        return self._fetched(self.staging.fetch(self._rows_of(selected), self._columns(training)), selected)
+        return self._fetched(self.staging.fetch(self._rows_of(selected), self._fetched_columns(training)), selected)
 
     def rows_again(self, selected: Tensor | None, before: list[ClassRows], update: OptimizerState | None) -> ClassRows:
         """The rows for pass 2; with ``update``, they are written back after it."""
@@ -171,26 +89,21 @@ class HostTable(ClassTable):
         """Tables of zeros in host memory, which are fetched and written back with their rows."""
         tables: dict[str, RowState] = {}
         columns: dict[str, Column] = {}
-        rows, dim = self.parameter.shape
         for name, dtype in dtypes.items():
             check_state_dtype(dtype)
-            columns[name] = values = self.memory.table(name, rows, dim, dtype)
+            columns[name] = values = self.memory.table(name, self.shape.rows, self.shape.dim, dtype)
             scale = None
             if dtype == torch.int8:
-                columns[scale_name(name)] = self.memory.numbers(scale_name(name), rows, torch.float32)
+                columns[scale_name(name)] = self.memory.numbers(scale_name(name), self.shape.rows, torch.float32)
                 scale = columns[scale_name(name)].values
             tables[name] = RowState.over(values.values, scale, rounding)
         self._state_columns = columns
+        self._columns |= columns
         return HostState(self, tables, columns)
-
-    @property
-    def prefetches(self) -> bool:
-        """Always true."""
-        return True
 
     def prefetch(self, key: int, labels: Tensor, classes: Tensor) -> None:
         """Begin to fetch ``classes``, which training batch ``key`` with these labels (B,) of all ranks selects."""
-        stage = self.staging.fetch(self._rows_of(classes), self._columns(training=True))
+        stage = self.staging.fetch(self._rows_of(classes), self._fetched_columns(training=True))
         self._prefetched.append(_Prefetched(key, labels, classes, stage))
 
     @property
@@ -216,27 +129,13 @@ class HostTable(ClassTable):
         """Wait until every update is stored."""
         self.staging.settle()
 
-    def row_shard(self, local: Tensor, column: Column | None = None) -> TensorShard:
-        """A tensor with one row per row of the table, for a checkpoint to save or to load into."""
+    def row_shard(self, local: Tensor, name: str = "weight") -> TensorShard:
+        """As :class:`ClassTable` does; it is up to date, and a mapped file's pages are given back as it is read."""
         self._prefetched.clear()
         self.settle()
-        return TensorShard.of_rows(
-            local, self.first_row, self.total_rows, column.release if column is not None else None
-        )
-
-    def weight_shard(self) -> TensorShard:
-        """The rows themselves, for a checkpoint."""
-        return self.row_shard(self.parameter.detach(), self.weight)
-
-    def _stored_inverse_norm(self) -> Tensor:
-        return self.inverse_norm.values
+        return TensorShard.of_rows(local, self.first_row, self.shape.total_rows, self._columns[name].release)
 
     def _discard_norms(self) -> None:
-        if self.journal is not None and self.journal.step is not None:
-            raise UsageError(
-                "head.weight was written to, which its journal does not hold: a table with savepoints changes through "
-                "its optimizer alone; give head.roll_back(step)"
-            )
         self._prefetched.clear()
         self.settle()
 
@@ -245,11 +144,11 @@ class HostTable(ClassTable):
         renew_norms(self._rows_in(stage), slice(0, stage.count))
         self.inverse_norm.write(rows, stage.columns[self.inverse_norm].cpu())
 
-    def fetched_now(self, rows: slice | Tensor, columns: Iterable[Column] = ()) -> Stage:
-        """Rows with weights, norms and further columns, up to date."""
-        return self.staging.ready(self.staging.fetch(rows, [self.weight, self.inverse_norm, *columns]))
+    def fetched_now(self, rows: slice | Tensor) -> Stage:
+        """Rows with weights and norms, up to date."""
+        return self.staging.ready(self.staging.fetch(rows, [self.weight, self.inverse_norm]))
 
-    def _columns(self, training: bool) -> list[Column]:
+    def _fetched_columns(self, training: bool) -> list[Column]:
         return [self.weight, self.inverse_norm, *(self._state_columns.values() if training else ())]
 
     def _rows_of(self, classes: Tensor) -> Tensor:
@@ -270,24 +169,17 @@ class HostState(OptimizerState):
 
     def __init__(self, table: HostTable, tables: Mapping[str, RowState], columns: Mapping[str, Column]) -> None:
         super().__init__(table, tables)
-        self._host, self.columns = table, columns
+        self.columns = columns
 
     def of(self, chunk: Chunk) -> dict[str, RowState]:
         """The fetched copies that ``chunk.index`` selects rows of; they were fetched with the chunk's rows."""
         rows = chunk.table
         assert isinstance(rows, FetchedRows)
-        copies = rows.stage.columns
+        copies = {name: rows.stage.columns[column] for name, column in self.columns.items()}
         return {
-            name: RowState.over(
-                copies[self.columns[name]],
-                copies[self.columns[scale_name(name)]] if table.scale is not None else None,
-                table.rounding,
-            )
+            name: RowState.over(copies[name], copies.get(scale_name(name)), table.rounding)
             for name, table in self.tables.items()
         }
-
-    def _row_shard(self, name: str, tensor: Tensor) -> TensorShard:
-        return self._host.row_shard(tensor, self.columns[name])
 
 
 @dataclass(frozen=True)
@@ -310,10 +202,7 @@ class FetchedRows(ClassRows):
     host: HostTable
     update: Mapping[str, Column] | None = None
 
-    @property
-    def is_copy(self) -> bool:
-        """Always true."""
-        return True
+    is_copy = True
 
     def positions(self, local_labels: Tensor) -> Tensor:
         """Index of each label (B,) among the fetched classes, −1 where it is not one of them."""
@@ -347,10 +236,7 @@ class StreamedRows(ClassRows):
     host: HostTable
     update: Mapping[str, Column] | None = None
 
-    @property
-    def is_streamed(self) -> bool:
-        """Always true."""
-        return True
+    is_streamed = True
 
     def picked(self, index: Tensor) -> ClassRows:
         """Rows ``index`` (n,) alone, on the compute device, in that order."""

@@ -20,6 +20,7 @@ _GOLDEN = 0x9E3779B9
 _MULTIPLY_1 = 0x7FEB352D  # "lowbias32", Chris Wellons' search for 32-bit mixers of low bias
 _MULTIPLY_2 = 0x846CA68B
 STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int8)
+ROUNDED = (torch.bfloat16, torch.int8)  # what takes random bits
 
 
 @dataclass(frozen=True)

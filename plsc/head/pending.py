@@ -40,6 +40,12 @@ class PendingBackward:
     rows: ClassRows
     grad_loss: Tensor | None = None
 
+    @property
+    def loss_gradient(self) -> Tensor:
+        """``grad_loss`` in float64."""
+        assert self.grad_loss is not None
+        return self.grad_loss.double()
+
 
 class PendingBatches:
     """The batches of one table that wait for its optimizer.

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from plsc.errors import DataError
 from plsc.files import read_json
-from plsc.head.undo_journal import FORMAT, journals_back_to
-from plsc.head.undo_records import RecordLayout
+from plsc.head.undo_journal import FORMAT, RecordLayout, journals_back_to
 
 _WEIGHT = "weight"
 _NUMBERS = ("_norm", "_scale")  # how the names of columns of one number for each row end

@@ -14,13 +14,12 @@ from plsc.errors import UsageError
 from plsc.head.backends import HeadShape, choose_backend, fall_back
 from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import TorchBackend, is_bounded
-from plsc.head.class_table import class_range
-from plsc.head.host_memory import mapped_file
-from plsc.head.host_table import create_table
-from plsc.head.low_precision import STATE_DTYPES
-from plsc.head.replica_averaging import ReplicaAveraging
+from plsc.head.class_table import TableShape, class_range
+from plsc.head.journaled_table import JournaledTable
+from plsc.head.replicas import ExchangeOptions
 from plsc.head.sampling import ClassSampler
 from plsc.head.sharded_softmax import HeadLoss, ShardedSoftmax
+from plsc.head.storage import TableStorage
 from plsc.head.undo_journal import UndoJournal
 from plsc.losses.margins import Margin, State, to_margin
 from plsc.parallel.collectives import all_gather_object, all_reduce_sum
@@ -28,8 +27,6 @@ from plsc.parallel.mesh import Mesh, require_mesh
 from plsc.parallel.tensor_shard import TensorShard
 
 _LOG = logging.getLogger("plsc")
-_WEIGHT_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-_MOMENTUM_DTYPES = {**{str(dtype).removeprefix("torch."): dtype for dtype in STATE_DTYPES}, "none": None}
 
 
 class ShardedHead(nn.Module):
@@ -90,6 +87,7 @@ class ShardedHead(nn.Module):
         dim, num_classes, mesh, margin, sample_rate, momentum_dtype, centers, seed, update, placement, journal,
         averaging_period, staleness, fp32_precision: as given.
         backend: what computes, chosen when the head is made; ``backend.name`` and ``backend.reason`` say which and why.
+        softmax: its step: table, waiting batches and passes. For its optimizers; a training script has no use for it.
 
     Raises:
         UsageError: an argument is out of its range; nothing here multiplies in ``fp32_precision``; the mapped file's
@@ -127,60 +125,52 @@ class ShardedHead(nn.Module):
         centers, seed = as_integer(centers, "the head's centers", 1), as_integer(seed, "the head's seed")
         if chunk_classes is not None:
             chunk_classes = as_integer(chunk_classes, "the head's chunk_classes", 1)
-        averaging_period = as_integer(averaging_period, "the head's averaging_period")
-        staleness = as_integer(staleness, "the head's staleness")
         _check_sample_rate(sample_rate)
-        _check_storage(placement, update, journal)
-        _check_averaging(averaging_period, staleness, placement, update)
-        weight_dtype = _to_weight_dtype(weight_dtype)
+        if update not in ("fused", "autograd"):
+            raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
+        if placement != "device" and update != "fused":
+            raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
+        storage = TableStorage.of(weight_dtype, momentum_dtype, placement, journal)
+        exchange = ExchangeOptions(
+            as_integer(averaging_period, "the head's averaging_period"), as_integer(staleness, "the head's staleness")
+        )
+        exchange.check(storage, updates=update == "fused")
         self.dim, self.num_classes, self.centers = dim, num_classes, centers
         self.mesh = Mesh(0, 1, 0, torch.device("cpu")) if mesh is None else require_mesh(mesh)
         self.margin = to_margin("arcface" if margin is None else margin)
         self.sample_rate, self.seed, self.update = sample_rate, seed, update
-        self.momentum_dtype, self.placement, self.journal = _to_momentum_dtype(momentum_dtype), placement, journal
+        self.momentum_dtype, self.placement, self.journal = storage.momentum_dtype, placement, journal
         self.fp32_precision = _to_fp32_precision(fp32_precision)
-        self.averaging_period, self.staleness = averaging_period, staleness
-        self.class_range = class_range(num_classes, self.mesh.head.rank, self.mesh.head.world_size)
-        device = self.mesh.device
-        self._requested_backend = backend
-        shape = HeadShape(device, weight_dtype, dim, centers, self.margin, self.fp32_precision)
-        self.backend = _same_on_replicas(choose_backend(shape, requested=backend), self.mesh, shape)
-        if self.mesh.rank == 0:
+        self.averaging_period, self.staleness = exchange.averaging_period, exchange.staleness
+        self._weight_dtype, self._requested_backend = storage.weight_dtype, backend
+        self.backend = self._chosen_backend()
+        if self.mesh.rank == 0 and not isinstance(self, AbsentHead):
             _LOG.info("class head: %s", self.backend.describe())
-        table = create_table(
-            placement,
-            self.mesh,
-            num_classes=num_classes,
-            dim=dim,
-            dtype=weight_dtype,
-            centers=centers,
-            seed=seed,
-            requires_grad=update == "autograd",
-            journal=journal,
-        )
+        self.class_range = first, stop = self._own_classes()
+        shape = TableShape((stop - first) * centers, dim, first * centers, num_classes * centers, centers, seed)
+        table = storage.make(shape, self.mesh, requires_grad=update == "autograd")
         self.weight = table.parameter
-        sampler = ClassSampler(*self.class_range, sample_rate, seed, device)
-        averaging = None
-        if self.mesh.replicas.world_size > 1 and (averaging_period > 1 or staleness):
-            averaging = ReplicaAveraging(table, self.mesh.replicas, averaging_period, staleness)
-        self._softmax = ShardedSoftmax(
-            self.mesh, self.margin, table, self.backend, sampler, num_classes, chunk_classes, averaging
-        )
+        sampler = ClassSampler(first, stop, sample_rate, seed, self.mesh.device)
+        replicas = exchange.make(table, self.mesh.replicas)
+        self.softmax = ShardedSoftmax(self.mesh, self.margin, table, self.backend, sampler, chunk_classes, replicas)
         # an input that requires grad, so that backward() reaches the head with a frozen backbone too
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor = torch.zeros((), device=self.mesh.device, requires_grad=True)
+
+    def _own_classes(self) -> tuple[int, int]:
+        return class_range(self.num_classes, self.mesh.head.rank, self.mesh.head.world_size)
 
     def __getattr__(self, name: str) -> Any:
         # parameters are looked up here, and updates of a host table's weight may not be stored yet
-        if name == "weight" and "_softmax" in self.__dict__:
-            self._softmax.table.settle()
+        if name == "weight" and "softmax" in self.__dict__:
+            self.softmax.table.settle()
         return super().__getattr__(name)
 
     def _save_to_state_dict(self, *arguments: Any) -> None:
-        self._softmax.table.settle()
+        self.softmax.table.settle()
         super()._save_to_state_dict(*arguments)
 
     def _load_from_state_dict(self, *arguments: Any) -> None:
-        self._softmax.table.settle()
+        self.softmax.table.settle()
         super()._load_from_state_dict(*arguments)
 
     def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -206,12 +196,12 @@ class ShardedHead(nn.Module):
         if not isinstance(embeddings, Tensor) or not isinstance(labels, Tensor):
             kinds = f"{type(embeddings).__name__} and {type(labels).__name__}"
             raise UsageError(f"the head takes tensors of embeddings (b, {self.dim}) and labels (b,), not {kinds}")
-        weight = self._softmax.table.parameter if self.update == "autograd" else None
+        weight = self.softmax.table.parameter if self.update == "autograd" else None
         differentiate = torch.is_grad_enabled()
         # norms and statistics outlive this call: made in inference mode, no later training step could change them
         with torch.inference_mode(False), torch.set_grad_enabled(differentiate):
             loss: Tensor = HeadLoss.apply(
-                embeddings, self._anchor, weight, labels, self._softmax, sizes, differentiate, self.training
+                embeddings, self._anchor, weight, labels, self.softmax, sizes, differentiate, self.training
             )
         return loss
 
@@ -230,7 +220,7 @@ class ShardedHead(nn.Module):
         Raises:
             LabelError, UsageError: as :meth:`forward` does.
         """
-        self._softmax.prefetch(labels, sizes)
+        self.softmax.prefetch(labels, sizes)
 
     def set_margin(self, margin: Margin) -> None:
         """Take other values of the margin from the next batch on; its running statistics stay. Every rank calls.
@@ -243,9 +233,9 @@ class ShardedHead(nn.Module):
             raise UsageError(f"a head keeps its kind of margin, and this one is {kinds}: make another head")
         self._refuse_while_batches_wait("margin")
         was_bounded = is_bounded(self.margin)
-        self.margin = self._softmax.margin = margin
+        self.margin = self.softmax.margin = margin
         if is_bounded(margin) != was_bounded:  # kernels take bounded logits alone
-            self.backend = self._softmax.backend = self._chosen_backend()
+            self.backend = self.softmax.backend = self._chosen_backend()
 
     def set_sample_rate(self, sample_rate: float) -> None:
         """Sample another share of the classes from the next batch on. Every rank calls.
@@ -256,22 +246,28 @@ class ShardedHead(nn.Module):
         _check_sample_rate(sample_rate)
         self._refuse_while_batches_wait("sample_rate")
         self.sample_rate = sample_rate
-        self._softmax.sampler = replace(self._softmax.sampler, rate=sample_rate)
-        self._softmax.table.forget_prefetched()  # their classes were drawn at the rate before
+        self.softmax.sampler = replace(self.softmax.sampler, rate=sample_rate)
+        self.softmax.table.forget_prefetched()  # their classes were drawn at the rate before
 
     def _refuse_while_batches_wait(self, name: str) -> None:
-        if self._softmax.pending.batches:
+        if self.softmax.pending.batches:
             raise UsageError(f"the head's {name} cannot change between a loss and its step(): step() first")
 
     def _chosen_backend(self) -> TorchBackend:
-        """The backend for the present margin, the same on replicas. Every rank calls."""
-        dtype = self._softmax.table.parameter.dtype
-        shape = HeadShape(self.mesh.device, dtype, self.dim, self.centers, self.margin, self.fp32_precision)
-        return _same_on_replicas(choose_backend(shape, requested=self._requested_backend), self.mesh, shape)
+        """The backend for the present margin, the same on replicas. Every rank of head groups calls."""
+        shape = HeadShape(
+            self.mesh.device, self._weight_dtype, self.dim, self.centers, self.margin, self.fp32_precision
+        )
+        backend = choose_backend(shape, requested=self._requested_backend)
+        names = set(all_gather_object(backend.name, self.mesh.replicas))
+        if len(names) == 1 or backend.name == "torch":
+            return backend
+        # replicas sum gradients chunk by chunk
+        return fall_back(shape, f"replicas of this shard cannot all run {backend.name}")
 
     def inverse_norms(self) -> Tensor:
         """1/‖W‖ of this rank's rows, float32 (float64 for float64 tables); renewed if the weights were written to."""
-        return self._softmax.table.inverse_norms()
+        return self.softmax.table.inverse_norms()
 
     def mean_norm(self) -> float:
         """The mean ‖W‖ over all classes and sub-centres of all shards; a norm that keeps growing is a bad sign."""
@@ -281,15 +277,16 @@ class ShardedHead(nn.Module):
     @property
     def margin_state(self) -> State:
         """The margin's running statistics, equal on all ranks. May be set, to take a step back."""
-        return self._softmax.margin_state
+        return self.softmax.margin_state
 
     @margin_state.setter
     def margin_state(self, state: State) -> None:
-        self._softmax.margin_state = state
+        self.softmax.margin_state = state
 
     def sharded_state(self) -> dict[str, TensorShard]:
         """The table for torch.distributed.checkpoint, which loads it at any number of ranks."""
-        return {"weight": self._softmax.table.weight_shard()}
+        table = self.softmax.table
+        return {"weight": table.row_shard(table.parameter.detach())}
 
     def set_savepoint(self, step: int) -> None:
         """Let the present table and optimizer state be those of ``step``, to which :meth:`roll_back` goes.
@@ -300,7 +297,7 @@ class ShardedHead(nn.Module):
         Raises:
             UsageError: the head has no journal; its files are an earlier run's, and were not rolled back.
         """
-        self._softmax.table.set_savepoint(step)
+        self._journaled_table().set_savepoint(step)
 
     def roll_back(self, step: int) -> None:
         """Take back the table and the optimizer's tables of savepoint ``step``; make the optimizer first.
@@ -312,20 +309,27 @@ class ShardedHead(nn.Module):
             DataError: there is no such savepoint.
             IntegrityError: the journal is damaged; nothing was changed.
         """
-        self._softmax.table.roll_back(step)
+        self._journaled_table().roll_back(step)
 
     @property
     def undo_journal(self) -> UndoJournal | None:
         """The journal of a table with savepoints."""
-        return self._softmax.table.journal
+        table = self.softmax.table
+        return table.journal if isinstance(table, JournaledTable) else None
+
+    def _journaled_table(self) -> JournaledTable:
+        table = self.softmax.table
+        if not isinstance(table, JournaledTable):
+            raise UsageError('this head has no savepoints: make it with placement="mmap:FILE" and journal=True')
+        return table
 
     def get_extra_state(self) -> dict[str, Any]:
         """Small state, equal on all ranks: the margin's statistics and the number of batches seen."""
-        return {"forwards": self._softmax.forwards, "margin": {k: float(v) for k, v in self.margin_state.items()}}
+        return {"forwards": self.softmax.forwards, "margin": {k: float(v) for k, v in self.margin_state.items()}}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`get_extra_state` returned."""
-        self._softmax.forwards = int(state["forwards"])
+        self.softmax.forwards = int(state["forwards"])
         for name, value in state["margin"].items():
             self.margin_state[name].fill_(value)
 
@@ -338,40 +342,23 @@ class ShardedHead(nn.Module):
         )
 
 
-def softmax_of(head: ShardedHead) -> ShardedSoftmax:
-    """The internals of ``head``: table, backend, waiting batches and passes.
+class AbsentHead(ShardedHead):
+    """A head on a rank that holds none of its classes, such as a pipeline's first stages: no rows, and no loss.
 
-    For the optimizers of :mod:`plsc.optim`, benchmarks and tests, which are written against them; a training script
-    has no use for them.
+    A training step calls it, and an optimizer of it, as on the other ranks: no rank branches on its place. Its mesh is
+    this rank alone.
     """
-    return head._softmax
 
+    def _own_classes(self) -> tuple[int, int]:
+        return 0, 0
 
-def _same_on_replicas(backend: TorchBackend, mesh: Mesh, shape: HeadShape) -> TorchBackend:
-    """``backend``, or PyTorch's where replicas of the shard chose others: they sum gradients chunk by chunk.
+    def forward(self, embeddings: Tensor, labels: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Raise RuntimeError: losses are for the ranks that hold classes."""
+        raise RuntimeError("this rank holds none of the head's classes")
 
-    Every rank of head groups calls.
-    """
-    names = set(all_gather_object(backend.name, mesh.replicas))
-    if len(names) == 1 or backend.name == "torch":
-        return backend
-    return fall_back(shape, f"replicas of this shard cannot all run {backend.name}")
-
-
-def _to_weight_dtype(value: torch.dtype | str) -> torch.dtype:
-    """The dtype of class weights that ``value`` is or names; UsageError if weights are not stored in it."""
-    dtype = _WEIGHT_DTYPES.get(value) if isinstance(value, str) else value
-    if dtype is None or dtype not in _WEIGHT_DTYPES.values():
-        raise UsageError(f"weight_dtype must be one of {', '.join(_WEIGHT_DTYPES)}, not {value!r}")
-    return dtype
-
-
-def _to_momentum_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype of optimizer state that ``value`` is or names, None for none; UsageError if state is not stored so."""
-    dtype = _MOMENTUM_DTYPES.get(value, value) if isinstance(value, str) else value
-    if isinstance(dtype, str) or dtype not in _MOMENTUM_DTYPES.values():
-        raise UsageError(f"momentum_dtype must be one of {', '.join(_MOMENTUM_DTYPES)}, not {value!r}")
-    return dtype
+    def mean_norm(self) -> float:
+        """NaN: the rows are elsewhere."""
+        return float("nan")
 
 
 def _to_fp32_precision(value: str) -> Fp32Precision:
@@ -386,25 +373,3 @@ def _check_sample_rate(sample_rate: object) -> None:
     """UsageError unless ``sample_rate`` is a number from 0 to 1."""
     if not isinstance(sample_rate, numbers.Real) or not 0 <= float(sample_rate) <= 1:  # NaN is in no range
         raise UsageError(f"sample_rate is a share of the classes from 0 to 1, not {sample_rate!r}")
-
-
-def _check_storage(placement: object, update: object, journal: object) -> None:
-    """UsageError for an unknown ``placement`` or ``update``, or for some that do not go together."""
-    if mapped_file(str(placement)) is None and journal:
-        raise UsageError(f'journal=True is for tables in a mapped file: give placement="mmap:FILE", not {placement!r}')
-    if update not in ("fused", "autograd"):
-        raise UsageError(f'update must be "fused" or "autograd", not {update!r}')
-    if placement != "device" and update != "fused":
-        raise UsageError(f'placement {placement!r} leaves no gradient of the whole table: give update="fused"')
-
-
-def _check_averaging(period: int, staleness: int, placement: str, update: str) -> None:
-    """UsageError for averages of replicas that are out of range, or do not go with where the table lies."""
-    if period < 1 or not 0 <= staleness <= period:
-        raise UsageError(
-            f"averaging_period is at least 1 and staleness from 0 to averaging_period, not {period} and {staleness}"
-        )
-    if staleness and placement == "device":
-        raise UsageError('staleness is for tables in host memory: give placement="host" or "mmap:FILE", or 0')
-    if period > 1 and update != "fused":
-        raise UsageError(f'averaging_period = {period} averages after the head\'s own update: give update="fused"')

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from plsc.head.backends.torch_backend import (
     Batch,
@@ -25,13 +24,12 @@ from plsc.head.class_table import (
     ClassRows,
     ClassTable,
     OptimizerState,
-    ResidentTable,
     default_chunk_size,
     overlapped_chunk_size,
 )
 from plsc.head.global_batch import GlobalBatch, gather_batch, gather_labels, target_cosines
 from plsc.head.pending import PendingBackward, PendingBatches
-from plsc.head.replica_averaging import ReplicaAveraging
+from plsc.head.replicas import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.head.update_rules import Update
 from plsc.losses.margins import Margin, State, TargetLogit
@@ -39,7 +37,6 @@ from plsc.parallel.collectives import (
     all_gather_equal,
     all_reduce_max,
     all_reduce_sum,
-    all_reduce_sum_async,
     reduce_scatter_rows,
 )
 from plsc.parallel.mesh import Mesh
@@ -54,9 +51,8 @@ class ShardedSoftmax:
         table: this rank's rows.
         backend: computes the passes.
         sampler: of the classes that take part.
-        num_classes: of all ranks.
         chunk_classes: classes per chunk; None: chosen from the batch and the device.
-        averaging: of replicas that step by themselves; None: their gradients are summed at every step.
+        exchange: between the replicas of the shard.
 
     Attributes:
         margin_state: the margin's running statistics, equal on all ranks.
@@ -71,14 +67,12 @@ class ShardedSoftmax:
         table: ClassTable,
         backend: TorchBackend,
         sampler: ClassSampler,
-        num_classes: int,
         chunk_classes: int | None,
-        averaging: ReplicaAveraging | None = None,
+        exchange: ReplicaExchange,
     ) -> None:
-        self.averaging = averaging
+        self.exchange = exchange
         self.mesh, self.margin, self.table, self.backend, self.sampler = mesh, margin, table, backend, sampler
-        self.num_classes, self.chunk_classes = num_classes, chunk_classes
-        self.dim = table.parameter.shape[1]
+        self.chunk_classes, self.dim = chunk_classes, table.shape.dim
         self.margin_state: State = {name: value.to(mesh.device) for name, value in margin.initial_state().items()}
         self.forwards = 0
         self.pending = PendingBatches(table)
@@ -117,16 +111,8 @@ class ShardedSoftmax:
         training = training and differentiate
         if training:
             self.pending.raise_if_forgotten()
-        gathered = gather_batch(
-            embeddings,
-            labels,
-            dim=self.dim,
-            num_classes=self.num_classes,
-            dtype=self.table.parameter.dtype,
-            with_norms=self.margin.uses_norm,
-            mesh=self.mesh,
-            sizes=sizes,
-        )
+        uses_norm = self.margin.uses_norm
+        gathered = gather_batch(embeddings, labels, self.table, self.mesh, with_norms=uses_norm, sizes=sizes)
         selected, rows = self._select_rows(gathered, training)
         position = rows.positions(gathered.labels - self.sampler.first)
         cos, local_targets = target_cosines(rows, gathered.features, position, self.mesh)
@@ -159,9 +145,9 @@ class ShardedSoftmax:
 
     def prefetch(self, labels: Tensor, sizes: Sequence[int] | None = None) -> None:
         """Begin to fetch the rows of a coming training batch with this rank's ``labels`` (b,) of all ``sizes``."""
-        if not self.table.prefetches or self.sampler.takes_all:
+        if self.table.is_resident or self.sampler.takes_all:
             return
-        all_labels = gather_labels(labels, num_classes=self.num_classes, mesh=self.mesh, sizes=sizes)
+        all_labels = gather_labels(labels, self.table.shape.num_classes, self.mesh, sizes)
         self.table.notice_writes()
         key = self.forwards + self.table.num_prefetched
         self.table.prefetch(key, all_labels, self.sampler.draw(all_labels, key))
@@ -171,7 +157,7 @@ class ShardedSoftmax:
         if self.sampler.takes_all:
             return None, self.table.rows(None)
         labels = gathered.gather_replicas(gathered.labels, self.mesh)
-        if training and self.table.prefetches:
+        if training and not self.table.is_resident:
             self.table.notice_writes()
             prefetched = self.table.take_prefetched(self.forwards, labels)
             if prefetched is not None:
@@ -247,22 +233,19 @@ class ShardedSoftmax:
         """Run pass 2: the rows that the pending batches touch, chunk by chunk, with the gradients by their unit rows.
 
         It runs over the concatenation of ``pending``, so that table traffic is paid once, however many they are.
-        Gradients are summed over the replicas, chunk by chunk, while they are float32 or float64. Those of replicas
-        that step by themselves are of the group's own mean loss. Every rank calls.
-        Where the caller updates each chunk as it comes, ``update`` is its state.
+        Gradients are summed over the replicas. Those of replicas that step by themselves are of the group's own mean
+        loss. Every rank calls. Where the caller updates each chunk as it comes, ``update`` is its state.
         """
         inputs = self._pass_inputs(pending, update)
         with torch.autocast(self.mesh.device.type, enabled=False):
             chunks = self.backend.second_pass(inputs)
-            yield from chunks if self.averaging is not None else self._summed_over_replicas(chunks)
+            yield from self.exchange.summed(chunks)
 
     def update_rows(
         self, pending: list[PendingBackward], state: OptimizerState, updater: Updater, step: Update
     ) -> None:
         """Run pass 2 as :meth:`gradient_chunks` does, and update every row that took part. Every rank calls."""
-        if self.averaging is not None:
-            self.averaging.record(_union(pending)[0])
-        elif self.mesh.replicas.world_size > 1:
+        if self.exchange.sums:
             for chunk, gradient in self.gradient_chunks(pending, state):
                 updater(chunk, gradient, state.of(chunk), step)
             return
@@ -273,6 +256,8 @@ class ShardedSoftmax:
     def _pass_inputs(self, pending: list[PendingBackward], update: OptimizerState | None) -> PassInputs:
         """The input of pass 2 over the concatenation of ``pending``."""
         selected, member = _union(pending)
+        if update is not None:
+            self.exchange.record(selected)
         rows = self.table.rows_again(selected, [p.rows for p in pending], update)
         batch = Batch(
             torch.cat([p.batch.features for p in pending]),
@@ -283,30 +268,14 @@ class ShardedSoftmax:
         )
         log_z = torch.cat([p.log_z for p in pending])
         # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
-        groups = self.mesh.replicas.world_size if self.averaging is not None else 1
-        factors = [_grad_loss(p) if groups == 1 else _grad_loss(p) * groups for p in pending]
+        groups = self.exchange.loss_factor
+        factors = [p.loss_gradient if groups == 1 else p.loss_gradient * groups for p in pending]
         scale = torch.cat([p.scale * factor for p, factor in zip(pending, factors, strict=True)])
         target_grad = torch.cat([p.target_grad * factor for p, factor in zip(pending, factors, strict=True)])
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas
-        if self._overlaps_sums and self.chunk_classes is None:
+        if self.exchange.overlaps and self.chunk_classes is None:
             size = overlapped_chunk_size(size, rows.num_classes)
         return PassInputs(rows, batch, log_z, scale, target_grad, size, member)
-
-    @property
-    def _overlaps_sums(self) -> bool:
-        """True if a chunk is summed over the replicas while the next is computed, and is updated after that.
-
-        Tables that do not lie on the device store a chunk when the next is asked for: it has to be updated by then.
-        """
-        sums = self.mesh.replicas.world_size > 1 and self.averaging is None
-        return sums and isinstance(self.table, ResidentTable)
-
-    def _summed_over_replicas(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
-        """``chunks`` with their gradients summed over the replicas."""
-        replicas = self.mesh.replicas
-        if self._overlaps_sums:
-            return _summed_asynchronously(chunks, replicas)
-        return ((chunk, all_reduce_sum(gradient, replicas)) for chunk, gradient in chunks)
 
     def dense_gradient(self, pending: PendingBackward) -> Tensor:
         """The gradient by the whole table (rows, D), for ``update="autograd"``."""
@@ -314,23 +283,6 @@ class ShardedSoftmax:
         for chunk, gradient in self.gradient_chunks([pending]):
             dense[chunk.index] = backward_through_normalize(gradient, chunk).to(dense.dtype)
         return dense
-
-
-def _summed_asynchronously(chunks: Iterator[tuple[Chunk, Tensor]], mesh: Mesh) -> Iterator[tuple[Chunk, Tensor]]:
-    """Sum each chunk's gradient over ``mesh`` while the caller updates the one before and the next is computed."""
-    summing: tuple[Chunk, Tensor, Work] | None = None
-    for chunk, gradient in chunks:
-        summed = gradient if gradient.is_cuda else gradient.clone()  # a CPU's backend overwrites it by the next
-        before, summing = summing, (chunk, summed, all_reduce_sum_async(summed, mesh))
-        if before is not None:
-            yield _waited_for(*before)
-    if summing is not None:
-        yield _waited_for(*summing)
-
-
-def _waited_for(chunk: Chunk, gradient: Tensor, work: Work) -> tuple[Chunk, Tensor]:
-    work.wait()
-    return chunk, gradient
 
 
 def _union(pending: list[PendingBackward]) -> tuple[Tensor | None, Tensor | None]:
@@ -351,11 +303,6 @@ def _states(pending: list[PendingBackward]) -> dict[str, Tensor]:
     return {
         name: torch.cat([p.batch.state[name].expand(len(p.log_z)) for p in pending]) for name in pending[0].batch.state
     }
-
-
-def _grad_loss(pending: PendingBackward) -> Tensor:
-    assert pending.grad_loss is not None
-    return pending.grad_loss.double()
 
 
 class HeadLoss(torch.autograd.Function):

@@ -84,7 +84,8 @@ class Staging:
         stage = Stage(rows, count)
         self._prune()
         stage.newer = list(self._in_flight)
-        self._begin(stage, columns)
+        stage.columns = {column: self._empty(column, count) for column in columns}
+        stage.transfers.append(self._reader.submit(self._reader.load, rows, dict(stage.columns)))
         self._fetched.add(stage)
         return stage
 
@@ -128,10 +129,6 @@ class Staging:
         for stage in self._in_flight:
             stage.wait()
         self._in_flight.clear()
-
-    def _begin(self, stage: Stage, columns: Iterable[Column]) -> None:
-        stage.columns = {column: self._empty(column, stage.count) for column in columns}
-        stage.transfers.append(self._reader.submit(self._reader.load, stage.rows, dict(stage.columns)))
 
     def _prune(self) -> None:
         while self._in_flight and all(future.done() for future in self._in_flight[0].transfers):

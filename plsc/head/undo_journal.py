@@ -13,8 +13,7 @@ again at any point: rows that a later journal sets wrongly the second time are s
 are removed from the newest on.
 
 A record is synced to disk before the table's rows change, and the table before a journal is dropped: a power cut leaves
-the same as ``kill -9``. :mod:`plsc.head.undo_records` has the journals' format, :mod:`plsc.head.saved_rows` reads a
-savepoint without going back to it.
+the same as ``kill -9``. :mod:`plsc.head.saved_rows` reads a savepoint without going back to it.
 """
 
 import contextlib
@@ -22,7 +21,8 @@ import os
 import re
 import secrets
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,97 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plsc.errors import DataError, UsageError
+from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import atomic_write, read_json, sync, write_json
 from plsc.head.host_memory import Column
-from plsc.head.undo_records import END_OFFSET, HEADER, NUMBER_BYTES, RecordLayout
 
 FORMAT = 1
 _NAME = re.compile(r"undo-(\d{8,})")
+NUMBER_BYTES = 8  # of a row's number
+_HEADER = struct.Struct("<8sQQQ")  # magic, rows of the table, bytes of a row in all columns, end of the last record
+_END_OFFSET = 24  # of ``end`` in it
+_MAGIC = b"plscundo"
+_RECORD = struct.Struct("<II")  # CRC-32 of what follows, number of rows
+
+
+class RecordLayout:
+    """How the rows of one table lie in its journals' records.
+
+    A header is followed by records, each with a checksum, the rows' numbers (int64) and then each column's values, the
+    widest types first, so that all are aligned. The header's ``end`` tells a damaged record from one that was never
+    finished.
+
+    Args:
+        rows: of the table.
+        columns: the type and the shape of a row of each column, by name.
+    """
+
+    def __init__(self, rows: int, columns: Mapping[str, tuple[torch.dtype, torch.Size]]) -> None:
+        self._rows = rows
+        by_width = sorted(columns.items(), key=lambda each: (-each[1][0].itemsize, each[0]))
+        self._columns = {name: (dtype, shape, shape.numel() * dtype.itemsize) for name, (dtype, shape) in by_width}
+        self.row_bytes = sum(size for _, _, size in self._columns.values())
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that a row takes in a record."""
+        return NUMBER_BYTES + self.row_bytes
+
+    def header(self) -> bytes:
+        """The header of an empty journal."""
+        return _HEADER.pack(_MAGIC, self._rows, self.row_bytes, _HEADER.size)
+
+    def begin(self, count: int) -> tuple[bytearray, Tensor, dict[str, Tensor]]:
+        """Memory for a record of ``count`` rows: all of it; their numbers (n,), and each column's values (n, …)."""
+        record = bytearray(_RECORD.size + count * self.kept_bytes)
+        return record, *self._views(record, _RECORD.size, count)
+
+    def finish(self, record: bytearray) -> None:
+        """Fill in the checksum of a record."""
+        content = memoryview(record)[_RECORD.size :]
+        _RECORD.pack_into(record, 0, zlib.crc32(content), len(content) // self.kept_bytes)
+
+    def read(self, path: Path) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Rows and their values by column, record by record, of a journal.
+
+        Raises:
+            IntegrityError: it is damaged.
+        """
+        damaged = IntegrityError(f"{path} is corrupt: resume a later checkpoint, or remove the table and begin anew")
+        with path.open("rb") as file:
+            size, header = path.stat().st_size, file.read(_HEADER.size)
+            if len(header) < _HEADER.size or header[:_END_OFFSET] != self.header()[:_END_OFFSET]:
+                raise damaged
+            (end,) = struct.unpack("<Q", header[_END_OFFSET:])
+            while file.tell() < size:
+                start = file.tell()
+                crc, count = _RECORD.unpack(file.read(_RECORD.size).ljust(_RECORD.size, b"\0"))
+                length = count * self.kept_bytes
+                content = bytearray(file.read(length) if count and file.tell() + length <= size else b"")
+                rows, values = self._views(content, 0, count if content else 0)
+                if not content or zlib.crc32(content) != crc or not self._are_rows(rows):
+                    if start < end:
+                        raise damaged
+                    return  # it was never finished, and the table's rows are as they were
+                yield rows, values
+            if size < end:
+                raise damaged
+
+    def _are_rows(self, rows: Tensor) -> bool:
+        return bool((rows >= 0).all()) and bool((rows < self._rows).all())
+
+    def _views(self, record: bytearray, start: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """The parts of a record as tensors over its memory."""
+        if not count:
+            return torch.empty(0, dtype=torch.int64), {}
+        numbers = torch.frombuffer(record, dtype=torch.int64, count=count, offset=start)
+        start += numbers.nbytes
+        values: dict[str, Tensor] = {}
+        for name, (dtype, shape, size) in self._columns.items():
+            flat = torch.frombuffer(record, dtype=dtype, count=count * shape.numel(), offset=start)
+            values[name] = flat.view(count, *shape)
+            start += count * size
+        return numbers, values
 
 
 class UndoJournal:
@@ -50,6 +134,7 @@ class UndoJournal:
         is_adopted: the files hold a table of an earlier process, and it has not been rolled back to a savepoint yet.
         identity: of the table; None before its first savepoint.
         step: of the savepoint that rows are journaled for; None before the first.
+        num_rows: of this rank's table.
 
     Raises:
         UsageError: there is another table.
@@ -57,8 +142,9 @@ class UndoJournal:
     """
 
     def __init__(self, prefix: Path, about: dict[str, Any]) -> None:
-        self._prefix, self._about, self._rows = prefix, about, int(about["rows"])
-        self._columns: dict[str, tuple[Column, Path | None]] = {}
+        self._prefix, self._about, self.num_rows = prefix, about, int(about["rows"])
+        self._description = prefix.with_name(f"{prefix.name}.json")
+        self._columns: dict[str, Column] = {}
         self.identity: str | None = None
         self.step: int | None = None
         self._descriptor, self._end = -1, 0
@@ -68,13 +154,14 @@ class UndoJournal:
         if self.is_adopted:
             self._adopt()
         else:
-            for path in self._journals().values():
+            for path in journals_of(prefix).values():
                 path.unlink()
 
-    def add_column(self, name: str, column: Column, path: Path | None) -> None:
-        """Journal ``column`` from the next savepoint on; ``path`` is its file, None where it has no rows."""
-        self._columns[name] = column, path
-        column.journal = self
+    def follow(self, name: str, column: Column) -> Column:
+        """Journal ``column`` from the next savepoint on."""
+        self._columns[name] = column
+        column.before_write = self.before_write
+        return column
 
     def set_savepoint(self, step: int) -> None:
         """Let the table's present state be that of ``step``: from now on, old values go to its journal.
@@ -106,7 +193,7 @@ class UndoJournal:
         self._is_undoing = True
         for path in newest_first:
             for rows, values in self._layout.read(path):
-                for name, (column, _) in self._columns.items():
+                for name, column in self._columns.items():
                     column.write(rows, values[name], ahead=True)
         self._is_undoing = False
         self.flush()
@@ -118,15 +205,15 @@ class UndoJournal:
 
     def forget(self, before: int) -> None:
         """Remove the savepoints of steps before ``before``."""
-        for step, path in sorted(self._journals().items()):
+        for step, path in sorted(journals_of(self._prefix).items()):
             if step < before and step != self.step:
                 path.unlink()
 
     def flush(self) -> None:
         """Sync the table's files to disk."""
-        for _, path in self._columns.values():
-            if path is not None:
-                sync(path)
+        for column in self._columns.values():
+            if column.path is not None:
+                sync(column.path)
 
     def refuse_if_adopted(self) -> None:
         """Raise a UsageError if the rows are of an unknown step."""
@@ -160,23 +247,14 @@ class UndoJournal:
         return self._prefix.parent
 
     @property
-    def num_rows(self) -> int:
-        """Rows of this rank's table."""
-        return self._rows
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row in all columns."""
         return self._layout.row_bytes
 
     @property
     def _layout(self) -> RecordLayout:
-        values = {name: column.values for name, (column, _) in self._columns.items()}
-        return RecordLayout(self._rows, {name: (each.dtype, each.shape[1:]) for name, each in values.items()})
-
-    @property
-    def _description(self) -> Path:
-        return self._prefix.with_name(f"{self._prefix.name}.json")
+        values = {name: column.values for name, column in self._columns.items()}
+        return RecordLayout(self.num_rows, {name: (each.dtype, each.shape[1:]) for name, each in values.items()})
 
     def _adopt(self) -> None:
         found = read_json(self._description)
@@ -190,9 +268,6 @@ class UndoJournal:
                 )
         self.identity = found["id"]
 
-    def _journals(self) -> dict[int, Path]:
-        return journals_of(self._prefix)
-
     def _path(self, step: int) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.undo-{step:08d}")
 
@@ -203,15 +278,15 @@ class UndoJournal:
             tmp_path.write_bytes(self._layout.header())
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._end = os.open(path, os.O_RDWR), HEADER.size
-        self._kept = np.zeros(-(-self._rows // 8), dtype=np.uint8)
+        self._descriptor, self._end = os.open(path, os.O_RDWR), _HEADER.size
+        self._kept = np.zeros(-(-self.num_rows // 8), dtype=np.uint8)
         self.step = step
 
     def _record(self, rows: Tensor) -> bytearray:
         layout = self._layout
         record, numbers, values = layout.begin(len(rows))
         numbers.copy_(rows)
-        for name, (column, _) in self._columns.items():
+        for name, column in self._columns.items():
             column.read(rows, values[name], ahead=False)  # an update has just read them
         layout.finish(record)
         return record
@@ -224,7 +299,7 @@ class UndoJournal:
                 view, position = view[count:], position + count
             os.fdatasync(self._descriptor)
         self._end = position
-        os.pwrite(self._descriptor, struct.pack("<Q", position), END_OFFSET)
+        os.pwrite(self._descriptor, struct.pack("<Q", position), _END_OFFSET)
 
 
 def journals_of(prefix: Path) -> dict[int, Path]:

@@ -10,30 +10,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.head.low_precision import Rounding, RoundingBits, RowState
+from plsc.head.low_precision import Rounding
 
 
 class UpdateRule(ABC):
     """One step of an optimizer, as a function of rows, gradient and state."""
 
     @abstractmethod
-    def apply(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Mapping[str, RowState],
-        index: slice | Tensor,
-        bits: RoundingBits | None,
-    ) -> None:
-        """Update rows and their state in place.
+    def apply(self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Update copies of rows and of their state, each (n, D) float32 or float64, in place.
 
         Args:
-            weight: (n, D) copies of the rows, float32 or float64, changed in place.
-            gradient: (n, D) of the same dtype. May be overwritten.
-            state: the tables by name, whose rows ``index`` are changed.
-            index: the rows' numbers in the tables.
-            bits: for the rounding of low-precision state; None where there is none.
+            weight: the rows.
+            gradient: of the same dtype. May be overwritten.
+            state: rows of the optimizer's tables by name. What is rounded afterwards is not what the step took: the
+                noise of rounding has mean zero.
         """
+
+
+@dataclass(frozen=True)
+class UpdateKind:
+    """What decides how an optimizer's updates are computed.
+
+    Attributes:
+        rule: the arithmetic; its numbers do not matter, which terms it has does.
+        state_dtypes: of the optimizer's tables, by name.
+        rounding: of low-precision weights and state.
+    """
+
+    rule: UpdateRule
+    state_dtypes: Mapping[str, torch.dtype]
+    rounding: Rounding = "stochastic"
+
+    def has_state_in(self, dtypes: tuple[torch.dtype, ...]) -> bool:
+        """Return whether all tables are stored in some of ``dtypes``."""
+        return all(dtype in dtypes for dtype in self.state_dtypes.values())
 
 
 @dataclass(frozen=True)
@@ -68,21 +79,11 @@ class SgdRule(UpdateRule):
     weight_decay: float
     nesterov: bool
 
-    def apply(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Mapping[str, RowState],
-        index: slice | Tensor,
-        bits: RoundingBits | None,
-    ) -> None:
+    def apply(self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """See :meth:`UpdateRule.apply`."""
         step = gradient.add_(weight, alpha=self.weight_decay) if self.weight_decay else gradient
         if "momentum" in state:
-            buffer = state["momentum"].read(index, torch.promote_types(gradient.dtype, torch.float32))
-            buffer.mul_(self.momentum).add_(step)
-            state["momentum"].write(index, buffer, bits)
-            # the step takes the momentum before its rounding: what rounding adds is noise of mean zero
+            buffer = state["momentum"].mul_(self.momentum).add_(step)
             step = step.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
         weight.add_(step, alpha=-self.lr)
 
@@ -101,21 +102,10 @@ class AdamWRule(UpdateRule):
     weight_decay: float
     step: int
 
-    def apply(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        state: Mapping[str, RowState],
-        index: slice | Tensor,
-        bits: RoundingBits | None,
-    ) -> None:
+    def apply(self, weight: Tensor, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
         """See :meth:`UpdateRule.apply`."""
-        dtype = gradient.dtype
-        first = state["first_moment"].read(index, dtype).lerp_(gradient, 1 - self.beta1)
-        second = state["second_moment"].read(index, dtype).mul_(self.beta2)
-        second.addcmul_(gradient, gradient, value=1 - self.beta2)
-        state["first_moment"].write(index, first, bits)
-        state["second_moment"].write(index, second, bits)
+        first = state["first_moment"].lerp_(gradient, 1 - self.beta1)
+        second = state["second_moment"].mul_(self.beta2).addcmul_(gradient, gradient, value=1 - self.beta2)
         weight.mul_(1 - self.lr * self.weight_decay)
         size = self.lr / (1 - self.beta1**self.step)
         root = (second / (1 - self.beta2**self.step)).sqrt_().add_(self.eps)

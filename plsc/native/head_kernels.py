@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,23 @@ IN_CACHE = 1024  # classes whose gradient a core's cache keeps until the update 
 _LEAST_FLOAT32_BATCH = 16  # below it PyTorch's products of float32 tables are faster: the kernels fill batches up
 _TILE = 32  # what D and the padded batch are multiples of
 _KINDS = {None: 0, torch.float32: 1, torch.bfloat16: 2, torch.int8: 3}
+_POINTER, _KIND, _INTEGER, _FLOAT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_ROWS = (_POINTER, _KIND, _POINTER, _POINTER, _INTEGER, _INTEGER)  # table, kind, inverse, index, first, count
+# The kernels' parameters, in the order of head_kernels.cpp.
+_PARAMETERS = {
+    "plsc_products": (_KIND,),
+    "plsc_factor_bytes": (_KIND,),
+    "plsc_pack": (_POINTER, _KIND, _INTEGER, _INTEGER, _POINTER, _POINTER),
+    # columns, batch, dim, s, position, total, pull
+    "plsc_first_pass": (*_ROWS, _POINTER, _INTEGER, _INTEGER, _FLOAT, _POINTER, _POINTER, _POINTER),
+    # columns, rows, batch, dim, s, position, log_z, scale, target_grad, gradient
+    "plsc_gradient": (*_ROWS, _POINTER, _POINTER, _INTEGER, _INTEGER, _FLOAT, *[_POINTER] * 5),
+    # dim, gradient, factor, lr, momentum, weight_decay, nesterov, state, its kind and scale, key, numbers, first_number
+    "plsc_sgd": (
+        *(*_ROWS, _INTEGER, _POINTER, _FLOAT, _FLOAT, _FLOAT, _FLOAT, ctypes.c_int),
+        *(_POINTER, _KIND, _POINTER, ctypes.c_uint32, _POINTER, _INTEGER),
+    ),
+}
 
 
 def whole_blocks(classes: int) -> int:
@@ -29,7 +47,7 @@ def whole_blocks(classes: int) -> int:
 
 
 def is_compiled() -> bool:
-    """Return whether :func:`sgd` can run here."""
+    """Return whether :class:`Sgd` can run here."""
     return library() is not None
 
 
@@ -39,11 +57,9 @@ def products(dtype: torch.dtype) -> str | None:
     "amx" (Intel's matrix tiles), "avx512-bf16" and "neon-bf16" (dot products of pairs) take bfloat16 factors; "avx512",
     "avx2" and "neon" multiply and add float32, to which they widen bfloat16 rows; "portable" is slower than PyTorch.
     """
-    compiled = library()
-    if compiled is None:
+    if not is_compiled():
         return None
-    compiled.plsc_products.restype = ctypes.c_char_p
-    name: bytes = compiled.plsc_products(_KINDS[dtype])
+    name: bytes = _call("plsc_products", _KINDS[dtype])
     return name.decode()
 
 
@@ -77,11 +93,12 @@ class Table:
             return cls(weight, inverse_norm, None, first, stop - first)
         return cls(weight, inverse_norm, index.contiguous(), 0, index.numel())
 
-    def part(self, start: int, stop: int) -> tuple[int | None, int, int]:
-        """The arguments (index, first, count) of the rows at positions [start, stop)."""
+    def part(self, start: int, stop: int) -> tuple[Tensor | int | None, ...]:
+        """A kernel's first arguments, for the rows at positions [start, stop)."""
+        table = self.weight, _KINDS[self.weight.dtype], self.inverse_norm
         if self.index is None:
-            return None, self.first + start, stop - start
-        return self.index.data_ptr() + 8 * start, 0, stop - start
+            return *table, None, self.first + start, stop - start
+        return *table, self.index[start:], 0, stop - start
 
 
 class PackedBatch:
@@ -97,12 +114,11 @@ class PackedBatch:
         self.padded = -(-self.batch // _TILE) * _TILE
         padded = features.new_zeros(self.padded, self.dim)
         padded[: self.batch] = features
-        compiled, kind = library(), ctypes.c_int(_KINDS[features.dtype])
-        assert compiled is not None
-        dtype = torch.float32 if compiled.plsc_factor_bytes(kind) == 4 else torch.bfloat16
+        kind = _KINDS[features.dtype]
+        dtype = torch.float32 if _call("plsc_factor_bytes", kind) == 4 else torch.bfloat16
         self.columns, self.rows = (torch.empty_like(padded, dtype=dtype) for _ in range(2))
         self.position = self.pad(position, -1)
-        _call("plsc_pack", padded, kind, _i64(self.padded), _i64(self.dim), self.columns, self.rows)
+        _call("plsc_pack", padded, kind, self.padded, self.dim, self.columns, self.rows)
 
     def pad(self, values: Tensor, filling: float = 0) -> Tensor:
         """A vector (B,) filled up to the padded batch."""
@@ -123,23 +139,9 @@ class FirstPass:
         batch = self._batch
 
         def work(thread: int, start: int, stop: int) -> None:
-            index, first, count = table.part(start, stop)
-            _call(
-                "plsc_first_pass",
-                table.weight,
-                ctypes.c_int(_KINDS[table.weight.dtype]),
-                table.inverse_norm,
-                index,
-                _i64(first),
-                _i64(count),
-                batch.columns,
-                _i64(batch.padded),
-                _i64(batch.dim),
-                ctypes.c_float(self._s),
-                batch.position - (position + start),
-                self._totals[thread],
-                None if self._grads is None else self._grads[thread],
-            )
+            samples = batch.columns, batch.padded, batch.dim, self._s, batch.position - (position + start)
+            pull = None if self._grads is None else self._grads[thread]
+            _call("plsc_first_pass", *table.part(start, stop), *samples, self._totals[thread], pull)
 
         _in_threads(work, table.count)
 
@@ -150,14 +152,7 @@ class FirstPass:
 
 
 def gradient(
-    table: Table,
-    batch: PackedBatch,
-    s: float,
-    position: int,
-    log_z: Tensor,
-    scale: Tensor,
-    target_grad: Tensor,
-    out: Tensor,
+    table: Table, batch: PackedBatch, s: float, position: int, derivatives: tuple[Tensor, Tensor, Tensor], out: Tensor
 ) -> Tensor:
     """Σ_b P·x of some rows, (count, D) float32: P = scale·exp(s·cos − log_z), and target_grad for targets.
 
@@ -166,106 +161,70 @@ def gradient(
         batch: the samples.
         s: the logits' scale.
         position: of the first of these rows among the classes that the batch's positions count.
-        log_z, scale, target_grad: (padded B,) float32, see :meth:`PackedBatch.pad`.
+        derivatives: log_z, scale and target_grad, (padded B,) float32 each, see :meth:`PackedBatch.pad`.
         out: scratch, float32, with room for the rows filled up to a multiple of :data:`BLOCK`. The result is a part.
     """
 
     def work(thread: int, start: int, stop: int) -> None:
-        index, first, count = table.part(start, stop)
-        _call(
-            "plsc_gradient",
-            table.weight,
-            ctypes.c_int(_KINDS[table.weight.dtype]),
-            table.inverse_norm,
-            index,
-            _i64(first),
-            _i64(count),
-            batch.columns,
-            batch.rows,
-            _i64(batch.padded),
-            _i64(batch.dim),
-            ctypes.c_float(s),
-            batch.position - (position + start),
-            log_z,
-            scale,
-            target_grad,
-            out[start:],
-        )
+        samples = batch.columns, batch.rows, batch.padded, batch.dim, s, batch.position - (position + start)
+        _call("plsc_gradient", *table.part(start, stop), *samples, *derivatives, out[start:])
 
     _in_threads(work, table.count)
     return out[: table.count]
 
 
-def sgd(
-    table: Table,
-    unit_gradient: Tensor,
-    *,
-    factor: float,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
-    state: Tensor | None,
-    state_scale: Tensor | None,
-    key: int,
-    numbers: Tensor,
-    first_number: int,
-) -> None:
-    """torch.optim.SGD on some rows, in place, with their state and 1/norms.
+@dataclass(frozen=True)
+class Sgd:
+    """A step of torch.optim.SGD on rows, whose gradient ``factor`` multiplies.
 
-    Args:
-        table: the rows.
-        unit_gradient: (count, D) float32, by the rows divided by their norms.
-        factor: multiplies it.
-        lr, momentum, weight_decay, nesterov: as torch.optim.SGD's.
-        state: the momentum (rows, D) in float32, bfloat16 or int8 (with ``state_scale`` (rows,)), or None.
-        key: of the random bits, see :func:`plsc.head.low_precision.rounding_key`.
-        numbers: (count,) int64, the rows' numbers in the whole table less ``first_number``; they key the bits.
+    ``key`` is of the random bits, see :func:`plsc.head.low_precision.rounding_key`.
     """
 
-    def work(thread: int, start: int, stop: int) -> None:
-        index, first, count = table.part(start, stop)
-        _call(
-            "plsc_sgd",
-            table.weight,
-            ctypes.c_int(_KINDS[table.weight.dtype]),
-            table.inverse_norm,
-            index,
-            _i64(first),
-            _i64(count),
-            _i64(table.weight.shape[1]),
-            unit_gradient[start:],
-            ctypes.c_float(factor),
-            ctypes.c_float(lr),
-            ctypes.c_float(momentum),
-            ctypes.c_float(weight_decay),
-            ctypes.c_int(nesterov),
-            state,
-            ctypes.c_int(_KINDS[None if state is None else state.dtype]),
-            state_scale,
-            ctypes.c_uint32(key),
-            numbers[start:],
-            _i64(first_number),
-        )
+    factor: float
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    key: int
 
-    _in_threads(work, table.count)
-    torch.autograd.graph.increment_version(table.weight)
+    def update(
+        self, table: Table, gradient: Tensor, state: Tensor | None, scale: Tensor | None, numbers: Tensor, first: int
+    ) -> None:
+        """Change rows, their momentum and their 1/norms in place.
+
+        Args:
+            table: the rows.
+            gradient: (count, D) float32, by the rows divided by their norms.
+            state: the momentum (rows, D) in float32, bfloat16 or int8 (with ``scale`` (rows,)), or None.
+            scale: of an int8 momentum.
+            numbers: (count,) int64, the rows' numbers in the whole table less ``first``; they key the bits.
+            first: see there.
+        """
+        step = float(self.factor), float(self.lr), float(self.momentum), float(self.weight_decay), self.nesterov
+        kept = state, _KINDS[None if state is None else state.dtype], scale
+
+        def work(thread: int, start: int, stop: int) -> None:
+            rows, dim = table.part(start, stop), table.weight.shape[1]
+            _call("plsc_sgd", *rows, dim, gradient[start:], *step, *kept, self.key, numbers[start:], first)
+
+        _in_threads(work, table.count)
+        torch.autograd.graph.increment_version(table.weight)
 
 
-_i64 = ctypes.c_int64
+def _call(name: str, *arguments: Tensor | float | None) -> Any:
+    """Call a kernel; of tensors it gets the addresses, so that the caller keeps them until it returns."""
+    pointers = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+    return _kernel(name)(*pointers)
 
 
-def _call(name: str, *arguments: object) -> None:
+def _kernel(name: str) -> Any:
     compiled = library()
     assert compiled is not None
-    pointers = [_pointer(argument) for argument in arguments]
-    getattr(compiled, name)(*pointers)
-
-
-def _pointer(argument: object) -> object:
-    if isinstance(argument, Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    return ctypes.c_void_p(argument) if argument is None or isinstance(argument, int) else argument
+    kernel = getattr(compiled, name)
+    if kernel.argtypes is None:
+        kernel.restype = {"plsc_products": ctypes.c_char_p, "plsc_factor_bytes": ctypes.c_int}.get(name)
+        kernel.argtypes = _PARAMETERS[name]
+    return kernel
 
 
 def _in_threads(work: Callable[[int, int, int], None], count: int) -> None:

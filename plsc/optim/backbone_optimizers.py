@@ -45,88 +45,58 @@ class Hyperparameters:
     compiled: bool = False
 
 
-def _sgd(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _sgd(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """SGD with momentum m: b ← m·b + g + λw, w ← w − γb (torch.optim.SGD)."""
-    sgd = torch.optim.SGD(
-        groups, values.lr, momentum=values.momentum, weight_decay=values.weight_decay, fused=values.fused or None
-    )
+    sgd = torch.optim.SGD(groups, **options, fused=values.fused or None)
     if values.fused and values.momentum:  # the fused kernel would leave them unwritten where the first step is skipped
         for weight in (weight for group in sgd.param_groups for weight in group["params"]):
             sgd.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     return sgd
 
 
-def _adamw(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _adamw(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter, ICLR 2019, algorithm 2): w ← w − γ(m̂ / (√v̂ + ε) + λw) (torch.optim.AdamW)."""
     if values.state_dtype == "int8":
-        return EightBitAdamW(
-            groups,
-            values.lr,
-            betas=values.betas,
-            eps=values.eps,
-            weight_decay=values.weight_decay,
-            compiled=values.compiled,
-        )
-    return torch.optim.AdamW(
-        groups,
-        values.lr,
-        betas=values.betas,
-        eps=values.eps,
-        weight_decay=values.weight_decay,
-        fused=values.fused or None,
-    )
+        return EightBitAdamW(groups, **options, compiled=values.compiled)
+    return torch.optim.AdamW(groups, **options, fused=values.fused or None)
 
 
-def _lars(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _lars(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """LARS (You, Gitman and Ginsburg, 2017, algorithm 1): SGD whose layers move by a share of their own norm.
 
     b ← m·b + η‖w‖ / (‖g‖ + λ‖w‖) · (g + λw), w ← w − γb. The ratio is 1 where either norm is 0.
     """
-    return _from_timm(
-        "Lars",
-        _adapted_where_decayed(groups),
-        lr=values.lr,
-        momentum=values.momentum,
-        weight_decay=values.weight_decay,
-        trust_coeff=values.trust_coefficient,
-    )
+    trust = options.pop("trust_coefficient")
+    return _from_timm("Lars", _adapted_where_decayed(groups), **options, trust_coeff=trust)
 
 
-def _lamb(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _lamb(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """LAMB (You et al., ICLR 2020, algorithm 2): Adam whose layers move by a share of their own norm.
 
     r = m̂ / (√v̂ + ε) + λw, w ← w − γ‖w‖ / ‖r‖ · r. timm would clip gradients to a norm of 1 besides, which the paper
     does not.
     """
-    return _from_timm(
-        "Lamb",
-        _adapted_where_decayed(groups),
-        lr=values.lr,
-        betas=values.betas,
-        eps=values.eps,
-        weight_decay=values.weight_decay,
-        max_grad_norm=None,
-    )
+    return _from_timm("Lamb", _adapted_where_decayed(groups), **options, max_grad_norm=None)
 
 
-def _adafactor(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _adafactor(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """Adafactor (Shazeer and Stern, ICML 2018, algorithms 4 and 5): the second moment as a product of row and column.
 
     With β = 1 − t^(−0.8), ρ = min(γ, 1/√t) and α = max(10⁻³, RMS(w))·ρ: u = g/√v̂, w ← (1 − γλ)w − αu / max(1, RMS(u)).
     torch factors the last two dimensions: of a 3 x 3 convolution it keeps 6 numbers instead of 9.
     """
-    return torch.optim.Adafactor(groups, values.lr, weight_decay=values.weight_decay)
+    return torch.optim.Adafactor(groups, **options)
 
 
-def _lion(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _lion(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """Lion (Chen et al., NeurIPS 2023, algorithm 2): u = sign(β₁m + (1 − β₁)g), w ← w − γ(u + λw), m ← β₂m + (1 − β₂)g.
 
     Every number moves by γ, so that γ is 3 to 10 times smaller and λ as much larger than AdamW's.
     """
-    return _from_timm("Lion", groups, lr=values.lr, betas=values.betas, weight_decay=values.weight_decay)
+    return _from_timm("Lion", groups, **options)
 
 
-def _muon(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
+def _muon(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> torch.optim.Optimizer:
     """Muon (Jordan et al., 2024) for matrices, AdamW for the rest.
 
     b ← m·b + (1 − m)g, and u, the orthogonal factor of (1 − m)g + m·b by five Newton-Schulz iterations in bfloat16
@@ -134,26 +104,17 @@ def _muon(groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
     w ← (1 − γλ)w − 0.2·γ·√max(rows, columns)·u: steps have the root mean square of AdamW's (Liu et al., 2025,
     equation 4), so that one γ serves both. A convolution counts as a matrix of its output channels.
     """
-    split = []
+    split, eps = list[dict[str, Any]](), options.pop("eps")
     for group in groups:
         matrices = [weight for weight in group["params"] if _is_matrix(weight)]
         rest = [weight for weight in group["params"] if not _is_matrix(weight)]
         split += [{**group, "params": matrices, "use_muon": True, "nesterov": True}] if matrices else []
         # timm's Nesterov variant would make AdamW NAdamW
-        split += [{**group, "params": rest, "use_muon": False, "nesterov": False, "eps": values.eps}] if rest else []
-    return _from_timm(
-        "Muon",
-        split,
-        lr=values.lr,
-        momentum=values.momentum,
-        betas=values.betas,
-        weight_decay=values.weight_decay,
-        ns_coefficients="original",
-        adjust_lr_fn="match_rms_adamw",
-    )
+        split += [{**group, "params": rest, "use_muon": False, "nesterov": False, "eps": eps}] if rest else []
+    return _from_timm("Muon", split, **options, ns_coefficients="original", adjust_lr_fn="match_rms_adamw")
 
 
-BACKBONE_OPTIMIZERS: dict[str, Callable[[Groups, Hyperparameters], torch.optim.Optimizer]] = {
+BACKBONE_OPTIMIZERS: dict[str, Callable[[Groups, Hyperparameters, dict[str, Any]], torch.optim.Optimizer]] = {
     "sgd": _sgd,
     "adamw": _adamw,
     "lars": _lars,
@@ -187,7 +148,8 @@ def make_backbone_optimizer(name: str, groups: Groups, values: Hyperparameters) 
     Raises:
         UsageError: timm or torchao is not installed, or an older timm than the optimizer needs.
     """
-    return BACKBONE_OPTIMIZERS[name](groups, values)
+    read = ("lr", "weight_decay", *HYPERPARAMETERS[name])
+    return BACKBONE_OPTIMIZERS[name](groups, values, {option: getattr(values, option) for option in read})
 
 
 def _from_timm(name: str, groups: Groups, **options: Any) -> torch.optim.Optimizer:

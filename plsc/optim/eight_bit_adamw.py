@@ -208,17 +208,13 @@ def import_torchao(module: str) -> ModuleType:
     Raises:
         UsageError: torchao is not installed.
     """
-    logger = logging.getLogger("torch.utils._pytree")  # about an enumeration of torchao
+    logger, quiet = logging.getLogger("torch.utils._pytree"), logging.Filter("nothing")  # of an enumeration of torchao
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        logger.addFilter(_nothing)
+        logger.addFilter(quiet)
         try:
             return importlib.import_module(module)
         except ImportError as error:
             raise UsageError(f"torchao is not installed ({error}): pip install plsc-torch[torchao]") from None
         finally:
-            logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+            logger.removeFilter(quiet)

@@ -6,19 +6,19 @@ The arithmetic of a chunk is in :mod:`plsc.head.update_rules` and in the head's 
 import numbers
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from plsc.errors import PlscError, UsageError
 from plsc.head.backends import choose_updater
+from plsc.head.backends.self_check import Shard
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.low_precision import Rounding, RowState
-from plsc.head.pending import PendingBackward
-from plsc.head.replica_averaging import Averages
-from plsc.head.sharded_head import ShardedHead, softmax_of
-from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
+from plsc.head.replicas import Averages
+from plsc.head.sharded_head import ShardedHead
+from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel.collectives import all_reduce_max, all_reduce_sum
 from plsc.parallel.tensor_shard import TensorShard
@@ -37,10 +37,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         rounding: how low-precision weights and state are stored.
         state_dtypes: of the tables that the rule keeps beside the weights, by name.
 
-    Subclasses set ``rule_type``, and make the rule of a step from the parameter group.
+    Subclasses make the rule of a step from the parameter group.
     """
-
-    rule_type: ClassVar[type[UpdateRule]]
 
     # torch.amp.GradScaler then hands scale and found_inf over instead of looking for gradients in the parameters
     _step_supports_amp_scaling = True
@@ -59,8 +57,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         for name in ("lr", "weight_decay"):
             if not _number(name, defaults[name]) >= 0:
                 raise UsageError(f"{name} must not be negative, but is {defaults[name]}")
-        self._softmax = softmax_of(head)
-        self._table, self._pending = self._softmax.table, self._softmax.pending
+        self._softmax, self._table, self._pending = head.softmax, head.softmax.table, head.softmax.pending
         super().__init__([self._table.parameter], defaults)
         self.head, self.rounding = head, rounding
         self._updates = UpdateCounter()
@@ -68,15 +65,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._verdict: Verdict | None = None
         self._given_verdict: Verdict | None = None
         self._state = self._table.new_state(state_dtypes, rounding)
-        self._updater = choose_updater(
-            head.backend,
-            self._rule(),
-            state_dtypes,
-            rounding,
-            device=head.mesh.device,
-            dtype=self._table.parameter.dtype,
-            dim=head.dim,
-        )
+        shard = Shard(head.mesh.device, self._table.parameter.dtype, head.dim)
+        self._updater = choose_updater(head.backend, UpdateKind(self._rule(), state_dtypes, rounding), shard)
         self._pending.attach(self)
 
     @property
@@ -124,8 +114,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         decided = verdict.host_decides(self.head.mesh.device)
         if not (decided and verdict.skipped):
             self._update_rows(skip=None if decided else verdict.flag)
-        if self._softmax.averaging is not None:
-            self._softmax.averaging.after_step(self._averages())
+        self._softmax.exchange.after_step(self._averages())
         self._pending.clear()
         return loss
 
@@ -151,8 +140,7 @@ class HeadOptimizer(torch.optim.Optimizer):
 
         The period begins anew. Every rank calls; does nothing for other tables.
         """
-        if self._softmax.averaging is not None:
-            self._softmax.averaging.finish(self._averages())
+        self._softmax.exchange.finish(self._averages())
 
     def _averages(self) -> Averages:
         return Averages(self._state, self.rounding, self.head.seed, self._number)
@@ -164,11 +152,8 @@ class HeadOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: replicas step by themselves, each by another gradient.
         """
-        if self._softmax.averaging is not None:
-            raise UsageError(
-                "replicas that are averaged every few steps have no common gradient to clip: clip the backbone's "
-                "alone, or give averaging_period=1"
-            )
+        if self._softmax.exchange.parts:
+            self._softmax.exchange.options.refuse_clipping()
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
             for chunk, gradient in self._softmax.gradient_chunks(self._pending.batches):
@@ -195,7 +180,7 @@ class HeadOptimizer(torch.optim.Optimizer):
             bad = (found != 0).float().to(device).reshape(())
         else:
             bad = torch.full((), float(bool(found)), device=device)
-        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), _grad_loss(p)]) for p in self._pending.batches]
+        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), p.loss_gradient]) for p in self._pending.batches]
         if facts:
             bad = torch.maximum(bad, (~torch.isfinite(torch.stack(facts)).all()).float())
         return bad
@@ -257,8 +242,6 @@ class HeadSGD(HeadOptimizer):
         UsageError: a value out of range, or momentum without a ``momentum_dtype``.
     """
 
-    rule_type = SgdRule
-
     def __init__(
         self,
         head: ShardedHead,
@@ -303,8 +286,6 @@ class HeadAdamW(HeadOptimizer):
         UsageError: a value out of range, or a head without a ``momentum_dtype``.
     """
 
-    rule_type = AdamWRule
-
     def __init__(
         self,
         head: ShardedHead,
@@ -330,11 +311,6 @@ class HeadAdamW(HeadOptimizer):
         group = self.param_groups[0]
         beta1, beta2 = group["betas"]
         return AdamWRule(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"], self._number)
-
-
-def _grad_loss(pending: PendingBackward) -> Tensor:
-    assert pending.grad_loss is not None
-    return pending.grad_loss.double()
 
 
 def _check_head(head: object, optimizer: str, torch_optimizer: str) -> None:

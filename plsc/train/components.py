@@ -19,13 +19,12 @@ from plsc.data import ImageDataset, open_dataset
 from plsc.data.image_cache import open_cache
 from plsc.data.loader import TrainLoader, auto_workers
 from plsc.data.transforms import RotatedDataset
-from plsc.head.sharded_head import ShardedHead
+from plsc.head.sharded_head import AbsentHead, ShardedHead
 from plsc.models import Backbone, create, load_weights
 from plsc.models.preprocessing import Preprocessing
 from plsc.models.recompute_budget import recompute_activations
 from plsc.models.weights import adopt_preprocessing, unwrapped, weights_options, weights_preprocessing
 from plsc.models.wrappers import RotationTTA
-from plsc.optim.absent_head import AbsentHead, AbsentHeadOptimizer
 from plsc.optim.backbone_optimizers import Hyperparameters, make_backbone_optimizer
 from plsc.optim.gradients import GradScaler
 from plsc.optim.head_optimizers import HeadAdamW, HeadOptimizer, HeadSGD
@@ -380,29 +379,26 @@ def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: boo
     """This rank's side of the class head."""
     if strategy.head_mesh is not None:
         return make_head(config, num_classes, strategy.head_mesh, exact=exact)
-    mesh = strategy.mesh
-    alone = Mesh(0, 1, mesh.local_rank, mesh.device)
-    return AbsentHead(config.embedding_dim, num_classes, alone, make_margin(config.head))
+    alone = Mesh(0, 1, strategy.mesh.local_rank, strategy.mesh.device)
+    momentum = config.head.momentum_dtype
+    return AbsentHead(
+        config.embedding_dim, num_classes, alone, make_margin(config.head), momentum_dtype=momentum, backend="torch"
+    )
 
 
 def make_head(config: Config, num_classes: int, mesh: Mesh, *, exact: bool = False) -> ShardedHead:
     """The class head that [head] describes; with ``exact``, a float32 table becomes float64, and so do all sums."""
     head = config.head
+    names = "sample_rate", "momentum_dtype", "centers", "placement", "journal", "fp32_precision", "staleness"
     return ShardedHead(
-        dim=config.embedding_dim,
-        num_classes=num_classes,
-        mesh=mesh,
-        margin=make_margin(head),
-        sample_rate=head.sample_rate,
+        config.embedding_dim,
+        num_classes,
+        mesh,
+        make_margin(head),
         weight_dtype="float64" if exact and head.weight_dtype == "float32" else head.weight_dtype,
-        momentum_dtype=head.momentum_dtype,
-        centers=head.centers,
         seed=config.seed,
-        placement=head.placement,
-        journal=head.journal,
-        fp32_precision=head.fp32_precision,
         averaging_period=config.parallel.head_averaging_period,
-        staleness=head.staleness,
+        **{name: getattr(head, name) for name in names},
     )
 
 
@@ -445,8 +441,6 @@ def make_head_optimizer(config: Config, head: ShardedHead, data_ranks: int) -> H
     """The head's optimizer, as [optim] describes it, for the global batch of so many ranks with own images."""
     optim = config.optim
     lr = peak_rates(config, data_ranks)[1]
-    if isinstance(head, AbsentHead):
-        return AbsentHeadOptimizer(head, lr)
     if optim.head_name == "sgd":
         momentum = optim.momentum if head.momentum_dtype is not None else 0.0
         return HeadSGD(head, lr, momentum=momentum, weight_decay=optim.weight_decay)

@@ -1,8 +1,9 @@
-"""The class table and its optimizer state from a checkpoint, whatever types it stores them in.
+"""The class table and its optimizer's tables in a checkpoint: as rows in it, or as a savepoint of the table's files.
 
-A wider type holds the stored values exactly. To a narrower one they are rounded once, to the nearest: bfloat16 is off
-by at most 2⁻⁹ of a value, int8 by half a step, 1/254 of the largest value in its row. The updates that follow round
-stochastically (:mod:`plsc.head.low_precision`), as in a run that had these types from its beginning.
+Rows are read whatever types the checkpoint stores them in. A wider type holds the stored values exactly. To a narrower
+one they are rounded once, to the nearest: bfloat16 is off by at most 2⁻⁹ of a value, int8 by half a step, 1/254 of the
+largest value in its row. The updates that follow round stochastically (:mod:`plsc.head.low_precision`), as in a run
+that had these types from its beginning.
 
 int8 tables have a second one with the scales of their rows. Values are converted as they are read, one stored piece
 after another, so that there is never a second copy of a table.
@@ -14,12 +15,112 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plsc.errors import DataError, UsageError
 from plsc.head.low_precision import quantize_rows, scale_name
+from plsc.parallel.collectives import all_gather_object
 from plsc.parallel.tensor_shard import TensorShard
+from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
+from plsc.train.components import TrainComponents
+from plsc.train.failures import raise_on_all_ranks
 
 _MIDDLE = 32767  # of the 16 bits that decide a rounding: to the nearest
 _BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.int8: 7}  # of significand
+
+
+def capture_tables(components: TrainComponents, step: int) -> dict[str, Any]:
+    """This rank's rows by name; none where a savepoint of ``step``, which this sets, takes their place. Ranks call."""
+    if components.config.head.journal:
+        raise_on_all_ranks(components.mesh, lambda: _set_savepoint(components, step))
+        return {}
+    return {
+        name: table for prefix, tables in _tables_of(components) for name, table in prefixed(prefix, tables).items()
+    }
+
+
+def restore_tables(components: TrainComponents, stored: StoredCheckpoint) -> None:
+    """Take the rows that ``stored`` holds, or go back to the savepoint that it names.
+
+    Raises:
+        UsageError: the table's files are of another run, or of another number of ranks.
+        DataError: the checkpoint's savepoint is not one of the table here.
+    """
+    journal, identities = components.head.undo_journal, stored.state.get("savepoints")
+    if identities is None:
+        if journal is not None:
+            journal.refuse_if_adopted()
+        for prefix, tables in _tables_of(components):
+            load_tables(stored, prefix, tables)
+        _set_savepoint(components, stored.step)
+        return
+    if len(identities) != components.mesh.world_size:
+        raise UsageError(
+            f"the class table lies in files of {len(identities)} ranks, one each: resume on as many, not on "
+            f"{components.mesh.world_size}"
+        )
+    if identities[components.mesh.rank] != (None if journal is None else journal.identity):
+        placed = stored.state["config"]["head"]["placement"]
+        raise DataError(
+            f"{stored.path} goes with the class table in the files of {placed}, which is not the one here: give the "
+            "same head.placement with head.journal = true, and bring the files back"
+        )
+    if journal is not None:
+        components.head.roll_back(stored.step)
+
+
+def savepoints(components: TrainComponents) -> list[str | None] | None:
+    """The identity of each rank's table that the checkpoint does not hold; None where it holds them."""
+    journal = components.head.undo_journal
+    identities = all_gather_object(None if journal is None else journal.identity, components.mesh)
+    return identities if any(identities) else None
+
+
+def begin_tables(components: TrainComponents, *, goes_on: bool) -> None:
+    """Set the savepoint of a run that has no checkpoint yet, or go back to it, if the run ``goes_on``.
+
+    Raises:
+        UsageError: the table's files are of another run.
+        DataError: they are of a run that has checkpoints.
+    """
+    journal = components.head.undo_journal
+    if journal is not None and journal.is_adopted:
+        if not goes_on:
+            journal.refuse_if_adopted()
+        components.head.roll_back(0)
+    else:
+        _set_savepoint(components, 0)
+
+
+def flush_tables(components: TrainComponents) -> None:
+    """Sync the files of a table with savepoints to disk."""
+    if components.head.undo_journal is not None:
+        components.head.undo_journal.flush()
+
+
+def forget_savepoints(components: TrainComponents, checkpoints: CheckpointFolder) -> None:
+    """Remove what the table's journals hold for checkpoints that are gone."""
+    journal = components.head.undo_journal
+    published = checkpoints.published() if journal is not None else []
+    if journal is not None and published:
+        journal.forget(step_of(published[0]))
+
+
+def _set_savepoint(components: TrainComponents, step: int) -> None:
+    if components.head.undo_journal is not None:
+        components.head.set_savepoint(step)
+
+
+def _tables_of(components: TrainComponents) -> list[tuple[str, dict[str, TensorShard]]]:
+    """This rank's rows of the class table, and of the state beside it, each with the prefix of their names."""
+    return [
+        ("head.", components.head.sharded_state()),
+        ("head_optimizer.", components.head_optimizer.sharded_state()),
+    ]
+
+
+def prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """``tensors`` by their names behind ``prefix``."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def load_tables(stored: StoredCheckpoint, prefix: str, targets: Mapping[str, TensorShard]) -> None:
@@ -42,6 +143,13 @@ def load_tables(stored: StoredCheckpoint, prefix: str, targets: Mapping[str, Ten
         else:
             _load_quantized(stored, prefix + name, target, scale)
     stored.load_into(direct)
+
+
+def changed_tables(stored: StoredCheckpoint, components: TrainComponents) -> list[str]:
+    """A line for each table of the head that is kept in another type than the checkpoint stores it in."""
+    if stored.state.get("savepoints") is not None:
+        return []
+    return [line for prefix, tables in _tables_of(components) for line in described_changes(stored, prefix, tables)]
 
 
 def described_changes(stored: StoredCheckpoint, prefix: str, targets: Mapping[str, TensorShard]) -> list[str]:

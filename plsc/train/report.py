@@ -18,7 +18,7 @@ import torch.distributed as dist
 from plsc.config import Config, DataConfig
 from plsc.data.dataset import ImageDataset
 from plsc.files import AppendFile
-from plsc.head.replica_averaging import average_bytes
+from plsc.head.replicas import average_bytes
 from plsc.head.undo_journal import journal_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text

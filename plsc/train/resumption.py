@@ -17,10 +17,11 @@ from plsc.progress import counted
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import TrainComponents
+from plsc.train.head_state import changed_tables
 from plsc.train.metrics import METRICS
 from plsc.train.report import begins_anew
 from plsc.train.restart import Launch, mark_launch
-from plsc.train.state import changed_keys, changed_tables, stored_config
+from plsc.train.state import changed_keys, stored_config
 
 CONFIG, CLASSES = "config.toml", "classes.json"
 # Tensors of an exchange that nothing else takes over when a run goes on without it, by the last part of their names.

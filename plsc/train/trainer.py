@@ -22,6 +22,7 @@ from plsc.train.components import build, open_training_data, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
 from plsc.train.failures import Interrupted, StopRequest, monitor_ranks, raise_on_all_ranks
+from plsc.train.head_state import begin_tables, flush_tables, forget_savepoints
 from plsc.train.kept_batches import KeptBatches
 from plsc.train.metrics import Logger, MetricsLog
 from plsc.train.profiling import FOLDER as PROFILE
@@ -40,7 +41,7 @@ from plsc.train.resumption import (
 )
 from plsc.train.slow_ranks import SlowRanks
 from plsc.train.stages import RunSchedule
-from plsc.train.state import Position, begin_tables, capture, flush_tables, forget_savepoints, restore
+from plsc.train.state import Position, capture, restore
 from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
 from plsc.train.step_results import StepResults
 

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from plsc.head.class_table import ClassRows, ResidentTable
-from plsc.head.sharded_head import ShardedHead, softmax_of
+from plsc.head.class_table import ClassRows, ClassTable
+from plsc.head.sharded_head import ShardedHead
 from plsc.parallel.collectives import all_reduce_max
 from plsc.parallel.mesh import Mesh
 
@@ -19,14 +19,14 @@ from plsc.parallel.mesh import Mesh
 @contextmanager
 def cpu_tensor() -> Iterator[None]:
     """Hand the head's first kernel a table of norms that lies on the host."""
-    rows = ResidentTable.rows
+    rows = ClassTable.rows
 
-    def on_host(table: ResidentTable, *args: Any, **options: Any) -> ClassRows:
+    def on_host(table: ClassTable, *args: Any, **options: Any) -> ClassRows:
         found = rows(table, *args, **options)
         norms = torch.empty(found.inverse_norm.shape, device="cpu")
         return ClassRows(found.weight, norms, found.centers, found.selected)
 
-    with patch.object(ResidentTable, "rows", on_host):
+    with patch.object(ClassTable, "rows", on_host):
         yield
 
 
@@ -42,7 +42,7 @@ def int32_offset() -> Iterator[None]:
     """Read the table by offsets that are computed in 32 bits."""
 
     def launch(head: ShardedHead, loss: Tensor) -> None:
-        weight = softmax_of(head).table.parameter
+        weight = head.softmax.table.parameter
         rows, dim = weight.shape
         sum_rows[(rows,)](weight, loss, dim, BLOCK=512)
 
@@ -53,13 +53,13 @@ def int32_offset() -> Iterator[None]:
 @contextmanager
 def doubled_copy() -> Iterator[None]:
     """Copy the table in every pass."""
-    rows = ResidentTable.rows
+    rows = ClassTable.rows
 
-    def copied(table: ResidentTable, *args: Any, **options: Any) -> ClassRows:
+    def copied(table: ClassTable, *args: Any, **options: Any) -> ClassRows:
         found = rows(table, *args, **options)
         return ClassRows(found.weight.clone(), found.inverse_norm, found.centers, found.selected)
 
-    with patch.object(ResidentTable, "rows", copied):
+    with patch.object(ClassTable, "rows", copied):
         yield
 
 

@@ -56,6 +56,11 @@ WRONG = [
     ({"chunk_classes": 0}, "chunk_classes must be at least 1"),
     ({"seed": "a"}, "seed must be an integer"),
     ({"sample_rate": "0.1"}, "sample_rate is a share of the classes from 0 to 1, not '0.1'"),
+    ({"dim": 0}, "dim must be at least 1"),
+    ({"num_classes": 0}, "num_classes must be at least 1"),
+    ({"centers": 0}, "centers must be at least 1"),
+    ({"sample_rate": 1.5}, "sample_rate is a share of the classes from 0 to 1, not 1.5"),
+    ({"sample_rate": float("nan")}, "sample_rate is a share of the classes from 0 to 1, not nan"),
     ({"placement": "cpu"}, "placement is .*, not 'cpu'"),
     ({"backend": "cuda"}, "head backend 'cuda' does not exist"),
 ]

@@ -11,7 +11,6 @@ from torch import nn
 import plsc
 from plsc.errors import UsageError
 from plsc.head.pending import MOST_WAITING
-from plsc.head.sharded_head import softmax_of
 
 IMAGES, DIM, CLASSES = 12, 8, 20
 
@@ -98,7 +97,7 @@ def test_update_autograd_is_for_any_torch_optimizer(net):
 def test_a_head_without_an_optimizer_is_refused_at_the_second_batch(net, head, trained):
     with pytest.raises(UsageError, match=r"the head has no optimizer.*plsc\.HeadSGD\(head\).*head\.eval\(\)"):
         train(net, head, [sgd(net)] if trained else [])
-    assert len(softmax_of(head).pending.batches) == 1
+    assert len(head.softmax.pending.batches) == 1
 
 
 def test_an_optimizer_that_is_gone_counts_as_none(net, head):
@@ -174,7 +173,7 @@ def test_evaluation_is_harmless_with_no_optimizer(net, kind, margin):
                 loss.backward()
                 sgd(net).step()
     assert torch.isfinite(loss)
-    assert softmax_of(head).pending.batches == []
+    assert head.softmax.pending.batches == []
     train(net, head.train(), [sgd(net), plsc.HeadSGD(head, lr=0.1)])
 
 
@@ -217,7 +216,7 @@ def test_a_copy_of_a_head_needs_an_optimizer_of_its_own(net, head, copied):
     optimizer = plsc.HeadSGD(head, lr=0.1)
     head(net(batch()[0]), batch()[1]).backward()
     twin = copied(head)
-    assert softmax_of(twin).pending.batches == []
+    assert twin.softmax.pending.batches == []
     twin(net(batch()[0]), batch()[1]).backward()
     with pytest.raises(UsageError, match="the head has no optimizer"):
         twin(net(batch()[0]), batch()[1])

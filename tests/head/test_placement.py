@@ -16,18 +16,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.head_problems import LOW, ONE, everything, same
 
 import plsc
 from plsc.errors import DataError, LabelError, PlscError, UsageError
-from plsc.head import host_memory, host_table, staging
-from plsc.head.class_table import ResidentTable
+from plsc.head import host_memory, staging, storage
 from plsc.head.host_memory import HostMemory
-from plsc.head.sharded_head import softmax_of
 from plsc.optim import clip_grad_norm_
 from plsc.parallel import Mesh, tensor_shard
 
-ONE = Mesh(0, 1, 0, torch.device("cpu"))
-LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 CLASSES, DIM, BATCH = 301, 16, 8
 KINDS = {
     "f32": ({}, plsc.HeadSGD, 1),
@@ -40,7 +37,7 @@ KINDS = {
 @contextlib.contextmanager
 def always_staged():
     """A table in host memory is copied to compute with even where the processor could read it in place."""
-    with mock.patch("plsc.head.host_table.is_staged", lambda placement, device: placement != "device"):
+    with mock.patch("plsc.head.storage.is_staged", lambda placement, device: placement != "device"):
         yield
 
 
@@ -59,11 +56,6 @@ def make(mesh: Mesh, placement: str, kind: str = "f32", **options: object):
     head = plsc.ShardedHead(DIM, CLASSES, mesh, placement=placement, **{"chunk_classes": 37, **given, **options})
     extra = {"momentum": 0.9} if optimizer is plsc.HeadSGD else {}
     return head, optimizer(head, lr=0.1, weight_decay=0.01, **extra)
-
-
-def everything(head: plsc.ShardedHead, optimizer: plsc.HeadSGD) -> list[torch.Tensor]:
-    state = [shard.blocks[0].local.clone() for shard in optimizer.sharded_state().values()]
-    return [head.weight.detach().clone(), head.inverse_norms().clone(), *state]
 
 
 def trained(mesh: Mesh, placement: str, kind: str, rate: float, steps: int = 4, prefetch: bool = True) -> list:
@@ -85,10 +77,6 @@ def trained(mesh: Mesh, placement: str, kind: str, rate: float, steps: int = 4, 
         return out + everything(head, optimizer)
 
 
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("rate", [1.0, 0.15])
@@ -107,7 +95,7 @@ def test_host_memory_is_read_in_place_by_the_processor():
     x, y = batches(1)[0]
     head(x, y).backward()
     optimizer.step()
-    assert isinstance(softmax_of(head).table, ResidentTable)
+    assert head.softmax.table.is_resident
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
@@ -375,9 +363,7 @@ def registrations():
         patches.enter_context(mock.patch.object(torch.cuda, "cudart", return_value=made))
         patches.enter_context(mock.patch.object(torch.cuda, "check_error"))
         patches.enter_context(mock.patch.object(host_memory, "_PIN_BYTES", 3 * mmap.PAGESIZE))
-        patches.enter_context(
-            mock.patch.object(host_table, "HostMemory", lambda *where, pinned, journal: HostMemory(*where, True))
-        )
+        patches.enter_context(mock.patch.object(storage, "HostMemory", lambda *where, pinned: HostMemory(*where, True)))
         yield made
 
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 import plsc
 from plsc.errors import UsageError
-from plsc.head import host_table
-from plsc.head.replica_averaging import average_bytes
-from plsc.head.sharded_head import softmax_of
+from plsc.head import storage
+from plsc.head.replicas import average_bytes
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import all_gather_rows
 
@@ -46,7 +45,7 @@ def sizes_of(world: int) -> list[int]:
 @contextmanager
 def staged(copied: bool) -> Iterator[None]:
     """On a CPU a table in host memory is read in place; here rows are copied to the "device", as for a GPU."""
-    with mock.patch.object(host_table, "is_staged", return_value=copied):
+    with mock.patch.object(storage, "is_staged", return_value=copied):
         yield
 
 
@@ -85,7 +84,7 @@ def trained(
             gradients.append(x.grad / mesh.world_size)
             if step + 1 == finish_at:
                 stepper.average_replicas()
-        averaging = softmax_of(head).averaging
+        averaging = head.softmax.exchange
         shards = {**head.sharded_state(), **stepper.sharded_state()}
         return {
             "table": all_gather_rows(head.weight.detach(), mesh.head).clone(),

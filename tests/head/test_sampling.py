@@ -8,7 +8,6 @@ from reference import Oracle, relative_error
 
 import plsc
 from plsc.head.sampling import ClassSampler, sample_classes, sample_with_fixed_size
-from plsc.head.sharded_head import softmax_of
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,7 +62,7 @@ def sampled_step(mesh, weight, x, y, sizes, rate, dtype=torch.float64):
     mine = x.split(sizes)[mesh.rank].clone().requires_grad_()
     loss = head(mine, y.split(sizes)[mesh.rank])
     loss.backward()
-    taken = softmax_of(head).pending.batches[0].selected + head.class_range[0]
+    taken = head.softmax.pending.batches[0].selected + head.class_range[0]
     optimizer.step()
     return loss.detach(), mine.grad / mesh.world_size, head.weight.detach(), taken, optimizer.tables["momentum"].values
 
@@ -97,7 +96,7 @@ def test_another_step_takes_other_negatives_and_the_same_seed_the_same():
         out = []
         for _ in range(2):
             head(torch.ones(2, 8), torch.tensor([1, 2])).backward()
-            out.append(softmax_of(head).pending.batches[0].selected)
+            out.append(head.softmax.pending.batches[0].selected)
             optimizer.step()
         return out
 
@@ -118,7 +117,7 @@ def test_low_precision_rows_outside_the_sample_are_bit_unchanged():
     optimizer = plsc.HeadSGD(head, lr=1.0, momentum=0.9, weight_decay=0.1)
     before = head.weight.detach().clone()
     head(torch.randn(4, 16), torch.arange(4)).backward()
-    taken = softmax_of(head).pending.batches[0].selected
+    taken = head.softmax.pending.batches[0].selected
     optimizer.step()
     changed = (head.weight.detach() != before).any(1)
     assert changed[taken].all()

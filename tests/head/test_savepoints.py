@@ -11,13 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
+from support.head_problems import ONE, everything, same
 
 import plsc
 from plsc.errors import DataError, IntegrityError, UsageError
 from plsc.files import atomic_write
-from plsc.parallel import Mesh
 
-ONE = Mesh(0, 1, 0, torch.device("cpu"))
 CLASSES, DIM, BATCH, STEPS = 301, 16, 8, 9
 KINDS: dict[str, tuple[dict[str, Any], Any]] = {
     "bf16+int8": ({"weight_dtype": "bfloat16", "momentum_dtype": "int8", "sample_rate": 0.1}, plsc.HeadSGD),
@@ -50,12 +49,7 @@ class Run:
         self.optimizer.steps = step
 
     def everything(self) -> list[torch.Tensor]:
-        state = [shard.blocks[0].local.clone() for shard in self.optimizer.sharded_state().values()]
-        return [self.head.weight.detach().clone(), self.head.inverse_norms().clone(), *state]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        return everything(self.head, self.optimizer)
 
 
 def undisturbed(folder: Path, kind: str) -> list[list[torch.Tensor]]:
@@ -263,7 +257,7 @@ def test_writes_from_outside_are_refused_after_the_first_savepoint(tmp_path):
 
 @pytest.mark.parametrize("placement", ["device", "host"])
 def test_savepoints_are_for_tables_in_files(placement):
-    with pytest.raises(UsageError, match="journal=True is for tables in a mapped file"):
+    with pytest.raises(UsageError, match="journal is for tables in a mapped file"):
         plsc.ShardedHead(DIM, CLASSES, ONE, placement=placement, journal=True)
     with pytest.raises(UsageError, match="this head has no savepoints"):
         plsc.ShardedHead(DIM, CLASSES, ONE, placement=placement).set_savepoint(0)

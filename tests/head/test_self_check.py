@@ -12,7 +12,7 @@ from plsc.head.backends.cpu_backend import CpuBackend
 from plsc.head.backends.self_check import Shard, check_passes, check_update, problem_of
 from plsc.head.backends.torch_backend import PartialSoftmax, TorchBackend
 from plsc.head.backends.triton_backend import TritonBackend
-from plsc.head.update_rules import AdamWRule, SgdRule
+from plsc.head.update_rules import AdamWRule, SgdRule, UpdateKind
 from plsc.native import build
 from plsc.parallel.mesh import with_head_groups
 
@@ -56,23 +56,31 @@ def untouched(chunk, unit_gradient, state, update):
     """An updater that does nothing, as a kernel that was compiled for another device."""
 
 
+def passes_problem(backend, shard):
+    return problem_of(lambda: check_passes(backend, shard))
+
+
+def update_problem(backend, shard, rule, state_dtypes, rounding="stochastic"):
+    return problem_of(lambda: check_update(backend, shard, UpdateKind(rule, state_dtypes, rounding)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"listed": True}, {"centers": 3}, {"dim": 20, "batch": 1}], ids=str)
 def test_pytorch_agrees_with_the_formula(dtype, options):
-    shard = Shard(CPU, dtype, **({"dim": 64} | options))
-    assert problem_of(lambda: check_passes(TorchBackend(""), shard)) is None
+    shard, backend = Shard(CPU, dtype, **({"dim": 64} | options)), TorchBackend("")
+    assert passes_problem(backend, shard) is None
     for kind in (torch.float32, torch.bfloat16, torch.int8):
-        assert problem_of(lambda kind=kind: check_update(TorchBackend(""), shard, SGD, {"momentum": kind})) is None
+        assert update_problem(backend, shard, SGD, {"momentum": kind}) is None
     moments = {"first_moment": torch.int8, "second_moment": torch.bfloat16}
-    assert problem_of(lambda: check_update(TorchBackend(""), shard, ADAMW, moments)) is None
-    assert problem_of(lambda: check_update(TorchBackend(""), shard, SGD, {"momentum": torch.int8}, "nearest")) is None
+    assert update_problem(backend, shard, ADAMW, moments) is None
+    assert update_problem(backend, shard, SGD, {"momentum": torch.int8}, "nearest") is None
 
 
 @pytest.mark.parametrize(
     ("backend", "words"), [(WrongSums, "sums 0.001 (bound 2e-05)"), (WrongGradient, "rows' gradient")]
 )
 def test_wrong_passes_are_named(backend, words):
-    problem = problem_of(lambda: check_passes(backend(""), Shard(CPU, torch.bfloat16, 64)))
+    problem = passes_problem(backend(""), Shard(CPU, torch.bfloat16, 64))
     assert words in problem
     assert "embeddings' gradient" not in problem
 
@@ -85,9 +93,7 @@ def test_wrong_passes_are_named(backend, words):
 def test_wrong_updates_are_named(updater, words):
     backend = TorchBackend("")
     backend.updater = lambda *args: updater
-    problem = problem_of(
-        lambda: check_update(backend, Shard(CPU, torch.bfloat16, 64), SGD, {"momentum": torch.float32})
-    )
+    problem = update_problem(backend, Shard(CPU, torch.bfloat16, 64), SGD, {"momentum": torch.float32})
     assert words in problem
 
 
@@ -95,7 +101,7 @@ def test_wrong_updates_are_named(updater, words):
 def test_rounding_that_cuts_off_is_named(monkeypatch, kind):
     monkeypatch.setattr(low_precision, "random_bits", lambda seed, step, rows, dim: torch.zeros(len(rows), dim).int())
     shard = Shard(CPU, torch.bfloat16, 64)
-    problem = problem_of(lambda: check_update(TorchBackend(""), shard, SGD, {"momentum": kind}))
+    problem = update_problem(TorchBackend(""), shard, SGD, {"momentum": kind})
     assert "weights, bias" in problem
     assert "momentum, bias" in problem
 
@@ -109,10 +115,10 @@ def cut_to_tf32(values: torch.Tensor) -> torch.Tensor:
 def test_passes_have_the_bounds_of_their_precision(monkeypatch, dim):
     monkeypatch.setattr(products, "product", lambda a, b, *_: cut_to_tf32(a) @ cut_to_tf32(b))
     backend = TorchBackend("")
-    assert problem_of(lambda: check_passes(backend, Shard(CPU, torch.float32, dim, fp32_precision="tf32"))) is None
+    assert passes_problem(backend, Shard(CPU, torch.float32, dim, fp32_precision="tf32")) is None
     for precision in ("ieee", "bf16x3"):
         shard = Shard(CPU, torch.float32, dim, fp32_precision=precision)
-        assert "sums" in problem_of(lambda shard=shard: check_passes(backend, shard))
+        assert "sums" in passes_problem(backend, shard)
 
 
 def test_pytorch_takes_the_place_of_kernels_with_a_precision_that_it_has(monkeypatch):
@@ -129,7 +135,7 @@ def test_pytorch_takes_the_place_of_kernels_with_a_precision_that_it_has(monkeyp
 def test_not_a_number_is_a_disagreement():
     backend = TorchBackend("")
     backend.updater = lambda *args: lambda chunk, *rest: chunk.table.weight.fill_(torch.nan)
-    assert "nan" in problem_of(lambda: check_update(backend, Shard(CPU, torch.float32, 64), SGD, {}))
+    assert "nan" in update_problem(backend, Shard(CPU, torch.float32, 64), SGD, {})
 
 
 def test_a_head_whose_passes_disagree_computes_by_pytorch(monkeypatch, caplog):
@@ -189,8 +195,8 @@ def test_checks_leave_random_numbers_and_modes_alone():
     with torch.inference_mode(), torch.autocast("cpu"):
         shard = Shard(CPU, torch.bfloat16, 64)
         backend = CpuBackend("", with_passes=False)
-        assert problem_of(lambda: check_passes(backend, shard)) is None
-        assert problem_of(lambda: check_update(backend, shard, SGD, {"momentum": torch.int8})) is None
+        assert passes_problem(backend, shard) is None
+        assert update_problem(backend, shard, SGD, {"momentum": torch.int8}) is None
     assert torch.equal(torch.get_rng_state(), before)
 
 

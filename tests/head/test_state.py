@@ -5,19 +5,15 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from support.head_problems import LOW, ONE, everything, same
 
 import plsc
 from plsc.errors import LabelError, UsageError
 from plsc.head import global_batch
 from plsc.head.backends.torch_backend import backward_through_normalize
 from plsc.head.class_table import class_range
-from plsc.head.sharded_head import softmax_of
 from plsc.optim import GradScaler, clip_grad_norm_
 from plsc.parallel import Mesh
-
-ONE = Mesh(0, 1, 0, torch.device("cpu"))
-LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 
 
 def some_batch(seed: int = 0, batch: int = 6, dim: int = 16, classes: int = 23) -> tuple[torch.Tensor, torch.Tensor]:
@@ -43,26 +39,6 @@ def test_first_weights_do_not_depend_on_the_world_and_differ_between_classes(ran
         assert torch.equal(torch.cat(ranks(world, initial_weight, 2500)), whole)
     assert len(whole.unique(dim=0)) == 2500
     assert whole.std() == pytest.approx(0.01, rel=0.05)
-
-
-def loss_with_label(mesh, label):
-    head = plsc.ShardedHead(16, 23, mesh)
-    x, y = some_batch()
-    if mesh.rank == 1:
-        y[2] = label
-    try:
-        head(x, y)
-    except LabelError as error:
-        return str(error)
-    return None
-
-
-@pytest.mark.parametrize("label", [23, 10**12, -1])
-def test_a_label_out_of_range_is_named_on_every_rank(ranks, label):
-    messages = ranks(2, loss_with_label, label)
-    assert messages[0] == messages[1]
-    assert str(label) in messages[0]
-    assert "rank 1" in messages[0]
 
 
 def step_with_sizes(mesh, label, given, on_gpu):
@@ -122,23 +98,6 @@ def test_misshapen_input_is_refused(x, y):
         plsc.ShardedHead(16, 23)(x, y)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"dim": 0},
-        {"num_classes": 0},
-        {"sample_rate": 1.5},
-        {"weight_dtype": torch.float16},
-        {"centers": 0},
-        {"update": "later"},
-        {"sample_rate": float("nan")},
-    ],
-)
-def test_wrong_arguments_are_refused(wrong):
-    with pytest.raises(UsageError):
-        plsc.ShardedHead(**{"dim": 8, "num_classes": 4, **wrong})
-
-
 def test_rows_written_from_outside_are_noticed():
     x, y = some_batch()
     head, other = plsc.ShardedHead(16, 23), plsc.ShardedHead(16, 23, seed=9)
@@ -161,10 +120,6 @@ def test_writing_between_loss_and_step_is_refused():
         optimizer.step()
 
 
-def everything(head: plsc.ShardedHead, optimizer: plsc.HeadSGD) -> list[torch.Tensor]:
-    return [head.weight.detach(), head.inverse_norms(), *optimizer.tables["momentum"].tensors("m").values()]
-
-
 @pytest.mark.parametrize("options", [{}, LOW], ids=["f32", "bf16+int8"])
 @pytest.mark.parametrize("poison", ["embedding", "gradient"])
 def test_a_step_that_is_not_finite_changes_no_bit(options, poison):
@@ -173,13 +128,13 @@ def test_a_step_that_is_not_finite_changes_no_bit(options, poison):
     x, y = some_batch()
     head(x, y).backward()
     optimizer.step()
-    before = [tensor.clone() for tensor in everything(head, optimizer)]
+    before = everything(head, optimizer)
     if poison == "embedding":
         x[3, 3] = float("nan")
     (head(x, y) * (float("inf") if poison == "gradient" else 1)).backward()
     optimizer.step()
     assert optimizer.skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, everything(head, optimizer), strict=True))
+    assert same(before, everything(head, optimizer))
     assert optimizer.steps == 1
 
 
@@ -221,8 +176,8 @@ def test_sampled_micro_batches_add_their_own_gradients():
     head(x[:4].double(), y[:4]).backward()
     head(x[4:].double(), y[4:]).backward()
     expected = torch.zeros_like(start)
-    for pending in softmax_of(head).pending.batches:
-        for chunk, gradient in softmax_of(head).gradient_chunks([pending]):
+    for pending in head.softmax.pending.batches:
+        for chunk, gradient in head.softmax.gradient_chunks([pending]):
             expected[chunk.index] += backward_through_normalize(gradient, chunk)
     optimizer.step()
     assert torch.allclose(head.weight.detach(), start - expected, rtol=1e-12, atol=1e-12)
@@ -266,19 +221,23 @@ def clipped(mesh, max_norm, both):
 
 
 @pytest.mark.parametrize("both", [False, True])
-def test_clipping_bounds_the_norm_over_backbone_and_shards(ranks, both):
-    got = ranks(3, clipped, 0.5, both)
+@pytest.mark.parametrize(("world", "head_ranks"), [(3, 0), (2, 1), (4, 2)])
+def test_clipping_bounds_the_norm_over_backbone_and_shards(ranks, world, head_ranks, both):
+    """Every shard counts once, on however many replicas it lies."""
+    got = ranks(world, clipped, 0.5, both, head_ranks=head_ranks)
     alone = clipped(ONE, 0.5, both)
     for norm, gradient, _ in got:
         assert norm.item() == pytest.approx(alone[0].item())
         assert torch.allclose(gradient, alone[1])
-    table = torch.cat([g[2] for g in got])
-    assert torch.allclose(table, alone[2], atol=1e-12)
+    shards = head_ranks or world
+    for first in range(0, world, shards):
+        table = torch.cat([g[2] for g in got[first : first + shards]])
+        assert torch.allclose(table, alone[2], atol=1e-12)
     total = alone[1].square().sum() + (table.square().sum() if both else 0)
     assert total.sqrt().item() == pytest.approx(0.5, rel=1e-4)
 
 
-def scaled_steps(mesh, overflow_rank, overflow_in):
+def scaled_steps(mesh, overflow_rank):
     head = plsc.ShardedHead(16, 23, mesh, momentum_dtype=None)
     net = torch.nn.Linear(16, 16, bias=False)
     torch.nn.init.eye_(net.weight)
@@ -287,7 +246,7 @@ def scaled_steps(mesh, overflow_rank, overflow_in):
     x, y = some_batch(mesh.rank)
     start = net.weight.detach().clone(), head.weight.detach().clone()
     scaler.scale(head(net(x), y)).backward()
-    if mesh.rank == overflow_rank and overflow_in == "backbone":
+    if mesh.rank == overflow_rank:
         net.weight.grad[0, 0] = float("inf")
     scaler.unscale_all(*optimizers)
     stepped = not scaler.step_both(*optimizers).skipped
@@ -295,20 +254,20 @@ def scaled_steps(mesh, overflow_rank, overflow_in):
     return stepped, scaler.get_scale(), net.weight.detach() - start[0], head.weight.detach() - start[1]
 
 
-def test_an_overflow_on_one_rank_skips_every_step(ranks):
-    for stepped, scale, net, table in ranks(2, scaled_steps, 1, "backbone"):
-        assert not stepped
-        assert scale == 512.0
+@pytest.mark.parametrize(("world", "head_ranks"), [(2, 0), (4, 2)])
+def test_an_overflow_on_one_rank_skips_every_step(ranks, world, head_ranks):
+    for stepped, scale, net, table in ranks(world, scaled_steps, world - 1, head_ranks=head_ranks):
+        assert (stepped, scale) == (False, 512.0)
         assert not net.any()
         assert not table.any()
 
 
-def test_the_scale_cancels_out(ranks):
-    for (stepped, scale, net, table), rank in zip(ranks(2, scaled_steps, None, ""), range(2), strict=True):
-        assert stepped
-        assert scale == 1024.0
+@pytest.mark.parametrize(("world", "head_ranks"), [(2, 0), (4, 2)])
+def test_the_scale_cancels_out(ranks, world, head_ranks):
+    scaled, plain = (ranks(world, *what, head_ranks=head_ranks) for what in ((scaled_steps, None), (plain_step,)))
+    for (stepped, scale, net, table), unscaled in zip(scaled, plain, strict=True):
+        assert (stepped, scale) == (True, 1024.0)
         assert net.any()
-        unscaled = ranks(2, plain_step)[rank]
         assert torch.allclose(table, unscaled, rtol=1e-4, atol=1e-8)
 
 
@@ -333,7 +292,7 @@ def test_torchs_own_scaler_works_too():
         torch.cat(
             [
                 backward_through_normalize(g, chunk)
-                for chunk, g in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
+                for chunk, g in head.softmax.gradient_chunks(head.softmax.pending.batches)
             ]
         )
         / 256
@@ -342,67 +301,6 @@ def test_torchs_own_scaler_works_too():
         scaler.step(optimizer)
     scaler.update()
     assert torch.allclose(head.weight.detach(), start - 0.1 * gradient, atol=1e-5)
-
-
-def save_after_steps(mesh, folder, steps, options):
-    head, optimizer = make_trained(mesh, steps, options)
-    dcp.save(
-        {**head.sharded_state(), **optimizer.sharded_state()},
-        checkpoint_id=folder,
-        process_group=mesh.group,
-        no_dist=mesh.world_size == 1,
-    )
-    return head.get_extra_state(), optimizer.state_dict()
-
-
-def resume_and_step(mesh, folder, small, options):
-    head, optimizer = make_trained(mesh, 0, {**options, "seed": options["seed"]})
-    with torch.no_grad():
-        head.weight.fill_(1.0)
-    dcp.load(
-        {**head.sharded_state(), **optimizer.sharded_state()},
-        checkpoint_id=folder,
-        process_group=mesh.group,
-        no_dist=mesh.world_size == 1,
-    )
-    head.set_extra_state(small[0])
-    optimizer.load_state_dict(small[1])
-    return take_steps(mesh, head, optimizer, range(3, 5))
-
-
-def make_trained(mesh, steps, options):
-    head = plsc.ShardedHead(16, 23, mesh, margin=plsc.CurricularFace(s=16), **options)
-    optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
-    take_steps(mesh, head, optimizer, range(steps))
-    return head, optimizer
-
-
-def take_steps(mesh, head, optimizer, steps):
-    for step in steps:
-        x, y = some_batch(step, batch=12)
-        parts = [12 // mesh.world_size] * mesh.world_size
-        head(x.split(parts)[mesh.rank], y.split(parts)[mesh.rank]).backward()
-        optimizer.step()
-    return head.weight.detach().clone()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, LOW, {"centers": 2}], ids=["f32", "bf16+int8", "centers"])
-def test_saved_at_four_ranks_resumed_at_any_number(ranks, tmp_path, options):
-    options = {"seed": 4, **options}
-    small = ranks(4, save_after_steps, str(tmp_path), 3, options)[0]
-    never_stopped = torch.cat(ranks(4, trained_weight, 5, options)).float()
-    for world in (4, 3, 1):
-        resumed = torch.cat(ranks(world, resume_and_step, str(tmp_path), small, options)).float()
-        if world == 4:
-            assert torch.equal(resumed, never_stopped)
-        else:  # sums over shards come in another order
-            close = torch.isclose(resumed, never_stopped, rtol=1e-2 if options.get("weight_dtype") else 1e-4, atol=1e-6)
-            assert close.float().mean() > (0.99 if options.get("weight_dtype") else 0.9999)
-
-
-def trained_weight(mesh, steps, options):
-    return make_trained(mesh, steps, options)[0].weight.detach()
 
 
 def test_ten_million_classes_on_64_ranks_need_no_memory():

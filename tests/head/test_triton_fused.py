@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from reference import relative_error
+from support.head_problems import everything, filled_state
 
 import plsc
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
@@ -13,7 +14,6 @@ from plsc.head.backends.triton_backend import TritonBackend
 from plsc.head.backends.triton_tiles import Tile, force_tile
 from plsc.head.backends.triton_update import update_rows
 from plsc.head.class_table import ClassRows, renew_norms
-from plsc.head.low_precision import RoundingBits, RowState
 from plsc.head.update_rules import AdamWRule, SgdRule, Update
 
 FIRST_ROW = 2**33 + 17  # beyond 32 bits
@@ -41,12 +41,7 @@ def problem(kind: str, dim: int = 32, *, centers: int = 1, some: bool = False, m
     weight = torch.randn(count, dim, generator=generator).to(dtype)
     rows = ClassRows(weight, torch.empty(count), centers, torch.arange(0, classes, 2) if some else None)
     renew_norms(rows, slice(0, count))
-    state = {}
-    for name, state_dtype in state_dtypes.items():
-        state[name] = RowState(count, dim, state_dtype, weight.device)
-        values = torch.randn(count, dim, generator=generator) / 10
-        values = values.square() if name == "second_moment" else values
-        state[name].write(slice(0, count), values, RoundingBits.draw(0, 0, torch.arange(count), dim))
+    state = filled_state(count, dim, state_dtypes)
     features = torch.nn.functional.normalize(torch.randn(batch, dim, generator=generator)).to(dtype)
     position = rows.positions(torch.arange(batch) * 5 - 5)
     samples = {
@@ -155,8 +150,7 @@ def placed(placement: str, sample_rate: float) -> list[torch.Tensor]:
     for _ in range(2):
         head(torch.randn(6, 32, generator=generator), torch.arange(6) * 8).backward()
         optimizer.step()
-    state = [shard.blocks[0].local.clone() for shard in optimizer.sharded_state().values()]
-    return [head.weight.detach().clone(), head.inverse_norms().clone(), *state]
+    return everything(head, optimizer)
 
 
 @pytest.mark.slow

@@ -7,15 +7,14 @@ import sys
 import pytest
 import torch
 from reference import Oracle, relative_error
+from support.head_problems import LOW, everything, same
 
 import plsc
 from plsc.errors import UsageError
 from plsc.head.backends.torch_backend import backward_through_normalize
-from plsc.head.sharded_head import softmax_of
 from plsc.native import build, head_kernels
 
 compiled = pytest.mark.skipif(build.library() is None, reason="needs a C++ compiler")
-LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 MARGIN = plsc.ArcFace(s=32.0, m=0.3)
 
 
@@ -86,7 +85,7 @@ def test_loss_and_gradients_are_the_oracles_within_rounding(path, dtype, batch, 
     by_rows = torch.cat(
         [
             backward_through_normalize(g, chunk).clone()
-            for chunk, g in softmax_of(head).gradient_chunks(softmax_of(head).pending.batches)
+            for chunk, g in head.softmax.gradient_chunks(head.softmax.pending.batches)
         ]
     )
     assert relative_error(by_rows, weight.grad) < of_gradients
@@ -130,10 +129,10 @@ def test_the_row_update_is_pytorchs_bit_for_bit_but_for_sums(path, weight_dtype,
         )
         for step in range(3):
             optimizer.steps = step
-            chunks = list(softmax_of(head).table.rows(None).chunks(1000))
+            chunks = list(head.softmax.table.rows(None).chunks(1000))
             gradient = torch.randn(300, 40, generator=torch.Generator().manual_seed(step))
             optimizer._updater(chunks[0], gradient, optimizer._state.of(chunks[0]), optimizer._step(0.5))
-        tables = [head.weight.detach().float(), softmax_of(head).table.rows(None).inverse_norm]
+        tables = [head.weight.detach().float(), head.softmax.table.rows(None).inverse_norm]
         return tables + [table.read(slice(None), torch.float32) for table in optimizer.tables.values()]
 
     own = updated()
@@ -160,12 +159,12 @@ def test_rows_that_take_no_part_keep_every_bit(path):
     head = plsc.ShardedHead(64, 2000, margin=MARGIN, sample_rate=0.05, **LOW)
     optimizer = plsc.HeadSGD(head, lr=0.5, momentum=0.9, weight_decay=0.01)
     for step in range(3):
-        before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
+        before = everything(head, optimizer)
         head(*some_batch(16, 64, 2000, seed=step)).backward()
         untouched = torch.ones(2000, dtype=torch.bool)
-        untouched[softmax_of(head).pending.batches[0].selected] = False
+        untouched[head.softmax.pending.batches[0].selected] = False
         optimizer.step()
-        after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
+        after = everything(head, optimizer)
         assert all(torch.equal(a[untouched], b[untouched]) for a, b in zip(before, after, strict=True))
         assert not torch.equal(before[0], after[0])
 
@@ -177,13 +176,12 @@ def test_a_step_that_is_not_finite_changes_no_bit(path, poison):
     x, y = some_batch(40, 64, 600)
     head(x, y).backward()
     optimizer.step()
-    before = [t.clone() for t in (head.weight.detach(), head.inverse_norms(), *_state(optimizer))]
+    before = everything(head, optimizer)
     x[3, 5] = poison
     head(x, y).backward()
     optimizer.step()
-    after = (head.weight.detach(), head.inverse_norms(), *_state(optimizer))
     assert optimizer.skipped
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert same(before, everything(head, optimizer))
 
 
 def test_rounding_depends_on_the_seed_and_the_global_row(path):
@@ -244,7 +242,3 @@ def test_a_cache_that_others_can_write_is_not_trusted(tmp_path):
     )
     assert run.stdout.strip() == "None"
     assert "can be written by others" in run.stderr
-
-
-def _state(optimizer):
-    return [tensor for table in optimizer.tables.values() for tensor in table.tensors("state").values()]

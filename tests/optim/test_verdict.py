@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.head_problems import LOW, everything, same
 
 import plsc
 from plsc.optim import GradScaler
 from plsc.optim.verdict import UpdateCounter, Verdict, step_unless
 
-LOW = {"weight_dtype": torch.bfloat16, "momentum_dtype": torch.int8}
 OPTIMIZERS = {
     "sgd": lambda head: plsc.HeadSGD(head, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": lambda head: plsc.HeadAdamW(head, lr=0.01),
@@ -39,8 +39,7 @@ def trained(name: str, skipped: tuple[int, ...], **options: Any) -> tuple[Any, l
         x, y = batch(number)
         (head(x * float("nan") if number in skipped else x, y)).backward()
         optimizer.step()
-    shards = [*head.sharded_state().values(), *optimizer.sharded_state().values()]
-    return optimizer, [head.inverse_norms(), *[shard.blocks[0].local for shard in shards]]
+    return optimizer, everything(head, optimizer)
 
 
 @pytest.mark.parametrize("placement", ["device", "mmap"])
@@ -50,10 +49,9 @@ def trained(name: str, skipped: tuple[int, ...], **options: Any) -> tuple[Any, l
 def test_a_late_verdict_skips_as_an_early_one_does(name, options, backend, placement, monkeypatch, tmp_path):
     options = {**options, "backend": backend, "placement": "device" if placement == "device" else f"mmap:{tmp_path}/t"}
     early, expected = trained(name, (0, 2, 3), **options)
-    expected = [tensor.clone() for tensor in expected]
     decide_late(monkeypatch)
     optimizer, found = trained(name, (0, 2, 3), **options)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert same(found, expected)
     assert (optimizer.steps, optimizer.skipped) == (early.steps, early.skipped) == (2, False)
 
 
@@ -68,7 +66,7 @@ def interpreted(name: str, skipped: tuple[int, ...], late: bool, **options: Any)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_kernels_obey_the_flag(name, options, interpreter):
     early, late = (interpreter(interpreted, name, (0, 2), late, **options) for late in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(early, late, strict=True))
+    assert same(early, late)
 
 
 class Asked(Verdict):

@@ -29,7 +29,7 @@ TRAINING = (
         "plsc/head/global_batch.py",
         "if low < 0 or high >= num_classes:",
         "if low < 0 or high > num_classes:",
-        ("tests/head/test_state.py",),
+        ("tests/head/test_groups.py",),
     ),
     Defect(
         "all shards sample the same negatives",
@@ -81,7 +81,7 @@ TRAINING = (
         "plsc/head/backends/triton_update_kernels.py",
         "root = tl.sqrt(second / correction2) + eps",
         "root = tl.sqrt(second) / correction2 + eps",
-        ("tests/head/test_triton_adamw.py",),
+        ("tests/head/test_triton_update.py",),
     ),
     Defect(
         "the CPU's first pass counts rows that fill up a block as classes",
@@ -151,8 +151,8 @@ TRAINING = (
     Defect(
         "LAMB clips gradients as timm does by default",
         "plsc/optim/backbone_optimizers.py",
-        "max_grad_norm=None,",
-        "max_grad_norm=1.0,",
+        "max_grad_norm=None)",
+        "max_grad_norm=1.0)",
         ("tests/optim/test_backbone_optimizers.py",),
     ),
     Defect(

@@ -176,7 +176,7 @@ def test_a_run_with_whole_checkpoints_goes_on_in_files(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"head.placement": "host"}, "head.journal is for a table in a file"),
+        ({"head.placement": "host"}, "head.journal is for tables in a mapped file"),
         ({"checkpoint.keep.best": 1}, "head.journal goes back to the last checkpoints alone"),
         ({"checkpoint.keep.every_hours": 12}, "head.journal goes back to the last checkpoints alone"),
     ],

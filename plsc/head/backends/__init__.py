@@ -1,7 +1,6 @@
 """The implementations of the head's passes and updates, one of which is chosen when a head is made."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,8 +12,7 @@ from plsc.head.backends.self_check import Shard, why_no_passes, why_no_update
 from plsc.head.backends.torch_backend import TorchBackend, Updater, is_bounded
 from plsc.head.backends.triton_backend import TritonBackend, is_interpreted, runs_on
 from plsc.head.backends.triton_tiles import why_no_tile
-from plsc.head.low_precision import Rounding
-from plsc.head.update_rules import UpdateRule
+from plsc.head.update_rules import UpdateKind
 from plsc.losses.margins import Margin
 from plsc.native import head_kernels
 from plsc.progress import warn
@@ -171,31 +169,19 @@ def fall_back(shape: HeadShape, reason: str) -> TorchBackend:
     return TorchBackend(reason + known.products, known.fp32_precision)
 
 
-def choose_updater(
-    backend: TorchBackend,
-    rule: UpdateRule,
-    state_dtypes: Mapping[str, torch.dtype],
-    rounding: Rounding,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    dim: int,
-) -> Updater:
+def choose_updater(backend: TorchBackend, kind: UpdateKind, shard: Shard) -> Updater:
     """Choose how an optimizer updates a head's rows: by a kernel of ``backend`` if it agrees with float64, or by torch.
 
     Args:
         backend: of the head; its reason says so where its kernel is not used.
-        rule: of a step.
-        state_dtypes: of the optimizer's tables, by name.
-        rounding: of low-precision weights and state.
-        device, dtype, dim: of the class table.
+        kind: of the updates.
+        shard: a small one such as the head's.
     """
-    problem = None
-    if not _is_too_slow_to_check(backend):
-        problem = why_no_update(backend, rule, state_dtypes, rounding, device=device, dtype=dtype, dim=dim)
+    problem = None if _is_too_slow_to_check(backend) else why_no_update(backend, kind, shard)
     if problem is None:
-        return backend.updater(type(rule), list(state_dtypes.values()), rounding)
-    reason = f"the {type(rule).__name__} kernel of the {backend.name} backend disagrees with float64 here: {problem}"
+        return backend.updater(kind)
+    name = type(kind.rule).__name__
+    reason = f"the {name} kernel of the {backend.name} backend disagrees with float64 here: {problem}"
     warn("plsc", f"KERNEL SWITCHED OFF: {reason}; PyTorch updates instead (slower); run plsc doctor")
     return backend.without_kernel(reason)
 

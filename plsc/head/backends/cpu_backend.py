@@ -1,14 +1,14 @@
 """The head's passes and SGD by compiled kernels on a CPU (see :mod:`plsc.native.head_kernels`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, TorchBackend, Updater
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.low_precision import Rounding, RowState, rounding_key
-from plsc.head.update_rules import SgdRule, Update, UpdateRule
+from plsc.head.low_precision import RowState, rounding_key
+from plsc.head.update_rules import SgdRule, Update, UpdateKind
 from plsc.native import head_kernels as kernels
 
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
@@ -51,17 +51,16 @@ class CpuBackend(TorchBackend):
         scratch = batch.features.new_empty((size, packed.dim), dtype=torch.float32)
         for chunk in inputs.rows.chunks(size):
             table, s = _kernel_rows(chunk), batch.margin.s
-            yield chunk, kernels.gradient(table, packed, s, chunk.start, log_z, scale, target_grad, scratch)
+            yield chunk, kernels.gradient(table, packed, s, chunk.start, (log_z, scale, target_grad), scratch)
 
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) >= kernels.least_batch(batch.features.dtype)
 
-    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
+    def updater(self, kind: UpdateKind) -> Updater:
         """See :meth:`TorchBackend.updater`."""
         # nearest rounding is there to show what it breaks, and has no kernel
-        if rule is SgdRule and rounding == "stochastic" and all(dtype in _STATE_DTYPES for dtype in state_dtypes):
-            return _sgd
-        return super().updater(rule, state_dtypes, rounding)
+        is_sgd = isinstance(kind.rule, SgdRule) and kind.rounding == "stochastic"
+        return _sgd if is_sgd and kind.has_state_in(_STATE_DTYPES) else super().updater(kind)
 
 
 def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
@@ -69,20 +68,10 @@ def _sgd(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], upd
     assert isinstance(rule, SgdRule)
     if update.skip is not None and update.skip.item():  # at hand on a CPU
         return
-    kernels.sgd(
-        _kernel_rows(chunk),
-        unit_gradient,
-        factor=update.factor,
-        lr=rule.lr,
-        momentum=rule.momentum,
-        weight_decay=rule.weight_decay,
-        nesterov=rule.nesterov,
-        state=buffer.values if buffer is not None else None,
-        state_scale=buffer.scale if buffer is not None else None,
-        key=rounding_key(update.seed, update.step),
-        numbers=chunk.local_rows,
-        first_number=update.first_row,
-    )
+    state, scale = (None, None) if buffer is None else (buffer.values, buffer.scale)
+    key = rounding_key(update.seed, update.step)
+    sgd = kernels.Sgd(update.factor, rule.lr, rule.momentum, rule.weight_decay, rule.nesterov, key)
+    sgd.update(_kernel_rows(chunk), unit_gradient, state, scale, chunk.local_rows, update.first_row)
 
 
 def _kernel_rows(chunk: Chunk) -> kernels.Table:

@@ -29,7 +29,7 @@ def product(a: Tensor, b: Tensor, fp32_precision: Fp32Precision = "ieee") -> Ten
             computed as "ieee".
     """
     if a.dtype == torch.float32 and a.is_cuda:
-        with _cublas_precision("tf32" if fp32_precision == "tf32" else "ieee"):
+        with _precision_set(torch.backends.cuda.matmul, "tf32" if fp32_precision == "tf32" else "ieee"):
             return a @ b
     if a.dtype != torch.bfloat16:
         return a @ b
@@ -90,11 +90,6 @@ class ChunkProducts:
 def _bfloat16_units() -> AbstractContextManager[None]:
     """Let the CPU's float32 product use its bfloat16 units, exact here because the factors are bfloat16 numbers."""
     return _precision_set(torch.backends.mkldnn.matmul, "bf16")  # type: ignore[attr-defined]
-
-
-def _cublas_precision(precision: Literal["ieee", "tf32"]) -> AbstractContextManager[None]:
-    """Let float32 products on GPUs use this precision."""
-    return _precision_set(torch.backends.cuda.matmul, precision)
 
 
 @contextmanager

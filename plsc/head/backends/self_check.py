@@ -6,9 +6,9 @@ process and kind of table. ``PLSC_SELF_CHECK=0`` leaves those two out. ``plsc do
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -19,7 +19,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import Batch, PassInputs, TorchBackend
 from plsc.head.class_table import ClassRows, renew_norms
 from plsc.head.low_precision import Rounding, RoundingBits, RowState
-from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
+from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
 from plsc.losses.margins import ArcFace
 
 # Of sums and gradients, relative in the Frobenius norm. All sums are float32; bfloat16 rounds the factors of gradients.
@@ -143,32 +143,14 @@ def why_no_passes(backend: TorchBackend, shard: Shard) -> str | None:
     return _verdict(("passes", backend.name, shard), lambda: check_passes(backend, shard))
 
 
-def why_no_update(
-    backend: TorchBackend,
-    rule: UpdateRule,
-    state_dtypes: Mapping[str, torch.dtype],
-    rounding: Rounding,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    dim: int,
-) -> str | None:
-    """The reason not to trust the kernel by which ``backend`` updates such tables; None: it agrees, or there is none.
-
-    Args:
-        backend: of a head.
-        rule: of a step; its numbers do not matter, which terms it has does.
-        state_dtypes: of the optimizer's tables, by name.
-        rounding: of low-precision weights and state.
-        device, dtype, dim: of the class table.
-    """
-    if backend.updater(type(rule), list(state_dtypes.values()), rounding) == backend.update:
+def why_no_update(backend: TorchBackend, kind: UpdateKind, shard: Shard) -> str | None:
+    """The reason not to trust the kernel by which ``backend`` updates such tables; None: it agrees, or none exists."""
+    if backend.updater(kind) == backend.update:
         return None
-    terms = _terms(rule)
-    key = ("update", backend.name, terms, tuple(state_dtypes.items()), rounding, device, dtype, dim)
-    shard = Shard(device, dtype, dim)
+    usual = replace(kind, rule=_terms(kind.rule))
     checks = (check_update, check_update_pass) if has_update_pass(backend) else (check_update,)
-    return _verdict(key, lambda: [each for c in checks for each in c(backend, shard, terms, state_dtypes, rounding)])
+    key = ("update", backend.name, usual.rule, tuple(kind.state_dtypes.items()), kind.rounding, shard)
+    return _verdict(key, lambda: [deviation for check in checks for deviation in check(backend, shard, usual)])
 
 
 def _verdict(key: tuple[object, ...], check: Callable[[], list[Deviation]]) -> str | None:
@@ -278,34 +260,64 @@ def _reference(
     return e.sum(0), spread_e.T @ unit, spread_p @ x
 
 
-def check_update(
-    backend: TorchBackend,
-    shard: Shard,
-    rule: UpdateRule,
-    state_dtypes: Mapping[str, torch.dtype],
-    rounding: Rounding = "stochastic",
-) -> list[Deviation]:
+@dataclass(frozen=True)
+class _Trial:
+    """An update of a shard, by ``kind``: its rows, its state, and the step."""
+
+    shard: Shard
+    kind: UpdateKind
+    rows: ClassRows
+    state: dict[str, RowState]
+    update: Update
+
+    @classmethod
+    def of(cls, shard: Shard, kind: UpdateKind) -> "_Trial":
+        state = {name: shard.state(name, dtype, kind.rounding) for name, dtype in kind.state_dtypes.items()}
+        return cls(shard, kind, shard.rows(), state, Update(kind.rule, 0.5, kind.rounding, _SEED, _STEP, _FIRST_ROW))
+
+    def in_float64(self) -> "_Trial":
+        """The same in float64, which rounds nothing."""
+        everything, rows = slice(0, len(self.rows.weight)), self.rows
+        exact = ClassRows(rows.weight.double(), rows.inverse_norm.double(), rows.centers, rows.selected)
+        renew_norms(exact, everything)
+        tables = {name: table.read(everything, torch.float64) for name, table in self.state.items()}
+        state = {name: RowState.over(values, None, "nearest") for name, values in tables.items()}
+        return replace(self, rows=exact, state=state)
+
+    def run(self, backend: TorchBackend, gradient: Tensor) -> None:
+        """Update the visited rows by a gradient of theirs."""
+        (chunk,) = self.rows.chunks(self.shard.classes)
+        updater = backend.updater(self.kind)
+        with _under_check(backend):
+            updater(chunk, gradient.clone(), self.state, self.update)
+
+    def run_pass(self, backend: TorchBackend, update_pass: Callable[..., None]) -> dict[str, Tensor]:
+        """Run pass 2 with the update as ``update_pass`` makes it; weights, 1/norms and state in float64 after it."""
+        batch = self.shard.samples(self.rows)
+        updater = backend.updater(self.kind)
+        with _under_check(backend):
+            inputs = PassInputs(self.rows, batch, *self.shard.derivatives(), self.shard.chunk)
+            update_pass(inputs, updater, lambda chunk: self.state, self.update)
+        tables = {name: table.read(slice(None), torch.float64) for name, table in self.state.items()}
+        return {"weights": self.rows.weight.double(), "1/norms": self.rows.inverse_norm.double(), **tables}
+
+
+def check_update(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[Deviation]:
     """Compare an update of ``shard``'s rows, state and norms with the same in float64, which rounds nothing.
 
     Returns:
         The errors of weights, of each table of state, and of 1/norms against the weights that were stored.
     """
     with _plain_arithmetic(shard.device):
-        rows = shard.rows()
-        (chunk,) = rows.chunks(shard.classes)
-        visited = rows.row_index(0, rows.num_classes)
-        state = {name: shard.state(name, dtype, rounding) for name, dtype in state_dtypes.items()}
+        trial = _Trial.of(shard, kind)
+        exact = trial.in_float64()
+        rows, visited = trial.rows, trial.rows.row_index(0, trial.rows.num_classes)
         gradient = shard.gradient(len(rows.weight[visited]))
-        update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
-        exact, exact_state = _float64_copies(rows, state)
-        (exact_chunk,) = exact.chunks(shard.classes)
-        TorchBackend("reference").update(exact_chunk, gradient.double(), exact_state, update)
-        updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
-        with _under_check(backend):
-            updater(chunk, gradient.clone(), state, update)
-        found = _stored("weights", rows.weight, None, exact.weight, visited)
-        for name, table in state.items():
-            found += _stored(name.replace("_", " "), table.values, table.scale, exact_state[name].values, visited)
+        exact.run(TorchBackend("reference"), gradient.double())
+        trial.run(backend, gradient)
+        found = _stored("weights", rows.weight, None, exact.rows.weight, visited)
+        for name, table in trial.state.items():
+            found += _stored(name.replace("_", " "), table.values, table.scale, exact.state[name].values, visited)
         norms = 1 / rows.weight.double().norm(dim=1)
         return [*found, Deviation("1/norms", _relative(rows.inverse_norm, norms), _NORM_BOUND)]
 
@@ -315,53 +327,16 @@ def has_update_pass(backend: TorchBackend) -> bool:
     return backend.takes_passes and type(backend).update_pass is not TorchBackend.update_pass
 
 
-def check_update_pass(
-    backend: TorchBackend,
-    shard: Shard,
-    rule: UpdateRule,
-    state_dtypes: Mapping[str, torch.dtype],
-    rounding: Rounding = "stochastic",
-) -> list[Deviation]:
+def check_update_pass(backend: TorchBackend, shard: Shard, kind: UpdateKind) -> list[Deviation]:
     """Compare ``backend``'s pass 2 that ends with the update with its pass 2 and its update apart.
 
     Returns:
         The differences of weights, norms and state, relative in the Frobenius norm.
     """
     with _plain_arithmetic(shard.device):
-        together, apart = (
-            _after_pass(backend, run, shard, rule, state_dtypes, rounding)
-            for run in (backend.update_pass, partial(TorchBackend.update_pass, backend))
-        )
+        runs = (backend.update_pass, partial(TorchBackend.update_pass, backend))
+        together, apart = (_Trial.of(shard, kind).run_pass(backend, run) for run in runs)
         return [Deviation(f"{name} of pass 2", _relative(together[name], apart[name]), _SAME_BOUND) for name in apart]
-
-
-def _after_pass(
-    backend: TorchBackend,
-    run: Callable[..., None],
-    shard: Shard,
-    rule: UpdateRule,
-    state_dtypes: Mapping[str, torch.dtype],
-    rounding: Rounding,
-) -> dict[str, Tensor]:
-    """Weights, 1/norms and state in float64, after pass 2 with the update as ``run`` makes it."""
-    rows = shard.rows()
-    batch = shard.samples(rows)
-    state = {name: shard.state(name, dtype, rounding) for name, dtype in state_dtypes.items()}
-    updater = backend.updater(type(rule), list(state_dtypes.values()), rounding)
-    update = Update(rule, 0.5, rounding, _SEED, _STEP, _FIRST_ROW)
-    with _under_check(backend):
-        inputs = PassInputs(rows, batch, *shard.derivatives(), shard.chunk)
-        run(inputs, updater, lambda chunk: state, update)
-    tables = {name: table.read(slice(0, len(rows.weight)), torch.float64) for name, table in state.items()}
-    return {"weights": rows.weight.double(), "1/norms": rows.inverse_norm.double(), **tables}
-
-
-def _float64_copies(rows: ClassRows, state: Mapping[str, RowState]) -> tuple[ClassRows, dict[str, RowState]]:
-    everything = slice(0, len(rows.weight))
-    exact = ClassRows(rows.weight.double(), rows.inverse_norm.double(), rows.centers, rows.selected)
-    renew_norms(exact, everything)
-    tables = {name: table.read(everything, torch.float64) for name, table in state.items()}
-    return exact, {name: RowState.over(values, None, "nearest") for name, values in tables.items()}
 
 
 def _stored(name: str, got: Tensor, scale: Tensor | None, want: Tensor, visited: slice | Tensor) -> list[Deviation]:

@@ -6,7 +6,7 @@ chunk's probabilities and gives the rows' gradient, chunk by chunk, and the upda
 Logits are class-major, (classes, B).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from plsc.head.backends.products import ChunkProducts, Fp32Precision
 from plsc.head.class_table import Chunk, ClassRows, renew_norms
-from plsc.head.low_precision import Rounding, RoundingBits, RowState, store
-from plsc.head.update_rules import Update, UpdateRule
+from plsc.head.low_precision import ROUNDED, RoundingBits, RowState, store
+from plsc.head.update_rules import Update, UpdateKind
 from plsc.losses.margins import Margin
 
 _SAFE_LOGIT = 78.0  # exp(78)·50 million classes is still a float32: up to it, no maximum has to be taken off
@@ -206,14 +206,8 @@ class TorchBackend:
         for chunk, gradient in self.second_pass(inputs):
             updater(chunk, gradient, state(chunk), update)
 
-    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
-        """Choose, once for an optimizer, how its rows are updated: :meth:`update`, or a kernel with its arguments.
-
-        Args:
-            rule: the optimizer's.
-            state_dtypes: of its tables.
-            rounding: of low-precision weights and state.
-        """
+    def updater(self, kind: UpdateKind) -> Updater:
+        """Choose, once for an optimizer, how its rows are updated: :meth:`update`, or a kernel with its arguments."""
         return self.update
 
     def without_kernel(self, reason: str) -> Updater:
@@ -245,13 +239,15 @@ class TorchBackend:
 
     def _apply(self, rows: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:
         gradient = backward_through_normalize(unit_gradient, rows).mul_(update.factor)
-        tables = [rows.table.weight, *(table.values for table in state.values())]
+        weight = rows.weight.to(gradient.dtype, copy=True)
+        moments = {name: table.read(rows.index, gradient.dtype) for name, table in state.items()}
+        update.rule.apply(weight, gradient, moments)
         bits = None
-        if any(table.dtype in (torch.bfloat16, torch.int8) for table in tables):
+        if any(table.dtype in ROUNDED for table in (rows.table.weight, *(each.values for each in state.values()))):
             numbers = rows.local_rows + update.first_row
             bits = RoundingBits.draw(update.seed, update.step, numbers, gradient.shape[1])
-        weight = rows.weight.to(gradient.dtype, copy=True)
-        update.rule.apply(weight, gradient, state, rows.index, bits)
+        for name, table in state.items():
+            table.write(rows.index, moments[name], bits)
         store(rows.table.weight, rows.index, weight, bits.low if bits is not None else None, update.rounding)
         renew_norms(rows.table, rows.index)
 

@@ -1,7 +1,7 @@
 """The choice of Triton kernels for the head's passes and updates, on the devices that they run on."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 
@@ -13,8 +13,7 @@ from plsc.head.backends.products import Fp32Precision
 from plsc.head.backends.torch_backend import Batch, PartialSoftmax, PassInputs, StateOf, TorchBackend, Updater
 from plsc.head.backends.triton_update import has_kernel, update_rows
 from plsc.head.class_table import Chunk, ClassRows
-from plsc.head.low_precision import Rounding
-from plsc.head.update_rules import Update, UpdateRule
+from plsc.head.update_rules import Update, UpdateKind
 
 _SMALLEST_CAPABILITY = (8, 0)  # bfloat16 matrix units
 
@@ -77,11 +76,9 @@ class TritonBackend(TorchBackend):
             return
         super().update_pass(inputs, updater, state, update)
 
-    def updater(self, rule: type[UpdateRule], state_dtypes: Sequence[torch.dtype], rounding: Rounding) -> Updater:
+    def updater(self, kind: UpdateKind) -> Updater:
         """See :meth:`TorchBackend.updater`."""
-        if has_kernel(rule, self._dim, state_dtypes):
-            return update_rows
-        return super().updater(rule, state_dtypes, rounding)
+        return update_rows if has_kernel(kind, self._dim) else super().updater(kind)
 
     def _takes(self, batch: Batch) -> bool:
         return self.takes_passes and len(batch.features) > 0  # a group without a sample has no block to launch

@@ -92,20 +92,9 @@ def _is_winner(logits, AXIS: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.const
 
 
 @triton.jit
-def _rows(
-    weight,
-    inverse_norm,
-    index,
-    first,
-    position,
-    inside,
-    slot,
-    dim: tl.constexpr,
-    CENTERS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _rows(table, position, inside, slot, dim, CENTERS, SLOTS, TILE):
     """Rows in the slots from class ``position`` on, as tiles of D, and their 1/norms; zeros where not ``inside``."""
+    weight, inverse_norm, index, first = table
     d = tl.arange(0, TILE)
     row = (slot // SLOTS) * CENTERS + slot % SLOTS
     if index is None:
@@ -170,11 +159,12 @@ def first_pass(
     sums = tl.zeros((BLOCK_N, BLOCK_B) if FLIPPED else (BLOCK_B,), dtype=tl.float32)
     lost = sums
 
+    table = (weight, inverse_norm, index, first)
     begin = split * per
     count = tl.minimum(n - begin, per).to(tl.int32)
     for done in range(0, count, CLASSES):
         inside = (slot // SLOTS < count - done) & (slot % SLOTS < CENTERS)
-        w, rho = _rows(weight, inverse_norm, index, first, begin + done, inside, slot, dim, CENTERS, SLOTS, TILE)
+        w, rho = _rows(table, begin + done, inside, slot, dim, CENTERS, SLOTS, TILE)
         if FLIPPED:
             scores = _scores(w, x, BLOCK_N, BLOCK_B, PRECISION, WIDEN)
         else:
@@ -205,31 +195,9 @@ def first_pass(
 
 
 @triton.jit
-def _gradient_tiles(
-    weight,
-    features,
-    inverse_norm,
-    index,
-    position,
-    log_z,
-    scale,
-    target_grad,
-    member,
-    first,
-    start,
-    n,
-    batch,
-    s,
-    dim: tl.constexpr,
-    CENTERS: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FLIPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
-):
+def _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN):
     """The gradient by the unit rows of a program's classes, summed over all samples, as tiles of D."""
+    features, position, log_z, scale, target_grad, member, batch, s = samples
     TILES: tl.constexpr = dim // TILE
     SLOTS: tl.constexpr = triton.next_power_of_2(CENTERS)
     SAMPLE_AXIS: tl.constexpr = 0 if FLIPPED else 1
@@ -237,7 +205,7 @@ def _gradient_tiles(
     begin = tl.program_id(0).to(tl.int64) * (BLOCK_N // SLOTS)
     b, slot, d = tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_N), tl.arange(0, TILE)
     inside = (slot // SLOTS < n - begin) & (slot % SLOTS < CENTERS)
-    w, rho = _rows(weight, inverse_norm, index, first, begin, inside, slot, dim, CENTERS, SLOTS, TILE)
+    w, rho = _rows(table, begin, inside, slot, dim, CENTERS, SLOTS, TILE)
     totals = ()
     for _ in tl.static_range(TILES):
         totals = totals + (tl.zeros((TILE, BLOCK_N) if FLIPPED else (BLOCK_N, TILE), dtype=tl.float32),)
@@ -267,7 +235,7 @@ def _gradient_tiles(
         if CENTERS > 1:
             logits = tl.where(_along(inside, CLASS_AXIS), logits, float("-inf"))
             p = tl.where(_is_winner(logits, CLASS_AXIS, BLOCK_N, BLOCK_B, SLOTS), p, 0.0)
-        totals = _accumulated(totals, p.to(weight.dtype.element_ty), x, FLIPPED, PRECISION, WIDEN)
+        totals = _accumulated(totals, p.to(table[0].dtype.element_ty), x, FLIPPED, PRECISION, WIDEN)
     return totals
 
 
@@ -309,12 +277,9 @@ def gradient_pass(
     WIDEN: tl.constexpr,
 ):
     """Pass 2 that stores the gradient by the unit rows, for an update that is not its own."""
-    # fmt: off
-    totals = _gradient_tiles(
-        weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
-        dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN,
-    )
-    # fmt: on
+    table = (weight, inverse_norm, index, first)
+    samples = (features, position, log_z, scale, target_grad, member, batch, s)
+    totals = _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
     held, at, _ = _program_rows(index, first, tl.arange(0, BLOCK_N), n, CENTERS, BLOCK_N)
     columns = tl.arange(0, TILE)
     for tile in tl.static_range(dim // TILE):
@@ -323,16 +288,7 @@ def gradient_pass(
 
 
 @triton.jit
-def _park(
-    totals,
-    parking,
-    taken,
-    dim: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    FLIPPED: tl.constexpr,
-    PARKS: tl.constexpr,
-):
+def _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS):
     """Store the gradient of a program's slots in a free part of ``parking`` (PARKS, BLOCK_N, dim); return which.
 
     An update has no registers left beside the accumulators of a matrix unit. There are about as many parts as programs
@@ -407,12 +363,11 @@ def update_pass(
     STOCHASTIC: tl.constexpr,
 ):
     """Pass 2, and the update of its rows: see :mod:`plsc.head.backends.triton_update_kernels` for the arguments."""
-    # fmt: off
-    totals = _gradient_tiles(
-        weight, features, inverse_norm, index, position, log_z, scale, target_grad, member, first, start, n, batch, s,
-        dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN,
-    )
-    # fmt: on
+    table = (weight, inverse_norm, index, first)
+    samples = (features, position, log_z, scale, target_grad, member, batch, s)
+    totals = _gradient_tiles(table, samples, start, n, dim, CENTERS, TILE, BLOCK_B, BLOCK_N, FLIPPED, PRECISION, WIDEN)
+    state = (first_moment, first_scale, second_moment, second_scale)
+    step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)
     park = _park(totals, parking, taken, dim, TILE, BLOCK_N, FLIPPED, PARKS)
     parked = parking + park * (BLOCK_N * dim)
     if skip is not None:
@@ -425,11 +380,6 @@ def update_pass(
         local = rows if row_numbers is None else tl.load(row_numbers + at, mask=held, other=0)
         gradient = tl.load(parked + (slot[:, None] * dim + columns[None, :]), mask=inside, other=0.0)
         w = tl.load(weight + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        # fmt: off
-        update_tile(
-            gradient, w, weight, inverse_norm, first_moment, first_scale, second_moment, second_scale, rows, columns,
-            held, local + first_number, key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2,
-            eps, dim, BLOCK_ROWS, RULE, STOCHASTIC,
-        )
-        # fmt: on
+        places = (rows, columns, held, local + first_number)
+        update_tile(gradient, w, table, state, places, step, dim, BLOCK_ROWS, RULE, STOCHASTIC)
     _leave(taken, park)

@@ -3,7 +3,7 @@
 A launch reads and writes every number of a chunk once. Offsets are of 64 bits, and nothing waits for the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from plsc.head.class_table import SMALLEST_NORM, Chunk
 from plsc.head.low_precision import RowState, as_int32, rounding_key
-from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateRule
+from plsc.head.update_rules import AdamWRule, SgdRule, Update, UpdateKind, UpdateRule
 
 _RULES = (SgdRule, AdamWRule)
 _WIDEST = 1024  # columns: a program holds whole rows
@@ -19,9 +19,9 @@ _ELEMENTS = 2048  # of the table that a program takes
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def has_kernel(rule: type[UpdateRule], dim: int, state_dtypes: Sequence[torch.dtype]) -> bool:
-    """Return whether :func:`update_rows` takes float32 and bfloat16 tables this wide, with such state."""
-    return rule in _RULES and dim <= _WIDEST and all(dtype in _STATE_DTYPES for dtype in state_dtypes)
+def has_kernel(kind: UpdateKind, dim: int) -> bool:
+    """Return whether :func:`update_rows` updates float32 and bfloat16 tables this wide so."""
+    return isinstance(kind.rule, _RULES) and dim <= _WIDEST and kind.has_state_in(_STATE_DTYPES)
 
 
 def update_rows(chunk: Chunk, unit_gradient: Tensor, state: Mapping[str, RowState], update: Update) -> None:

@@ -139,35 +139,21 @@ def adamw_step(w, g, first, second, rate1, beta2, rate2, step_size, correction2,
 
 
 @triton.jit
-def update_tile(
-    gradient,
-    w,
-    weight,
-    inverse_norm,
-    first_moment,
-    first_scale,
-    second_moment,
-    second_scale,
-    rows,
-    columns,
-    held,
-    numbers,
-    key,
-    factor,
-    smallest_norm,
-    step_size,
-    rate1,
-    decay,
-    beta2,
-    rate2,
-    correction2,
-    eps,
-    dim: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    RULE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
-    """Update a tile of whole rows in the table, with their moments and norms."""
+def update_tile(gradient, w, table, state, places, step, dim, BLOCK_N, RULE, STOCHASTIC):
+    """Update a tile of whole rows in the table, with their moments and norms.
+
+    Args:
+        gradient, w: the tile's.
+        table: (weight, inverse_norm, …).
+        state: (first_moment, first_scale, second_moment, second_scale).
+        places: (rows, columns, held, numbers).
+        step: (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps).
+        dim, BLOCK_N, RULE, STOCHASTIC: constants of the compiler, as are all names in capitals.
+    """
+    weight, inverse_norm = table[0], table[1]
+    first_moment, first_scale, second_moment, second_scale = state
+    rows, columns, held, numbers = places
+    key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps = step
     inside = held[:, None] & (columns < dim)[None, :]
     offset = rows[:, None] * dim + columns[None, :]
     bits = random_bits(numbers, columns, key)
@@ -179,12 +165,12 @@ def update_tile(
         store_state(first_moment, first_scale, first, bits, rows, offset, held, inside, STOCHASTIC)
         store_state(second_moment, second_scale, second, bits, rows, offset, held, inside, STOCHASTIC)
     else:
-        step = g + decay * w
+        move = g + decay * w
         if first_moment is not None:
-            first = load_state(first_moment, first_scale, rows, offset, held, inside) * rate1 + step
+            first = load_state(first_moment, first_scale, rows, offset, held, inside) * rate1 + move
             store_state(first_moment, first_scale, first, bits, rows, offset, held, inside, STOCHASTIC)
-            step = step + rate1 * first if RULE == "nesterov" else first
-        w -= step_size * step
+            move = move + rate1 * first if RULE == "nesterov" else first
+        w -= step_size * move
     store_weight(weight, inverse_norm, w, bits, rows, offset, held, inside, smallest_norm, BLOCK_N, STOCHASTIC)
 
 
@@ -245,10 +231,8 @@ def update_rows(
     columns = tl.arange(0, BLOCK_D)
     position, held, rows, global_numbers = _program_rows(index, first, numbers, first_number, n, skip, BLOCK_N)
     tile_gradient = _load_tile(gradient, position, columns, held, dim)
-    # fmt: off
-    update_tile(
-        tile_gradient, _load_tile(weight, rows, columns, held, dim), weight, inverse_norm,
-        first_moment, first_scale, second_moment, second_scale, rows, columns, held, global_numbers, key,
-        factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps, dim, BLOCK_N, RULE, STOCHASTIC,
-    )
-    # fmt: on
+    state = (first_moment, first_scale, second_moment, second_scale)
+    step = (key, factor, smallest_norm, step_size, rate1, decay, beta2, rate2, correction2, eps)
+    places = (rows, columns, held, global_numbers)
+    w = _load_tile(weight, rows, columns, held, dim)
+    update_tile(tile_gradient, w, (weight, inverse_norm), state, places, step, dim, BLOCK_N, RULE, STOCHASTIC)

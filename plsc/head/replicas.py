@@ -1,4 +1,7 @@
-"""Replicas of a class table that step by themselves, and are averaged every few steps: local SGD of the head groups.
+"""Replicas of a class table, one in each head group, and how they stay equal, or become equal again.
+
+:class:`ReplicaExchange` sums each chunk's gradient over the groups before the update: replicas are equal bit for bit.
+:class:`ReplicaAveraging` lets them step by themselves and averages them every few steps: local SGD of the head groups.
 
 In between, a group's replica takes the gradient of its own samples' mean loss. An average takes the rows that took
 part in a step since the last one, which are the same on all replicas, and the optimizer's state with them (Yu et al.,
@@ -7,22 +10,84 @@ ICML 2019, arXiv:1905.03817), after which replicas are equal bit for bit.
 It may come late: groups then keep going while the network adds up, and take in the others' differences some steps
 after they were read (W ← W + mean − own, as in Paddle's Geo-SGD, which divides differences by the number of trainers
 too). Averages of differences and of rows are the same then, and need no copy of the rows as they were.
+
+A further exchange is a class here and its line in :meth:`ExchangeOptions.make`.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed import Work
 
+from plsc.errors import UsageError
 from plsc.head.class_table import Chunk, ClassRows, ClassTable, OptimizerState, renew_norms
-from plsc.head.low_precision import Rounding, RoundingBits, RowState, store
+from plsc.head.low_precision import ROUNDED, Rounding, RoundingBits, store
+from plsc.head.storage import TableStorage
 from plsc.parallel.collectives import all_reduce_sum, all_reduce_sum_async
 from plsc.parallel.mesh import Mesh
 
 _CHUNK_BYTES = 16 << 20  # of the values that are averaged at a time
 _SALT = 0x5BD1E995  # random bits other than those of the update of the same number
+
+
+@dataclass(frozen=True)
+class ExchangeOptions:
+    """What replicas exchange; attributes are :class:`plsc.ShardedHead`'s arguments.
+
+    Raises:
+        UsageError: a value is out of its range.
+    """
+
+    averaging_period: int = 1
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
+        period, staleness = self.averaging_period, self.staleness
+        if period < 1 or not 0 <= staleness <= period:
+            raise UsageError(
+                f"staleness is from 0 to averaging_period, and that at least 1, not {staleness} and {period}: an "
+                "average would begin before the last one has come in"
+            )
+
+    @property
+    def averages(self) -> bool:
+        """Whether replicas step by themselves."""
+        return self.averaging_period > 1 or self.staleness > 0
+
+    def check(self, storage: TableStorage, *, updates: bool = True, clips: bool = False) -> None:
+        """Refuse what does not go with averages.
+
+        Args:
+            storage: of the table.
+            updates: the head's own optimizer updates it.
+            clips: gradients of the table are clipped.
+
+        Raises:
+            UsageError: something does not.
+        """
+        if self.staleness and storage.placement == "device":
+            raise UsageError('staleness is for tables in host memory: give placement="host" or "mmap:FILE", or 0')
+        if self.averages and not updates:
+            raise UsageError(
+                f'averaging_period {self.averaging_period} averages after the head\'s own update: give update="fused"'
+            )
+        if self.averages and clips:
+            self.refuse_clipping()
+
+    def refuse_clipping(self) -> NoReturn:
+        """Raise a UsageError: replicas step by themselves, each by another gradient."""
+        raise UsageError(
+            f"averaging_period {self.averaging_period} leaves replicas no common gradient to clip: clip the "
+            "backbone's alone, or give averaging_period=1"
+        )
+
+    def make(self, table: ClassTable, replicas: Mesh) -> "ReplicaExchange":
+        """The exchange between ``replicas``, the ranks that hold the same shard."""
+        kind = ReplicaAveraging if self.averages and replicas.world_size > 1 else ReplicaExchange
+        return kind(table, replicas, self)
 
 
 @dataclass(frozen=True)
@@ -38,6 +103,76 @@ class Averages:
     step: int
 
 
+class ReplicaExchange:
+    """Replicas of one shard whose gradients are summed, chunk by chunk, while they are float32 or float64.
+
+    Args:
+        table: this rank's rows.
+        replicas: the ranks that hold the same shard.
+        options: of the exchange.
+
+    Attributes:
+        parts: whether replicas step by their own gradients, and part.
+        sent_bytes: that this rank gave to averages so far.
+    """
+
+    parts = False
+
+    def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
+        self._table, self._replicas, self.options = table, replicas, options
+        self.sent_bytes = 0
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients have to be summed before the update."""
+        return self._replicas.world_size > 1 and not self.parts
+
+    @property
+    def loss_factor(self) -> int:
+        """Of a group's part of the mean loss, to be the mean that its replica follows."""
+        return self._replicas.world_size if self.parts else 1
+
+    @property
+    def overlaps(self) -> bool:
+        """True if a chunk is summed over the replicas while the next is computed, and is updated after that.
+
+        Tables that do not lie on the device store a chunk when the next is asked for: it has to be updated by then.
+        """
+        return self.sums and self._table.is_resident
+
+    def summed(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
+        """``chunks`` with their gradients summed over the replicas. Replicas call."""
+        if self.overlaps:
+            return _summed_asynchronously(chunks, self._replicas)
+        return ((chunk, all_reduce_sum(gradient, self._replicas)) for chunk, gradient in chunks)
+
+    def record(self, classes: Tensor | None) -> None:
+        """Record that a step updates local ``classes`` (None: all), the same on all replicas."""
+
+    def after_step(self, averages: Averages) -> None:
+        """Count a step, a skipped one too: what is averaged at one changes no mean. Replicas call."""
+
+    def finish(self, averages: Averages) -> None:
+        """Make the replicas equal now, and count the period from here. Replicas call."""
+
+
+def _summed_asynchronously(chunks: Iterator[tuple[Chunk, Tensor]], mesh: Mesh) -> Iterator[tuple[Chunk, Tensor]]:
+    """Sum each chunk's gradient over ``mesh`` while the caller updates the one before and the next is computed."""
+    summing: tuple[Chunk, Tensor, Work] | None = None
+    for chunk, gradient in chunks:
+        summed = gradient if gradient.is_cuda else gradient.clone()  # a CPU's backend overwrites it by the next
+        before, summing = summing, (chunk, summed, all_reduce_sum_async(summed, mesh))
+        if before is not None:
+            yield _waited_for(*before)
+    if summing is not None:
+        yield _waited_for(*summing)
+
+
+def _waited_for(chunk: Chunk, gradient: Tensor, work: Work) -> tuple[Chunk, Tensor]:
+    work.wait()
+    return chunk, gradient
+
+
 @dataclass(frozen=True)
 class _Late:
     """An average under way: values ``own`` (rows, columns) as they were read, and their sum over the replicas."""
@@ -48,43 +183,34 @@ class _Late:
     work: Work
 
 
-class ReplicaAveraging:
-    """Averages the replicas of one shard.
+class ReplicaAveraging(ReplicaExchange):
+    """Replicas that step by themselves and are averaged; see :class:`ReplicaExchange` for the arguments."""
 
-    Args:
-        table: this rank's rows.
-        replicas: the ranks that hold the same shard.
-        period: steps from one average to the next.
-        staleness: steps after which an average comes in, 0 to ``period``; 0: all groups wait for it.
+    parts = True
 
-    Attributes:
-        sent_bytes: that this rank gave to collectives so far.
-    """
-
-    def __init__(self, table: ClassTable, replicas: Mesh, period: int, staleness: int) -> None:
-        self._table, self._replicas = table, replicas
-        self._period, self._staleness = period, staleness
+    def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
+        super().__init__(table, replicas, options)
         self._changed: list[Tensor | None] = []  # classes of the steps since the last average was read
         self._steps = 0  # since then
         self._late: _Late | None = None
-        self.sent_bytes = 0
+
+    def summed(self, chunks: Iterator[tuple[Chunk, Tensor]]) -> Iterator[tuple[Chunk, Tensor]]:
+        """``chunks`` as they are: a replica steps by its own."""
+        return chunks
 
     def record(self, classes: Tensor | None) -> None:
-        """Record that a step updates local ``classes`` (None: all), the same on all replicas."""
+        """See :meth:`ReplicaExchange.record`."""
         self._changed.append(classes)
 
     @torch.no_grad()
     def after_step(self, averages: Averages) -> None:
-        """Count a step; take in an average that was under way, and begin the next, where it is time. Replicas call.
-
-        Steps that are skipped count too: what is averaged at one changes no mean.
-        """
+        """Count a step; take in an average that was under way, and begin the next, where it is time. Replicas call."""
         self._steps += 1
-        if self._late is not None and self._steps >= self._staleness:
+        if self._late is not None and self._steps >= self.options.staleness:
             self._take_in(averages)
-        if self._steps < self._period:
+        if self._steps < self.options.averaging_period:
             return
-        if self._staleness == 0:
+        if self.options.staleness == 0:
             self._average(averages)
         else:
             self._begin(averages)
@@ -92,7 +218,7 @@ class ReplicaAveraging:
 
     @torch.no_grad()
     def finish(self, averages: Averages) -> None:
-        """Make the replicas equal now, and count the period from here. Replicas call."""
+        """See :meth:`ReplicaExchange.finish`."""
         if self._late is not None:
             self._take_in(averages)
         self._average(averages)
@@ -179,14 +305,10 @@ def _store(chunk: Chunk, own: Tensor, mean: Tensor, averages: Averages, table: C
     weight, *states = moved.split(columns, dim=1)
     tables = averages.state.of(chunk)
     bits = None
-    if any(each.dtype in (torch.bfloat16, torch.int8) for each in (chunk.weight, *_stored(tables))):
+    if any(each.dtype in ROUNDED for each in (chunk.weight, *(rows.values for rows in tables.values()))):
         numbers = chunk.local_rows + table.first_row
         bits = RoundingBits.draw(averages.seed ^ _SALT, averages.step, numbers, columns)
     store(chunk.table.weight, chunk.index, weight, bits.low if bits is not None else None, averages.rounding)
     renew_norms(chunk.table, chunk.index)
     for (name, rows), values in zip(tables.items(), states, strict=True):
         rows.write(chunk.index, values.clamp(min=0) if name == "second_moment" else values, bits)
-
-
-def _stored(tables: dict[str, RowState]) -> list[Tensor]:
-    return [table.values for table in tables.values()]
