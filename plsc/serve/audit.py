@@ -22,8 +22,15 @@ from plsc.errors import UsageError, first_line
 from plsc.files import sync
 from plsc.gallery.validation import now
 from plsc.progress import note
-from plsc.serve.audit_chain import BEGINNING, Head, numbered_files, parse_line
-from plsc.serve.audit_changes import MAX_BEYOND, ChangesSeen, read_changes
+from plsc.serve.audit_chain import (
+    BEGINNING,
+    MAX_BEYOND,
+    ChangesSeen,
+    Head,
+    numbered_files,
+    parse_line,
+    read_changes,
+)
 
 Event = Literal["write", "read", "search", "refusal"]
 EVENTS: dict[str, Event] = {"writes": "write", "reads": "read", "searches": "search", "refusals": "refusal"}
@@ -134,7 +141,7 @@ class AuditLog:
             line, head = head.line(entry)
             lines.append(line)
         try:
-            self._write(b"".join(line + b"\n" for line in lines))
+            self._write(b"".join(lines))
             self.head = head
             for entry in entries:
                 self._seen.take(entry)
@@ -151,7 +158,7 @@ class AuditLog:
                 for entry in entries:
                     self._append([entry], durable=durable)
             else:
-                _report(error, f"It lacks: {lines[0].decode()}")
+                _report(error, f"It lacks: {lines[0].decode().rstrip()}")
 
     def _write(self, data: bytes) -> None:
         size = os.fstat(self._descriptor).st_size if self._is_file else 0
@@ -265,13 +272,13 @@ def _last_line(path: Path) -> tuple[Head | None, bytes]:
         line = tail[tail.rfind(b"\n", 0, end) + 1 : end]
         entry = parse_line(line)
         if entry is not None:
-            return Head(entry["sequence"], hashlib.sha256(line).hexdigest()), tail[end + 1 :]
+            return Head.of(line, entry), tail[end + 1 :]
     return None, tail
 
 
 def _first_sequence(path: Path) -> int:
     with path.open("rb") as file:
-        entry = parse_line(file.readline().rstrip(b"\n"))
+        entry = parse_line(file.readline())
     return 0 if entry is None else int(entry["sequence"])
 
 

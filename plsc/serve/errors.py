@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -27,27 +27,32 @@ from plsc.errors import (
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.progress import note
 
-Code = Literal[
-    "bad_request",
-    "unauthorized",
-    "forbidden",
-    "not_found",
-    "method_not_allowed",
-    "too_slow",
-    "conflict",
-    "precondition_failed",
-    "too_large",
-    "unsupported_type",
-    "unprocessable",
-    "too_many",
-    "internal",
-    "not_implemented",
-    "unavailable",
-    "deadline",
-    "quota_exceeded",
-]
-_STATUSES = (400, 401, 403, 404, 405, 408, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
-CODES: dict[int, str] = {**dict(zip(_STATUSES, get_args(Code), strict=True)), 414: "too_large", 431: "too_large"}
+# The code of each status, and what the description says of it.
+_ERRORS: dict[int, tuple[str, str]] = {
+    400: ("bad_request", "Invalid request"),
+    401: ("unauthorized", "No token, or an unknown one"),
+    403: ("forbidden", "The token's role does not suffice"),
+    404: ("not_found", "Not found"),
+    405: ("method_not_allowed", "Method not allowed"),
+    408: ("too_slow", "The body came too slowly"),
+    409: (
+        "conflict",
+        "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
+    ),
+    412: ("precondition_failed", "The person was changed since it was read"),
+    413: ("too_large", "Larger than allowed"),
+    415: ("unsupported_type", "Unsupported content type"),
+    422: ("unprocessable", "An image or vector that cannot be used, or an Idempotency-Key of another request"),
+    429: ("too_many", "More than the caller's rate limits or its share of the service allow"),
+    500: ("internal", "Internal error, or the stored data is damaged"),
+    501: ("not_implemented", "The store cannot do this"),
+    503: ("unavailable", "Busy, loading, stopping, or the store is unreachable"),
+    504: ("deadline", "Deadline exceeded"),
+    507: ("quota_exceeded", "More than the operator's quotas allow"),
+    414: ("too_large", "The path and the query are too long"),
+    431: ("too_large", "The head is too large"),
+}
+_CODES = list(dict.fromkeys(code for code, _ in _ERRORS.values()))
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
 _STATUS_OF: tuple[tuple[type[PlscError], int], ...] = (
@@ -63,26 +68,6 @@ _STATUS_OF: tuple[tuple[type[PlscError], int], ...] = (
 _INTERNAL = {
     500: "the stored data are damaged; see the server's log",
     503: "the store cannot be read or written at the moment; see the server's log",
-}
-_DESCRIPTIONS = {
-    400: "Invalid request",
-    401: "No token, or an unknown one",
-    403: "The token's role does not suffice",
-    404: "Not found",
-    408: "The body came too slowly",
-    409: "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
-    412: "The person was changed since it was read",
-    413: "Larger than allowed",
-    414: "The path and the query are too long",
-    415: "Unsupported content type",
-    422: "An image or vector that cannot be used, or an Idempotency-Key of another request",
-    429: "More than the caller's rate limits or its share of the service allow",
-    431: "The head is too large",
-    500: "Internal error, or the stored data is damaged",
-    501: "The store cannot do this",
-    503: "Busy, loading, stopping, or the store is unreachable",
-    504: "Deadline exceeded",
-    507: "More than the operator's quotas allow",
 }
 
 
@@ -128,7 +113,7 @@ class ApiError(HTTPException):
 class ErrorDetail(BaseModel):
     """``code`` is one of a fixed set; ``message`` is one line: the problem and the fix."""
 
-    code: Code
+    code: Annotated[str, Field(json_schema_extra={"enum": _CODES})]
     message: str
 
 
@@ -193,7 +178,7 @@ def as_api_error(error: PlscError, private_paths: Sequence[str] = ()) -> ApiErro
 def to_response(path: str, error: HTTPException) -> Response:
     """The error as JSON; under /v2 in the Open Inference Protocol's shape ``{"error": message}``."""
     status, message = error.status_code, str(error.detail)
-    code = CODES.get(status, "bad_request" if status < 500 else "internal")
+    code, _ = _ERRORS.get(status, _ERRORS[400 if status < 500 else 500])
     is_inference = path == "/v2" or path.startswith("/v2/")
     body = {"error": message if is_inference else {"code": code, "message": message}, **getattr(error, "details", {})}
     return Response(to_json(body), status, error.headers, "application/json")
@@ -213,6 +198,6 @@ def first_error(problems: Sequence[Any]) -> str:
 def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's ``responses``: those of ``statuses``, and those that every operation with a role may give."""
     return {
-        status: {"model": model, "description": _DESCRIPTIONS[status], "headers": _HEADERS.get(status, {})}
+        status: {"model": model, "description": _ERRORS[status][1], "headers": _HEADERS.get(status, {})}
         for status in sorted({400, 401, 403, 414, 429, 431, 500, 503, *statuses, *((408,) if 413 in statuses else ())})
     }

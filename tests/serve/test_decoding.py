@@ -66,7 +66,7 @@ def process() -> Iterator[DecodeProcess]:
     running = DecodeProcess(MEGAPIXELS, MEGAPIXELS)
     yield running
     running.close()
-    running.reap()
+    running.end()
 
 
 def child_of(process: DecodeProcess) -> psutil.Process:
@@ -125,7 +125,7 @@ def test_scans_are_limited_and_time_is_where_the_count_is_not(process, monkeypat
         assert slow.decode(picture(1), "x").pixels.shape == (16, 16, 3), "another process took its place"
     finally:
         slow.close()
-        slow.reap()
+        slow.end()
 
 
 def test_memory_is_limited(process):
@@ -311,7 +311,7 @@ def test_landmarks_in_the_file_s_pixels_find_the_face_in_a_shrunk_picture(orient
         assert (crop.float() - full).abs().mean() < 4 < (crop.float() - full.flip(-1)).abs().mean()
     finally:
         process.close()
-        process.reap()
+        process.end()
 
 
 @pytest.mark.slow
@@ -326,7 +326,7 @@ def test_a_photo_of_64_megapixels_is_decoded_within_the_limits(kind):
         assert peak < (300 if kind else 120) * 1024, "kilobytes"
     finally:
         process.close()
-        process.reap()
+        process.end()
 
 
 def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):

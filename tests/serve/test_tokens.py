@@ -15,14 +15,13 @@ from starlette.routing import Route
 from support.live_service import DIM, Live, live_service
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
-from plsc.serve import token_book
+from plsc.serve import tokens as tokens_module
 from plsc.serve.access import RIGHTS, ROLES
 from plsc.serve.errors import ApiError
 from plsc.serve.routing import permission_of
 from plsc.serve.server import Server
 from plsc.serve.settings import Settings
-from plsc.serve.token_book import TokenBook
-from plsc.serve.tokens import Token, add_token, read_tokens, remove_token
+from plsc.serve.tokens import Token, TokenBook, add_token, read_tokens, remove_token
 from plsc.tools.entry import main
 
 NEEDED = {
@@ -187,7 +186,7 @@ def test_a_file_with_keys_behind_the_hash_is_put_in_order(tmp_path, capsys):
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The clock of token books: a list of the one time that it shows."""
     shown = [1000.0]
-    monkeypatch.setattr(token_book.time, "monotonic", lambda: shown[0])
+    monkeypatch.setattr(tokens_module.time, "monotonic", lambda: shown[0])
     return shown
 
 
@@ -272,8 +271,8 @@ def test_a_file_open_to_others_is_warned_of(tmp_path, clock, capsys):
 
 
 def test_readiness_tells_of_a_token_file_that_is_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_book, "_REREAD_SECONDS", 0.0)
-    monkeypatch.setattr(token_book, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(tokens_module, "_REREAD_SECONDS", 0.0)
+    monkeypatch.setattr(tokens_module, "_GRACE_SECONDS", 0.0)
     tokens = tmp_path / "tokens.toml"
     secret = add_token(tokens, "a", "admin")
     with live_service(tmp_path, tokens=tokens) as live:

@@ -9,15 +9,14 @@ from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from plsc.serve.access import Right, Role, current_caller
+from plsc.serve.access import Right, Role, ScoreView, current_caller
 from plsc.serve.errors import error_responses
 from plsc.serve.rate_limits import charge, effective_limits
 from plsc.serve.routing import Served, requires
 from plsc.serve.schemas import IMAGE, Body, Input, Warnings, examples, with_warnings
-from plsc.serve.scores import ScoreView
-from plsc.serve.uploads import Upload, UploadRoute, accepts
+from plsc.serve.uploads import BodyRoute, Upload, accepts
 
-router = APIRouter(prefix="/v1", route_class=UploadRoute, tags=["model"])
+router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["model"])
 _TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs")
 
 
@@ -143,7 +142,6 @@ async def info(service: Served) -> Info:
 @router.post(
     "/compare",
     responses=error_responses(413, 415, 422, 504),
-    response_model_exclude_unset=True,
     openapi_extra=_TWO.described(),
 )
 @requires("search", counts_as="searches")

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from plsc.gallery.store import Match
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.index.ann import TUNED_FOR
-from plsc.serve.access import current_caller
+from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
 from plsc.serve.rate_limits import charge
@@ -41,7 +41,6 @@ from plsc.serve.schemas import (
     examples,
     parse_filter,
 )
-from plsc.serve.scores import ScoreView
 from plsc.serve.service import Service
 from plsc.serve.uploads import PICTURE_TYPES, Upload, check_type, is_upload, read_upload
 
