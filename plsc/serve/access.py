@@ -6,11 +6,11 @@ scores are exact only for callers with the right ``vectors``.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from plsc.gallery.store import Match
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plsc.serve.rate_limits import Kind, RateLimit
     from plsc.serve.settings import Settings
 
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 Role = Literal["search", "read", "write", "admin"]
 ROLES: tuple[Role, ...] = ("search", "read", "write", "admin")  # each includes those before it
 Right = Literal["vectors", "embeddings"]
@@ -45,6 +46,11 @@ class Permission:
     right: Right | None = None
     all_collections: bool = False
     counts_as: "Kind | None" = None
+
+    def __call__(self, endpoint: Endpoint) -> Endpoint:
+        """Declare what an endpoint needs, as its decorator; every endpoint declares it."""
+        endpoint.permission = self  # type: ignore[attr-defined]
+        return endpoint
 
     def rate_kind(self, method: str) -> "Kind | None":
         """What a request by ``method`` counts as besides "requests"."""

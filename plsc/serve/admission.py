@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -63,7 +63,9 @@ class RequestContext:
         self.scope, self._receive, self._send, self._admission = scope, receive, send, admission
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun, self._limits = time.monotonic(), limits
-        self.body_complete = not self.announces_body()
+        self.body_complete = (
+            b"transfer-encoding" not in self.headers and self.headers.get(b"content-length", b"0") == b"0"
+        )
         self._empty_body_read = False
         self.body_bytes = 0
         self.is_counted, self.disconnected = False, False
@@ -73,12 +75,8 @@ class RequestContext:
         self.route = "other"  # its path, with the names of parameters
         self.collection: str | None = None
         self.status = 0  # of the answer, once it has begun
-        self._task = asyncio.current_task()
+        self.task = cast("asyncio.Task[None]", asyncio.current_task())
         self.connection: Connection = scope["state"]["connection"]
-
-    def announces_body(self) -> bool:
-        """True if the head says that a body follows."""
-        return b"transfer-encoding" in self.headers or self.headers.get(b"content-length", b"0") != b"0"
 
     @property
     def owner(self) -> str:
@@ -92,7 +90,11 @@ class RequestContext:
         message = await self._receive_in_time()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "the connection was lost before the body was complete")
-        self._count(len(message.get("body", b"")))
+        size = len(message.get("body", b""))
+        if self.body_bytes + size > self._limits.body_bytes:
+            raise body_too_large(self._limits)
+        self._admission.bodies.take(self.owner, size)
+        self.body_bytes += size
         if not message.get("more_body", False):
             self.body_complete, self._empty_body_read = True, True
             self._admission.begin(self, self.permission)
@@ -142,12 +144,6 @@ class RequestContext:
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
 
-    def _count(self, size: int) -> None:
-        if self.body_bytes + size > self._limits.body_bytes:
-            raise body_too_large(self._limits)
-        self._admission.bodies.take(self.owner, size)
-        self.body_bytes += size
-
     async def _after_body(self) -> Message:
         if not self._empty_body_read:
             self._empty_body_read = True
@@ -159,14 +155,7 @@ class RequestContext:
     def cancel(self) -> None:
         """End the request: its caller has left, and nobody waits for the answer."""
         self.disconnected = True
-        assert self._task is not None, "requests run in tasks"
-        self._task.cancel()
-
-    def swallow_cancellation(self) -> bool:
-        """True if the request was cancelled because its caller disconnected; the task may end normally then."""
-        if self.disconnected and self._task is not None:
-            self._task.uncancel()
-        return self.disconnected
+        self.task.cancel()
 
 
 class Admission:
@@ -214,8 +203,7 @@ class Admission:
         try:
             await self._answer(context)
         except asyncio.CancelledError:
-            if not context.swallow_cancellation():
-                await self._end_early(context)
+            await self._end_early(context)
         finally:
             context.connection.on_lost = None  # the next request on it is another
             if context.is_counted:
@@ -275,12 +263,11 @@ class Admission:
             await turns.take(context.connection, partial(_respond, context, answer))
 
     async def _end_early(self, context: RequestContext) -> None:
-        """Answer a request that is cancelled because the time to finish what had begun is over."""
-        task = asyncio.current_task()
-        if self._lifecycle.status != "stopping" or task is None:
+        """End a request that is cancelled: its caller has left, or the time to finish what had begun is over."""
+        if not context.disconnected and self._lifecycle.status != "stopping":
             raise asyncio.CancelledError
-        task.uncancel()
-        if not context.status:
+        context.task.uncancel()
+        if not context.disconnected and not context.status:
             error = ApiError(503, "the service is stopping, and this was not finished in time; ask another, or later")
             await to_response(context.scope["path"], error)(context.scope, context.receive, context.send)
 
@@ -302,7 +289,7 @@ class Admission:
             self._admit_caller(context)
             return None
         context.route = scope["path"]
-        if context.announces_body():  # an unknown caller: nothing is kept for them
+        if not context.body_complete:  # an unknown caller: nothing is kept for them
             raise ApiError(400, f"{scope['path'][:80]} takes no body; send the request without one")
         scope["state"]["lifecycle"] = self._lifecycle
         return answer

@@ -216,10 +216,14 @@ class ChangesSeen:
         return {"event": "gap", "missing": missing[:_MAX_RANGES], "count": count, "changes_to": last}
 
 
-def read_changes(path: Path) -> ChangesSeen:
-    """What the lines of a log's newest file say."""
-    seen = ChangesSeen()
-    for _, _, line in read_lines([path] if path.is_file() else []):
-        if (entry := parse_line(line)) is not None:
+def read_end(path: Path) -> tuple[Head | None, bytes, ChangesSeen]:
+    """The head of the last whole line of a chain in a log's file, what follows it, and the changes that have lines."""
+    last, torn, seen = None, b"", ChangesSeen()
+    for _, _, line in read_lines([path]):
+        entry = parse_line(line) if line.endswith(b"\n") else None
+        if entry is None:
+            torn += line
+        else:
+            last, torn = (line, entry), b""
             seen.take(entry)
-    return seen
+    return None if last is None else Head.of(*last), torn, seen

@@ -12,18 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from plsc.errors import (
-    ConflictError,
-    DataError,
-    DeadlineError,
-    NotFoundError,
-    PlscError,
-    PreconditionError,
-    StorageError,
-    UnsupportedError,
-    UsageError,
-    quoted,
-)
+from plsc import errors
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.progress import note
 
@@ -55,15 +44,15 @@ _ERRORS: dict[int, tuple[str, str]] = {
 _CODES = list(dict.fromkeys(code for code, _ in _ERRORS.values()))
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
-_STATUS_OF: tuple[tuple[type[PlscError], int], ...] = (
-    (NotFoundError, 404),
-    (PreconditionError, 412),
-    (ConflictError, 409),
-    (StorageError, 503),
-    (DeadlineError, 504),
-    (UnsupportedError, 501),
-    (UsageError, 400),
-    (DataError, 422),
+_STATUS_OF: tuple[tuple[type[errors.PlscError], int], ...] = (
+    (errors.NotFoundError, 404),
+    (errors.PreconditionError, 412),
+    (errors.ConflictError, 409),
+    (errors.StorageError, 503),
+    (errors.DeadlineError, 504),
+    (errors.UnsupportedError, 501),
+    (errors.UsageError, 400),
+    (errors.DataError, 422),
 )
 _INTERNAL = {
     500: "the stored data are damaged; see the server's log",
@@ -136,7 +125,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application: any exception of a route as an HTTP response."""
     if isinstance(error, RequestValidationError):
         error = ApiError(400, first_error(error.errors()))
-    elif isinstance(error, PlscError):
+    elif isinstance(error, errors.PlscError):
         error = as_api_error(error, request.app.state.lifecycle.private_paths)
     elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
         error = _of_router(request, error)
@@ -147,7 +136,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 def _of_router(request: Request, error: HTTPException) -> HTTPException:
     """The router's own errors in words; it names the methods of one route where several share a path."""
-    path = quoted(request.url.path)
+    path = errors.quoted(request.url.path)
     if error.status_code == 404:
         return ApiError(404, f"there is no {path}; GET /openapi.json describes all there is")
     if error.status_code != 405:
@@ -157,7 +146,7 @@ def _of_router(request: Request, error: HTTPException) -> HTTPException:
     return ApiError(405, f"{path} takes {methods}", {"Allow": methods})
 
 
-def as_api_error(error: PlscError, private_paths: Sequence[str] = ()) -> ApiError:
+def as_api_error(error: errors.PlscError, private_paths: Sequence[str] = ()) -> ApiError:
     """Map an exception of the library to its HTTP status.
 
     What is wrong with the service itself is told in the server's log: to callers it would name files and folders.
@@ -188,7 +177,7 @@ def first_error(problems: Sequence[Any]) -> str:
     """The first of pydantic's errors as one line that names its location."""
     first = problems[0]
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == COLLECTION_NAME:
-        return f"{COLLECTION_NAME_RULE}, unlike {quoted(first['input'])}"
+        return f"{COLLECTION_NAME_RULE}, unlike {errors.quoted(first['input'])}"
     parts = (str(part) for part in first["loc"] if part != "body")
     location = ".".join(part[:80] for part in parts if not part.startswith(FORM))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -7,7 +7,7 @@ change unawares.
 import functools
 import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic_core
@@ -20,9 +20,9 @@ from starlette.types import Scope
 
 from plsc.gallery.store import Person, Precondition
 from plsc.gallery.validation import COLLECTION_NAME
-from plsc.serve.access import Permission, Right, Role
+from plsc.serve.access import Permission
 from plsc.serve.errors import ApiError
-from plsc.serve.rate_limits import Kind
+from plsc.serve.schemas import header_parameter
 from plsc.serve.service import Lifecycle, Service
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else
@@ -39,39 +39,21 @@ _OURS = re.compile(r'"(\d{1,19})-(\d{1,19})"')
 _MAX_HEADER = 4096  # characters
 
 
-def _parameter(name: str, description: str, pattern: str) -> dict[str, Any]:
-    schema = {"type": "string", "maxLength": _MAX_HEADER, "pattern": pattern}
-    return {"name": name, "in": "header", "required": False, "description": description, "schema": schema}
-
-
-_IF_MATCH = _parameter(
+_IF_MATCH = header_parameter(
     "If-Match",
     "* or ETags of the person, one of which has to be the present one",
-    rf"^(?:\*|{_TAG}(?:\s*,\s*{_TAG})*,?)$",
+    maxLength=_MAX_HEADER,
+    pattern=rf"^(?:\*|{_TAG}(?:\s*,\s*{_TAG})*,?)$",
 )
-_IF_NONE_MATCH = _parameter("If-None-Match", "*: there must be no such person", r"^\*$")
+_IF_NONE_MATCH = header_parameter(
+    "If-None-Match", "*: there must be no such person", maxLength=_MAX_HEADER, pattern=r"^\*$"
+)
 # What a route that reads a precondition adds to its OpenAPI description; and one that also makes persons.
 CONDITIONS_DESCRIBED = {"parameters": [_IF_MATCH]}
 PUT_CONDITIONS_DESCRIBED = {"parameters": [_IF_MATCH, _IF_NONE_MATCH]}
 DELETED: dict[str, Any] = {"status_code": 204, "response_class": Response}  # of routes that answer with nothing
 
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
-
-
-def requires(
-    role: Role | None,
-    right: Right | None = None,
-    *,
-    all_collections: bool = False,
-    counts_as: Kind | None = None,
-) -> Callable[[Endpoint], Endpoint]:
-    """Declare what an endpoint needs of its caller, see :class:`Permission`. Every endpoint declares it."""
-
-    def declare(endpoint: Endpoint) -> Endpoint:
-        endpoint.permission = Permission(role, right, all_collections, counts_as)  # type: ignore[attr-defined]
-        return endpoint
-
-    return declare
+requires = Permission  # what an endpoint needs of its caller, above it: @requires("read")
 
 
 def permission_of(route: BaseRoute) -> Permission:

@@ -2,6 +2,7 @@
 
 from typing import Annotated, Any, TypeVar
 
+from fastapi import Body as BodyParameter
 from fastapi import Path
 from pydantic import (
     AfterValidator,
@@ -86,6 +87,14 @@ FILTER_PARAMETER = {
     "description": "A filter as JSON text",
     "content": {"application/json": {"schema": {"anyOf": [FILTER_SCHEMA, _NULL]}, "example": FILTER}},
 }
+
+
+def header_parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    """OpenAPI's description of a header that a request may have, a string."""
+    described = {"type": "string", **schema}
+    return {"name": name, "in": "header", "required": False, "description": description, "schema": described}
+
+
 _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _IN_BASE64: dict[str, Any] = {"contentEncoding": "base64", "minLength": 4, "pattern": _BASE64}
 
@@ -199,6 +208,11 @@ def parse_filter(value: Any) -> Filter | None:
 def examples(**values: Any) -> dict[str, Any]:
     """OpenAPI's named examples of a body; underscores in the names read as spaces."""
     return {name: {"summary": name.replace("_", " "), "value": value} for name, value in values.items()}
+
+
+def body_like(**values: Any) -> Any:
+    """FastAPI's declaration of a body, with named examples of it."""
+    return BodyParameter(openapi_examples=examples(**values))
 
 
 # What the description says of external ids; check_external_id decides which characters are printable.

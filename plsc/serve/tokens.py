@@ -28,7 +28,7 @@ import stat
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -99,7 +99,10 @@ def read_tokens(path: Path, *, in_any_order: bool = False) -> list[Token]:
         DataError: its content is not a token file, or sha256 is not the last key of a token.
     """
     entries = _read_entries(path)
-    tokens = [_token(path, entry) for entry in entries]
+    try:
+        tokens = [_checked(entry) for entry in entries]
+    except UsageError as error:
+        raise DataError(f"{path}: {error}") from None
     names = [token.name for token in tokens]
     if len(set(names)) < len(names):
         raise DataError(f"{path} names a token twice; give each its own name")
@@ -147,7 +150,7 @@ def change_token(path: Path, name: str, **changes: Any) -> Token:
     """Change what a token may do; its secret stays. ``changes`` are attributes of the :class:`Token`."""
     tokens = read_tokens(path, in_any_order=True)
     former = _find(path, tokens, name)
-    changed = _checked({**_attributes(former), **changes})
+    changed = _checked({**asdict(former), **changes})
     _write(path, [changed if token is former else token for token in tokens])
     return changed
 
@@ -178,13 +181,6 @@ def _find(path: Path, tokens: Sequence[Token], name: str) -> Token:
 
 def _digest(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
-
-
-def _token(path: Path, entry: Any) -> Token:
-    try:
-        return _checked(entry)
-    except UsageError as error:
-        raise DataError(f"{path}: {error}") from None
 
 
 def _checked(entry: Any) -> Token:
@@ -231,20 +227,13 @@ def _strings(name: str, key: str, value: Any) -> tuple[str, ...]:
 
 
 def _write(path: Path, tokens: Sequence[Token]) -> None:
-    tables = ["\n".join(["[[token]]", *_lines(token)]) for token in tokens]
+    tables = []
+    for token in tokens:  # in TOML strings and lists of strings are written as JSON's; what is empty is left out
+        given = {key: value for key, value in asdict(token).items() if value is not None and value != ()}
+        tables.append("\n".join(["[[token]]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())]))
     with atomic_write(path) as tmp_path:
         tmp_path.touch(mode=0o600)
         tmp_path.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-
-
-def _lines(token: Token) -> list[str]:
-    """The token's attributes in TOML, whose strings and lists of strings are written as JSON's; without empty ones."""
-    values = _attributes(token).items()
-    return [f"{key} = {json.dumps(value)}" for key, value in values if value is not None and value != ()]
-
-
-def _attributes(token: Token) -> dict[str, Any]:
-    return {field.name: getattr(token, field.name) for field in fields(Token)}
 
 
 class TokenBook:

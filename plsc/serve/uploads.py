@@ -16,8 +16,9 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from plsc.errors import quoted
+from plsc.serve.access import Endpoint
 from plsc.serve.errors import ApiError
-from plsc.serve.routing import Endpoint, content_type, get_service, read_body, read_json, require_json
+from plsc.serve.routing import content_type, get_service, read_body, read_json, require_json
 from plsc.serve.service import Service
 
 # The bytes decide which it is.

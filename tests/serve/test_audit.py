@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from support.live_service import DIM, Live, image_input, live_service, picture
+from support.live_service import DIM, Live, bearer, image_input, live_service, picture
 from support.waiting import wait_until
 
 from plsc.errors import IntegrityError, UsageError
@@ -57,7 +57,7 @@ def test_each_event_gets_its_line_where_it_is_asked_for(tmp_path):
         live.http.headers["Authorization"] = f"Bearer {root}"
         place = live.collection("staff")
         enrolled = live.ask("POST", f"{place}/persons", {"faces": [image_input(picture(1))]}).json()["id"]
-        seen = {"Authorization": f"Bearer {camera}"}
+        seen = bearer(camera)
         live.ask("POST", f"{place}/search", {"query": image_input(picture(1))}, headers=seen)
         live.ask("GET", f"{place}/persons/{enrolled}")
         live.ask("GET", f"{place}/persons", headers=seen)

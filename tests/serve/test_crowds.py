@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live_service import Live, live_service
+from support.live_service import Live, bearer, live_service
 from support.waiting import wait_until
 
 from plsc.serve.connections import Connection, ConnectionBudget
@@ -40,7 +40,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[Live, dict[str, str]]]:
     """A service with tokens, and a caller's headers."""
     secret = add_token(tmp_path / "tokens.toml", "someone", "read")
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml", limits=LIMITS, metrics_port=0) as running:
-        yield running, {"Authorization": f"Bearer {secret}"}
+        yield running, bearer(secret)
 
 
 def crowd(live: Live, first: bytes, count: int = CROWD) -> list[socket.socket]:

@@ -33,6 +33,8 @@ from plsc.serve.inputs import decode
 from plsc.serve.settings import Limits
 
 MEGAPIXELS = 12_000_000
+# On a loaded machine a request of large pictures takes longer than usual.
+SETTINGS = {"decode_processes": 1, "limits": Limits(deadline_seconds=110)}
 
 
 def encoded(image: Any, kind: str, **options: Any) -> bytes:
@@ -51,14 +53,6 @@ def scan_bomb(side: int, scans: int) -> bytes:
     last = data.rindex(b"\xff\xda")
     scan = data[last:-2][: 2 + int.from_bytes(data[last + 2 : last + 4], "big") + 30]
     return data[:-2] + scan * scans + data[-2:]
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    slow = Limits(deadline_seconds=110)  # on a loaded machine a request of large pictures takes longer than usual
-    with live_service(tmp_path_factory.mktemp("decoding"), decode_processes=1, limits=slow) as running:
-        running.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(1))] * 2})  # the processes start
-        yield running
 
 
 @pytest.fixture

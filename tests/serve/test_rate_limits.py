@@ -5,7 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live_service import DIM, Live, image_input, live_service, picture, vectors
+from support.live_service import DIM, Live, bearer, image_input, live_service, picture, vectors
 
 from plsc.errors import UsageError
 from plsc.serve import rate_limits
@@ -103,7 +103,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, di
 
 def ask(limited: tuple[Live, dict[str, str]], name: str, method: str, path: str, body: object = None) -> httpx.Response:
     live, secrets = limited
-    return live.ask(method, path, body, headers={"Authorization": f"Bearer {secrets[name]}"})
+    return live.ask(method, path, body, headers=bearer(secrets[name]))
 
 
 SEARCH, PERSONS = "/v1/collections/staff/search", "/v1/collections/staff/persons"
@@ -187,7 +187,7 @@ def test_a_token_expires(tmp_path):
     past = add_token(tokens, "past", "admin", expires="2026-01-01")
     future = add_token(tokens, "future", "admin", expires="2999-01-01T12:00:00+02:00")
     with live_service(tmp_path, tokens=tokens) as live:
-        refused = live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {past}"})
+        refused = live.ask("GET", "/v1/info", headers=bearer(past))
         assert refused.status_code == 401
         assert "the token past has expired (2026-01-01)" in refused.json()["error"]["message"]
-        assert live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {future}"}).status_code == 200
+        assert live.ask("GET", "/v1/info", headers=bearer(future)).status_code == 200

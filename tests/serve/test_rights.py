@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from support.live_service import Live, image_input, linear_embedder, live_service, picture, vectors
+from support.live_service import Live, bearer, image_input, linear_embedder, live_service, picture, vectors
 
 from plsc.serve.tokens import add_token, change_token, read_tokens
 from plsc.tools.entry import main
@@ -27,7 +27,7 @@ class Guarded:
         self._secrets[name] = add_token(self.tokens, name, **options)  # type: ignore[arg-type]
 
     def ask(self, name: str, method: str, path: str, body: object = None) -> httpx.Response:
-        return self.live.ask(method, path, body, headers={"Authorization": f"Bearer {self._secrets[name]}"})
+        return self.live.ask(method, path, body, headers=bearer(self._secrets[name]))
 
 
 @pytest.fixture(scope="module")

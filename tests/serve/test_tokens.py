@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from starlette.routing import Route
-from support.live_service import DIM, Live, live_service
+from support.live_service import DIM, Live, bearer, live_service
 
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.serve import tokens as tokens_module
@@ -83,10 +83,6 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def live(tmp_path_factory: pytest.TempPathFactory, secrets: dict[str, str]) -> Iterator[Live]:
     with live_service(tmp_path_factory.mktemp("guarded"), tokens=Path(secrets[""])) as running:
         yield running
-
-
-def bearer(secret: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {secret}"}
 
 
 def test_a_file_holds_hashes_and_is_its_owners_alone(tmp_path):

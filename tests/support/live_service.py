@@ -131,6 +131,11 @@ def picture(seed: int, size: int = SIZE, kind: str = "PNG") -> bytes:
     return file.getvalue()
 
 
+def bearer(secret: str) -> dict[str, str]:
+    """The header that carries a token's secret."""
+    return {"Authorization": f"Bearer {secret}"}
+
+
 def image_input(data: bytes) -> dict[str, Any]:
     """An encoded picture as an input."""
     return {"image": base64.b64encode(data).decode()}

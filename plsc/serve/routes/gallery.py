@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from fastapi import Body as BodyParameter
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
@@ -13,7 +12,7 @@ from plsc.serve import idempotency
 from plsc.serve.access import current_caller
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.routing import DELETED, CollectionName, Served, requires
-from plsc.serve.schemas import Body, examples
+from plsc.serve.schemas import Body, body_like
 from plsc.serve.uploads import BodyRoute
 
 router = APIRouter(prefix="/v1/collections", route_class=BodyRoute, tags=["collections"])
@@ -66,7 +65,7 @@ async def list_collections(service: Served) -> CollectionsView:
 )
 @requires("write", all_collections=True)
 async def create_collection(
-    body: Annotated[NewCollection, BodyParameter(openapi_examples=examples(a_collection={"name": "visitors"}))],
+    body: Annotated[NewCollection, body_like(a_collection={"name": "visitors"})],
     service: Served,
     request: Request,
     response: Response,

@@ -4,7 +4,6 @@ from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter
-from fastapi import Body as BodyParameter
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
@@ -13,7 +12,7 @@ from plsc.serve.access import Right, Role, ScoreView, current_caller
 from plsc.serve.errors import error_responses
 from plsc.serve.rate_limits import charge, effective_limits
 from plsc.serve.routing import Served, requires
-from plsc.serve.schemas import IMAGE, Body, Input, Warnings, examples, with_warnings
+from plsc.serve.schemas import IMAGE, Body, Input, Warnings, body_like, with_warnings
 from plsc.serve.uploads import BodyRoute, Upload, accepts
 
 router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["model"])
@@ -147,10 +146,7 @@ async def info(service: Served) -> Info:
 @requires("search", counts_as="searches")
 @accepts(_TWO)
 async def compare(
-    body: Annotated[
-        CompareBody,
-        BodyParameter(openapi_examples=examples(two_pictures={"a": {"image": IMAGE}, "b": {"image": IMAGE}})),
-    ],
+    body: Annotated[CompareBody, body_like(two_pictures={"a": {"image": IMAGE}, "b": {"image": IMAGE}})],
     service: Served,
 ) -> CompareView:
     """The cosine of two inputs, and whether it reaches the service's threshold."""
@@ -171,7 +167,7 @@ async def compare(
 @requires("search", "embeddings", counts_as="embeddings")
 @accepts(_SEVERAL)
 async def embeddings(
-    body: Annotated[EmbeddingsBody, BodyParameter(openapi_examples=examples(a_picture={"inputs": [{"image": IMAGE}]}))],
+    body: Annotated[EmbeddingsBody, body_like(a_picture={"inputs": [{"image": IMAGE}]})],
     service: Served,
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""

@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Query, Request
-from fastapi import Body as BodyParameter
 from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
 from plsc.gallery.store import Person
-from plsc.serve import idempotency
+from plsc.serve import idempotency, schemas
 from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
 from plsc.serve.errors import ApiError, error_responses
 from plsc.serve.rate_limits import charge
@@ -30,36 +29,15 @@ from plsc.serve.routing import (
     requires,
     set_etag,
 )
-from plsc.serve.schemas import (
-    FILTER_PARAMETER,
-    IMAGE,
-    EnrolledPersonView,
-    EnrolledView,
-    EnrolmentBody,
-    ExternalIdPath,
-    FacesBody,
-    FacesView,
-    FaceView,
-    NewPersonView,
-    PersonChange,
-    PersonPut,
-    PersonsBody,
-    PersonsView,
-    PersonView,
-    examples,
-    parse_filter,
-    show,
-    with_warnings,
-)
 from plsc.serve.service import Service
 from plsc.serve.uploads import BodyRoute, Upload, accepts
 
 MAX_PAGE = 1000
 _READ_TOGETHER = 128  # persons; with the longest metadata, 32 MiB
 _FACE_BYTES = 20  # of a face in an answer, about
-_ADA = {"name": "Ada", "metadata": {"city": "Bern", "age": 31}, "faces": [{"image": IMAGE}]}
-_UPSERT = {"name": "Ada", "metadata": {"city": "Bern"}, "expires": "2030-01-31", "faces": [{"image": IMAGE}]}
-_SEVERAL = {"persons": [_ADA, {"name": "Grace", "faces": [{"image": IMAGE}]}]}
+_ADA = {"name": "Ada", "metadata": {"city": "Bern", "age": 31}, "faces": [{"image": schemas.IMAGE}]}
+_UPSERT = {"name": "Ada", "metadata": {"city": "Bern"}, "expires": "2030-01-31", "faces": [{"image": schemas.IMAGE}]}
+_SEVERAL = {"persons": [_ADA, {"name": "Grace", "faces": [{"image": schemas.IMAGE}]}]}
 
 _PERSON = Upload("faces", texts=("name", "metadata", "expires"), as_json=("metadata",))
 _NEW_PERSON = replace(_PERSON, texts=(*_PERSON.texts, "external_id"))
@@ -72,7 +50,7 @@ _PERSON_PATH, _FACE_PATH = "/{collection}/persons/{person}", "/{collection}/pers
 @router.get(
     "/{collection}/persons",
     responses=error_responses(404),
-    openapi_extra={"parameters": [FILTER_PARAMETER]},
+    openapi_extra={"parameters": [schemas.FILTER_PARAMETER]},
 )
 @requires("read")
 async def list_persons(
@@ -81,21 +59,25 @@ async def list_persons(
     after: Annotated[int, Query(ge=0, le=LARGEST_ID, description="Persons with ids above this")] = 0,
     limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 100,
     filter: Annotated[str | None, Query(include_in_schema=False)] = None,
-) -> PersonsView:
+) -> schemas.PersonsView:
     """Persons by ascending id, a page at a time, which holds fewer where their metadata are long."""
     conditions = read_filter(filter)
     read = partial(service.store.persons, collection, filter=conditions)
     run = service.in_store if conditions is None else partial(service.in_filter, service.deadline(None))
     page, following = await run(_read_page, read, after, limit, service.settings.limits.answer_bytes)
     warnings = [] if page or after else await service.filter_warnings(collection, conditions)
-    return with_warnings(PersonsView(persons=[show(PersonView, person) for person in page], next=following), warnings)
+    shown = [schemas.show(schemas.PersonView, person) for person in page]
+    return schemas.with_warnings(schemas.PersonsView(persons=shown, next=following), warnings)
 
 
 @router.post(
     "/{collection}/persons",
     status_code=201,
     responses={
-        200: {"model": EnrolledPersonView, "description": "on_known=add: the faces were added to a known person"},
+        200: {
+            "model": schemas.EnrolledPersonView,
+            "description": "on_known=add: the faces were added to a known person",
+        },
         **error_responses(404, 409, 413, 415, 422, 501, 504, 507),
     },
     openapi_extra=_NEW_PERSON.described(idempotency.DESCRIBED),
@@ -104,22 +86,19 @@ async def list_persons(
 @accepts(_NEW_PERSON)
 async def add_persons(
     collection: CollectionName,
-    body: Annotated[
-        EnrolmentBody,
-        BodyParameter(openapi_examples=examples(one_person=_ADA, several_all_or_none=_SEVERAL)),
-    ],
+    body: Annotated[schemas.EnrolmentBody, schemas.body_like(one_person=_ADA, several_all_or_none=_SEVERAL)],
     service: Served,
     request: Request,
     response: Response,
     on_known: Annotated[OnKnown, Query(description="What to do where a face matches an enrolled person")] = "enrol",
-) -> EnrolledPersonView | EnrolledView:
+) -> schemas.EnrolledPersonView | schemas.EnrolledView:
     """Enrol one person, or several: all or none. They are stored and found by searches when this answers.
 
     With a threshold, `known` is the enrolled person that the faces match. on_known=refuse then enrols none (409), and
     on_known=add adds the faces to that person, whose name and metadata stay (200).
     """
-    several = isinstance(body, PersonsBody)
-    persons = body.persons if isinstance(body, PersonsBody) else [body]
+    several = isinstance(body, schemas.PersonsBody)
+    persons = body.persons if isinstance(body, schemas.PersonsBody) else [body]
     limit = service.settings.limits.inputs
     if len(persons) > limit:
         raise ApiError(413, f"{len(persons)} persons; at most {limit} are enrolled in a request")
@@ -134,10 +113,12 @@ async def add_persons(
     added, known, warnings, response.status_code = done
     record_ids(request, [person.id for person in added])
     if several:
-        views = [show(NewPersonView, person, known=who) for person, who in zip(added, known, strict=True)]
-        return with_warnings(EnrolledView(persons=views), warnings)
+        views = [
+            schemas.show(schemas.NewPersonView, person, known=who) for person, who in zip(added, known, strict=True)
+        ]
+        return schemas.with_warnings(schemas.EnrolledView(persons=views), warnings)
     set_etag(response, added[0])
-    return with_warnings(show(EnrolledPersonView, added[0], known=known[0]), warnings)
+    return schemas.with_warnings(schemas.show(schemas.EnrolledPersonView, added[0], known=known[0]), warnings)
 
 
 # Before the routes of persons by id: an external id may hold a slash.
@@ -148,7 +129,7 @@ _BY_EXTERNAL_ID = "/{collection}/persons/by-external-id/{external_id:path}"
     _BY_EXTERNAL_ID,
     status_code=200,
     responses={
-        201: {"model": EnrolledPersonView, "description": "There was no such person"},
+        201: {"model": schemas.EnrolledPersonView, "description": "There was no such person"},
         **error_responses(404, 409, 412, 413, 415, 422, 501, 504, 507),
     },
     openapi_extra=_PERSON.described(PUT_CONDITIONS_DESCRIBED),
@@ -157,12 +138,12 @@ _BY_EXTERNAL_ID = "/{collection}/persons/by-external-id/{external_id:path}"
 @accepts(_PERSON)
 async def put_person(
     collection: CollectionName,
-    external_id: ExternalIdPath,
-    body: Annotated[PersonPut, BodyParameter(openapi_examples=examples(a_person=_UPSERT))],
+    external_id: schemas.ExternalIdPath,
+    body: Annotated[schemas.PersonPut, schemas.body_like(a_person=_UPSERT)],
     service: Served,
     request: Request,
     response: Response,
-) -> EnrolledPersonView:
+) -> schemas.EnrolledPersonView:
     """Enrol the person with an external id (201), or replace name, metadata, expiry and faces (200).
 
     Sent again it changes nothing but the revision and the faces' ids. With If-None-Match: * it only enrols, with
@@ -175,24 +156,24 @@ async def put_person(
     record_ids(request, [person.id])
     response.status_code = 201 if is_new else 200
     set_etag(response, person)
-    return with_warnings(show(EnrolledPersonView, person), warnings)
+    return schemas.with_warnings(schemas.show(schemas.EnrolledPersonView, person), warnings)
 
 
 @router.get(_BY_EXTERNAL_ID, responses=error_responses(404, 501))
 @requires("read")
 async def get_person_by_external_id(
-    collection: CollectionName, external_id: ExternalIdPath, service: Served, response: Response
-) -> PersonView:
+    collection: CollectionName, external_id: schemas.ExternalIdPath, service: Served, response: Response
+) -> schemas.PersonView:
     """The person with an external id."""
     person = await service.in_store(service.store.find_person, collection, external_id)
     set_etag(response, person)
-    return show(PersonView, person)
+    return schemas.show(schemas.PersonView, person)
 
 
 @router.delete(_BY_EXTERNAL_ID, **DELETED, responses=error_responses(404, 412, 501), openapi_extra=CONDITIONS_DESCRIBED)
 @requires("write")
 async def delete_person_by_external_id(
-    collection: CollectionName, external_id: ExternalIdPath, service: Served, request: Request
+    collection: CollectionName, external_id: schemas.ExternalIdPath, service: Served, request: Request
 ) -> None:
     """Delete the person with an external id and all faces: no search finds them from now on."""
     read_precondition(request)
@@ -205,11 +186,11 @@ async def delete_person_by_external_id(
     responses=error_responses(404),
 )
 @requires("read")
-async def get_person(collection: CollectionName, person: Id, service: Served, response: Response) -> PersonView:
+async def get_person(collection: CollectionName, person: Id, service: Served, response: Response) -> schemas.PersonView:
     """One person; the ETag names the revision."""
     found = await service.in_store(service.store.person, collection, person)
     set_etag(response, found)
-    return show(PersonView, found)
+    return schemas.show(schemas.PersonView, found)
 
 
 @router.patch(
@@ -222,15 +203,13 @@ async def update_person(
     collection: CollectionName,
     person: Id,
     body: Annotated[
-        PersonChange,
-        BodyParameter(
-            openapi_examples=examples(another_name={"name": "Ada L."}, other_metadata={"metadata": {"city": "Rome"}})
-        ),
+        schemas.PersonChange,
+        schemas.body_like(another_name={"name": "Ada L."}, other_metadata={"metadata": {"city": "Rome"}}),
     ],
     service: Served,
     request: Request,
     response: Response,
-) -> PersonView:
+) -> schemas.PersonView:
     """Change the name or the expiry, or replace the metadata; what is left out stays. Honours If-Match."""
     record_ids(request, [person])
     fields = {name: getattr(body, name) for name in body.model_fields_set}
@@ -238,7 +217,7 @@ async def update_person(
     metadata = [fields["metadata"]] if "metadata" in fields else []
     changed = await service.add(change, collection, person, metadata=metadata)
     set_etag(response, changed)
-    return show(PersonView, changed)
+    return schemas.show(schemas.PersonView, changed)
 
 
 @router.delete(_PERSON_PATH, **DELETED, responses=error_responses(404, 412, 501), openapi_extra=CONDITIONS_DESCRIBED)
@@ -259,11 +238,11 @@ async def delete_person(collection: CollectionName, person: Id, service: Served,
 async def add_faces(
     collection: CollectionName,
     person: Id,
-    body: Annotated[FacesBody, BodyParameter(openapi_examples=examples(a_picture={"faces": [{"image": IMAGE}]}))],
+    body: Annotated[schemas.FacesBody, schemas.body_like(a_picture={"faces": [{"image": schemas.IMAGE}]})],
     service: Served,
     request: Request,
     response: Response,
-) -> FacesView:
+) -> schemas.FacesView:
     """Add faces to a person."""
     record_ids(request, [person])
     async with service.idempotency.claim(request) as claim:
@@ -274,7 +253,7 @@ async def add_faces(
             about = (collection, person, vectors, service.contract_id, crops)
             kept = claim.request(lambda faces: (faces, warnings))
             added = await service.add(service.thumbnails.add_faces, *about, idempotent=kept)
-    return with_warnings(FacesView(faces=[FaceView(id=face) for face in added]), warnings)
+    return schemas.with_warnings(schemas.FacesView(faces=[schemas.FaceView(id=face) for face in added]), warnings)
 
 
 @router.delete(_FACE_PATH, **DELETED, responses=error_responses(404, 412, 501), openapi_extra=CONDITIONS_DESCRIBED)
@@ -298,7 +277,7 @@ async def get_thumbnail(collection: CollectionName, person: Id, face: Id, servic
 
 def read_filter(text: str | None) -> Filter | None:
     """A filter given as JSON text in a query; :class:`ApiError` 400 names what is wrong in it."""
-    return None if text is None else parse_filter(read_json(text.encode(), len(text), "the filter"))
+    return None if text is None else schemas.parse_filter(read_json(text.encode(), len(text), "the filter"))
 
 
 def _read_page(
