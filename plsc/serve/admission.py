@@ -16,13 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plsc.gallery.change_numbers import collect_changes, take_changes
 from plsc.serve.access import Caller, Permission, local_caller, set_caller
 from plsc.serve.audit import MAX_IDS, Event
-from plsc.serve.connections import (
-    UNKNOWN_HEAD_BYTES,
-    UNKNOWN_TARGET_BYTES,
-    Connection,
-    head_too_large,
-    target_too_long,
-)
+from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.observability import Metrics
 from plsc.serve.rate_limits import Allowance, RateLimiter, Shared, rate_headers

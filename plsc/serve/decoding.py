@@ -150,11 +150,7 @@ class DecodeProcess:
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109 (the text that sys.path means)
         environment |= {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            arguments,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
         )
 
     def _decode(self, data: bytes, name: str) -> Shrunk:

@@ -40,12 +40,7 @@ class Enrolled(NamedTuple):
 
 
 async def enrol(
-    service: Service,
-    collection: str,
-    persons: Sequence[PersonBody],
-    several: bool,
-    on_known: OnKnown,
-    claim: Claim,
+    service: Service, collection: str, persons: Sequence[PersonBody], several: bool, on_known: OnKnown, claim: Claim
 ) -> Enrolled:
     """Enrol all of ``persons`` or none; ``several`` says that the request holds a list of them.
 

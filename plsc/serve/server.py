@@ -59,7 +59,8 @@ class Server:
                 "with plsc tokens add NAME --role search, and give --tokens FILE"
             )
         self._metrics, self._lifecycle = Metrics(), Lifecycle()
-        self._metrics_server, self.metrics_address = None, None
+        self._metrics_server: MetricsServer | None = None
+        self.metrics_address: str | None = None
         with contextlib.ExitStack() as on_error:
             self._listener = on_error.enter_context(_listen(settings.host, settings.port))
             if settings.metrics_port is not None:

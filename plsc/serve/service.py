@@ -5,7 +5,7 @@ import contextlib
 import contextvars
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -164,25 +164,11 @@ class Service:
         """Embed uint8 (n, 3, S, S); returns (n, D) float32."""
         return np.asarray(await self.worker.submit("embed", images, len(images), deadline))
 
-    async def search(self, search: Search, deadline: float) -> SearchAnswer:
-        """Matches of each query, with their persons; a filter's are looked up before the device's turn."""
-        answer: SearchAnswer
-        if search.filter is None or not hasattr(self.store, "prepare_filter"):
-            answer = await self.worker.submit("search", search, len(search.queries), deadline)
-            return answer
-        prepare: Callable[[str, Filter], Filter] = self.store.prepare_filter
-        try:
-            async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
-                await self._filtering.acquire()
-        except TimeoutError:
-            raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
-        try:
-            prepared = await self.in_filter(deadline, prepare, search.collection, search.filter)
-            ready = search._replace(filter=prepared)
-            answer = await self.worker.submit("search", ready, len(search.queries), deadline)
-            return answer
-        finally:
-            self._filtering.release()
+    def search(self, search: Search, deadline: float) -> Awaitable[SearchAnswer]:
+        """Matches of each query, with their persons."""
+        if search.filter is not None and hasattr(self.store, "prepare_filter"):
+            return self._search_filtered(search, search.filter, deadline)
+        return self.worker.submit("search", search, len(search.queries), deadline)
 
     async def in_filter(self, deadline: float, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which looks persons up by a filter, in one of few threads; others do not wait for it.
@@ -295,6 +281,22 @@ class Service:
         image = decode(process, data, name, self.embedder.preprocessing, landmarks, self.detector)
         self.metrics.stage("decode", time.monotonic() - begun)
         return image
+
+    async def _search_filtered(self, search: Search, filter: Filter, deadline: float) -> SearchAnswer:
+        """Search with a filter whose matches are looked up before the device's turn."""
+        prepare: Callable[[str, Filter], Filter] = self.store.prepare_filter  # type: ignore[attr-defined]
+        try:
+            async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
+                await self._filtering.acquire()
+        except TimeoutError:
+            raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
+        try:
+            prepared = await self.in_filter(deadline, prepare, search.collection, filter)
+            ready = search._replace(filter=prepared)
+            answer: SearchAnswer = await self.worker.submit("search", ready, len(search.queries), deadline)
+            return answer
+        finally:
+            self._filtering.release()
 
     def _embed_batch(self, batches: list[torch.Tensor]) -> list[Any]:
         images = torch.cat(batches)

@@ -29,14 +29,7 @@ def test_forms_of_limits():
         assert parse_rate_limit(str(limit)) == limit
     for wrong in (
         "",
-        "searches",
-        "searches=0",
-        "searches=-1",
-        "searches=1.5",
-        "looks=3",
-        "searches=5/d",
-        "searches=５",
-        "x",
+        *["searches", "searches=0", "searches=-1", "searches=1.5", "looks=3", "searches=5/d", "searches=５", "x"],
     ):
         with pytest.raises(UsageError, match="no rate limit"):
             parse_rate_limit(wrong)
@@ -116,10 +109,8 @@ def test_a_caller_is_told_and_then_refused(limited):
     assert [answer.headers["RateLimit-Policy"] for answer in answers] == ['"searches";q=3;w=3600'] * 4
     assert [answer.headers["RateLimit"].split(";")[1] for answer in answers] == ["r=2", "r=1", "r=0", "r=0"]
     refused = answers[-1].json()["error"]
-    assert (refused["code"], "the token camera has used up its searches=3/h" in refused["message"]) == (
-        "too_many",
-        True,
-    )
+    assert refused["code"] == "too_many"
+    assert "the token camera has used up its searches=3/h" in refused["message"]
     assert 1100 <= int(answers[-1].headers["Retry-After"]) <= 1200
     pair = {"a": image_input(picture(1)), "b": image_input(picture(2))}
     assert ask(limited, "camera", "POST", "/v1/compare", pair).status_code == 429

@@ -69,10 +69,13 @@ def test_a_put_makes_and_then_replaces(live, place):
         assert (found(live, place, number), found(live, place, number + 50)) == ([], [got.json()["id"]])
     listed = live.ask("GET", f"{place}/persons").json()["persons"]
     assert [one["external_id"] for one in listed] == ODD_IDS
-    match = live.ask("POST", f"{place}/search", {"query": person(50)["faces"][0], "k": 1}).json()["results"][0][
-        "matches"
-    ]
-    assert match[0]["person"] == {"id": listed[0]["id"], "name": "p50", "metadata": {}, "external_id": "7"}
+    searched = live.ask("POST", f"{place}/search", {"query": person(50)["faces"][0], "k": 1}).json()
+    assert searched["results"][0]["matches"][0]["person"] == {
+        "id": listed[0]["id"],
+        "name": "p50",
+        "metadata": {},
+        "external_id": "7",
+    }
     for external_id in ODD_IDS:
         assert live.ask("DELETE", by_external_id(place, external_id)).status_code == 204
         assert error(live.ask("GET", by_external_id(place, external_id))) == (404, "not_found")

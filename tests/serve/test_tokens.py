@@ -24,43 +24,16 @@ from plsc.serve.settings import Settings
 from plsc.serve.tokens import Token, TokenBook, add_token, read_tokens, remove_token
 from plsc.tools.entry import main
 
-NEEDED = {
-    "list_collections": "search",
-    "create_collection": "write",
-    "get_collection": "search",
-    "delete_collection": "admin",
-    "compact_collection": "write",
-    "list_persons": "read",
-    "add_persons": "write",
-    "get_person": "read",
-    "put_person": "write",
-    "get_person_by_external_id": "read",
-    "delete_person_by_external_id": "write",
-    "update_person": "write",
-    "delete_person": "write",
-    "add_faces": "write",
-    "delete_face": "write",
-    "get_thumbnail": "read",
-    "search": "search",
-    "info": "search",
-    "compare": "search",
-    "embeddings": "search",
-    "list_snapshots": "admin",
-    "take_snapshot": "admin",
-    "delete_snapshot": "admin",
-    "model_metadata": "search",
-    "model_ready": "search",
-    "infer": "search",
-    "version_metadata": "search",
-    "version_ready": "search",
-    "version_infer": "search",
-    "server_metadata": None,
-    "server_live": None,
-    "server_ready": None,
-    "live": None,
-    "ready": None,
+_NAMES: dict[str | None, str] = {
+    None: "server_metadata server_live server_ready live ready",
+    "search": "list_collections get_collection search info compare embeddings "
+    "model_metadata model_ready infer version_metadata version_ready version_infer",
+    "read": "list_persons get_person get_person_by_external_id get_thumbnail",
+    "write": "create_collection compact_collection add_persons put_person update_person delete_person "
+    "delete_person_by_external_id add_faces delete_face",
+    "admin": "delete_collection list_snapshots take_snapshot delete_snapshot",
 }
-
+NEEDED = {name: role for role, names in _NAMES.items() for name in names.split()}
 NEEDED_RIGHTS = {"embeddings": "embeddings", "infer": "embeddings", "version_infer": "embeddings"}
 FOR_ALL_COLLECTIONS = {"create_collection", "list_snapshots", "take_snapshot", "delete_snapshot"}
 SEEN = {"all": None, "own": ["c"], "other": ["staff", "guests"]}
@@ -345,10 +318,8 @@ def test_each_right_opens_what_it_is_for(live, secrets, role):
 @pytest.mark.parametrize("tail", ["%0A", "%0a", "%0D%0A", "%00", "%7F"])
 def test_control_characters_in_a_path_give_no_other_role(live, secrets, tail):
     """Routes match before a newline at the end, where what the role was told by did not."""
-    assert live.ask("POST", "/v1/collections", {"name": "lined"}, headers=bearer(secrets["write"])).status_code in (
-        201,
-        409,
-    )
+    made = live.ask("POST", "/v1/collections", {"name": "lined"}, headers=bearer(secrets["write"]))
+    assert made.status_code in (201, 409)
     for role, method, path in (
         ("write", "POST", "/v1/snapshots"),
         ("read", "GET", "/v1/snapshots"),
@@ -429,16 +400,8 @@ def test_without_tokens_only_this_machine_and_its_own_page(tmp_path):
             ({"Host": f"127.0.0.1:80@evil.example:{port}"}, 403),
             ({"Host": f"127.0.0.1:{port}@evil.example"}, 403),
             ({"Host": f"127.0.0.1:0{port}0"}, 403),
-            *(
-                ({name: value}, 403)
-                for name, value in (
-                    ("Forwarded", "for=192.0.2.1"),
-                    ("X-Forwarded-For", "192.0.2.1"),
-                    ("X-Forwarded-Proto", "https"),
-                    ("X-Real-IP", "192.0.2.1"),
-                    ("Via", "1.1 proxy"),
-                )
-            ),
+            ({"Forwarded": "for=192.0.2.1"}, 403),
+            *(({name: "192.0.2.1"}, 403) for name in ("X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP", "Via")),
             ({"Host": "evil.example"}, 403),
             ({"Host": f"evil.example:{port}"}, 403),
             ({"Host": ""}, 403),
@@ -499,14 +462,8 @@ def test_a_taken_port_is_told(tmp_path):
 
 
 def test_nothing_unknown_is_open(live, secrets):
-    for method, path in (
-        *[
-            ("GET", path)
-            for path in ("/v1", "/v3", "/page/a/b", "/docs/a/b", "/redoc", "/health", "/health/live/x", "/metrics")
-        ],
-        ("POST", "/"),
-        ("PUT", "/health/live"),
-    ):
+    read = ("/v1", "/v3", "/page/a/b", "/docs/a/b", "/redoc", "/health", "/health/live/x", "/metrics")
+    for method, path in (*(("GET", path) for path in read), ("POST", "/"), ("PUT", "/health/live")):
         assert live.ask(method, path).status_code == 401, path
         assert live.ask(method, path, headers=bearer(secrets["admin"])).status_code in (404, 405), path
 

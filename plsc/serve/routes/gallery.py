@@ -58,10 +58,7 @@ async def list_collections(service: Served) -> CollectionsView:
 
 
 @router.post(
-    "",
-    status_code=201,
-    responses=error_responses(409, 413, 415, 422, 501, 507),
-    openapi_extra=idempotency.DESCRIBED,
+    "", status_code=201, responses=error_responses(409, 413, 415, 422, 501, 507), openapi_extra=idempotency.DESCRIBED
 )
 @requires("write", all_collections=True)
 async def create_collection(
@@ -102,9 +99,7 @@ async def delete_collection(collection: CollectionName, service: Served) -> None
 
 
 @router.post(
-    "/{collection}/compact",
-    responses=error_responses(404, 409, 422, 501),
-    openapi_extra=idempotency.DESCRIBED,
+    "/{collection}/compact", responses=error_responses(404, 409, 422, 501), openapi_extra=idempotency.DESCRIBED
 )
 @requires("write")
 async def compact_collection(

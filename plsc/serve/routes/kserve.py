@@ -152,8 +152,7 @@ class ModelMetadata(BaseModel):
 
 _responses = functools.partial(error_responses, model=InferenceError)
 JsonLength = Annotated[
-    str | None,
-    Header(description="Bytes of JSON before raw tensors", json_schema_extra={"pattern": "^[0-9]{1,12}$"}),
+    str | None, Header(description="Bytes of JSON before raw tensors", json_schema_extra={"pattern": "^[0-9]{1,12}$"})
 ]
 Segment = Annotated[str, Path(json_schema_extra={"pattern": SEGMENT})]
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])

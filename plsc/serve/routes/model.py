@@ -138,11 +138,7 @@ async def info(service: Served) -> Info:
     )
 
 
-@router.post(
-    "/compare",
-    responses=error_responses(413, 415, 422, 504),
-    openapi_extra=_TWO.described(),
-)
+@router.post("/compare", responses=error_responses(413, 415, 422, 504), openapi_extra=_TWO.described())
 @requires("search", counts_as="searches")
 @accepts(_TWO)
 async def compare(
@@ -167,8 +163,7 @@ async def compare(
 @requires("search", "embeddings", counts_as="embeddings")
 @accepts(_SEVERAL)
 async def embeddings(
-    body: Annotated[EmbeddingsBody, body_like(a_picture={"inputs": [{"image": IMAGE}]})],
-    service: Served,
+    body: Annotated[EmbeddingsBody, body_like(a_picture={"inputs": [{"image": IMAGE}]})], service: Served
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
     charge(len(body.inputs))

@@ -48,9 +48,7 @@ _PERSON_PATH, _FACE_PATH = "/{collection}/persons/{person}", "/{collection}/pers
 
 
 @router.get(
-    "/{collection}/persons",
-    responses=error_responses(404),
-    openapi_extra={"parameters": [schemas.FILTER_PARAMETER]},
+    "/{collection}/persons", responses=error_responses(404), openapi_extra={"parameters": [schemas.FILTER_PARAMETER]}
 )
 @requires("read")
 async def list_persons(
@@ -181,10 +179,7 @@ async def delete_person_by_external_id(
     await _delete(service, request, service.thumbnails.delete_person, collection, person.id)
 
 
-@router.get(
-    _PERSON_PATH,
-    responses=error_responses(404),
-)
+@router.get(_PERSON_PATH, responses=error_responses(404))
 @requires("read")
 async def get_person(collection: CollectionName, person: Id, service: Served, response: Response) -> schemas.PersonView:
     """One person; the ETag names the revision."""
@@ -193,11 +188,7 @@ async def get_person(collection: CollectionName, person: Id, service: Served, re
     return schemas.show(schemas.PersonView, found)
 
 
-@router.patch(
-    _PERSON_PATH,
-    responses=error_responses(404, 412, 413, 415, 501, 507),
-    openapi_extra=CONDITIONS_DESCRIBED,
-)
+@router.patch(_PERSON_PATH, responses=error_responses(404, 412, 413, 415, 501, 507), openapi_extra=CONDITIONS_DESCRIBED)
 @requires("write")
 async def update_person(
     collection: CollectionName,

@@ -221,12 +221,7 @@ def _check_size(answer: SearchAnswer, limit: int) -> None:
 def _results(matches: Sequence[tuple[Match, bool | None]], persons: Mapping[int, bytes]) -> dict[str, Any]:
     """A :class:`MatchesView`; ``persons`` are JSON already."""
     shown = [
-        {
-            "person": orjson.Fragment(person),
-            "face": match.face,
-            "score": match.score,
-            "same_person": same_person,
-        }
+        {"person": orjson.Fragment(person), "face": match.face, "score": match.score, "same_person": same_person}
         for match, same_person in matches
         if (person := persons.get(match.person)) is not None
     ]
