@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import expect
-from support.page_actions import ADA
+from support.page_actions import ADA, search_for
 from support.page_kit import chosen, draw
 
 from plsc.serve.settings import Limits
@@ -26,8 +26,7 @@ def test_a_broken_image_is_told_in_the_services_words(visit: Any, people: str, c
     assert told in message
     expect(page.locator("#search-error")).to_have_text(message.replace("query", "broken.png", 1))
     expect(page.locator("#search-picture .blind")).to_have_text("no preview of broken.png")
-    page.locator("#search-picture input").set_input_files(chosen(ADA))
-    expect(page.locator("#matches > li")).to_have_count(4)
+    search_for(page, chosen(ADA), 4)
     expect(page.locator("#search-error")).to_be_hidden()
 
     page.get_by_role("tab", name="Compare").click()
@@ -45,8 +44,7 @@ def test_a_picture_that_is_no_crop_is_doubted_by_its_name(visit: Any, people: st
     page = visit(people)
     wide = chosen(draw(80)[:8], "group photo.png")
     told = "group photo.png: 16x8 pixels are not square; give an aligned crop."
-    page.locator("#search-picture input").set_input_files(wide)
-    expect(page.locator("#matches > li")).to_have_count(4)
+    search_for(page, wide, 4)
     expect(page.locator("#search-warning")).to_have_text(told)
     page.locator("#search-picture input").set_input_files(chosen(ADA))
     expect(page.locator("#search-warning")).to_be_empty()
@@ -99,8 +97,7 @@ def test_tokens_wrong_reading_and_writing(visit: Any, serve: Any, tmp_path: Path
     expect(page.locator("#token-form")).to_be_hidden()
     expect(page.locator("#health-word")).to_have_text("ready")
     expect(page.get_by_label("Collection", exact=True)).to_have_value("staff")
-    page.locator("#search-picture input").set_input_files(chosen(ADA))
-    expect(page.locator("#matches > li")).to_have_count(1)
+    search_for(page, chosen(ADA), 1)
     assert page.get_by_role("button", name="Add this picture to Ada").count() == 0
     page.locator("#matches button.name").click()
     expect(page.get_by_role("dialog", name="Ada")).to_be_visible()

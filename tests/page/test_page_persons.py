@@ -48,17 +48,6 @@ def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, s
     assert (changed.name, changed.metadata) == ("Amalie Emmy Noether", added.metadata)
 
 
-def test_a_person_is_enrolled_by_keyboard(visit: Any, people: str, service: PageService) -> None:
-    page = visit(people)
-    open_tab_by_keyboard(page, "Enrol")
-    choose_by_keyboard(page, page.get_by_role("button", name="Pictures to enrol"), chosen(draw(40)))
-    tab_to(page, page.locator("#enrol-name"))
-    page.keyboard.type("Sofya")
-    page.keyboard.press("Enter")
-    expect(page.locator("#enrol-done")).to_contain_text("Enrolled Sofya")
-    assert [person.name for person in service.store.persons(people)][-1] == "Sofya"
-
-
 def test_enrolling_nothing_is_told_and_enrols_nobody(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Enrol").click()

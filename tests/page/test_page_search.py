@@ -13,6 +13,7 @@ from support.page_actions import (
     choose_by_keyboard,
     expected_matches,
     open_tab_by_keyboard,
+    search_for,
     shown_matches,
     tab_to,
 )
@@ -85,8 +86,7 @@ def test_pictures_are_pasted_and_dropped_anywhere(visit: Any, people: str, how: 
 
 def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any, people: str) -> None:
     page = visit(people)
-    page.locator("#search-picture input").set_input_files(chosen(ADA))
-    expect(page.locator("#matches > li")).to_have_count(4)
+    search_for(page, chosen(ADA), 4)
     page.get_by_label("Results").fill("2")
     page.get_by_label("Results").press("Enter")
     expect(page.locator("#matches > li")).to_have_count(2)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live_service import Live, bearer, live_service
+from support.live_service import Live, answer_of, bearer, live_service
 from support.waiting import wait_until
 
 from plsc.serve.connections import Connection, ConnectionBudget
@@ -104,16 +104,8 @@ def test_answers_that_nobody_reads_are_limited_together(tmp_path):
             head = f"GET {place}/persons HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
             connection.sendall(live.addressed(head.encode()))
         firsts = [connection.recv(1) for connection in connections]  # all answers are made
-        sizes = [len(first + read_all(connection)) for first, connection in zip(firsts, connections, strict=True)]
+        sizes = [len(first + answer_of(connection)) for first, connection in zip(firsts, connections, strict=True)]
         assert min(sizes) < page < max(sizes)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(1 << 20):
-            parts.append(part)
-    return b"".join(parts)
 
 
 @pytest.mark.slow

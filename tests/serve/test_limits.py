@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from support.live_service import DIM, Live, bearer, image_input, live_service, picture
+from support.live_service import DIM, Live, answer_of, bearer, image_input, live_service, picture
 from support.waiting import wait_until
 
 from plsc.serve import observability
@@ -72,17 +72,6 @@ def ask_without_end(connection: socket.socket, request: bytes) -> None:
     """Pipeline requests without reading an answer."""
     while True:
         connection.sendall(request)
-
-
-def answer_of(connection: socket.socket) -> bytes:
-    """All that comes until the server closes, or b"" if it cuts the connection."""
-    received = b""
-    try:
-        while chunk := connection.recv(65536):
-            received += chunk
-    except ConnectionResetError:
-        pass
-    return received
 
 
 @pytest.mark.slow

@@ -255,15 +255,36 @@ def test_readiness_tells_of_a_token_file_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_the_command(tmp_path, capsys):
-    path = tmp_path / "t.toml"
-    assert main(["tokens", "add", "a", "--role", "write", "--file", str(path)]) == 0
+    file = ["--file", str(tmp_path / "t.toml")]
+    limited = ["--collections", "staff", "guests", "--rate", "searches=50", "writes=1/m", "--expires", "2027-01-01"]
+    assert main(["tokens", "add", "a", "--role", "search", *limited, *file]) == 0
     secret = capsys.readouterr().out.strip()
-    assert TokenBook(path).find(secret.encode())
-    assert main(["tokens", "list", "--file", str(path), "--json", str(tmp_path / "l.json")]) == 0
-    assert capsys.readouterr().out.split()[:2] == ["a", "write"]
+    token = TokenBook(tmp_path / "t.toml").find(secret.encode())
+    assert (token.role, token.collections, token.allow) == ("search", ("staff", "guests"), ())
+    assert (token.rates, token.expires) == (("searches=50", "writes=1/m"), "2027-01-01")
+    assert main(["tokens", "list", *file, "--json", str(tmp_path / "l.json")]) == 0
+    shown = capsys.readouterr().out
+    assert (shown.split()[:2], "until 2027-01-01" in shown) == (["a", "search"], True)
     assert json.loads((tmp_path / "l.json").read_text())["tokens"][0]["name"] == "a"
-    assert main(["tokens", "remove", "a", "--file", str(path)]) == 0
-    assert main(["tokens", "remove", "a", "--file", str(path)]) == 2
+    for change, expected in (
+        (["--allow", "vectors", "--collections", "*"], ("search", ("vectors",), None)),
+        (["--allow", "--role", "read", "--rate", "--expires", "never"], ("read", (), None)),
+    ):
+        assert main(["tokens", "change", "a", *change, *file]) == 0
+        (token,) = read_tokens(tmp_path / "t.toml")
+        assert (token.role, token.allow, token.collections) == expected
+    assert (token.rates, token.expires) == ((), None)
+    for wrong in (
+        ["change", "nobody", "--role", "read"],
+        *(["change", "a", *words] for words in (["--rate", "searches=many"], ["--expires", "tomorrow"])),
+        ["change", "a", "--expires", "2027-13-01"],
+        ["add", "other", "--role", "search", "--collections", "a b"],
+        ["add", "other", "--role", "search", "--allow", "all"],
+        ["remove", "b"],
+    ):
+        assert main(["tokens", *wrong, *file]) == 2, wrong
+        assert capsys.readouterr().err, wrong
+    assert main(["tokens", "remove", "a", *file]) == 0
     assert main(["tokens", "list", "--file", str(tmp_path / "none.toml")]) == 2
 
 

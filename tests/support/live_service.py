@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -121,6 +121,15 @@ def live_service(
         server.stop()
         thread.join(60)
         assert not thread.is_alive(), "the service did not end"
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    """All that comes until the server closes, or what has come until it cuts the connection."""
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return bytes(received)
 
 
 def picture(seed: int, size: int = SIZE, kind: str = "PNG") -> bytes:
