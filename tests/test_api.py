@@ -17,7 +17,7 @@ from plsc import models
 from plsc.client import ServerError
 from plsc.data import write_pairs
 from plsc.data.alignment import TEMPLATE, align_face
-from plsc.data.codec import encode_image, read_image, resize_image
+from plsc.data.codec import encode_image, resize_image
 from plsc.embedding.embedder import Embedder
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.errors import DataError, UsageError
@@ -158,47 +158,29 @@ def forms(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("flip", [False, True])
-@pytest.mark.parametrize(
-    "form",
-    [
-        "folder",
-        "Path",
-        "paths",
-        "strings",
-        "bytes",
-        "arrays",
-        "one array",
-        "tensors",
-        "one tensor",
-        "Pillow",
-        "mixed",
-        "not contiguous",
-        "opened",
-    ],
-)
-def test_embed_takes_pictures_in_every_form(folder, model, form, flip):
-    rows = plsc.embed(model, forms(folder)[form], flip=flip, batch_size=4)
-    assert (rows.shape, rows.dtype) == ((6, DIM), np.float32)
-    np.testing.assert_allclose(rows, by_hand(model, list(range(6)), flip), rtol=1e-5, atol=1e-6)
+def test_embed_takes_pictures_in_every_form(folder, model, flip):
+    expected = by_hand(model, list(range(6)), flip)
+    for form, pictures in forms(folder).items():
+        rows = plsc.embed(model, pictures, flip=flip, batch_size=4)
+        assert (rows.shape, rows.dtype) == ((6, DIM), np.float32), form
+        np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6, err_msg=form)
 
 
-@pytest.mark.parametrize("form", ["path", "bytes", "array", "tensor", "grey", "Pillow"])
-def test_embed_takes_one_picture(folder, model, form):
-    picture = noise(0)
-    path = folder / "good" / "0.png"
-    grey = picture[0].numpy()
-    one = {
-        "path": path,
-        "bytes": path.read_bytes(),
-        "array": picture.permute(1, 2, 0).numpy(),
-        "tensor": picture,
-        "grey": grey,
-        "Pillow": Image.open(io.BytesIO(path.read_bytes())),
-    }[form]
-    expected = by_hand(model, [0])
-    if form == "grey":
-        expected = model(resize_image(torch.from_numpy(grey).expand(3, -1, -1), SIZE)[None]).numpy()
-    np.testing.assert_allclose(plsc.embed(model, one), expected, rtol=1e-5, atol=1e-6)
+def forms_of_one(folder: Path) -> dict[str, object]:
+    """The first of those pictures in every form of a single one."""
+    path, picture = folder / "good" / "0.png", noise(0)
+    opened = Image.open(io.BytesIO(path.read_bytes()))
+    array = picture.permute(1, 2, 0).numpy()
+    return {"path": str(path), "bytes": path.read_bytes(), "array": array, "tensor": picture, "Pillow": opened}
+
+
+def test_embed_takes_one_picture(folder, model):
+    for form, picture in forms_of_one(folder).items():
+        rows = plsc.embed(model, picture)
+        np.testing.assert_allclose(rows, by_hand(model, [0]), rtol=1e-5, atol=1e-6, err_msg=form)
+    grey = noise(0)[0]
+    expected = model(resize_image(grey.expand(3, -1, -1), SIZE)[None]).numpy()
+    np.testing.assert_allclose(plsc.embed(model, grey.numpy()), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_embed_gives_the_rows_of_the_command(folder, tmp_path, model):
@@ -290,21 +272,13 @@ def test_landmarks_align_as_align_does(folder, tmp_path, model):
     np.testing.assert_allclose(rows, plsc.embed(model, crops), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["path", "bytes", "array", "tensor", "Pillow"])
-def test_align_cuts_the_crop_of_align_face_out_of_every_form(folder, form):
-    path = folder / "good" / "0.png"
-    picture = read_image(path)
-    image = {
-        "path": str(path),
-        "bytes": path.read_bytes(),
-        "array": picture.permute(1, 2, 0).numpy(),
-        "tensor": picture,
-        "Pillow": Image.open(io.BytesIO(path.read_bytes())),
-    }[form]
+def test_align_cuts_the_crop_of_align_face_out_of_every_form(folder):
     points = TEMPLATE * 0.35 + [3, 1]
-    crop = plsc.align(image, points.tolist(), image_size=64)
-    assert (crop.shape, crop.dtype, crop.flags["C_CONTIGUOUS"]) == ((64, 64, 3), np.uint8, True)
-    np.testing.assert_array_equal(crop, align_face(picture, points, 64).permute(1, 2, 0).numpy())
+    expected = align_face(noise(0), points, 64).permute(1, 2, 0).numpy()
+    for form, image in forms_of_one(folder).items():
+        crop = plsc.align(image, points.tolist(), image_size=64)
+        assert (crop.shape, crop.dtype, crop.flags["C_CONTIGUOUS"]) == ((64, 64, 3), np.uint8, True)
+        np.testing.assert_array_equal(crop, expected, err_msg=form)
 
 
 def test_align_by_the_template_itself_changes_nothing():

@@ -1,19 +1,24 @@
-"""Who may what: roles are about persons, rights about vectors; and the caller of the current request.
+"""Who may what: roles are about persons, rights about vectors; the caller of the current request, and what it sees.
 
 Scores of chosen vectors tell a stored template: whoever may send vectors, or gets the embeddings of the pictures that
 are searched for, can compute it from as many scores as it has numbers. Both therefore are rights of their own, and
 scores are exact only for callers with the right ``vectors``.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
+    from plsc.gallery.store import Match
     from plsc.serve.errors import ApiError
     from plsc.serve.rate_limits import Kind, RateLimit
+    from plsc.serve.settings import Settings
 
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 Role = Literal["search", "read", "write", "admin"]
 ROLES: tuple[Role, ...] = ("search", "read", "write", "admin")  # each includes those before it
 Right = Literal["vectors", "embeddings"]
@@ -41,6 +46,11 @@ class Permission:
     right: Right | None = None
     all_collections: bool = False
     counts_as: "Kind | None" = None
+
+    def __call__(self, endpoint: Endpoint) -> Endpoint:
+        """Declare what an endpoint needs, as its decorator; every endpoint declares it."""
+        endpoint.permission = self  # type: ignore[attr-defined]
+        return endpoint
 
     def rate_kind(self, method: str) -> "Kind | None":
         """What a request by ``method`` counts as besides "requests"."""
@@ -113,3 +123,54 @@ def set_caller(caller: Caller) -> None:
 def current_caller() -> Caller:
     """The caller of the current request; :class:`LookupError` outside of admitted requests."""
     return _caller.get()
+
+
+@dataclass(frozen=True)
+class ScoreView:
+    """What one caller sees of scores: exact with the right to send vectors, else rounded, so that a score tells less.
+
+    A threshold that a caller sends is compared with the rounded score: compared with the exact one, a few searches
+    with other thresholds would find it. The service's own threshold, which callers cannot move, judges exact scores.
+
+    Attributes:
+        step: scores are multiples of it; 0 leaves them exact.
+        least: matches with lower exact scores are not shown, None shows all.
+        threshold: the service's own.
+    """
+
+    step: float
+    least: float | None
+    threshold: float | None
+
+    @classmethod
+    def of(cls, caller: Caller, settings: "Settings") -> "ScoreView":
+        """The view of ``caller``; whoever may only search sees no person below the service's threshold."""
+        step = 0.0 if "vectors" in caller.rights else settings.score_step
+        least = None if includes(caller.role, "read") else settings.threshold
+        return cls(step, least, settings.threshold)
+
+    def score(self, exact: float) -> float:
+        """The score as shown."""
+        return exact if self.step == 0 else round(round(exact / self.step) * self.step, 6)
+
+    def search_threshold(self, asked: float | None) -> float | None:
+        """The least exact score of matches that are shown where the caller asks for ``asked`` as the least shown."""
+        if asked is not None and self.step > 0:
+            asked = (math.ceil(asked / self.step - 1e-6) - 0.5) * self.step
+        given = [threshold for threshold in (asked, self.least) if threshold is not None]
+        return max(-1.0, *given) if given else None
+
+    def matches(self, found: "Sequence[Match]", asked: float | None) -> "list[tuple[Match, bool | None]]":
+        """The matches as shown, with whether each reaches the threshold; where scores are equal, by person."""
+        if self.step == 0:
+            return [(match, self.same_person(match.score, asked)) for match in found]
+        rounded = [match._replace(score=self.score(match.score)) for match in found]
+        judged = [self.same_person(match.score, asked) for match in found]
+        shown = [pair for pair in zip(rounded, judged, strict=True) if asked is None or pair[0].score >= asked]
+        return sorted(shown, key=lambda pair: (-pair[0].score, pair[0].person))
+
+    def same_person(self, exact: float, asked: float | None = None) -> bool | None:
+        """Whether a score reaches the caller's threshold, else the service's; None without any."""
+        if asked is not None:
+            return self.score(exact) >= asked
+        return None if self.threshold is None else exact >= self.threshold

@@ -3,9 +3,10 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,22 +16,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plsc.gallery.change_numbers import collect_changes, take_changes
 from plsc.serve.access import Caller, Permission, local_caller, set_caller
 from plsc.serve.audit import MAX_IDS, Event
-from plsc.serve.connections import (
-    UNKNOWN_HEAD_BYTES,
-    UNKNOWN_TARGET_BYTES,
-    Connection,
-    head_too_large,
-    target_too_long,
-)
+from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long
 from plsc.serve.errors import ApiError, to_response
 from plsc.serve.observability import Metrics
-from plsc.serve.open_answers import OpenEndpoint, StaticAnswer
-from plsc.serve.rate_limits import Allowance, RateLimiter, set_allowance
+from plsc.serve.rate_limits import Allowance, RateLimiter, Shared, rate_headers
 from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import HOST, Limits, Settings, is_loopback
-from plsc.serve.shares import Shared
-from plsc.serve.token_book import TokenBook
+from plsc.serve.tokens import TokenBook
 from plsc.serve.turns import Turns
 
 # Headers that decide about a request. Were one sent twice, a proxy might have judged by the other.
@@ -44,6 +37,8 @@ _UNKNOWN_TOKEN = (
     "(it is sent as Authorization: Bearer TOKEN)"
 )
 OPEN, ANY = Permission(None), Permission("search")
+# What answers where a path is open to anyone, before FastAPI: no query, cookie or range of a stranger is taken apart.
+OpenEndpoint = Callable[[Request], Coroutine[Any, Any, Response]]
 _HEALTH = ("/health/", "/v2/health/")
 _TOO_SLOW = 408
 _OPEN_PART, _HEALTH_PART = 0.05, 0.02  # of the event loop's time, for unknown callers
@@ -62,28 +57,20 @@ class RequestContext:
         self.scope, self._receive, self._send, self._admission = scope, receive, send, admission
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun, self._limits = time.monotonic(), limits
-        self.body_complete = not self.announces_body()
+        self.body_complete = (
+            b"transfer-encoding" not in self.headers and self.headers.get(b"content-length", b"0") == b"0"
+        )
         self._empty_body_read = False
         self.body_bytes = 0
         self.is_counted, self.disconnected = False, False
         self.permission = OPEN
-        self.allowance: Allowance | None = None
+        self.allowance: Allowance = ()
         self.caller: Caller | None = None
         self.route = "other"  # its path, with the names of parameters
         self.collection: str | None = None
         self.status = 0  # of the answer, once it has begun
-        self._task = asyncio.current_task()
-        self.connection: Connection | None = scope.setdefault("state", {}).get("connection")
-
-    def announces_body(self) -> bool:
-        """True if the head says that a body follows."""
-        return b"transfer-encoding" in self.headers or self.headers.get(b"content-length", b"0") != b"0"
-
-    def admitted(self, permission: Permission) -> None:
-        """Set what the request needed; from the end of its body, one that changes nothing ends with its caller."""
-        self.permission = permission
-        if self.body_complete:
-            self._cancel_on_disconnect()
+        self.task = cast("asyncio.Task[None]", asyncio.current_task())
+        self.connection: Connection = scope["state"]["connection"]
 
     @property
     def owner(self) -> str:
@@ -97,11 +84,14 @@ class RequestContext:
         message = await self._receive_in_time()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "the connection was lost before the body was complete")
-        self._count(len(message.get("body", b"")))
+        size = len(message.get("body", b""))
+        if self.body_bytes + size > self._limits.body_bytes:
+            raise body_too_large(self._limits)
+        self._admission.bodies.take(self.owner, size)
+        self.body_bytes += size
         if not message.get("more_body", False):
             self.body_complete, self._empty_body_read = True, True
-            self._admission.begin(self)
-            self._cancel_on_disconnect()
+            self._admission.begin(self, self.permission)
         return message
 
     async def send(self, message: Message) -> None:
@@ -112,12 +102,11 @@ class RequestContext:
             headers = list(message["headers"])
             if self.scope["path"].startswith(("/v1", "/v2")):
                 headers.append((b"cache-control", b"no-store"))
-            if self.allowance is not None:
-                headers += self.allowance.headers()
+            headers += rate_headers(self.allowance)
             if not self.body_complete:  # the rest of the body is not waited for
                 headers.append((b"connection", b"close"))
             message = {**message, "headers": headers}
-        if self.connection is not None and self.connection.is_lost:  # uvloop raises where a lost one is written to
+        if self.connection.is_lost:  # uvloop raises where a lost one is written to
             return
         if self.status == _TOO_SLOW and message["type"] == "http.response.body":
             await self._send({**message, "more_body": True})
@@ -125,26 +114,19 @@ class RequestContext:
             message = {"type": "http.response.body", "body": b""}
         await self._send(message)
 
-    def close(self) -> None:
-        """Stop watching the connection: the next request on it is another."""
-        if self.connection is not None:
-            self.connection.on_lost = None
-
     async def _receive_in_time(self) -> Message:
+        limits = self._limits
+        # What came earns time, while others do not need it.
+        earned = self.body_bytes / limits.body_rate if self._admission.has_room else 0.0
+        due = self.begun + min(limits.body_seconds + earned, limits.slow_body_seconds)
         try:
-            async with asyncio.timeout_at(self._body_due()):  # the loop's clock is time.monotonic
+            # The loop's clock is time.monotonic.
+            async with asyncio.timeout_at(min(due, time.monotonic() + limits.body_seconds)):
                 return await self._receive()
         except TimeoutError:
-            seconds, rate = time.monotonic() - self.begun, self._limits.body_rate
+            seconds = time.monotonic() - self.begun
             came = f"the body did not arrive within {seconds:.0f} s, {self.body_bytes:,} bytes of it did"
-            raise ApiError(_TOO_SLOW, f"{came}; send at least {rate:,} a second, or less") from None
-
-    def _body_due(self) -> float:
-        """When the next piece of the body has to be there: what came earns time, while others do not need it."""
-        limits = self._limits
-        earned = self.body_bytes / limits.body_rate if self._admission.has_room else 0.0
-        in_all = self.begun + min(limits.body_seconds + earned, limits.slow_body_seconds)
-        return min(in_all, time.monotonic() + limits.body_seconds)
+            raise ApiError(_TOO_SLOW, f"{came}; send at least {limits.body_rate:,} a second, or less") from None
 
     async def _drop_body(self) -> None:
         """Take what a caller still sends who has been answered: closing at once would lose the answer on its way."""
@@ -156,12 +138,6 @@ class RequestContext:
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
 
-    def _count(self, size: int) -> None:
-        if self.body_bytes + size > self._limits.body_bytes:
-            raise body_too_large(self._limits)
-        self._admission.bodies.take(self.owner, size)
-        self.body_bytes += size
-
     async def _after_body(self) -> Message:
         if not self._empty_body_read:
             self._empty_body_read = True
@@ -170,21 +146,10 @@ class RequestContext:
             pass  # the server's own empty body
         return message
 
-    def _cancel_on_disconnect(self) -> None:
-        """Watch for the caller's end: nobody waits for the answer; what changes something is finished."""
-        if self.permission.role is not None and not self.permission.changes and self.connection is not None:
-            self.connection.on_lost = self._cancel
-
-    def _cancel(self) -> None:
+    def cancel(self) -> None:
+        """End the request: its caller has left, and nobody waits for the answer."""
         self.disconnected = True
-        assert self._task is not None, "requests run in tasks"
-        self._task.cancel()
-
-    def swallow_cancellation(self) -> bool:
-        """True if the request was cancelled because its caller disconnected; the task may end normally then."""
-        if self.disconnected and self._task is not None:
-            self._task.uncancel()
-        return self.disconnected
+        self.task.cancel()
 
 
 class Admission:
@@ -204,25 +169,25 @@ class Admission:
         self,
         app: ASGIApp,
         routes: Sequence[BaseRoute],
-        static: Mapping[str, StaticAnswer],
+        static: Mapping[str, OpenEndpoint],
         lifecycle: Lifecycle,
         settings: Settings,
         tokens: TokenBook | None,
         metrics: Metrics,
     ) -> None:
         self._app, self._lifecycle, self._tokens, self._metrics = app, lifecycle, tokens, metrics
-        self._limits, self._audited = settings.limits, settings.audit_events
+        limits = self._limits = settings.limits
+        self._audited = settings.audit_events
         self._rates = RateLimiter(settings.rate_limits, metrics.throttled)
         # Of unknown callers; who asks for health waits for no other.
         self._turns, self._health_turns = Turns(_OPEN_PART), Turns(_HEALTH_PART)
         self._routes = [(route, permission_of(route)) for route in routes]
         self._open = _open_endpoints(routes, static)
-        limits = settings.limits
         self._requests = Shared("requests in flight", limits.requests, settings.share)
         self.bodies = Shared("bytes of bodies", limits.memory_bytes, settings.share, least=limits.body_bytes)
-        metrics.watch_limits({name: value for name, value in vars(settings.limits).items() if value is not None})
+        metrics.watch_limits({name: value for name, value in vars(limits).items() if value is not None})
         metrics.watch_limits({f"{rate.kind}_per_second": rate.count / rate.seconds for rate in settings.rate_limits})
-        metrics.watch_requests(lambda: self._requests.total)
+        metrics.watch("in_flight", "Requests in flight", lambda: self._requests.total)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -232,10 +197,9 @@ class Admission:
         try:
             await self._answer(context)
         except asyncio.CancelledError:
-            if not context.swallow_cancellation():
-                await self._end_early(context)
+            await self._end_early(context)
         finally:
-            context.close()
+            context.connection.on_lost = None  # the next request on it is another
             if context.is_counted:
                 self._requests.give_back(context.owner)
             self.bodies.give_back(context.owner, context.body_bytes)
@@ -247,10 +211,16 @@ class Admission:
         """True while slow callers may have more time: half of the memory for bodies and of the requests is free."""
         return self.bodies.is_half_free and self._requests.is_half_free
 
-    def begin(self, context: RequestContext) -> None:
-        """Count a request as in flight: its body is there. :class:`ApiError` 429 or 503 if there are too many."""
+    def begin(self, context: RequestContext, permission: Permission) -> None:
+        """Count a request as in flight: its body is there. From here on one that changes nothing ends with its caller.
+
+        Raises:
+            ApiError: 429 or 503 if there are too many.
+        """
         self._requests.take(context.owner)
-        context.is_counted = True
+        context.is_counted, context.permission = True, permission
+        if not permission.changes:
+            context.connection.on_lost = context.cancel
 
     async def audit(self, context: RequestContext) -> None:
         """Write the audit line of a request with its status; that of a write is on disk before its caller hears."""
@@ -277,23 +247,21 @@ class Admission:
         except ApiError as error:
             self._metrics.refused(str(error.status_code))
             answer = partial(_refuse, error)
-        connection = context.connection
         if answer is None:
             await self._app(context.scope, context.receive, context.send)
-        elif self._tokens is None or context.caller is not None or connection is None:
+        elif self._tokens is None or context.caller is not None:
             await _respond(context, answer)
         else:  # an unknown caller
-            connection.belongs_to(None)
+            context.connection.belongs_to(None)
             turns = self._health_turns if context.route.startswith(_HEALTH) else self._turns
-            await turns.take(connection, partial(_respond, context, answer))
+            await turns.take(context.connection, partial(_respond, context, answer))
 
     async def _end_early(self, context: RequestContext) -> None:
-        """Answer a request that is cancelled because the time to finish what had begun is over."""
-        task = asyncio.current_task()
-        if self._lifecycle.status != "stopping" or task is None:
+        """End a request that is cancelled: its caller has left, or the time to finish what had begun is over."""
+        if not context.disconnected and self._lifecycle.status != "stopping":
             raise asyncio.CancelledError
-        task.uncancel()
-        if not context.status:
+        context.task.uncancel()
+        if not context.disconnected and not context.status:
             error = ApiError(503, "the service is stopping, and this was not finished in time; ask another, or later")
             await to_response(context.scope["path"], error)(context.scope, context.receive, context.send)
 
@@ -315,7 +283,7 @@ class Admission:
             self._admit_caller(context)
             return None
         context.route = scope["path"]
-        if context.announces_body():  # an unknown caller: nothing is kept for them
+        if not context.body_complete:  # an unknown caller: nothing is kept for them
             raise ApiError(400, f"{scope['path'][:80]} takes no body; send the request without one")
         scope["state"]["lifecycle"] = self._lifecycle
         return answer
@@ -325,19 +293,17 @@ class Admission:
         scope = context.scope
         permission, context.collection = self._match(context)
         context.caller = caller = self._identify(scope, context.headers)
-        if context.connection is not None:
-            context.connection.belongs_to(context.owner)
+        context.connection.belongs_to(context.owner)
         caller.check(permission, context.collection)
         set_caller(caller)
         collect_changes()
         context.allowance = self._rates.admit(context.owner, caller.rates, permission.rate_kind(scope["method"]))
-        set_allowance(context.allowance)
         scope["state"]["service"] = self._lifecycle.service
         if context.body_complete:
-            self.begin(context)
+            self.begin(context, permission)
         else:
             self._requests.check(context.owner)
-        context.admitted(permission)
+            context.permission = permission
 
     def _match(self, context: RequestContext) -> tuple[Permission, str | None]:
         """What the route that will answer needs, and its collection. Where none does, any role: the unknown learn of no
@@ -372,12 +338,10 @@ class Admission:
 
 
 def _open_endpoints(
-    routes: Sequence[BaseRoute], static: Mapping[str, StaticAnswer]
+    routes: Sequence[BaseRoute], static: Mapping[str, OpenEndpoint]
 ) -> dict[tuple[str, str], OpenEndpoint]:
     """What is open to anyone, by method and path."""
-    found: dict[tuple[str, str], OpenEndpoint] = {}
-    for path, answer in static.items():
-        found |= {("GET", path): answer, ("HEAD", path): answer}
+    found = {(method, path): answer for path, answer in static.items() for method in ("GET", "HEAD")}
     for route in routes:
         if isinstance(route, Route) and permission_of(route).role is None:
             found |= {(method, route.path): route.endpoint for method in route.methods or ()}

@@ -15,12 +15,11 @@ from plsc.errors import PlscError
 from plsc.serve.admission import Admission
 from plsc.serve.errors import answer_error
 from plsc.serve.observability import Metrics
-from plsc.serve.open_answers import StaticAnswer
 from plsc.serve.routes import admin, gallery, kserve, model, page, persons, search
 from plsc.serve.routing import permission_of
 from plsc.serve.service import Lifecycle
 from plsc.serve.settings import Settings
-from plsc.serve.token_book import TokenBook
+from plsc.serve.tokens import TokenBook
 
 # Routes are tried in this order, by admission and by the router: the most frequent one stands first.
 ROUTERS = (search.router, persons.router, gallery.router, model.router, admin.router, kserve.router)
@@ -48,7 +47,7 @@ def build_app(lifecycle: Lifecycle, settings: Settings, tokens: TokenBook | None
     )
     app.state.lifecycle = lifecycle
     lifecycle.tokens = tokens
-    description = StaticAnswer(to_json(describe(app, with_tokens=tokens is not None)), "application/json", {})
+    description = page.StaticAnswer(to_json(describe(app, with_tokens=tokens is not None)), "application/json", {})
     static = dict([*page.page_answers(), ("/openapi.json", description)])
     return Admission(app, routes, static, lifecycle, settings, tokens, metrics)
 

@@ -22,15 +22,13 @@ from plsc.errors import UsageError, first_line
 from plsc.files import sync
 from plsc.gallery.validation import now
 from plsc.progress import note
-from plsc.serve.audit_chain import BEGINNING, Head, numbered_files, parse_line
-from plsc.serve.audit_changes import MAX_BEYOND, ChangesSeen, read_changes
+from plsc.serve import audit_chain
 
 Event = Literal["write", "read", "search", "refusal"]
 EVENTS: dict[str, Event] = {"writes": "write", "reads": "read", "searches": "search", "refusals": "refusal"}
 ROTATED_BYTES = 64 * 2**20
 MAX_IDS = 256  # in a line
 _REFUSALS_A_MINUTE = 60  # a flood of them must not fill the disk
-_TAIL_BYTES = 2**20  # searched for the last whole line; one has some kilobytes at most
 _TORN_BYTES = 4096  # of what a crash left, shown
 _CLOSING_SECONDS = 10.0
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -52,10 +50,10 @@ class AuditLog:
         self._wake = threading.Condition()
         self._closed = False
         self._refusals = _RefusalLimit()
-        self.head = BEGINNING
+        self.head = audit_chain.BEGINNING
         self._descriptor = sys.stderr.fileno() if path is None else _open_log(path)
         self._is_file = stat.S_ISREG(os.fstat(self._descriptor).st_mode) and path is not None
-        self._seen = self._read_changes()
+        self._seen = audit_chain.ChangesSeen()
         self._go_on()
         self._thread = threading.Thread(target=self._run, name="plsc-audit", daemon=True)
         self._thread.start()
@@ -134,7 +132,7 @@ class AuditLog:
             line, head = head.line(entry)
             lines.append(line)
         try:
-            self._write(b"".join(line + b"\n" for line in lines))
+            self._write(b"".join(lines))
             self.head = head
             for entry in entries:
                 self._seen.take(entry)
@@ -142,7 +140,7 @@ class AuditLog:
                 _sync(self._descriptor)
             if self._is_file and os.fstat(self._descriptor).st_size >= self._rotated_bytes:
                 self._rotate()
-            if len(self._seen.beyond) > MAX_BEYOND and (gap := self._seen.gap(self._seen.last)) is not None:
+            if len(self._seen.beyond) > audit_chain.MAX_BEYOND and (gap := self._seen.gap(self._seen.last)) is not None:
                 self._append([{"time": now(), **gap}], durable=True)
         except OSError as error:
             if self.head == head:
@@ -151,7 +149,7 @@ class AuditLog:
                 for entry in entries:
                     self._append([entry], durable=durable)
             else:
-                _report(error, f"It lacks: {lines[0].decode()}")
+                _report(error, f"It lacks: {lines[0].decode().rstrip()}")
 
     def _write(self, data: bytes) -> None:
         size = os.fstat(self._descriptor).st_size if self._is_file else 0
@@ -161,23 +159,16 @@ class AuditLog:
                 os.ftruncate(self._descriptor, size)  # half a line would end the chain
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def _read_changes(self) -> ChangesSeen:
-        """What the newest file says that is not empty: a kill may have left the one before."""
-        if self._path is None or not self._is_file:
-            return ChangesSeen()
-        former = [other for _, other in numbered_files(self._path)]
-        return read_changes(self._path if self._path.stat().st_size or not former else former[-1])
-
     def _go_on(self) -> None:
         """Find the last line, and write what has to stand before the next one."""
         if self._path is None or not self._is_file:
             self._append([{"time": now(), "event": "genesis"}], durable=False)
             return
-        former = [other for _, other in numbered_files(self._path)]
-        last, torn = _last_line(self._path)
+        former = [other for _, other in audit_chain.numbered_files(self._path)]
+        last, torn, self._seen = audit_chain.read_end(self._path)
         if last is None and former and not torn:  # killed between renaming the file and beginning a new one
-            last, _ = _last_line(former[-1])
-            self.head = last or BEGINNING
+            last, _, self._seen = audit_chain.read_end(former[-1])
+            self.head = last or audit_chain.BEGINNING
             self._append([self._rotation(former[-1])], durable=True)
         elif last is None:
             entry = {"time": now(), "event": "genesis", **(_set_aside(self._path) if torn else {})}
@@ -196,7 +187,7 @@ class AuditLog:
 
     def _rotate(self) -> None:
         assert self._path is not None, "standard error is not rotated"
-        numbered = numbered_files(self._path)
+        numbered = audit_chain.numbered_files(self._path)
         number = numbered[-1][0] + 1 if numbered else 1
         _sync(self._descriptor)
         target = self._path.with_name(f"{self._path.name}.{number}")
@@ -210,13 +201,13 @@ class AuditLog:
         self._descriptor = descriptor
         sync(self._path.parent)
         self._append([self._rotation(target)], durable=True)
-        for _, old in numbered_files(self._path)[: -self._keep] if self._keep is not None else []:
+        for _, old in audit_chain.numbered_files(self._path)[: -self._keep] if self._keep is not None else []:
             old.unlink()
 
     def _rotation(self, former: Path) -> dict[str, Any]:
         """The first line of a file that follows ``former``."""
         assert self._path is not None
-        numbered = [other for _, other in numbered_files(self._path)]
+        numbered = [other for _, other in audit_chain.numbered_files(self._path)]
         kept = numbered if self._keep is None else numbered[-self._keep :]
         about = {"former": former.name, "kept_from": _first_sequence(kept[0]), **self._seen.known()}
         return {"time": now(), "event": "rotated", **about}
@@ -254,24 +245,9 @@ def _open_log(path: Path) -> int:
         raise UsageError(f"cannot write the audit log {path}: {error.strerror}; name another file") from None
 
 
-def _last_line(path: Path) -> tuple[Head | None, bytes]:
-    """The head of the last whole line of a chain in a file, and what follows it."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - _TAIL_BYTES, 0))
-        tail = file.read()
-    end = len(tail)
-    while (end := tail.rfind(b"\n", 0, end)) >= 0:
-        line = tail[tail.rfind(b"\n", 0, end) + 1 : end]
-        entry = parse_line(line)
-        if entry is not None:
-            return Head(entry["sequence"], hashlib.sha256(line).hexdigest()), tail[end + 1 :]
-    return None, tail
-
-
 def _first_sequence(path: Path) -> int:
     with path.open("rb") as file:
-        entry = parse_line(file.readline().rstrip(b"\n"))
+        entry = audit_chain.parse_line(file.readline())
     return 0 if entry is None else int(entry["sequence"])
 
 

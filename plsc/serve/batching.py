@@ -14,7 +14,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -22,8 +23,10 @@ import orjson
 from plsc.errors import PlscError
 from plsc.gallery.filters import Filter, PreparedFilter
 from plsc.gallery.store import Match, Store
+from plsc.serve.decoding import call_in, settle
 from plsc.serve.errors import ApiError
 from plsc.serve.inputs import Float32
+from plsc.serve.observability import Metrics
 
 Work = Callable[[list[Any]], Sequence[Any]]
 _MAX_COLLECT_SECONDS = 0.05  # the event loop may have ended
@@ -42,16 +45,6 @@ class Kind:
 
     run: Work
     finish: Work | None = None
-
-
-class Observer(Protocol):
-    """Metrics callbacks, called on the worker thread."""
-
-    def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
-        """A batch of ``rows`` ran for ``seconds``, after its callers had ``waited`` (seconds each)."""
-
-    def dropped(self, kind: str, why: str, count: int) -> None:
-        """``count`` callers were dropped without computing; ``why`` is "deadline", "cancelled" or "full"."""
 
 
 @dataclass
@@ -115,7 +108,7 @@ class DeviceWorker:
     """
 
     def __init__(
-        self, kinds: dict[str, Kind], *, max_batch: int, max_wait: float, capacity: int, observer: Observer
+        self, kinds: dict[str, Kind], *, max_batch: int, max_wait: float, capacity: int, observer: Metrics
     ) -> None:
         self._kinds, self._max_batch, self._max_wait, self._capacity = kinds, max_batch, max_wait, capacity
         self._observer = observer
@@ -203,12 +196,9 @@ class DeviceWorker:
                 if self._closing:
                     return None
                 self._changed.wait()
-            kind = min((kind for kind, tasks in self._waiting.items() if tasks), key=self._oldest)
+            kind = min((tasks[0].arrived, kind) for kind, tasks in self._waiting.items() if tasks)[1]
             self._wait_for_more(kind)
             return kind, self._drain(kind)
-
-    def _oldest(self, kind: str) -> float:
-        return self._waiting[kind][0].arrived
 
     def _wait_for_more(self, kind: str) -> None:
         def enough() -> bool:
@@ -268,21 +258,11 @@ def _finish(work: Work, batch: list[_Task], results: list[Any]) -> None:
 
 
 def _deliver(batch: list[_Task], results: list[Any]) -> None:
-    loop = batch[0].future.get_loop()
-    try:
-        loop.call_soon_threadsafe(_settle, batch, results)
-    except RuntimeError:  # the loop is closed: nobody waits any more
-        return
+    def settle_all() -> None:
+        for task, result in zip(batch, results, strict=True):
+            settle(task.future, result)
 
-
-def _settle(batch: list[_Task], results: list[Any]) -> None:
-    for task, result in zip(batch, results, strict=True):
-        if task.future.done():
-            continue
-        if isinstance(result, Exception):
-            task.future.set_exception(result)
-        else:
-            task.future.set_result(result)
+    call_in(batch[0].future.get_loop(), settle_all)
 
 
 class Search(NamedTuple):
@@ -361,21 +341,15 @@ class Searcher:
 
     def _search_group(self, searches: list[Search]) -> list[SearchMatches | Exception]:
         try:
-            matches = self._search(searches[0], np.concatenate([search.queries for search in searches]))
+            first, queries = searches[0], np.concatenate([search.queries for search in searches])
+            threshold = {} if first.threshold is None else {"threshold": first.threshold}
+            matches = self._store.search(first.collection, queries, k=first.k, filter=first.filter, **threshold)
         except PlscError as error:
             if len(searches) == 1:
                 return [error]
             return [found for search in searches for found in self._search_group([search])]
-        found, start = [], 0
-        for search in searches:
-            stop = start + len(search.queries)
-            found.append(SearchMatches(search.collection, matches[start:stop]))
-            start = stop
-        return list(found)
-
-    def _search(self, search: Search, queries: Float32) -> list[list[Match]]:
-        threshold = {} if search.threshold is None else {"threshold": search.threshold}
-        return self._store.search(search.collection, queries, k=search.k, filter=search.filter, **threshold)
+        rest = iter(matches)
+        return [SearchMatches(search.collection, list(islice(rest, len(search.queries)))) for search in searches]
 
 
 def answer_too_large(limit: int) -> ApiError:

@@ -18,8 +18,8 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from plsc.serve.errors import ApiError, to_response
+from plsc.serve.rate_limits import Bucket, Shared, over_share
 from plsc.serve.settings import Limits
-from plsc.serve.shares import Shared, over_share
 
 MAX_HEAD_BYTES = 65_536
 MAX_HEADERS = 256
@@ -113,7 +113,7 @@ class ConnectionBudget:
 
     def __init__(self, known: int, part: int, anonymous: int) -> None:
         self._known, self._anonymous, self._part = _Pool(known), _Pool(anonymous), part
-        self._seconds, self._filled = _NEW_SAVED_SECONDS, 0.0
+        self._seconds = Bucket(_NEW_SAVED_SECONDS, _NEW_PART)
 
     def add(self, connection: Connection) -> None:
         """Take a new connection, or one that is nobody's again; where there are too many, abort another."""
@@ -155,14 +155,11 @@ class ConnectionBudget:
         """Forget a connection that is lost; one that is nobody's owes the time that it took."""
         self.remove(connection)
         if connection.owner is None:
-            self._seconds -= connection.seconds + _NEW_SECONDS
+            self._seconds.level -= connection.seconds + _NEW_SECONDS
 
     def newcomers_owe(self) -> bool:
         """True while connections that were nobody's to the end have taken more than their part of the loop's time."""
-        now = time.monotonic()
-        self._seconds = min(self._seconds + (now - self._filled) * _NEW_PART, _NEW_SAVED_SECONDS)
-        self._filled = now
-        return self._seconds < 0
+        return self._seconds.fill() < 0
 
     def _place(self, connection: Connection) -> tuple[_Pool, str]:
         owner = connection.owner

@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from plsc.errors import DataError
-from plsc.image_files import Shrunk, TooLargeError, decode_shrunk, open_header
+from plsc.image_files import TooLargeError, decode_shrunk, open_header
 
 try:
     import resource
@@ -51,15 +51,11 @@ def serve(jobs: BinaryIO, answers: BinaryIO, max_pixels: int, max_jpeg_pixels: i
             answers.write(ANSWER.pack(status, 0, 0, len(message)))
             answers.write(message)
         else:
-            _write_pixels(answers, picture)
+            height, width, _ = picture.pixels.shape
+            answers.write(ANSWER.pack(PIXELS, picture.divisor, height, width))
+            answers.write(picture.pixels.data)
             del picture  # before the next are decoded
         answers.flush()
-
-
-def _write_pixels(answers: BinaryIO, picture: Shrunk) -> None:
-    height, width, _ = picture.pixels.shape
-    answers.write(ANSWER.pack(PIXELS, picture.divisor, height, width))
-    answers.write(picture.pixels.data)
 
 
 def _limit_memory(max_pixels: int) -> None:
@@ -91,21 +87,14 @@ def _prepare() -> tuple[BinaryIO, BinaryIO]:
         os.nice(_NICENESS)
     answers = os.dup(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    for descriptor in (0, answers):
-        _widen(descriptor)
+    with suppress(ImportError, AttributeError, OSError):  # Linux alone has it, and bounds it for each user
+        import fcntl
+
+        for descriptor in (0, answers):
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # a large picture passes in fewer turns
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold pictures
     return os.fdopen(0, "rb"), os.fdopen(answers, "wb")
-
-
-def _widen(descriptor: int) -> None:
-    """Let a large picture pass in fewer turns."""
-    try:
-        import fcntl
-
-        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    except (ImportError, AttributeError, OSError):  # Linux alone has it, and bounds it for each user
-        return
 
 
 def _import_decoders() -> None:

@@ -14,9 +14,10 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, cast
+from io import BufferedReader
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -38,6 +39,22 @@ _LATELY_SECONDS = 10.0
 _ATTEMPTS = 2  # for a picture whose process the system killed (out of memory): others may have filled it
 _KILLED_BY_SYSTEM = -9  # SIGKILL, which Windows does not have
 _ENVIRONMENT = ("PATH", "PYTHONHOME", "LD_LIBRARY_PATH", "SYSTEMROOT", "LANG", "TMPDIR")  # no secret is passed on
+
+
+def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call ``function`` in a loop of another thread; where that is closed, nobody waits any more."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *args)
+
+
+def settle(future: "asyncio.Future[Any]", result: Any) -> None:
+    """Give a future its result, or exception, unless it was cancelled or has failed."""
+    if future.done():
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
 
 
 class DecodeProcess:
@@ -78,7 +95,7 @@ class DecodeProcess:
         """Start the process unless it runs; :class:`ApiError` 503 if it does not start."""
         if self.runs:
             return
-        self._end()
+        self.end()
         with self._guard:
             if self._closed:
                 raise ApiError(503, "the service is stopping; ask another, or later")
@@ -86,7 +103,7 @@ class DecodeProcess:
         try:
             self._read(ANSWER.size)  # READY
         except EOFError:
-            self._end()
+            self.end()
             if not self._closed:
                 note("plsc serve: a process that decodes pictures did not start")
             raise ApiError(503, "pictures cannot be decoded at the moment; see the server's log") from None
@@ -105,7 +122,7 @@ class DecodeProcess:
                 try:
                     return self._decode(data, name)
                 except (OSError, EOFError):
-                    killed, status = self._killed, self._end()
+                    killed, status = self._killed, self.end()
                     if killed or status != _KILLED_BY_SYSTEM:
                         break
             raise DataError(f"{name} takes too long to decode, or too much memory; save it again, smaller")
@@ -125,36 +142,24 @@ class DecodeProcess:
             self._closed = True
         self.kill()
 
-    def reap(self) -> None:
-        """Wait for the end of a killed process, once no thread decodes with it."""
-        self._end()
-
     def _open(self) -> "subprocess.Popen[bytes]":
         # -P: modules are not looked for in the working directory, which only those do who run there
         limits = (self._max_pixels, self._max_jpeg_pixels, self._cpu_seconds)
-        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", *limits]
+        arguments = [sys.executable, "-P", "-m", "plsc.serve.decode_process", *map(str, limits)]
         environment = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109 (the text that sys.path means)
         environment |= {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [str(argument) for argument in arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
+            arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
         )
 
     def _decode(self, data: bytes, name: str) -> Shrunk:
         self.start()
         encoded = name.encode()
-        process = cast("subprocess.Popen[bytes]", self._process)
-        assert process.stdin is not None, "it is a pipe"
-        process.stdin.write(JOB.pack(len(encoded), len(data)) + encoded)
-        process.stdin.write(data)
-        process.stdin.flush()
-        return self._answer(name)
-
-    def _answer(self, name: str) -> Shrunk:
+        jobs = cast("BinaryIO", self._process and self._process.stdin)
+        jobs.write(JOB.pack(len(encoded), len(data)) + encoded)
+        jobs.write(data)
+        jobs.flush()
         status, divisor, first, second = ANSWER.unpack(self._read(ANSWER.size))
         if status == PIXELS and first * second <= self._max_pixels:
             pixels = np.frombuffer(self._read(first * second * 3), np.uint8).reshape(first, second, 3)
@@ -166,28 +171,23 @@ class DecodeProcess:
 
     def _read(self, size: int) -> bytearray:
         """Exactly ``size`` bytes; EOFError if the process ended before."""
-        process = cast("subprocess.Popen[bytes]", self._process)
-        assert process.stdout is not None, "it is a pipe"
-        content = bytearray(size)
-        view, filled = memoryview(content), 0
-        while filled < size:
-            count = process.stdout.readinto(view[filled:])  # type: ignore[attr-defined]
-            if not count:
-                raise EOFError
-            filled += count
+        content, answers = bytearray(size), cast("BufferedReader", self._process and self._process.stdout)
+        if answers.readinto(content) < size:
+            raise EOFError
         return content
 
-    def _end(self) -> int | None:
-        """Kill the process, and wait for its exit status; the next call of :meth:`start` starts another."""
+    def end(self) -> int | None:
+        """Kill the process, and wait for its exit status; the next call of :meth:`start` starts another.
+
+        No other thread decodes with it.
+        """
         with self._guard:
             process, self._process = self._process, None
         if process is None:
             return None
         process.kill()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None, "both are pipes"
-            with contextlib.suppress(OSError):  # what was not written is of no use
-                pipe.close()
+        with contextlib.suppress(OSError), process:  # which closes the pipes; what was not written is of no use
+            pass
         return process.wait()
 
 
@@ -281,7 +281,7 @@ class Decoders:
             process.close()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
-            process.reap()
+            process.end()
 
     def _assign(self, loop: asyncio.AbstractEventLoop) -> None:
         while self._free and (job := self._next()) is not None:
@@ -320,10 +320,7 @@ class Decoders:
             result = job.work(process)
         except Exception as error:
             result = error
-        try:
-            loop.call_soon_threadsafe(self._finish, loop, process, job, result)
-        except RuntimeError:  # the loop is closed: nobody waits any more
-            return
+        call_in(loop, self._finish, loop, process, job, result)
 
     def _finish(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess, job: _Job, result: Any) -> None:
         del self._running[process]
@@ -332,11 +329,7 @@ class Decoders:
         self._leave(caller, job.begun)
         if not caller.running and not caller.requests:
             self._callers.pop(caller.key, None)
-        if not job.future.done():
-            if isinstance(result, Exception):
-                job.future.set_exception(result)
-            else:
-                job.future.set_result(result)
+        settle(job.future, result)
         if process.runs:
             self._release(loop, process)
         else:
@@ -357,16 +350,9 @@ class Decoders:
     def _restart(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
         """Start another process in place of one that was killed, before a picture waits for it."""
 
-        def release(_: "Future[None]") -> None:
-            try:
-                loop.call_soon_threadsafe(self._release, loop, process)
-            except RuntimeError:
-                return
-
-        try:
-            self._threads.submit(process.start).add_done_callback(release)
-        except RuntimeError:  # closed
-            return
+        with contextlib.suppress(RuntimeError):  # closed
+            started = self._threads.submit(process.start)
+            started.add_done_callback(lambda _: call_in(loop, self._release, loop, process))
 
     def _release(self, loop: asyncio.AbstractEventLoop, process: DecodeProcess) -> None:
         self._free.append(process)

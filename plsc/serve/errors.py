@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -12,77 +12,51 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Match
 
-from plsc.errors import (
-    ConflictError,
-    DataError,
-    DeadlineError,
-    NotFoundError,
-    PlscError,
-    PreconditionError,
-    StorageError,
-    UnsupportedError,
-    UsageError,
-    quoted,
-)
+from plsc import errors
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.progress import note
 
-Code = Literal[
-    "bad_request",
-    "unauthorized",
-    "forbidden",
-    "not_found",
-    "method_not_allowed",
-    "too_slow",
-    "conflict",
-    "precondition_failed",
-    "too_large",
-    "unsupported_type",
-    "unprocessable",
-    "too_many",
-    "internal",
-    "not_implemented",
-    "unavailable",
-    "deadline",
-    "quota_exceeded",
-]
-_STATUSES = (400, 401, 403, 404, 405, 408, 409, 412, 413, 415, 422, 429, 500, 501, 503, 504, 507)
-CODES: dict[int, str] = {**dict(zip(_STATUSES, get_args(Code), strict=True)), 414: "too_large", 431: "too_large"}
+# The code of each status, and what the description says of it.
+_ERRORS: dict[int, tuple[str, str]] = {
+    400: ("bad_request", "Invalid request"),
+    401: ("unauthorized", "No token, or an unknown one"),
+    403: ("forbidden", "The token's role does not suffice"),
+    404: ("not_found", "Not found"),
+    405: ("method_not_allowed", "Method not allowed"),
+    408: ("too_slow", "The body came too slowly"),
+    409: (
+        "conflict",
+        "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
+    ),
+    412: ("precondition_failed", "The person was changed since it was read"),
+    413: ("too_large", "Larger than allowed"),
+    415: ("unsupported_type", "Unsupported content type"),
+    422: ("unprocessable", "An image or vector that cannot be used, or an Idempotency-Key of another request"),
+    429: ("too_many", "More than the caller's rate limits or its share of the service allow"),
+    500: ("internal", "Internal error, or the stored data is damaged"),
+    501: ("not_implemented", "The store cannot do this"),
+    503: ("unavailable", "Busy, loading, stopping, or the store is unreachable"),
+    504: ("deadline", "Deadline exceeded"),
+    507: ("quota_exceeded", "More than the operator's quotas allow"),
+    414: ("too_large", "The path and the query are too long"),
+    431: ("too_large", "The head is too large"),
+}
+_CODES = list(dict.fromkeys(code for code, _ in _ERRORS.values()))
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
-_STATUS_OF: tuple[tuple[type[PlscError], int], ...] = (
-    (NotFoundError, 404),
-    (PreconditionError, 412),
-    (ConflictError, 409),
-    (StorageError, 503),
-    (DeadlineError, 504),
-    (UnsupportedError, 501),
-    (UsageError, 400),
-    (DataError, 422),
+_STATUS_OF: tuple[tuple[type[errors.PlscError], int], ...] = (
+    (errors.NotFoundError, 404),
+    (errors.PreconditionError, 412),
+    (errors.ConflictError, 409),
+    (errors.StorageError, 503),
+    (errors.DeadlineError, 504),
+    (errors.UnsupportedError, 501),
+    (errors.UsageError, 400),
+    (errors.DataError, 422),
 )
 _INTERNAL = {
     500: "the stored data are damaged; see the server's log",
     503: "the store cannot be read or written at the moment; see the server's log",
-}
-_DESCRIPTIONS = {
-    400: "Invalid request",
-    401: "No token, or an unknown one",
-    403: "The token's role does not suffice",
-    404: "Not found",
-    408: "The body came too slowly",
-    409: "It exists or is known already, is of another model, or a request with its Idempotency-Key is in progress",
-    412: "The person was changed since it was read",
-    413: "Larger than allowed",
-    414: "The path and the query are too long",
-    415: "Unsupported content type",
-    422: "An image or vector that cannot be used, or an Idempotency-Key of another request",
-    429: "More than the caller's rate limits or its share of the service allow",
-    431: "The head is too large",
-    500: "Internal error, or the stored data is damaged",
-    501: "The store cannot do this",
-    503: "Busy, loading, stopping, or the store is unreachable",
-    504: "Deadline exceeded",
-    507: "More than the operator's quotas allow",
 }
 
 
@@ -128,7 +102,7 @@ class ApiError(HTTPException):
 class ErrorDetail(BaseModel):
     """``code`` is one of a fixed set; ``message`` is one line: the problem and the fix."""
 
-    code: Code
+    code: Annotated[str, Field(json_schema_extra={"enum": _CODES})]
     message: str
 
 
@@ -151,7 +125,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Exception handler of the application: any exception of a route as an HTTP response."""
     if isinstance(error, RequestValidationError):
         error = ApiError(400, first_error(error.errors()))
-    elif isinstance(error, PlscError):
+    elif isinstance(error, errors.PlscError):
         error = as_api_error(error, request.app.state.lifecycle.private_paths)
     elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
         error = _of_router(request, error)
@@ -162,7 +136,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
 
 def _of_router(request: Request, error: HTTPException) -> HTTPException:
     """The router's own errors in words; it names the methods of one route where several share a path."""
-    path = quoted(request.url.path)
+    path = errors.quoted(request.url.path)
     if error.status_code == 404:
         return ApiError(404, f"there is no {path}; GET /openapi.json describes all there is")
     if error.status_code != 405:
@@ -172,7 +146,7 @@ def _of_router(request: Request, error: HTTPException) -> HTTPException:
     return ApiError(405, f"{path} takes {methods}", {"Allow": methods})
 
 
-def as_api_error(error: PlscError, private_paths: Sequence[str] = ()) -> ApiError:
+def as_api_error(error: errors.PlscError, private_paths: Sequence[str] = ()) -> ApiError:
     """Map an exception of the library to its HTTP status.
 
     What is wrong with the service itself is told in the server's log: to callers it would name files and folders.
@@ -193,7 +167,7 @@ def as_api_error(error: PlscError, private_paths: Sequence[str] = ()) -> ApiErro
 def to_response(path: str, error: HTTPException) -> Response:
     """The error as JSON; under /v2 in the Open Inference Protocol's shape ``{"error": message}``."""
     status, message = error.status_code, str(error.detail)
-    code = CODES.get(status, "bad_request" if status < 500 else "internal")
+    code, _ = _ERRORS.get(status, _ERRORS[400 if status < 500 else 500])
     is_inference = path == "/v2" or path.startswith("/v2/")
     body = {"error": message if is_inference else {"code": code, "message": message}, **getattr(error, "details", {})}
     return Response(to_json(body), status, error.headers, "application/json")
@@ -203,7 +177,7 @@ def first_error(problems: Sequence[Any]) -> str:
     """The first of pydantic's errors as one line that names its location."""
     first = problems[0]
     if first["type"] == "string_pattern_mismatch" and first["ctx"]["pattern"] == COLLECTION_NAME:
-        return f"{COLLECTION_NAME_RULE}, unlike {quoted(first['input'])}"
+        return f"{COLLECTION_NAME_RULE}, unlike {errors.quoted(first['input'])}"
     parts = (str(part) for part in first["loc"] if part != "body")
     location = ".".join(part[:80] for part in parts if not part.startswith(FORM))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -213,6 +187,6 @@ def first_error(problems: Sequence[Any]) -> str:
 def error_responses(*statuses: int, model: type[BaseModel] = ErrorBody) -> dict[int | str, dict[str, Any]]:
     """OpenAPI's ``responses``: those of ``statuses``, and those that every operation with a role may give."""
     return {
-        status: {"model": model, "description": _DESCRIPTIONS[status], "headers": _HEADERS.get(status, {})}
+        status: {"model": model, "description": _ERRORS[status][1], "headers": _HEADERS.get(status, {})}
         for status in sorted({400, 401, 403, 414, 429, 431, 500, 503, *statuses, *((408,) if 413 in statuses else ())})
     }

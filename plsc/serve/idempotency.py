@@ -20,23 +20,15 @@ from plsc.errors import ConflictError
 from plsc.gallery.store import IdempotentRequest, Store, StoredAnswer
 from plsc.serve.access import current_caller
 from plsc.serve.errors import RETRY_SECONDS, ApiError
+from plsc.serve.schemas import header_parameter
 
 HEADER = "Idempotency-Key"
 REPLAYED = "Idempotent-Replayed"
 _KEY = re.compile(r'"([\x20-\x21\x23-\x5b\x5d-\x7e]{1,255})"|([\x21\x23-\x5b\x5d-\x7e]{1,255})')
 _CREATED = 201
 # What a route that claims keys adds to its OpenAPI description.
-DESCRIBED = {
-    "parameters": [
-        {
-            "name": HEADER,
-            "in": "header",
-            "required": False,
-            "description": "Sent again with the same key within a day, the request gets its first answer",
-            "schema": {"type": "string", "pattern": f"^(?:{_KEY.pattern})$"},
-        }
-    ]
-}
+_MEANING = "Sent again with the same key within a day, the request gets its first answer"
+DESCRIBED = {"parameters": [header_parameter(HEADER, _MEANING, pattern=f"^(?:{_KEY.pattern})$")]}
 
 
 class Claim:

@@ -36,10 +36,7 @@ def image_bytes(item: Input, name: str) -> bytes:
     """The encoded image of an input; :class:`ApiError` 422 if it is no base64."""
     if isinstance(item.image, bytes):
         return item.image
-    try:
-        return pybase64.b64decode(item.image or "", validate=True)
-    except (binascii.Error, ValueError):
-        raise ApiError(422, f"{name}: the image is not base64; send the bytes of the file in base64") from None
+    return _from_base64(item.image or "", f"{name}: the image is not base64; send the bytes of the file in base64")
 
 
 def decode(
@@ -92,7 +89,15 @@ def check_format(data: bytes, name: str) -> None:
 
 def input_vector(item: Input, name: str, dim: int) -> Float32:
     """The vector of an input as float32 (dim,); :class:`ApiError` 422 unless it is finite and has a direction."""
-    vector = _from_base64(item.vector_b64, name) if item.vector_b64 is not None else _from_list(item.vector)
+    if item.vector_b64 is None:
+        with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
+            vector = np.array(item.vector, dtype=np.float32)
+    else:
+        wrong = f"{name}: vector_b64 is not float32, little-endian, in base64"
+        data = _from_base64(item.vector_b64, wrong)
+        if len(data) % 4:
+            raise ApiError(422, wrong)
+        vector = np.frombuffer(data, dtype="<f4")
     if len(vector) != dim:
         raise ApiError(422, f"{name}: the vector has {len(vector)} numbers; this service's model makes {dim}")
     check_direction(vector, name)
@@ -111,16 +116,8 @@ def check_direction(vector: Float32, name: str) -> None:
         raise ApiError(422, f"{name}: the vector is zero, which has no direction")
 
 
-def _from_list(numbers: list[float] | None) -> Float32:
-    with np.errstate(over="ignore"):  # becomes infinite, which is refused by name
-        return np.array(numbers, dtype=np.float32)
-
-
-def _from_base64(text: str, name: str) -> Float32:
+def _from_base64(text: str, wrong: str) -> bytes:
     try:
-        data = pybase64.b64decode(text, validate=True)
+        return pybase64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        data = b"?"
-    if len(data) % 4:
-        raise ApiError(422, f"{name}: vector_b64 is not float32, little-endian, in base64")
-    return np.frombuffer(data, dtype="<f4")
+        raise ApiError(422, wrong) from None

@@ -48,7 +48,7 @@ class Metrics:
         """Count an answered request; ``route`` is the path's template, never the path itself."""
         labels = route, method, status
         if labels not in self._labelled:  # looking children up by their labels costs more than counting
-            self._labelled[labels] = self._requests.labels(route, method, status), self._total.labels(route)
+            self._labelled[labels] = self._requests.labels(*labels), self._total.labels(route)
         counter, histogram = self._labelled[labels]
         counter.inc()
         histogram.observe(seconds)
@@ -72,28 +72,19 @@ class Metrics:
         for name, value in limits.items():
             Gauge(f"plsc_limit_{name}", f"Limit of {name.replace('_', ' ')}", registry=self.registry).set(value)
 
-    def watch_audit(self, sequence: Callable[[], float]) -> None:
-        """Export the number of the audit log's newest line."""
-        Gauge("plsc_audit_sequence", "Newest line of the audit log", registry=self.registry).set_function(sequence)
-
-    def watch_requests(self, in_flight: Callable[[], float]) -> None:
-        """Export the number of requests in flight."""
-        Gauge("plsc_in_flight", "Requests in flight", registry=self.registry).set_function(in_flight)
+    def watch(self, name: str, help: str, value: Callable[[], float]) -> None:
+        """Export a number that is asked for at each scrape."""
+        Gauge(f"plsc_{name}", help, registry=self.registry).set_function(value)
 
     def batch(self, kind: str, rows: int, waited: Sequence[float], seconds: float) -> None:
-        """See :class:`plsc.serve.batching.Observer`."""
+        """Count a batch of ``rows`` that ran for ``seconds``, after its callers had ``waited`` (seconds each)."""
         self._batch.labels(kind).observe(rows)
         self.stage(kind, seconds)
         self.stage("wait", max(waited))
 
     def dropped(self, kind: str, why: str, count: int) -> None:
-        """See :class:`plsc.serve.batching.Observer`."""
+        """Count callers who were dropped without computing; ``why`` is "deadline", "cancelled" or "full"."""
         self._dropped.labels(kind, why).inc(count)
-
-    def watch_queue(self, kind: str, waiting: Callable[[], float]) -> None:
-        """Export how many rows of ``kind`` wait."""
-        name = f"plsc_{kind}_queue_rows"
-        Gauge(name, f"Rows that wait to {kind}", registry=self.registry).set_function(waiting)
 
     def watch_store(self, statistics: Statistics) -> None:
         """Export each collection's statistics (rows, delta, tombstones, recall …), read at scrape time."""

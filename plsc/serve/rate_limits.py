@@ -1,4 +1,4 @@
-"""How much a token may ask for in a time: token buckets, and the RateLimit header fields that tell callers of them.
+"""How much one caller may have: of what all share at a time, and in a time: token buckets, and their RateLimit fields.
 
 A limit such as ``searches=600/m`` is a bucket that holds 600 and is filled evenly within a minute. What a request costs
 beyond one (a search of many queries) is known once its body is read, and taken then, below zero if need be: the caller
@@ -8,13 +8,14 @@ waits until the debt is paid. The headers follow draft-ietf-httpapi-ratelimit-he
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from plsc.errors import UsageError
-from plsc.serve.errors import ApiError
+from plsc.serve.errors import RETRY_SECONDS, ApiError
 
 Kind = Literal["requests", "searches", "embeddings", "writes"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -67,48 +68,45 @@ def effective_limits(own: Sequence[RateLimit], defaults: Sequence[RateLimit]) ->
     return [by_kind[kind] for kind in KINDS if kind in by_kind]
 
 
-class _Bucket:
-    __slots__ = ("_filled", "_rate", "level", "limit", "policy")
+class Bucket:
+    """A token bucket: it holds ``most``, is filled evenly by ``rate`` a second, and may be emptied below zero."""
 
-    def __init__(self, limit: RateLimit) -> None:
-        self.limit, self.level = limit, float(limit.count)
-        self.policy = f'"{limit.kind}";q={limit.count};w={limit.seconds}'
-        self._rate = limit.count / limit.seconds
-        self._filled = time.monotonic()
+    __slots__ = ("_filled", "_most", "_rate", "level")
 
-    def fill(self, now: float) -> float:
+    def __init__(self, most: float, rate: float) -> None:
+        self.level = self._most = float(most)
+        self._rate, self._filled = rate, time.monotonic()
+
+    def fill(self) -> float:
         """Add what has come since the last time; returns the level."""
-        self.level = min(self.level + (now - self._filled) * self._rate, float(self.limit.count))
+        now = time.monotonic()
+        self.level = min(self.level + (now - self._filled) * self._rate, self._most)
         self._filled = now
         return self.level
 
     def seconds_until(self, level: float) -> int:
+        """Whole seconds until the bucket holds ``level``."""
         return max(math.ceil((level - self.level) / self._rate), 0)
 
+
+class LimitBucket(Bucket):
+    """What a caller has left of a limit, with its fields of headers."""
+
+    __slots__ = ("limit", "policy")
+
+    def __init__(self, limit: RateLimit) -> None:
+        super().__init__(limit.count, limit.count / limit.seconds)
+        self.limit, self.policy = limit, f'"{limit.kind}";q={limit.count};w={limit.seconds}'
+
     def state(self) -> str:
+        """What is left, and the seconds until there is more, or all."""
         remaining = max(int(self.level), 0)
         wait = self.seconds_until(self.limit.count if remaining else 1)
         return f'"{self.limit.kind}";r={remaining};t={wait}'
 
 
-class Allowance:
-    """What one request may draw on: the buckets of its caller that it counts in; the last one is that of its kind."""
-
-    __slots__ = ("_buckets",)
-
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
-        self._buckets = buckets
-
-    def charge(self, more: int) -> None:
-        """Take ``more`` from the bucket of the request's kind."""
-        if self._buckets[-1].limit.kind != "requests":
-            self._buckets[-1].level -= more
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The RateLimit-Policy and RateLimit fields."""
-        policy = ", ".join(bucket.policy for bucket in self._buckets)
-        state = ", ".join(bucket.state() for bucket in self._buckets)
-        return [(b"ratelimit-policy", policy.encode()), (b"ratelimit", state.encode())]
+Allowance = Sequence[LimitBucket]  # what a request draws on; the last one is that of its kind, if that is limited
+_allowance: ContextVar[Allowance] = ContextVar("allowance", default=())
 
 
 class RateLimiter:
@@ -121,48 +119,96 @@ class RateLimiter:
 
     def __init__(self, defaults: Sequence[RateLimit], throttled: Callable[[str, str], None]) -> None:
         self._defaults, self._throttled = tuple(defaults), throttled
-        self._callers: dict[str, tuple[Sequence[RateLimit], dict[Kind, _Bucket]]] = {}
+        self._callers: dict[str, tuple[Sequence[RateLimit], dict[Kind, LimitBucket]]] = {}
 
-    def admit(self, name: str, own: Sequence[RateLimit], kind: Kind | None) -> Allowance | None:
-        """Take one request of a kind; None where nothing is limited.
+    def admit(self, name: str, own: Sequence[RateLimit], kind: Kind | None) -> Allowance:
+        """Take one request of a kind; returns the buckets that the current request draws on, none if it is unlimited.
 
         Raises:
             ApiError: 429 where a bucket is empty; nothing is taken then.
         """
+        _allowance.set(())  # where requests are pipelined, this one runs in the context of the one before
         if not own and not self._defaults:
-            return None
+            return ()
         limits, buckets = self._callers.get(name, (None, {}))
         if limits != own:  # a new caller, or a token that was changed
-            buckets = {limit.kind: _Bucket(limit) for limit in effective_limits(own, self._defaults)}
+            buckets = {limit.kind: LimitBucket(limit) for limit in effective_limits(own, self._defaults)}
             self._callers[name] = own, buckets
-        now = time.monotonic()
         counted = [buckets[each] for each in ("requests", kind) if each in buckets]
         for bucket in counted:
-            if bucket.fill(now) < 1:
+            if bucket.fill() < 1:
                 self._throttled(name, bucket.limit.kind)
                 raise _throttled_error(name, bucket)
         for bucket in counted:
             bucket.level -= 1
-        return Allowance(counted) if counted else None
-
-
-_allowance: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
-
-
-def set_allowance(allowance: Allowance | None) -> None:
-    """Set what the current request draws on."""
-    _allowance.set(allowance)
+        _allowance.set(counted)
+        return counted
 
 
 def charge(count: int) -> None:
     """Count the current request as ``count`` of its kind, of which admission has taken one."""
-    allowance = _allowance.get()
-    if allowance is not None and count > 1:
-        allowance.charge(count - 1)
+    for bucket in _allowance.get()[-1:]:
+        if bucket.limit.kind != "requests":
+            bucket.level -= max(count - 1, 0)
 
 
-def _throttled_error(name: str, bucket: _Bucket) -> ApiError:
+def rate_headers(allowance: Allowance) -> list[tuple[bytes, bytes]]:
+    """The RateLimit-Policy and RateLimit fields; none without limits."""
+    if not allowance:
+        return []
+    policy = ", ".join(bucket.policy for bucket in allowance)
+    state = ", ".join(bucket.state() for bucket in allowance)
+    return [(b"ratelimit-policy", policy.encode()), (b"ratelimit", state.encode())]
+
+
+def _throttled_error(name: str, bucket: LimitBucket) -> ApiError:
     wait = max(bucket.seconds_until(1), 1)
     headers = {"Retry-After": str(wait), "RateLimit-Policy": bucket.policy, "RateLimit": bucket.state()}
     whose = f"the token {name}" if name else "this machine"
     return ApiError(429, f"{whose} has used up its {bucket.limit}; ask again in {wait} s", headers)
+
+
+class Shared:
+    """A number of things that callers hold for a while. Used in the event loop alone.
+
+    Args:
+        what: names them in errors, in the plural.
+        most: held by all together.
+        share: of ``most``, what one caller may have, and ``least`` in any case.
+    """
+
+    def __init__(self, what: str, most: int, share: float, least: int = 1) -> None:
+        self._what, self._most, self._part = what, most, max(int(most * share), least)
+        self._held: Counter[str | None] = Counter()
+        self.total = 0
+
+    @property
+    def is_half_free(self) -> bool:
+        """True if no more than half of them are held."""
+        return self.total <= self._most / 2
+
+    def check(self, owner: str | None, amount: int = 1) -> None:
+        """:class:`ApiError` unless the caller of this name may have ``amount`` more: 429 for its own part, 503."""
+        if self._part < self._most and self._held[owner] + amount > self._part:
+            raise over_share(owner, f"{self._part:,} {self._what}")
+        if self.total + amount > self._most:
+            raise ApiError(503, f"{self._most:,} {self._what} are held for all callers already; ask again in a moment")
+
+    def take(self, owner: str | None, amount: int = 1) -> None:
+        """Give a caller ``amount`` more, or raise as :meth:`check` does."""
+        self.check(owner, amount)
+        self._held[owner] += amount
+        self.total += amount
+
+    def give_back(self, owner: str | None, amount: int = 1) -> None:
+        """Take ``amount`` from a caller."""
+        self._held[owner] -= amount
+        self.total -= amount
+        if not self._held[owner]:
+            del self._held[owner]
+
+
+def over_share(owner: str | None, what: str) -> ApiError:
+    """The error for a token that has ``what`` already."""
+    message = f"the token {owner} has {what} already, which is its share; ask again in a moment"
+    return ApiError(429, message, {"Retry-After": str(RETRY_SECONDS)})

@@ -1,8 +1,13 @@
-"""Declarations of routes: what a caller needs, their service and parameters, and JSON bodies read fast and strictly."""
+"""Declarations of routes: what a caller needs, their service and parameters, and JSON bodies read fast and strictly.
+
+A person's ETag (RFC 9110, section 8.8.3) names a revision; with If-Match (section 13) an editor overwrites nobody's
+change unawares.
+"""
 
 import functools
+import re
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic_core
@@ -13,10 +18,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
+from plsc.gallery.store import Person, Precondition
 from plsc.gallery.validation import COLLECTION_NAME
-from plsc.serve.access import Permission, Right, Role
+from plsc.serve.access import Permission
 from plsc.serve.errors import ApiError
-from plsc.serve.rate_limits import Kind
+from plsc.serve.schemas import header_parameter
 from plsc.serve.service import Lifecycle, Service
 
 LARGEST_ID = 2**53 - 1  # beyond, JSON readers that hold numbers in float64 would name someone else
@@ -27,23 +33,27 @@ _CONTAINER_VALUES = 16  # as many values as a list or an object counts for: it t
 # Of JSON with characters beyond ASCII: one of them makes every character of its text take up to four bytes.
 _WIDE_BYTES = 12 << 20
 
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+_TAG = r'(?:W/)?"[\x21\x23-\x7e\x80-\xff]*"'
+_TAGS = re.compile(rf"\s*({_TAG})\s*(?:,|$)")
+_OURS = re.compile(r'"(\d{1,19})-(\d{1,19})"')
+_MAX_HEADER = 4096  # characters
 
 
-def requires(
-    role: Role | None,
-    right: Right | None = None,
-    *,
-    all_collections: bool = False,
-    counts_as: Kind | None = None,
-) -> Callable[[Endpoint], Endpoint]:
-    """Declare what an endpoint needs of its caller, see :class:`Permission`. Every endpoint declares it."""
+_IF_MATCH = header_parameter(
+    "If-Match",
+    "* or ETags of the person, one of which has to be the present one",
+    maxLength=_MAX_HEADER,
+    pattern=rf"^(?:\*|{_TAG}(?:\s*,\s*{_TAG})*,?)$",
+)
+_IF_NONE_MATCH = header_parameter(
+    "If-None-Match", "*: there must be no such person", maxLength=_MAX_HEADER, pattern=r"^\*$"
+)
+# What a route that reads a precondition adds to its OpenAPI description; and one that also makes persons.
+CONDITIONS_DESCRIBED = {"parameters": [_IF_MATCH]}
+PUT_CONDITIONS_DESCRIBED = {"parameters": [_IF_MATCH, _IF_NONE_MATCH]}
+DELETED: dict[str, Any] = {"status_code": 204, "response_class": Response}  # of routes that answer with nothing
 
-    def declare(endpoint: Endpoint) -> Endpoint:
-        endpoint.permission = Permission(role, right, all_collections, counts_as)  # type: ignore[attr-defined]
-        return endpoint
-
-    return declare
+requires = Permission  # what an endpoint needs of its caller, above it: @requires("read")
 
 
 def permission_of(route: BaseRoute) -> Permission:
@@ -140,30 +150,6 @@ def _count_values(body: bytes, stop: int) -> int:
     return count
 
 
-class JsonRoute(APIRoute):
-    """A FastAPI route whose JSON body is read by :func:`read_json`, once its type has been checked."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler over a request that parses JSON our way."""
-        handle = super().get_route_handler()
-        takes_body = self.body_field is not None
-
-        async def handle_json(request: Request) -> Response:
-            if takes_body:
-                require_json(content_type(request.scope))
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return handle_json
-
-
-class JsonRequest(Request):
-    """A request whose JSON is read by :func:`read_body`."""
-
-    async def json(self) -> Any:
-        """The body's value."""
-        return read_body(await self.body(), get_service(self.scope))
-
-
 class DirectRoute(APIRoute):
     """A route whose endpoint takes the request and nothing else: it costs a quarter of FastAPI's way to parameters.
 
@@ -187,3 +173,41 @@ def query_parameters(model: type[BaseModel], **described: dict[str, Any]) -> lis
         described.get(name, {"name": name, "in": "query", "required": False, "schema": schema})
         for name, schema in fields.items()
     ]
+
+
+def set_etag(response: Response, person: Person) -> None:
+    """Set the strong ETag of a person: the id belongs to it, for another one may get the same external id."""
+    if person.revision:  # 0: the store counts none
+        response.headers["ETag"] = f'"{person.id}-{person.revision}"'
+
+
+def read_precondition(request: Request) -> Precondition | None:
+    """What the request's If-Match or If-None-Match requires of its person; None without either.
+
+    Raises:
+        ApiError: 400 for a header that is not what RFC 9110 says.
+    """
+    if_match, if_none_match = (_header(request, name) for name in ("if-match", "if-none-match"))
+    if if_match is not None and if_none_match is not None:
+        raise ApiError(400, "If-Match and If-None-Match exclude each other; send one of them")
+    if if_none_match is not None:
+        if if_none_match.strip() != "*":
+            raise ApiError(400, "If-None-Match of a change is *: there must be no such person")
+        return Precondition(exists=False)
+    if if_match is None:
+        return None
+    return Precondition() if if_match.strip() == "*" else Precondition(revisions=_read_tags(if_match))
+
+
+def _header(request: Request, name: str) -> str | None:
+    """All values of a header, None without any; an empty one was meant to be a condition, and is no absent one."""
+    values = request.headers.getlist(name)
+    return ", ".join(values) if values else None
+
+
+def _read_tags(text: str) -> frozenset[tuple[int, int]]:
+    """The (id, revision) of the strong tags that are ours; weak and foreign ones match nothing."""
+    if not text or len(text) > _MAX_HEADER or "".join(match[0] for match in _TAGS.finditer(text)) != text:
+        raise ApiError(400, 'If-Match is * or ETags in quotes, such as "17-3"')
+    found = (_OURS.fullmatch(match[1]) for match in _TAGS.finditer(text))
+    return frozenset((int(tag[1]), int(tag[2])) for tag in found if tag is not None)

@@ -1,8 +1,21 @@
-"""Schemas that several resources share: inputs, metadata, filters; and examples that are valid as they stand."""
+"""Schemas that several resources share: inputs, metadata, filters, persons; and examples that are valid as they are."""
 
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from fastapi import Body as BodyParameter
+from fastapi import Path
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from plsc.errors import UsageError, quoted
@@ -15,6 +28,9 @@ from plsc.gallery.filters import (
     Filter,
     check_metadata,
 )
+from plsc.gallery.store import Person
+from plsc.gallery.validation import MAX_EXTERNAL_ID, check_expires, check_external_id
+from plsc.serve.errors import FORM, KnownPerson
 
 # A picture of 16 x 16 pixels in PNG.
 IMAGE = (
@@ -38,6 +54,7 @@ def _check_metadata(value: Any) -> Any:
 
 # What the description says of texts that stores take, of metadata and of filters; their parsers decide.
 STORABLE = r"^[^\x00]*$"
+_NULL = {"type": "null"}
 _TEXT = {"type": "string", "maxLength": MAX_CHARACTERS, "pattern": STORABLE}
 _NUMBER = {"type": "number"}
 _SCALAR = {"anyOf": [_TEXT, _NUMBER, {"type": "boolean"}]}
@@ -68,8 +85,16 @@ FILTER_PARAMETER = {
     "in": "query",
     "required": False,
     "description": "A filter as JSON text",
-    "content": {"application/json": {"schema": {"anyOf": [FILTER_SCHEMA, {"type": "null"}]}, "example": FILTER}},
+    "content": {"application/json": {"schema": {"anyOf": [FILTER_SCHEMA, _NULL]}, "example": FILTER}},
 }
+
+
+def header_parameter(name: str, description: str, **schema: Any) -> dict[str, Any]:
+    """OpenAPI's description of a header that a request may have, a string."""
+    described = {"type": "string", **schema}
+    return {"name": name, "in": "header", "required": False, "description": description, "schema": described}
+
+
 _BASE64 = r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"
 _IN_BASE64: dict[str, Any] = {"contentEncoding": "base64", "minLength": 4, "pattern": _BASE64}
 
@@ -121,13 +146,12 @@ def exactly_one(*names: str, alone: dict[str, tuple[str, ...]] | None = None) ->
     Args:
         alone: further keys that have to be null beside a key.
     """
-    null = {"type": "null"}
     return [
         {
             "required": [name],
             "properties": {
-                name: {"not": null},
-                **{other: null for other in (*names, *(alone or {}).get(name, ())) if other != name},
+                name: {"not": _NULL},
+                **{other: _NULL for other in (*names, *(alone or {}).get(name, ())) if other != name},
             },
         }
         for name in names
@@ -184,3 +208,147 @@ def parse_filter(value: Any) -> Filter | None:
 def examples(**values: Any) -> dict[str, Any]:
     """OpenAPI's named examples of a body; underscores in the names read as spaces."""
     return {name: {"summary": name.replace("_", " "), "value": value} for name, value in values.items()}
+
+
+def body_like(**values: Any) -> Any:
+    """FastAPI's declaration of a body, with named examples of it."""
+    return BodyParameter(openapi_examples=examples(**values))
+
+
+# What the description says of external ids; check_external_id decides which characters are printable.
+_EXTERNAL_ID = {"minLength": 1, "maxLength": MAX_EXTERNAL_ID, "pattern": r"^(?!\.{1,2}$)[^\x00-\x1f\x7f-\x9f]+$"}
+
+ExternalId = Annotated[
+    str,
+    AfterValidator(check_external_id),
+    Field(
+        description=f"The caller's own id, 1 to {MAX_EXTERNAL_ID} printable characters, unique within the collection",
+        examples=["E-1234"],
+        json_schema_extra=_EXTERNAL_ID,
+    ),
+]
+ExternalIdPath = Annotated[
+    str, AfterValidator(check_external_id), Path(examples=["E-1234"], json_schema_extra=_EXTERNAL_ID)
+]
+Expires = Annotated[
+    str | None,
+    AfterValidator(check_expires),
+    Field(
+        description="Date or date-time (RFC 3339) from which on the person is not found, and is deleted",
+        examples=["2030-01-31"],
+    ),
+    WithJsonSchema({"anyOf": [{"type": "string", "format": "date"}, {"type": "string", "format": "date-time"}, _NULL]}),
+]
+Name = Annotated[str, Field(max_length=1024, json_schema_extra={"pattern": STORABLE})]
+
+
+class PersonPut(Body):
+    """A person to enrol, or all of one to replace."""
+
+    name: Name | None = Field(None, examples=["Ada"])
+    metadata: Metadata = Field(default_factory=dict)
+    faces: list[Input] = Field(fail_fast=True, default_factory=list)
+    expires: Expires = None
+
+
+class PersonBody(PersonPut):
+    """A person to enrol."""
+
+    external_id: ExternalId | None = None
+
+
+class PersonsBody(Body):
+    """Persons to enrol, all or none."""
+
+    persons: list[PersonBody] = Field(fail_fast=True, min_length=1)
+
+
+def _form(value: Any) -> str:
+    """Which body is meant, so that an error tells of that one alone."""
+    is_several = isinstance(value, PersonsBody) or (isinstance(value, dict) and "persons" in value)
+    return FORM + ("several" if is_several else "one")
+
+
+EnrolmentBody = Annotated[
+    Annotated[PersonBody, Tag(f"{FORM}one")] | Annotated[PersonsBody, Tag(f"{FORM}several")], Discriminator(_form)
+]
+
+
+class PersonChange(Body):
+    """Fields to change; those left out stay, and null removes a name or an expiry."""
+
+    name: Name | None = Field(None, examples=["Ada L."])
+    metadata: Metadata = Field(default_factory=dict)
+    expires: Expires = None
+
+
+class FacesBody(Body):
+    """Faces to add to a person."""
+
+    faces: list[Input] = Field(fail_fast=True, min_length=1)
+
+
+class FaceView(BaseModel):
+    """A face of a person: one embedding."""
+
+    id: int
+
+
+class FacesView(BaseModel):
+    """Faces that were added."""
+
+    faces: list[FaceView]
+    warnings: Warnings = []
+
+
+class PersonView(BaseModel):
+    """A person as stored."""
+
+    id: int
+    name: str | None
+    metadata: dict[str, Scalar]
+    faces: list[FaceView]
+    created: str
+    external_id: str | None = Field(None, description="Left out where there is none")
+    expires: str | None = Field(None, description="Left out where there is none")
+
+
+class PersonsView(BaseModel):
+    """Persons by ascending id; ``next`` is the ``after`` of the page that follows, null on the last."""
+
+    persons: list[PersonView]
+    next: int | None = None
+    warnings: Warnings = []
+
+
+class NewPersonView(PersonView):
+    """A person as enrolled."""
+
+    known: KnownPerson | None = Field(
+        None, description="The enrolled person that the faces match, at or above the threshold; of POST alone"
+    )
+
+
+class EnrolledPersonView(NewPersonView):
+    """A person enrolled alone."""
+
+    warnings: Warnings = []
+
+
+class EnrolledView(BaseModel):
+    """Persons enrolled together."""
+
+    persons: list[NewPersonView]
+    warnings: Warnings = []
+
+
+View = TypeVar("View", bound=PersonView)
+
+
+def show(view: type[View], person: Person, **more: Any) -> View:
+    """A person as answers show it, without what is None, and with ``more`` fields of the view."""
+    about = {"external_id": person.external_id, "expires": person.expires}
+    given = {name: value for name, value in about.items() if value is not None}
+    faces = [FaceView(id=face) for face in person.faces]
+    shown = {"name": person.name, "metadata": dict(person.metadata), "faces": faces, "created": person.created}
+    return view.model_construct(id=person.id, **shown, **given, **more)

@@ -6,10 +6,10 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Generator
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from types import FrameType
 from typing import Any
@@ -21,18 +21,19 @@ from plsc.errors import UsageError
 from plsc.progress import note
 from plsc.serve.app import build_app
 from plsc.serve.connections import MAX_PIPELINED, UNKNOWN_PIPELINED, ConnectionBudget, LimitedProtocol
-from plsc.serve.door import Door
 from plsc.serve.observability import Metrics, MetricsServer
+from plsc.serve.rate_limits import Shared
 from plsc.serve.service import Lifecycle, Service
 from plsc.serve.settings import Limits, Settings, is_loopback
-from plsc.serve.shares import Shared
-from plsc.serve.token_book import TokenBook
+from plsc.serve.tokens import TokenBook
 
 KEEP_ALIVE_SECONDS = 75  # longer than the usual reverse proxy's 60: the proxy closes first, and no request is lost
 _FILES_KEPT_BACK = 192  # of the store, the audit log, snapshots, tokens, pictures' processes and metrics
 MAX_PORT = 65_535
 _LEAST_CONNECTIONS = 16
 _BACKLOG = 1024  # connections that the system holds until they are accepted
+_PAUSE_SECONDS = 0.01  # between two new connections while newcomers owe time
+_NO_FILES_SECONDS = 1.0  # until there may be file descriptors again
 
 Load = Callable[[Metrics], Service]
 
@@ -58,16 +59,16 @@ class Server:
                 "with plsc tokens add NAME --role search, and give --tokens FILE"
             )
         self._metrics, self._lifecycle = Metrics(), Lifecycle()
-        self._listener = _listen(settings.host, settings.port)
-        try:
-            self._metrics_server = _metrics_server(settings, self._metrics)
-        except UsageError:
-            self._listener.close()
-            raise
+        self._metrics_server: MetricsServer | None = None
+        self.metrics_address: str | None = None
+        with contextlib.ExitStack() as on_error:
+            self._listener = on_error.enter_context(_listen(settings.host, settings.port))
+            if settings.metrics_port is not None:
+                with _binding("show metrics", settings.host, settings.metrics_port):
+                    self._metrics_server = MetricsServer(self._metrics, settings.host, settings.metrics_port)
+                self.metrics_address = _url(settings.host, self._metrics_server.port) + "/metrics"
+            on_error.pop_all()
         self.address = _url(settings.host, self._listener.getsockname()[1])
-        self.metrics_address = None
-        if self._metrics_server is not None:
-            self.metrics_address = _url(settings.host, self._metrics_server.port) + "/metrics"
         app = build_app(self._lifecycle, settings, tokens, self._metrics)
         limits = settings.limits
         part = max(int(limits.connections * settings.share), 1)
@@ -114,33 +115,56 @@ class Server:
 
 
 class _GracefulServer(uvicorn.Server):
-    """uvicorn's server behind a :class:`Door`, for which a signal starts the shutdown and is not raised again."""
+    """uvicorn's server, for which a signal starts the shutdown and is not raised again; it accepts slowly in a crowd.
+
+    uvloop accepts all that wait at once, and goes on while others come: a few who connect and leave again would keep it
+    from everybody whose connection is open. Here they keep out those who come anew, at worst.
+    """
 
     def __init__(self, config: uvicorn.Config, lifecycle: Lifecycle, budget: ConnectionBudget) -> None:
         super().__init__(config)
         self._lifecycle, self._budget = lifecycle, budget
-        self._door: Door | None = None
+        self._accepting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections."""
-        if sys.platform == "win32":  # whose event loop watches no sockets
-            await super().startup(sockets)
-            return
+        """Accept connections of the one socket, which is bound already."""
         await super().startup([])
-        assert sockets is not None, "it serves a socket that is bound already"
-        (listener,) = sockets
-        self._door = Door(listener, self._make_protocol, self._budget.newcomers_owe)
+        (listener,) = sockets or ()
+        listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(listener))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept none, and finish requests."""
-        if self._door is not None:
-            self._door.close()
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.wait([self._accepting])
         await super().shutdown(sockets)
 
-    def _make_protocol(self) -> asyncio.Protocol:
-        make: Any = self.config.http_protocol_class
-        protocol: asyncio.Protocol = make(config=self.config, server_state=self.server_state, app_state={})
-        return protocol
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept one connection between two looks at those that are open, slowly where strangers come and go."""
+        loop = asyncio.get_running_loop()
+        starting: set[asyncio.Task[None]] = set()
+        while True:
+            try:
+                wire, _ = await loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError:
+                await asyncio.sleep(_NO_FILES_SECONDS)
+                continue
+            task = loop.create_task(self._start(wire))
+            starting.add(task)
+            task.add_done_callback(starting.discard)
+            await asyncio.sleep(_PAUSE_SECONDS if self._budget.newcomers_owe() else 0)
+
+    async def _start(self, wire: socket.socket) -> None:
+        make: Any = partial(
+            self.config.http_protocol_class, config=self.config, server_state=self.server_state, app_state={}
+        )
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(make, wire)
+        except OSError:  # the caller has left
+            wire.close()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -227,32 +251,23 @@ def _url(host: str, port: int) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    listener = None
     if not 0 <= port <= MAX_PORT:  # getaddrinfo would take its last 16 bits
         raise UsageError(f"--port {port}: a port lies between 0 and {MAX_PORT}")
-    try:
+    with _binding("listen", host, port), contextlib.ExitStack() as on_error:
         family, kind, protocol_number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # With its protocol named, asyncio turns Nagle's algorithm off: else an answer's second packet waits 40 ms.
-        listener = socket.socket(family, kind, protocol_number)
+        listener = on_error.enter_context(socket.socket(family, kind, protocol_number))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(_BACKLOG)
-    except (OSError, OverflowError) as error:
-        if listener is not None:
-            listener.close()
-        raise _bind_error("listen", host, port, error) from None
+        on_error.pop_all()
     return listener
 
 
-def _metrics_server(settings: Settings, metrics: Metrics) -> MetricsServer | None:
-    if settings.metrics_port is None:
-        return None
+@contextlib.contextmanager
+def _binding(what: str, host: str, port: int) -> Generator[None, None, None]:
     try:
-        return MetricsServer(metrics, settings.host, settings.metrics_port)
+        yield
     except (OSError, OverflowError) as error:
-        raise _bind_error("show metrics", settings.host, settings.metrics_port, error) from None
-
-
-def _bind_error(what: str, host: str, port: int, error: Exception) -> UsageError:
-    reason = getattr(error, "strerror", None) or error
-    return UsageError(f"cannot {what} on {host} port {port}: {reason}; choose another port or host")
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot {what} on {host} port {port}: {reason}; choose another port or host") from None

@@ -31,11 +31,11 @@ from plsc.serve.errors import ApiError
 from plsc.serve.idempotency import IdempotencyKeys
 from plsc.serve.inputs import DecodedImage, Float32, check_direction, decode, image_bytes, input_vector
 from plsc.serve.observability import Metrics
-from plsc.serve.quotas import with_quotas
+from plsc.serve.quotas import Quotas
 from plsc.serve.schemas import Input
 from plsc.serve.settings import PEOPLE, Settings
 from plsc.serve.snapshots import Snapshots
-from plsc.serve.token_book import TokenBook
+from plsc.serve.tokens import TokenBook
 
 Result = TypeVar("Result")
 STORE_THREADS = 8
@@ -67,9 +67,8 @@ class Service:
     def __init__(
         self, embedder: Embedder, store: Store, settings: Settings, metrics: Metrics, detector: Any = None
     ) -> None:
-        store = with_quotas(store, settings.limits)
         self.embedder, self.store, self.settings, self.metrics = embedder, store, settings, metrics
-        self.detector = detector
+        self.detector, self.quotas = detector, Quotas(store, settings.limits)
         self.contract_id = contract_of(embedder, settings.flip)
         self.model_name = Path(embedder.source).stem  # callers learn no paths
         self.max_json_values = settings.limits.inputs * (embedder.embedding_dim + _VALUES_BESIDE_VECTOR)
@@ -78,7 +77,7 @@ class Service:
         self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
         if "write" in settings.audit_events and hasattr(store, "last_change"):
             self.audit.account_for(store.last_change())
-        metrics.watch_audit(lambda: self.audit.head.sequence)
+        metrics.watch("audit_sequence", "Newest line of the audit log", lambda: self.audit.head.sequence)
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
         self.retention = Retention(store, self.thumbnails, self._audit_expiry)
@@ -100,17 +99,17 @@ class Service:
             getattr(store, "folder", None), settings.snapshots, settings.thumbnails, settings.audit, settings.tokens
         )
         for kind in ("embed", "search"):
-            metrics.watch_queue(kind, partial(self.worker.waiting, kind))
+            metrics.watch(f"{kind}_queue_rows", f"Rows that wait to {kind}", partial(self.worker.waiting, kind))
         metrics.watch_store(store.statistics)
 
     async def in_store(self, function: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
         """Call ``function``, which may block on the store, in a thread, and in the request's context."""
-        begun = time.monotonic()
-        loop, context = asyncio.get_running_loop(), contextvars.copy_context()
-        try:
-            return await loop.run_in_executor(self._storers, lambda: context.run(function, *args, **keywords))
-        finally:
-            self.metrics.stage("store", time.monotonic() - begun)
+        call = partial(contextvars.copy_context().run, function, *args, **keywords)
+        return await self._in_thread(self._storers, call)
+
+    async def add(self, change: Callable[..., Result], *args: Any, **keywords: Any) -> Result:
+        """Call ``change``, which adds to the store, in a thread and within quotas; see :meth:`Quotas.add`."""
+        return await self.in_store(self.quotas.add, change, *args, **keywords)
 
     async def vectors(self, inputs: Sequence[Input], names: Sequence[str], deadline: float) -> Embedded:
         """Vectors of inputs, images embedded.
@@ -186,14 +185,11 @@ class Service:
             with limit(lambda: is_gone or time.monotonic() > deadline):
                 return function(*args, **keywords)
 
-        begun = time.monotonic()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._filterers, call)
+            return await self._in_thread(self._filterers, call)
         except asyncio.CancelledError:
             is_gone = True
             raise
-        finally:
-            self.metrics.stage("store", time.monotonic() - begun)
 
     async def require_collection(self, name: str) -> Collection:
         """A collection whose vectors are of this service's model; :class:`PlscError` if there is none."""
@@ -247,6 +243,13 @@ class Service:
         self.retention.close()
         self.store.close()
         self.audit.close()
+
+    async def _in_thread(self, pool: ThreadPoolExecutor, call: Callable[[], Result]) -> Result:
+        begun = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(pool, call)
+        finally:
+            self.metrics.stage("store", time.monotonic() - begun)
 
     def _audit_expiry(self, collection: str, persons: Sequence[int]) -> None:
         changes = take_changes()

@@ -5,9 +5,10 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from pydantic import BaseModel
 
 from plsc.errors import NotFoundError, UsageError
 from plsc.files import make_private_folder, remove_leftovers, restrict, storage_errors
@@ -18,13 +19,12 @@ _LEFTOVER = re.compile(r"\.\d{8}T\d{6}\d{6}Z\.(deleted|\d+\.tmp)")
 _FORMAT = "%Y%m%dT%H%M%S%fZ"
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """A consistent copy of the store: ``created`` in ISO 8601, UTC; ``bytes`` of all files."""
+class SnapshotView(BaseModel):
+    """A consistent copy of the store."""
 
     id: str
-    created: str
-    bytes: int
+    created: str  # ISO 8601, UTC
+    bytes: int  # of all files
 
 
 class Snapshots:
@@ -37,7 +37,7 @@ class Snapshots:
             self._remove_leftovers(folder)
             restrict(*self._paths())
 
-    def take(self, idempotent: IdempotentRequest | None = None) -> Snapshot:
+    def take(self, idempotent: IdempotentRequest | None = None) -> SnapshotView:
         """Take a snapshot; :class:`StorageError` if the store cannot write it.
 
         The answer to ``idempotent`` is the id alone, and is stored first: however this ends, :meth:`finish` knows it.
@@ -49,7 +49,7 @@ class Snapshots:
                 self._store.store_answer(idempotent, name)
         return self.finish(name)
 
-    def finish(self, name: str) -> Snapshot:
+    def finish(self, name: str) -> SnapshotView:
         """Return the snapshot ``name``, an id that :meth:`take` chose; takes it if it is not there."""
         folder = self._require_folder()
         with self._lock:
@@ -59,7 +59,7 @@ class Snapshots:
                 self._store.snapshot(folder / name)
         return _describe(folder / name)
 
-    def list(self) -> Sequence[Snapshot]:
+    def list(self) -> Sequence[SnapshotView]:
         """All snapshots, oldest first."""
         found = []
         for path in self._paths():
@@ -70,16 +70,12 @@ class Snapshots:
 
     def delete(self, name: str) -> None:
         """Delete one; :class:`NotFoundError` if there is none of this id."""
-        missing = NotFoundError(f"there is no snapshot {ascii(name)[:80]}; GET /v1/snapshots lists them")
-        found = [path for path in self._paths() if path.name == name]  # a caller's text never becomes a path
-        if not found:
-            raise missing
-        tmp_path = found[0].with_name(f".{found[0].name}.deleted")
         try:
-            found[0].replace(tmp_path)  # half a snapshot never stands under its name
-        except FileNotFoundError:  # another request was faster
-            raise missing from None
-        shutil.rmtree(tmp_path)
+            found = next(path for path in self._paths() if path.name == name)  # a caller's text never becomes a path
+            deleted = found.replace(found.with_name(f".{name}.deleted"))  # half a snapshot never stands under its name
+        except (StopIteration, FileNotFoundError):  # the latter where another request was faster
+            raise NotFoundError(f"there is no snapshot {ascii(name)[:80]}; GET /v1/snapshots lists them") from None
+        shutil.rmtree(deleted)
 
     def _remove_leftovers(self, folder: Path) -> None:
         """Remove what a killed service was writing or deleting: unlisted, and with faces that were deleted since."""
@@ -101,7 +97,8 @@ class Snapshots:
         return sorted(path for path in self._folder.iterdir() if _ID.fullmatch(path.name) and path.is_dir())
 
 
-def _describe(path: Path) -> Snapshot:
+def _describe(path: Path) -> SnapshotView:
     taken = datetime.strptime(path.name, _FORMAT).replace(tzinfo=UTC)
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return Snapshot(path.name, taken.isoformat(timespec="milliseconds").replace("+00:00", "Z"), size)
+    created = taken.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return SnapshotView(id=path.name, created=created, bytes=size)

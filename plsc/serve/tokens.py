@@ -1,5 +1,7 @@
 """Bearer tokens: a TOML file of names, what each may do, and the SHA-256 of each secret, which is itself not stored.
 
+A running service rereads the file when it changes, and refuses all tokens where it cannot be read.
+
 [[token]]
 name = "camera-1"
 role = "search"
@@ -14,14 +16,19 @@ sha256 is the last key of a token: a file that is cut, at any byte, then holds e
 never one without what restricts it. A service takes no other order.
 """
 
+import contextlib
 import hashlib
 import hmac
 import json
 import math
+import os
 import re
 import secrets
+import stat
+import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +37,9 @@ from typing import Any
 from plsc.errors import ConflictError, DataError, NotFoundError, UsageError
 from plsc.files import atomic_write
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
+from plsc.progress import note
 from plsc.serve.access import RIGHTS, ROLES, Caller, Right, Role
+from plsc.serve.errors import ApiError
 from plsc.serve.rate_limits import parse_rate_limits
 from plsc.text_files import parse_toml, read_text
 
@@ -39,6 +48,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _NEEDED_KEYS = ("name", "role", "created", "sha256")
 _LIST_KEYS = ("allow", "collections", "rates")
 _LARGEST_FILE = 16 << 20  # bytes: 50,000 tokens
+_REREAD_SECONDS = 1.0
+_GRACE_SECONDS = 5.0  # an editor may write a file in two steps; a token that was removed must not profit for longer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +99,10 @@ def read_tokens(path: Path, *, in_any_order: bool = False) -> list[Token]:
         DataError: its content is not a token file, or sha256 is not the last key of a token.
     """
     entries = _read_entries(path)
-    tokens = [_token(path, entry) for entry in entries]
+    try:
+        tokens = [_checked(entry) for entry in entries]
+    except UsageError as error:
+        raise DataError(f"{path}: {error}") from None
     names = [token.name for token in tokens]
     if len(set(names)) < len(names):
         raise DataError(f"{path} names a token twice; give each its own name")
@@ -136,7 +150,7 @@ def change_token(path: Path, name: str, **changes: Any) -> Token:
     """Change what a token may do; its secret stays. ``changes`` are attributes of the :class:`Token`."""
     tokens = read_tokens(path, in_any_order=True)
     former = _find(path, tokens, name)
-    changed = _checked({**_attributes(former), **changes})
+    changed = _checked({**asdict(former), **changes})
     _write(path, [changed if token is former else token for token in tokens])
     return changed
 
@@ -169,13 +183,6 @@ def _digest(secret: bytes) -> str:
     return hashlib.sha256(secret).hexdigest()
 
 
-def _token(path: Path, entry: Any) -> Token:
-    try:
-        return _checked(entry)
-    except UsageError as error:
-        raise DataError(f"{path}: {error}") from None
-
-
 def _checked(entry: Any) -> Token:
     """A token of a table's values; :class:`UsageError` names what is wrong."""
     if not isinstance(entry, dict) or not set(_NEEDED_KEYS) <= set(entry) <= {field.name for field in fields(Token)}:
@@ -205,12 +212,12 @@ def _checked(entry: Any) -> Token:
 
 def _parse_time(name: str, text: Any) -> float:
     try:
-        time = datetime.fromisoformat(text)
+        moment = datetime.fromisoformat(text)
     except (TypeError, ValueError):
         raise UsageError(
             f"{name} expires at {ascii(text)[:80]}, which is no date; write 2027-01-01 or 2027-01-01T18:00Z"
         ) from None
-    return (time if time.tzinfo is not None else time.replace(tzinfo=UTC)).timestamp()
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _strings(name: str, key: str, value: Any) -> tuple[str, ...]:
@@ -220,17 +227,94 @@ def _strings(name: str, key: str, value: Any) -> tuple[str, ...]:
 
 
 def _write(path: Path, tokens: Sequence[Token]) -> None:
-    tables = ["\n".join(["[[token]]", *_lines(token)]) for token in tokens]
+    tables = []
+    for token in tokens:  # in TOML strings and lists of strings are written as JSON's; what is empty is left out
+        given = {key: value for key, value in asdict(token).items() if value is not None and value != ()}
+        tables.append("\n".join(["[[token]]", *(f"{key} = {json.dumps(value)}" for key, value in given.items())]))
     with atomic_write(path) as tmp_path:
         tmp_path.touch(mode=0o600)
         tmp_path.write_text("\n\n".join(tables) + "\n", encoding="utf-8")
 
 
-def _lines(token: Token) -> list[str]:
-    """The token's attributes in TOML, whose strings and lists of strings are written as JSON's; without empty ones."""
-    values = _attributes(token).items()
-    return [f"{key} = {json.dumps(value)}" for key, value in values if value is not None and value != ()]
+class TokenBook:
+    """The tokens of a file, reread when it changes: a removed token is refused without a restart.
+
+    Where the file is gone or cannot be read, the tokens read before stay in force for a few seconds; from then on all
+    are refused, for nobody knows which of them were removed. A file descriptor is kept in reserve for reading.
+
+    Raises:
+        UsageError, DataError: see :func:`read_tokens`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._reserve: int | None = None
+        self._reported: tuple[int, ...] | None = None
+        self._failing_since: float | None = None
+        self._stamp = _stamp(path)
+        self._tokens: Sequence[Token] = self._read()
+        self._checked = time.monotonic()
+        self._warn_of_mode()
+
+    def find(self, secret: bytes) -> Token | None:
+        """The token with this secret, or None; :class:`ApiError` 503 where the file has been unreadable for a while."""
+        if not self.is_current():
+            raise ApiError(503, "the service cannot read its tokens, and refuses all of them until it can")
+        return find_token(self._tokens, secret)
+
+    def is_current(self) -> bool:
+        """False if the file could not be read for so long that no token is taken."""
+        with self._lock:
+            if time.monotonic() - self._checked >= _REREAD_SECONDS:
+                self._checked = time.monotonic()
+                self._reread_if_changed()
+            return self._failing_since is None or self._checked - self._failing_since < _GRACE_SECONDS
+
+    def _reread_if_changed(self) -> None:
+        stamp = _stamp(self._path)
+        if stamp is None or stamp != self._stamp:
+            try:
+                self._tokens = self._read()
+            except (DataError, UsageError) as error:
+                self._report(stamp, error)
+                return
+            self._stamp = stamp
+            self._warn_of_mode()
+        self._failing_since = self._reported = None
+
+    def _report(self, stamp: tuple[int, ...] | None, error: Exception) -> None:
+        if self._failing_since is None:
+            self._failing_since = self._checked
+        elif stamp == self._reported:
+            return
+        self._reported = stamp
+        message = f"the tokens read before stay in force for {_GRACE_SECONDS:g} s, then all are refused: {error}"
+        note(f"plsc serve: {message}")
+
+    def _read(self) -> Sequence[Token]:
+        if self._reserve is not None:
+            os.close(self._reserve)  # for the file: there may be no other descriptor left
+            self._reserve = None
+        try:
+            return read_tokens(self._path)
+        finally:
+            with contextlib.suppress(OSError):  # taken meanwhile; the next reading tries again
+                self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _warn_of_mode(self) -> None:
+        try:
+            mode = stat.S_IMODE(self._path.stat().st_mode)
+        except OSError:
+            return
+        if os.name == "posix" and mode & 0o077:
+            message = f"{self._path} is open to others (mode {mode:04o}); close it: chmod 600 {self._path}"
+            note(f"plsc serve: {message}")
 
 
-def _attributes(token: Token) -> dict[str, Any]:
-    return {field.name: getattr(token, field.name) for field in fields(Token)}
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_mode

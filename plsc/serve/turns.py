@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from plsc.serve.connections import Connection
+from plsc.serve.rate_limits import Bucket
 
 _SAVED_SECONDS = 0.05  # of the loop's time, for answers at once: a page takes about twenty of a fifth of a millisecond
 _EXPECTED_SECONDS = 0.0005  # of an answer, until its time is known
@@ -28,9 +29,8 @@ class Turns:
     """
 
     def __init__(self, part: float) -> None:
-        self._part = part
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._seconds, self._filled = _SAVED_SECONDS, 0.0
+        self._seconds = Bucket(_SAVED_SECONDS, part)  # of the event loop's time
         self._timer: asyncio.TimerHandle | None = None
 
     async def take(self, connection: Connection, answer: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -38,18 +38,17 @@ class Turns:
         await self._wait(connection)
         if connection.is_lost:
             return
-        self._seconds -= _EXPECTED_SECONDS
+        self._seconds.level -= _EXPECTED_SECONDS
         metered = _Metered(answer())
         try:
             await metered
         finally:
             spent, connection.seconds = connection.seconds + metered.seconds + _UNSEEN_SECONDS, 0.0
-            self._seconds += _EXPECTED_SECONDS - spent
+            self._seconds.level += _EXPECTED_SECONDS - spent
 
     async def _wait(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
-        self._fill(loop.time())
-        if not self._waiting and self._seconds > 0:
+        if self._seconds.fill() > 0 and not self._waiting:
             return
         turn = loop.create_future()
         self._waiting.setdefault(connection.address, deque()).append(turn)
@@ -61,13 +60,8 @@ class Turns:
         finally:
             connection.on_lost = None
 
-    def _fill(self, now: float) -> None:
-        self._seconds = min(self._seconds + (now - self._filled) * self._part, _SAVED_SECONDS)
-        self._filled = now
-
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._fill(loop.time())
-        seconds = self._seconds
+        seconds = self._seconds.fill()
         while seconds > 0 and (turn := self._next()) is not None:
             seconds -= _EXPECTED_SECONDS
             _give(turn)

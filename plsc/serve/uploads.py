@@ -1,21 +1,24 @@
 """Pictures sent as people send files: one as the body itself, or several in a form, in place of base64 in JSON.
 
 A route that takes them says by :func:`accepts` what its JSON body would be. Both become that body, with bytes where
-JSON has base64, and go the same way from there.
+JSON has base64, and go the same way from there. Forms are multipart/form-data (RFC 7578), read from a body that is in
+memory: no part is ever written to a file.
 """
 
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
+from starlette.types import Scope
 
 from plsc.errors import quoted
+from plsc.serve.access import Endpoint
 from plsc.serve.errors import ApiError
-from plsc.serve.forms import FORM_TYPE, Part, boundary_of, read_form
-from plsc.serve.routing import JsonRequest, content_type, get_service, read_json, require_json
+from plsc.serve.routing import content_type, get_service, read_body, read_json, require_json
 from plsc.serve.service import Service
 
 # The bytes decide which it is.
@@ -25,8 +28,21 @@ _MAX_TEXTS = 32
 _FILE = {"type": "string", "format": "binary"}
 _TEXT = {"type": "string"}
 _IN_QUERY = "Where a picture is the body itself"
+FORM_TYPE = "multipart/form-data"
+_MAX_PART_HEAD = 4096  # bytes
+_BOUNDARY = re.compile(
+    rb"""boundary=(?:"([0-9A-Za-z'()+_,./:=? -]{1,70})"|([0-9A-Za-z'+_.-]{1,70}))[ \t]*(?:;|$)""", re.I
+)
+_VALUE = rb'(?:"(?:[^"\\]|\\.)*"|[^;"\s]+)'
+_DISPOSITION = re.compile(rb"content-disposition:[ \t]*form-data((?:[ \t]*;[ \t]*[a-z*]+=" + _VALUE + rb")+)", re.I)
+_NAME = re.compile(rb";[ \t]*([a-z*]+)=(" + _VALUE + rb")", re.I)
 
-Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+class Part(NamedTuple):
+    """One field of a form, whatever its file is called and says of its type."""
+
+    name: str
+    content: bytes
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,7 @@ class Upload:
 
 
 def accepts(upload: Upload) -> Callable[[Endpoint], Endpoint]:
-    """Declare what an endpoint of an :class:`UploadRoute` makes of bodies with pictures."""
+    """Declare what an endpoint of a :class:`BodyRoute` makes of bodies with pictures."""
 
     def declare(endpoint: Endpoint) -> Endpoint:
         endpoint.upload = upload  # type: ignore[attr-defined]
@@ -142,28 +158,6 @@ def _json(text: str, name: str, service: Service) -> Any:
     return read_json(text.encode(), service.max_json_values, name)
 
 
-class UploadRoute(APIRoute):
-    """A FastAPI route whose JSON body is read as in :class:`plsc.serve.routing.JsonRoute`, or made of an upload."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's handler over a request that reads its body our way."""
-        handle = super().get_route_handler()
-        upload: Upload | None = getattr(self.endpoint, "upload", None)
-        takes_body = self.body_field is not None
-
-        async def handle_body(request: Request) -> Response:
-            kind = content_type(request.scope)
-            if upload is not None:
-                check_type(kind)
-                if is_upload(kind):
-                    return await handle(_UploadRequest(request, upload))
-            elif takes_body:
-                require_json(kind)
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return handle_body
-
-
 class _UploadRequest(Request):
     """To FastAPI a request with a JSON body."""
 
@@ -181,3 +175,81 @@ class _UploadRequest(Request):
 
     async def json(self) -> Any:
         return await read_upload(self._original, get_service(self.scope), self._upload)
+
+
+class BodyRoute(APIRoute):
+    """A FastAPI route whose body is read by :func:`read_body`, or made of an upload, once its type has been checked.
+
+    What its endpoint leaves out of an answer is left out.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "response_model_exclude_unset": True})
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler over a request that reads its body our way."""
+        handle = super().get_route_handler()
+        upload: Upload | None = getattr(self.endpoint, "upload", None)
+        takes_body = self.body_field is not None
+
+        async def handle_body(request: Request) -> Response:
+            kind = content_type(request.scope)
+            if upload is not None:
+                check_type(kind)
+                if is_upload(kind):
+                    return await handle(_UploadRequest(request, upload))
+            elif takes_body:
+                require_json(kind)
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return handle_body
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return read_body(await self.body(), get_service(self.scope))
+
+
+def boundary_of(scope: Scope) -> bytes:
+    """What separates the parts of a form; :class:`ApiError` 400 if its type names none."""
+    found = _BOUNDARY.search(dict(scope["headers"]).get(b"content-type", b""))
+    if found is None:
+        raise ApiError(400, f"{FORM_TYPE} comes with a boundary; let your client set the type (curl -F does)")
+    return bytes(found[1] or found[2])
+
+
+def read_form(body: bytes, boundary: bytes, max_parts: int) -> list[Part]:
+    """The parts of a form, in order.
+
+    Raises:
+        ApiError: 400 for what is no form, 413 for more than ``max_parts``.
+    """
+    delimiter = b"\r\n--" + boundary
+    if not body.startswith(delimiter[2:]):
+        raise _broken("it does not begin with its boundary")
+    parts: list[Part] = []
+    position = len(delimiter) - 2
+    while body[position : position + 2] != b"--":
+        head_end = body.find(b"\r\n\r\n", position, position + _MAX_PART_HEAD)
+        end = body.find(delimiter, head_end + 2)
+        if body[position : position + 2] != b"\r\n" or head_end < 0 or end < 0:
+            raise _broken(f"part {len(parts) + 1} has no head, or no end")
+        if len(parts) == max_parts:
+            raise ApiError(413, f"the form has more than {max_parts} parts; send less at a time")
+        parts.append(Part(_name(body[position + 2 : head_end]), body[head_end + 4 : end]))
+        position = end + len(delimiter)
+    return parts
+
+
+def _name(head: bytes) -> str:
+    for line in head.split(b"\r\n"):
+        found = _DISPOSITION.match(line)
+        if found is not None:
+            names = [value for key, value in _NAME.findall(found[1]) if key.lower() == b"name"]
+            if len(names) == 1:
+                return bytes(names[0]).strip(b'"').decode("utf-8", "replace")
+    raise _broken("a part has no name")
+
+
+def _broken(why: str) -> ApiError:
+    return ApiError(400, f"the body is no {FORM_TYPE}: {why}")

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +31,20 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageService]:
     service = PageService(tmp_path_factory.mktemp("page"))
     yield service
     service.stop()
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Iterator[Callable[..., PageService]]:
+    """``serve(**settings)``: a service of the test's own."""
+    started: list[PageService] = []
+
+    def start(**settings: Any) -> PageService:
+        started.append(PageService(tmp_path, **settings))
+        return started[-1]
+
+    yield start
+    for service in started:
+        service.stop()
 
 
 @pytest.fixture

@@ -98,16 +98,13 @@ def test_a_collection_is_made_by_mouse_and_by_keyboard(visit: Any, people: str, 
     expect(page.locator("#browse-summary")).to_have_text("No people are enrolled here yet.")
 
 
-def test_an_empty_service_asks_for_a_collection(visit: Any, tmp_path: Path) -> None:
-    service = PageService(tmp_path)
-    try:
-        page = visit(at=service)
-        page.locator("#search-picture input").set_input_files(chosen(ADA))
-        expect(page.locator("#search-error")).to_have_text("There is no collection yet; create one first.")
-        page.get_by_role("tab", name="Enrol").click()
-        expect(page.locator("#enrol-send")).to_be_disabled()
-    finally:
-        service.stop()
+def test_an_empty_service_asks_for_a_collection(visit: Any, serve: Any) -> None:
+    service = serve()
+    page = visit(at=service)
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#search-error")).to_have_text("There is no collection yet; create one first.")
+    page.get_by_role("tab", name="Enrol").click()
+    expect(page.locator("#enrol-send")).to_be_disabled()
 
 
 def test_the_services_figures_are_shown(visit: Any, people: str, service: PageService) -> None:
@@ -155,38 +152,32 @@ def test_a_collections_list_is_downloaded(visit: Any, people: str) -> None:
     expect(page.locator("#manage-done")).to_have_text("The list has 4 people.")
 
 
-def test_a_snapshot_is_taken_after_a_question(visit: Any, tmp_path: Path) -> None:
-    service = PageService(tmp_path, snapshots=tmp_path / "snapshots")
-    try:
-        page = visit(service.collection("staff"), at=service)
-        page.get_by_role("tab", name="Service").click()
-        page.get_by_role("button", name="Take a snapshot…").click()
-        question = page.get_by_role("alertdialog", name="Take a snapshot?")
-        question.get_by_role("button", name="Take a snapshot").click()
-        expect(page.locator("#manage-done")).to_contain_text("MiB.")
-        (snapshot,) = (tmp_path / "snapshots").iterdir()
-        expect(page.locator("#manage-done")).to_contain_text(snapshot.name)
-    finally:
-        service.stop()
+def test_a_snapshot_is_taken_after_a_question(visit: Any, serve: Any, tmp_path: Path) -> None:
+    service = serve(snapshots=tmp_path / "snapshots")
+    page = visit(service.collection("staff"), at=service)
+    page.get_by_role("tab", name="Service").click()
+    page.get_by_role("button", name="Take a snapshot…").click()
+    question = page.get_by_role("alertdialog", name="Take a snapshot?")
+    question.get_by_role("button", name="Take a snapshot").click()
+    expect(page.locator("#manage-done")).to_contain_text("MiB.")
+    (snapshot,) = (tmp_path / "snapshots").iterdir()
+    expect(page.locator("#manage-done")).to_contain_text(snapshot.name)
 
 
-def test_products_are_no_people(visit: Any, tmp_path: Path) -> None:
-    service = PageService(tmp_path, items=Items.parse("products"))
-    try:
-        service.enrol(service.collection("shop"), None, [ADA], colour="red")
-        page = visit("shop", at=service, bypass_csp=True)
-        page.locator("#search-picture input").set_input_files(chosen(draw(80)[:8], "wide.png"))
-        expect(page.locator("#matches button.name")).to_have_text(["Product 1"])
-        expect(page.locator("#search-warning")).to_be_empty()  # crops are aligned of faces alone
-        page.get_by_role("button", name="Product 1", exact=True).click()
-        expect(page.get_by_role("button", name="Delete this product…")).to_be_visible()
-        page.get_by_role("button", name="Delete picture 1").click()
-        page.get_by_role("button", name="Keep").click()
-        page.keyboard.press("Escape")
-        for tab in TABS:
-            page.get_by_role("tab", name=tab).click()
-            words = page.locator("body").inner_text().lower()
-            assert not re.search(r"\b(person|people|persons|faces?|somebody|nobody|who|stranger|crops)\b", words), tab
-            assert "product" in words or tab == "Compare"
-    finally:
-        service.stop()
+def test_products_are_no_people(visit: Any, serve: Any) -> None:
+    service = serve(items=Items.parse("products"))
+    service.enrol(service.collection("shop"), None, [ADA], colour="red")
+    page = visit("shop", at=service, bypass_csp=True)
+    page.locator("#search-picture input").set_input_files(chosen(draw(80)[:8], "wide.png"))
+    expect(page.locator("#matches button.name")).to_have_text(["Product 1"])
+    expect(page.locator("#search-warning")).to_be_empty()  # crops are aligned of faces alone
+    page.get_by_role("button", name="Product 1", exact=True).click()
+    expect(page.get_by_role("button", name="Delete this product…")).to_be_visible()
+    page.get_by_role("button", name="Delete picture 1").click()
+    page.get_by_role("button", name="Keep").click()
+    page.keyboard.press("Escape")
+    for tab in TABS:
+        page.get_by_role("tab", name=tab).click()
+        words = page.locator("body").inner_text().lower()
+        assert not re.search(r"\b(person|people|persons|faces?|somebody|nobody|who|stranger|crops)\b", words), tab
+        assert "product" in words or tab == "Compare"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Error, expect
-from support.page_actions import ADA, DESKTOP, PHONE, TABS, overflow
+from support.page_actions import ADA, DESKTOP, PHONE, TABS, overflow, search_for
 from support.page_kit import PageService, chosen, draw
 
 from plsc.gallery.filters import Filter
@@ -81,8 +81,7 @@ def test_nothing_is_wider_than_the_window(visit: Any, people: str, service: Page
     service.enrol(people, "W" * 300, [draw(60)], **{"k" * 100: "v" * 300})
     page = visit(people, viewport=size)
     assert overflow(page) == 0
-    page.locator("#search-picture input").set_input_files(chosen(draw(60), "n" * 200 + ".png"))
-    expect(page.locator("#matches > li")).to_have_count(5)
+    search_for(page, chosen(draw(60), "n" * 200 + ".png"), 5)
     assert overflow(page) == 0
     single = page.locator("#matches .number, .where label, #new-collection").evaluate_all(
         "all => all.map((it) => { const range = document.createRange(); range.selectNodeContents(it);"
@@ -111,8 +110,7 @@ def test_every_target_is_large_enough_for_a_finger(visit: Any, people: str, serv
         assert small == [], where
 
     expect(page.locator("#search-picture").get_by_role("button", name="Take a picture")).to_be_visible()
-    page.locator("#search-picture input").set_input_files(chosen(ADA))
-    expect(page.locator("#matches > li")).to_have_count(4)
+    search_for(page, chosen(ADA), 4)
     for tab in TABS:
         page.get_by_role("tab", name=tab).click()
         assert_large(tab)

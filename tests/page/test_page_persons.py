@@ -48,17 +48,6 @@ def test_a_person_is_enrolled_by_mouse_and_then_found(visit: Any, people: str, s
     assert (changed.name, changed.metadata) == ("Amalie Emmy Noether", added.metadata)
 
 
-def test_a_person_is_enrolled_by_keyboard(visit: Any, people: str, service: PageService) -> None:
-    page = visit(people)
-    open_tab_by_keyboard(page, "Enrol")
-    choose_by_keyboard(page, page.get_by_role("button", name="Pictures to enrol"), chosen(draw(40)))
-    tab_to(page, page.locator("#enrol-name"))
-    page.keyboard.type("Sofya")
-    page.keyboard.press("Enter")
-    expect(page.locator("#enrol-done")).to_contain_text("Enrolled Sofya")
-    assert [person.name for person in service.store.persons(people)][-1] == "Sofya"
-
-
 def test_enrolling_nothing_is_told_and_enrols_nobody(visit: Any, people: str, service: PageService) -> None:
     page = visit(people)
     page.get_by_role("tab", name="Enrol").click()
@@ -147,61 +136,55 @@ def test_enrolling_searching_a_wrong_click_and_its_undo_by_keyboard_alone(
     assert service.store.persons(people)[-1].name == "Hedy"
 
 
-def test_thumbnails_stand_beside_matches_and_persons(visit: Any, tmp_path: Path) -> None:
-    service = PageService(tmp_path, thumbnails=tmp_path / "thumbnails", keep_thumbnails=True)
-    try:
-        service.enrol(service.collection("staff"), "Kurt", [KURT])  # past HTTP: without a thumbnail
-        page = visit("staff", at=service)
-        expect(page.locator("#kept")).to_contain_text("keeps a small crop of each enrolled picture")
-        page.get_by_role("tab", name="Enrol").click()
-        page.locator("#enrol-pictures input").set_input_files([chosen(ADA), chosen(ADA_AGAIN)])
-        page.locator("#enrol-name").fill("Ada")
-        page.get_by_role("button", name="Enrol", exact=True).click()
-        expect(page.locator("#enrol-done")).to_contain_text("Enrolled Ada")
-        page.get_by_role("tab", name="Search").click()
-        page.locator("#search-picture input").set_input_files(chosen(ADA))
-        rows = page.locator("#matches > li")
-        expect(rows.nth(0).locator("img.thumbnail")).to_be_visible()
-        assert rows.nth(0).locator("img.thumbnail").evaluate("image => image.naturalWidth") == ADA.shape[1]
-        expect(rows.nth(1).locator(".initials")).to_have_text("K")
-        page.get_by_role("tab", name="Browse").click()
-        expect(page.locator("#persons img.thumbnail")).to_have_count(1)
-        page.get_by_role("button", name="Ada", exact=True).click()
-        expect(page.locator("#person-faces img.thumbnail")).to_have_count(2)
-        page.locator("#person-faces").get_by_role("button", name="Show larger: Ada, face").first.click()
-        larger = page.get_by_role("dialog", name="Ada, face")
-        expect(larger.get_by_role("img", name="Ada, face")).to_be_visible()
-        page.keyboard.press("Escape")
-        expect(larger).to_be_hidden()
-        expect(page.locator("#person")).to_be_visible()
-        page.get_by_role("button", name="Delete face").first.click()
-        page.get_by_role("button", name="Delete permanently").click()
-        expect(page.locator("#person-faces img.thumbnail")).to_have_count(1)
-        assert len(list((tmp_path / "thumbnails").rglob("*.jpg"))) == 1
-    finally:
-        service.stop()
+def test_thumbnails_stand_beside_matches_and_persons(visit: Any, serve: Any, tmp_path: Path) -> None:
+    service = serve(thumbnails=tmp_path / "thumbnails", keep_thumbnails=True)
+    service.enrol(service.collection("staff"), "Kurt", [KURT])  # past HTTP: without a thumbnail
+    page = visit("staff", at=service)
+    expect(page.locator("#kept")).to_contain_text("keeps a small crop of each enrolled picture")
+    page.get_by_role("tab", name="Enrol").click()
+    page.locator("#enrol-pictures input").set_input_files([chosen(ADA), chosen(ADA_AGAIN)])
+    page.locator("#enrol-name").fill("Ada")
+    page.get_by_role("button", name="Enrol", exact=True).click()
+    expect(page.locator("#enrol-done")).to_contain_text("Enrolled Ada")
+    page.get_by_role("tab", name="Search").click()
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    rows = page.locator("#matches > li")
+    expect(rows.nth(0).locator("img.thumbnail")).to_be_visible()
+    assert rows.nth(0).locator("img.thumbnail").evaluate("image => image.naturalWidth") == ADA.shape[1]
+    expect(rows.nth(1).locator(".initials")).to_have_text("K")
+    page.get_by_role("tab", name="Browse").click()
+    expect(page.locator("#persons img.thumbnail")).to_have_count(1)
+    page.get_by_role("button", name="Ada", exact=True).click()
+    expect(page.locator("#person-faces img.thumbnail")).to_have_count(2)
+    page.locator("#person-faces").get_by_role("button", name="Show larger: Ada, face").first.click()
+    larger = page.get_by_role("dialog", name="Ada, face")
+    expect(larger.get_by_role("img", name="Ada, face")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(larger).to_be_hidden()
+    expect(page.locator("#person")).to_be_visible()
+    page.get_by_role("button", name="Delete face").first.click()
+    page.get_by_role("button", name="Delete permanently").click()
+    expect(page.locator("#person-faces img.thumbnail")).to_have_count(1)
+    assert len(list((tmp_path / "thumbnails").rglob("*.jpg"))) == 1
 
 
-def test_an_address_under_the_link_key_is_a_link_and_nothing_else_is(visit: Any, tmp_path: Path) -> None:
-    service = PageService(tmp_path, link_key="record")
-    try:
-        staff = service.collection("staff")
-        service.enrol(staff, "Ada", [ADA], record="https://files.example.org/ada", city="https://example.org/")
-        service.enrol(staff, "Kurt", [KURT], record="javascript:alert(1)")
-        page = visit(staff, at=service)
-        page.locator("#search-picture input").set_input_files(chosen(ADA))
-        links = page.locator("main a")
-        expect(links).to_have_count(1)
-        expect(links).to_have_text("https://files.example.org/ada")
-        assert [links.get_attribute(name) for name in ("href", "rel", "target")] == [
-            "https://files.example.org/ada",
-            "noopener noreferrer",
-            "_blank",
-        ]
-        page.get_by_role("button", name="Ada", exact=True).click()
-        expect(page.locator("#person a")).to_have_text("https://files.example.org/ada")
-    finally:
-        service.stop()
+def test_an_address_under_the_link_key_is_a_link_and_nothing_else_is(visit: Any, serve: Any) -> None:
+    service = serve(link_key="record")
+    staff = service.collection("staff")
+    service.enrol(staff, "Ada", [ADA], record="https://files.example.org/ada", city="https://example.org/")
+    service.enrol(staff, "Kurt", [KURT], record="javascript:alert(1)")
+    page = visit(staff, at=service)
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    links = page.locator("main a")
+    expect(links).to_have_count(1)
+    expect(links).to_have_text("https://files.example.org/ada")
+    assert [links.get_attribute(name) for name in ("href", "rel", "target")] == [
+        "https://files.example.org/ada",
+        "noopener noreferrer",
+        "_blank",
+    ]
+    page.get_by_role("button", name="Ada", exact=True).click()
+    expect(page.locator("#person a")).to_have_text("https://files.example.org/ada")
 
 
 def test_a_person_is_deleted_only_after_a_second_yes(visit: Any, people: str, service: PageService) -> None:

@@ -1,6 +1,5 @@
 """The page in a real browser: searching and comparing; what it shows is compared with numpy."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,11 @@ from support.page_actions import (
     choose_by_keyboard,
     expected_matches,
     open_tab_by_keyboard,
+    search_for,
     shown_matches,
     tab_to,
 )
-from support.page_kit import PageService, chosen, cosine, png
+from support.page_kit import chosen, cosine, png
 
 pytestmark = pytest.mark.slow
 
@@ -86,8 +86,7 @@ def test_pictures_are_pasted_and_dropped_anywhere(visit: Any, people: str, how: 
 
 def test_the_number_of_matches_and_a_filter_are_asked_of_the_service(visit: Any, people: str) -> None:
     page = visit(people)
-    page.locator("#search-picture input").set_input_files(chosen(ADA))
-    expect(page.locator("#matches > li")).to_have_count(4)
+    search_for(page, chosen(ADA), 4)
     page.get_by_label("Results").fill("2")
     page.get_by_label("Results").press("Enter")
     expect(page.locator("#matches > li")).to_have_count(2)
@@ -137,19 +136,16 @@ def test_other_thresholds_are_tried_and_the_services_own_comes_back(visit: Any, 
     assert shown_matches(page) == expected_matches(ADA_AGAIN)
 
 
-def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, tmp_path: Path) -> None:
-    service = PageService(tmp_path, threshold=None, false_match_rate=None)
-    try:
-        service.enrol(service.collection("staff"), "Ada", [ADA])
-        page = visit("staff", at=service)
-        page.locator("#search-picture input").set_input_files(chosen(ADA))
-        expect(page.locator("#matches .judgement")).to_have_text("no threshold")
-        page.get_by_label("Threshold").first.press("ArrowRight")
-        expect(page.locator("#matches .judgement")).to_have_text("possible match")
-        page.get_by_role("button", name="Remove the threshold").click()
-        expect(page.locator("#matches .judgement")).to_have_text("no threshold")
-    finally:
-        service.stop()
+def test_without_a_threshold_nobody_is_judged_until_one_is_tried(visit: Any, serve: Any) -> None:
+    service = serve(threshold=None, false_match_rate=None)
+    service.enrol(service.collection("staff"), "Ada", [ADA])
+    page = visit("staff", at=service)
+    page.locator("#search-picture input").set_input_files(chosen(ADA))
+    expect(page.locator("#matches .judgement")).to_have_text("no threshold")
+    page.get_by_label("Threshold").first.press("ArrowRight")
+    expect(page.locator("#matches .judgement")).to_have_text("possible match")
+    page.get_by_role("button", name="Remove the threshold").click()
+    expect(page.locator("#matches .judgement")).to_have_text("no threshold")
 
 
 def test_two_pictures_are_compared_by_mouse(visit: Any, people: str) -> None:

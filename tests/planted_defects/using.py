@@ -134,14 +134,14 @@ USING = (
     ),
     Defect(
         "a request more than the limit is taken",
-        "plsc/serve/shares.py",
+        "plsc/serve/rate_limits.py",
         "if self.total + amount > self._most:",
         "if self.total > self._most:",
         ("tests/serve/test_limits.py",),
     ),
     Defect(
         "one token may have what all have together",
-        "plsc/serve/shares.py",
+        "plsc/serve/rate_limits.py",
         "self._held[owner] + amount > self._part:",
         "self._held[owner] + amount > self._most:",
         ("tests/serve/test_shares.py",),
@@ -149,8 +149,8 @@ USING = (
     Defect(
         "an unknown caller's turn costs nothing",
         "plsc/serve/turns.py",
-        "self._seconds += _EXPECTED_SECONDS - spent",
-        "self._seconds += _EXPECTED_SECONDS",
+        "self._seconds.level += _EXPECTED_SECONDS - spent",
+        "self._seconds.level += _EXPECTED_SECONDS",
         ("tests/serve/test_crowds.py", "tests/serve/test_open_answers.py"),
     ),
     Defect(
@@ -173,8 +173,8 @@ USING = (
     Defect(
         "a search of many queries costs as much as one",
         "plsc/serve/rate_limits.py",
-        "allowance.charge(count - 1)",
-        "allowance.charge(0)",
+        "bucket.level -= max(count - 1, 0)",
+        "bucket.level -= 0",
         ("tests/serve/test_rate_limits.py",),
     ),
     Defect(
@@ -214,7 +214,7 @@ USING = (
     ),
     Defect(
         "exact scores go to those who get embeddings",
-        "plsc/serve/scores.py",
+        "plsc/serve/access.py",
         '0.0 if "vectors" in caller.rights',
         '0.0 if "embeddings" in caller.rights',
         ("tests/serve/test_rights.py",),
@@ -228,7 +228,7 @@ USING = (
     ),
     Defect(
         "a removed token stays in force while its file cannot be read",
-        "plsc/serve/token_book.py",
+        "plsc/serve/tokens.py",
         "self._checked - self._failing_since < _GRACE_SECONDS",
         "self._checked - self._failing_since >= 0",
         ("tests/serve/test_tokens.py",),
@@ -357,7 +357,7 @@ USING = (
     ),
     Defect(
         "two enrolments at the same moment both find nobody known",
-        "plsc/serve/known.py",
+        "plsc/serve/enrolment.py",
         "return service.enrolling.setdefault(collection, asyncio.Lock())",
         "return asyncio.Lock()",
         ("tests/serve/test_known.py",),

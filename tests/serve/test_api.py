@@ -3,7 +3,6 @@
 import io
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.live_service import CONTRACT, DIM, SIZE, Live, image_input, linear_embedder, live_service, picture, vectors
+from support.live_service import CONTRACT, DIM, SIZE, image_input, linear_embedder, live_service, picture, vectors
 from support.waiting import wait_until
 
 from plsc.data.alignment import TEMPLATE, align_face
@@ -21,12 +20,7 @@ from plsc.serve.errors import ApiError
 from plsc.serve.inputs import check_direction
 
 THRESHOLD = 0.6
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tmp_path_factory.mktemp("serve"), threshold=THRESHOLD, metrics_port=0) as running:
-        yield running
+SETTINGS = {"threshold": THRESHOLD, "metrics_port": 0}
 
 
 def unit(rows: np.ndarray) -> np.ndarray:
@@ -39,53 +33,15 @@ def oracle(people: dict[int, np.ndarray], query: np.ndarray, k: int, threshold: 
     return [(person, score) for person, score in best if score >= threshold][:k]
 
 
-@pytest.mark.slow
-def test_a_person_is_enrolled_found_changed_and_forgotten(live):
-    place = live.collection("life")
-    given = {"name": "Ada", "metadata": {"city": "Bern"}, "faces": [image_input(picture(1)), image_input(picture(2))]}
-    ada = live.ask("POST", f"{place}/persons", given)
-    assert ada.status_code == 201
-    ada = ada.json()
-    assert ada.pop("known") is None
-    assert (ada["name"], ada["metadata"], len(ada["faces"])) == ("Ada", {"city": "Bern"}, 2)
-    assert live.ask("GET", f"{place}/persons/{ada['id']}").json() == ada
-    assert live.ask("GET", place).json()["faces"] == 2
-
-    match = live.ask("POST", f"{place}/search", {"query": image_input(picture(2))}).json()["results"][0]["matches"][0]
-    assert match["person"] == {"id": ada["id"], "name": "Ada", "metadata": {"city": "Bern"}}
-    assert match["face"] == ada["faces"][1]["id"]
-    assert match["score"] == pytest.approx(1, abs=1e-5)
-    assert match["same_person"] is True
-
-    changed = live.ask("PATCH", f"{place}/persons/{ada['id']}", {"name": "Ada L.", "metadata": {"age": 3}}).json()
-    assert changed == {**ada, "name": "Ada L.", "metadata": {"age": 3}}
-    added = live.ask("POST", f"{place}/persons/{ada['id']}/faces", {"faces": [image_input(picture(3))]})
-    assert added.status_code == 201
-    new = added.json()["faces"][0]["id"]
-    assert new not in [face["id"] for face in ada["faces"]]
-    assert live.ask("DELETE", f"{place}/persons/{ada['id']}/faces/{new}").status_code == 204
-    assert live.ask("GET", f"{place}/persons/{ada['id']}").json()["faces"] == ada["faces"]
-
-    gone = live.ask("DELETE", f"{place}/persons/{ada['id']}")
-    assert (gone.status_code, gone.content) == (204, b"")
-    assert live.ask("GET", f"{place}/persons/{ada['id']}").status_code == 404
-    found = live.ask("POST", f"{place}/search", {"query": image_input(picture(2))}).json()
-    assert found["results"] == [{"matches": []}]
-    assert live.ask("DELETE", place).status_code == 204
-    assert live.ask("GET", place).status_code == 404
-
-
 def test_search_is_what_float64_says(live):
     place = live.collection("exact")
     generator = np.random.default_rng(3)
     faces = [vectors(int(generator.integers(1, 4)), seed) for seed in range(40)]
-    body = {
-        "persons": [
-            {"faces": [{"vector": row.tolist()} for row in rows], "metadata": {"even": seed % 2 == 0}}
-            for seed, rows in enumerate(faces)
-        ]
-    }
-    persons = live.ask("POST", f"{place}/persons", body).json()["persons"]
+    enrolled = [
+        {"faces": [{"vector": row.tolist()} for row in rows], "metadata": {"even": seed % 2 == 0}}
+        for seed, rows in enumerate(faces)
+    ]
+    persons = live.ask("POST", f"{place}/persons", {"persons": enrolled}).json()["persons"]
     everybody = {person["id"]: rows for person, rows in zip(persons, faces, strict=True)}
     even = {person["id"]: rows for person, rows in list(zip(persons, faces, strict=True))[::2]}
     queries = vectors(5, 77)
@@ -140,23 +96,16 @@ def test_every_form_of_a_query_finds_the_same(live):
 
 def test_options_of_a_search_in_json_count_in_the_query_string_too(live):
     place = live.collection("options")
-    live.ask(
-        "POST",
-        f"{place}/persons",
-        {"persons": [{"metadata": {"n": n}, "faces": [image_input(picture(1))]} for n in range(9)]},
-    )
+    persons = [{"metadata": {"n": n}, "faces": [image_input(picture(1))]} for n in range(9)]
+    live.ask("POST", f"{place}/persons", {"persons": persons})
 
     def matches(query: str, **body: object) -> int:
         answer = live.ask("POST", f"{place}/search?{query}", {"query": image_input(picture(1)), **body})
         assert answer.status_code == 200, answer.text
         return len(answer.json()["results"][0]["matches"])
 
-    assert [matches(""), matches("k=2"), matches("k=2", k=4), matches("threshold=1&k=3", threshold=-1.0)] == [
-        9,
-        2,
-        4,
-        3,
-    ]
+    assert (matches(""), matches("k=2"), matches("k=2", k=4)) == (9, 2, 4)
+    assert matches("threshold=1&k=3", threshold=-1.0) == 3
     assert matches('filter={"n":{"gte":7}}') == 2
     for query, told in (("k=0", "k"), ("threshold=AAA", "threshold"), ("filter={", "the filter is not JSON")):
         wrong = live.ask("POST", f"{place}/search?{query}", {"query": image_input(picture(1))})
@@ -225,6 +174,7 @@ def test_all_or_none_are_enrolled(live):
 
 
 POINTS = [[1.0, 2.0]] * 5
+SEARCH = "/v1/collections/wrong/search"
 WRONG = [
     ("GET", "/v1/collections/nobody", None, 404, "not_found"),
     ("GET", "/v1/nothing", None, 404, "not_found"),
@@ -241,17 +191,17 @@ WRONG = [
     ("DELETE", "/v1/collections/wrong/persons/1/faces/1", None, 404, "not_found"),
     ("DELETE", "/v1/snapshots/..%2Fstore", None, 404, "not_found"),
     ("DELETE", "/v1/snapshots/..", None, 404, "not_found"),
-    ("POST", "/v1/collections/wrong/search", {}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {}}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": ["1"] * DIM}}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0]}}, 422, "unprocessable"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1e39] * DIM}}, 422, "unprocessable"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [10**400] * DIM}}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector_b64": "AAAA"}}, 422, "unprocessable"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0] * DIM}, "k": 10**6}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0] * DIM}, "k": 0}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"vector": [1.0] * DIM}, "filter": 3}, 400, "bad_request"),
-    ("POST", "/v1/collections/wrong/search", {"query": {"url": "http://x/"}}, 400, "bad_request"),
+    ("POST", SEARCH, {}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {}}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {"vector": ["1"] * DIM}}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {"vector": [1.0]}}, 422, "unprocessable"),
+    ("POST", SEARCH, {"query": {"vector": [1e39] * DIM}}, 422, "unprocessable"),
+    ("POST", SEARCH, {"query": {"vector": [10**400] * DIM}}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {"vector_b64": "AAAA"}}, 422, "unprocessable"),
+    ("POST", SEARCH, {"query": {"vector": [1.0] * DIM}, "k": 10**6}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {"vector": [1.0] * DIM}, "k": 0}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {"vector": [1.0] * DIM}, "filter": 3}, 400, "bad_request"),
+    ("POST", SEARCH, {"query": {"url": "http://x/"}}, 400, "bad_request"),
     ("POST", "/v1/compare", {"a": {"path": "/etc/passwd"}, "b": {}}, 400, "bad_request"),
     ("POST", "/v1/embeddings", {"inputs": []}, 400, "bad_request"),
     ("POST", "/v1/embeddings", {"inputs": [{"vector": [1.0] * DIM, "landmarks": POINTS}]}, 400, "bad_request"),
@@ -399,15 +349,12 @@ def test_a_detector_finds_the_face_unless_landmarks_are_given(tmp_path: Path):
     assert np.allclose(answer, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("number", [1e-38, 1e38, -1e30, 1e-45])
-def test_vectors_whose_squares_leave_float32_are_taken_in_silence(number):
-    check_direction(np.full(512, number, dtype=np.float32), "it")
-
-
-@pytest.mark.parametrize(("number", "told"), [(np.nan, "NaN"), (np.inf, "NaN or infinity"), (0, "zero")])
-def test_vectors_without_a_direction_are_refused(number, told):
-    with pytest.raises(ApiError, match=told):
+def test_vectors_need_a_direction_though_their_squares_may_leave_float32():
+    for number in (1e-38, 1e38, -1e30, 1e-45):
         check_direction(np.full(512, number, dtype=np.float32), "it")
+    for number, told in ((np.nan, "NaN"), (np.inf, "NaN or infinity"), (0, "zero")):
+        with pytest.raises(ApiError, match=told):
+            check_direction(np.full(512, number, dtype=np.float32), "it")
 
 
 def test_a_field_that_nobody_has_is_named_where_a_filter_finds_nobody(live):

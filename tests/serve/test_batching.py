@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,47 +50,55 @@ class Device:
         return [payload * 2 for payload in payloads]
 
 
-def worker(device: Device, log: Log, **changes: Any) -> DeviceWorker:
-    options = {"max_batch": 8, "max_wait": 0.002, "capacity": 100, "observer": log, **changes}
-    return DeviceWorker({"a": Kind(device.run), "b": Kind(device.run)}, **options)
+def run(scenario: Callable[[DeviceWorker, Device], Awaitable[Any]], **changes: Any) -> tuple[Any, Device, Log]:
+    """What a scenario returns, with the device that it used and the log of its worker, which is closed then."""
+    device, log = Device(), Log()
+    options: Any = {"max_batch": 8, "max_wait": 0.002, "capacity": 100, "observer": log, **changes}
+    busy = DeviceWorker({"a": Kind(device.run), "b": Kind(device.run)}, **options)
+    result = asyncio.run(scenario(busy, device))  # type: ignore[arg-type]
+    busy.close()
+    return result, device, log
+
+
+def soon(seconds: float = 20) -> float:
+    return time.monotonic() + seconds
 
 
 async def occupied(busy: DeviceWorker, device: Device) -> "asyncio.Task[Any]":
     """Keep the device busy with one task."""
-    first = asyncio.create_task(busy.submit("a", 1, 1, time.monotonic() + 20))
+    first = asyncio.create_task(busy.submit("a", 1, 1, soon()))
     await asyncio.to_thread(device.began.wait, 20)
     return first
 
 
 async def together(busy: DeviceWorker, payloads: list[Any], seconds: float = 20, rows: int = 1) -> list[Any]:
-    deadline = time.monotonic() + seconds
-    calls = [busy.submit("a", payload, rows, deadline) for payload in payloads]
+    calls = [busy.submit("a", payload, rows, soon(seconds)) for payload in payloads]
     return await asyncio.gather(*calls, return_exceptions=True)
 
 
+async def behind_another(
+    busy: DeviceWorker, device: Device, payloads: list[Any], rows: int = 1, waiting: int = 0
+) -> Any:
+    """The results of payloads that come while the device is busy, once ``waiting`` rows, or all, wait for it."""
+    first = await occupied(busy, device)
+    others = asyncio.create_task(together(busy, payloads, rows=rows))
+    while busy.waiting("a") < (waiting or len(payloads) * rows):
+        await asyncio.sleep(0.001)
+    device.go_on.set()
+    assert await first == 2
+    return await others
+
+
 def test_what_gathers_while_the_device_is_busy_runs_as_one_batch():
-    device, log = Device(), Log()
-    busy = worker(device, log)
-
-    async def scenario() -> list[Any]:
-        first = await occupied(busy, device)
-        others = asyncio.create_task(together(busy, list(range(10, 22))))
-        while busy.waiting("a") < 12:
-            await asyncio.sleep(0.001)
-        device.go_on.set()
-        return [await first, *await others]
-
-    assert asyncio.run(scenario()) == [2, *range(20, 44, 2)]
-    busy.close()
+    found, _, log = run(lambda busy, device: behind_another(busy, device, list(range(10, 22))))
+    assert found == list(range(20, 44, 2))
     assert log.batches == [("a", 1), ("a", 8), ("a", 4)]
 
 
 def test_callers_who_come_again_join_those_who_waited():
     """Else the two groups would go on in turn, each at the price of a whole batch."""
-    device, log = Device(), Log()
-    patient = worker(device, log, max_wait=20)
 
-    async def scenario() -> None:
+    async def scenario(patient: DeviceWorker, device: Device) -> None:
         first = await occupied(patient, device)
         others = asyncio.create_task(together(patient, [3, 4, 5]))
         while patient.waiting("a") < 3:
@@ -100,112 +108,71 @@ def test_callers_who_come_again_join_those_who_waited():
         await together(patient, [6])
         await others
 
-    asyncio.run(scenario())
-    patient.close()
-    assert log.batches == [("a", 1), ("a", 4)]
+    assert run(scenario, max_wait=20)[2].batches == [("a", 1), ("a", 4)]
 
 
 def test_callers_who_came_together_are_one_batch_however_long_reading_them_takes():
-    device, log = Device(), Log()
-    busy = worker(device, log, max_wait=0.0)
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
+        async def read_slowly(payload: int) -> Any:
+            time.sleep(0.003)  # the event loop is busy with it
+            return await busy.submit("a", payload, 1, soon())
 
-    async def read_slowly(payload: int) -> Any:
-        time.sleep(0.003)  # the event loop is busy with it
-        return await busy.submit("a", payload, 1, time.monotonic() + 20)
-
-    async def scenario() -> None:
-        first = await occupied(busy, device)
-        others = asyncio.create_task(together(busy, list(range(6))))
-        while busy.waiting("a") < 6:
-            await asyncio.sleep(0.001)
-        device.go_on.set()
-        await asyncio.gather(first, others)
+        await behind_another(busy, device, list(range(6)))
         for _ in range(3):
             await asyncio.gather(*[read_slowly(payload) for payload in range(6)])
 
-    asyncio.run(scenario())
-    busy.close()
-    assert log.batches == [("a", 1)] + [("a", 6)] * 4
+    assert run(scenario, max_wait=0.0)[2].batches == [("a", 1)] + [("a", 6)] * 4
 
 
 def test_kinds_are_not_mixed_and_the_oldest_goes_first():
-    device, log = Device(), Log()
-    busy = worker(device, log)
-
-    async def scenario() -> None:
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
         first = await occupied(busy, device)
-        deadline = time.monotonic() + 20
         others = []
         for place, kind in enumerate("bab"):
-            others.append(asyncio.create_task(busy.submit(kind, place, 1, deadline)))
+            others.append(asyncio.create_task(busy.submit(kind, place, 1, soon())))
             await asyncio.sleep(0.002)
         device.go_on.set()
-        assert [await other for other in others] == [0, 2, 4]
-        await first
+        assert [await other for other in (first, *others)] == [2, 0, 2, 4]
 
-    asyncio.run(scenario())
-    busy.close()
-    assert log.batches == [("a", 1), ("b", 2), ("a", 1)]
+    assert run(scenario)[2].batches == [("a", 1), ("b", 2), ("a", 1)]
 
 
 def test_one_failure_is_its_callers_alone():
-    device, log = Device(), Log()
-    busy = worker(device, log)
-
-    async def scenario() -> list[Any]:
-        first = await occupied(busy, device)
-        others = asyncio.create_task(together(busy, [3, "bad", 4]))
-        while busy.waiting("a") < 3:
-            await asyncio.sleep(0.001)
-        device.go_on.set()
-        await first
-        return await others
-
-    three, bad, four = asyncio.run(scenario())
-    busy.close()
+    (three, bad, four), _, _ = run(lambda busy, device: behind_another(busy, device, [3, "bad", 4]))
     assert (three, four) == (6, 8)
     assert isinstance(bad, UsageError)
 
 
 def test_deadlines_and_lost_callers_are_dropped_before_computing():
-    device, log = Device(), Log()
-    busy = worker(device, log)
-
-    async def scenario() -> None:
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
         first = await occupied(busy, device)
         late = asyncio.create_task(together(busy, [5], seconds=0.02))
-        gone = asyncio.create_task(busy.submit("a", 6, 1, time.monotonic() + 20))
-        stays = asyncio.create_task(busy.submit("a", 7, 1, time.monotonic() + 20))
+        gone, stays = (asyncio.create_task(busy.submit("a", payload, 1, soon())) for payload in (6, 7))
         await asyncio.sleep(0)
         gone.cancel()
         (refused,) = await late  # told at the deadline, though the device is still busy
         assert isinstance(refused, ApiError)
         assert refused.status_code == 504
         device.go_on.set()
-        assert await first == 2
-        assert await stays == 14
+        assert [await first, await stays] == [2, 14]
 
-    asyncio.run(scenario())
-    busy.close()
+    _, device, log = run(scenario)
     assert device.seen == [[1], [7]]
     assert log.let_go == [("a", "cancelled", 2)]
 
 
 def test_everyone_hears_at_their_own_deadline():
     """Deadlines that come in any order, while the device is held by another."""
-    device, log = Device(), Log()
-    busy = worker(device, log)
-
     heard: list[float] = []
 
-    async def one(begun: float, seconds: float) -> None:
-        with pytest.raises(ApiError) as refused:
-            await busy.submit("a", 1, 1, begun + seconds)
-        assert refused.value.status_code == 504
-        assert time.monotonic() >= begun + seconds
-        heard.append(seconds)
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
+        async def one(begun: float, seconds: float) -> None:
+            with pytest.raises(ApiError) as refused:
+                await busy.submit("a", 1, 1, begun + seconds)
+            assert refused.value.status_code == 504
+            assert time.monotonic() >= begun + seconds
+            heard.append(seconds)
 
-    async def scenario() -> None:
         first = await occupied(busy, device)
         begun = time.monotonic()
         patient = asyncio.create_task(busy.submit("a", 3, 1, begun + 120))
@@ -215,40 +182,22 @@ def test_everyone_hears_at_their_own_deadline():
         device.go_on.set()
         assert [await first, await patient] == [2, 6]
 
-    asyncio.run(scenario())
-    busy.close()
+    run(scenario)
     assert sorted(heard) == [0.0, 0.1, 0.1, 0.2, 0.3]
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back():
-    device, log = Device(), Log()
-    busy = worker(device, log, capacity=10)
-
-    async def scenario() -> list[Any]:
-        first = await occupied(busy, device)
-        waiting = asyncio.create_task(together(busy, [1, 2, 3], rows=4))
-        while busy.waiting("a") < 8:
-            await asyncio.sleep(0.001)
-        device.go_on.set()
-        await first
-        return await waiting
-
-    answers = asyncio.run(scenario())
-    busy.close()
+    answers, _, log = run(lambda busy, device: behind_another(busy, device, [1, 2, 3], rows=4, waiting=8), capacity=10)
     assert answers[:2] == [2, 4]
     assert isinstance(answers[2], ApiError)
-    assert answers[2].status_code == 503
-    assert answers[2].headers["Retry-After"] == "1"
+    assert (answers[2].status_code, answers[2].headers["Retry-After"]) == (503, "1")
     assert log.let_go == [("a", "full", 1)]
 
 
 def test_what_waits_at_the_end_is_finished_and_nothing_more_taken():
-    device, log = Device(), Log()
-    busy = worker(device, log)
-
-    async def scenario() -> None:
+    async def scenario(busy: DeviceWorker, device: Device) -> None:
         first = await occupied(busy, device)
-        second = asyncio.create_task(busy.submit("a", 2, 1, time.monotonic() + 20))
+        second = asyncio.create_task(busy.submit("a", 2, 1, soon()))
         await asyncio.sleep(0)
         closing = asyncio.create_task(asyncio.to_thread(busy.close))
         await asyncio.sleep(0.02)
@@ -256,28 +205,22 @@ def test_what_waits_at_the_end_is_finished_and_nothing_more_taken():
         assert [await first, await second] == [2, 4]
         await closing
         with pytest.raises(ApiError, match="stopping"):
-            await busy.submit("a", 3, 1, time.monotonic() + 20)
+            await busy.submit("a", 3, 1, soon())
 
-    asyncio.run(scenario())
+    run(scenario)
 
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 12)), min_size=1, max_size=40), st.integers(1, 10))
 def test_everyone_gets_their_own_answer(calls, max_batch):
-    device, log = Device(), Log()
-    device.go_on.set()
-    free = worker(device, log, max_batch=max_batch, capacity=1000)
+    async def scenario(free: DeviceWorker, device: Device) -> list[Any]:
+        device.go_on.set()
+        return await asyncio.gather(*(free.submit(kind, n, rows, soon()) for n, (kind, rows) in enumerate(calls)))
 
-    async def scenario() -> list[Any]:
-        deadline = time.monotonic() + 20
-        asked = [free.submit(kind, place, rows, deadline) for place, (kind, rows) in enumerate(calls)]
-        return await asyncio.gather(*asked)
-
-    assert asyncio.run(scenario()) == [2 * place for place in range(len(calls))]
-    free.close()
+    found, _, log = run(scenario, max_batch=max_batch, capacity=1000)
+    assert found == [2 * place for place in range(len(calls))]
     assert sum(rows for _, rows in log.batches) == sum(rows for _, rows in calls)
-    largest = max(rows for _, rows in calls)
-    assert max(rows for _, rows in log.batches) <= max(max_batch, largest)
+    assert max(rows for _, rows in log.batches) <= max(max_batch, *(rows for _, rows in calls))
 
 
 class CountingStore:
@@ -318,17 +261,8 @@ def test_searches_alike_are_one_call_of_the_store():
         search(10, where=Filter.parse({"a": 1})),
     ]
     found = searcher.run(searches)
-    assert sorted(store.calls[:6], key=str) == sorted(
-        [
-            ("c", 6, 5, None),
-            ("d", 1, 5, None),
-            ("c", 2, 5, one),
-            ("c", 1, 5, true),
-            ("c", 1, 6, None),
-            ("lost", 2, 5, None),
-        ],
-        key=str,
-    )
+    alike = [("c", 6, 5, None), ("d", 1, 5, None), ("c", 2, 5, one), ("c", 1, 5, true), ("c", 1, 6, None)]
+    assert sorted(store.calls[:6], key=str) == sorted([*alike, ("lost", 2, 5, None)], key=str)
     assert [isinstance(one, UsageError) for one in found].count(True) == 2
     answers = searcher.name([one for one in found if isinstance(one, SearchMatches)])
     shown = [

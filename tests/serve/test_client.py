@@ -1,11 +1,9 @@
-"""plsc.Client: every operation against a live service, and what it does when the server is busy, away or refuses."""
+"""plsc.Client: every operation against a live service, and what it does when the server is away or refuses."""
 
 import io
 import pydoc
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -120,68 +118,6 @@ def test_refusals_are_errors_of_the_house(client, live):
         assert isinstance(refused.value, plsc.PlscError)
     with pytest.raises(DataError, match="nothere"):
         client.compare(Path("nothere.jpg"), np.ones(DIM))
-
-
-class Busy(BaseHTTPRequestHandler):
-    """Answers 503 as often as ``refusals`` says, then a collection; or nothing, and closes."""
-
-    refusals, asked, silent = 0, 0, False
-
-    def do_GET(self) -> None:
-        kind = type(self)
-        kind.asked += 1
-        if kind.silent:
-            return
-        body = b'{"error": {"code": "unavailable", "message": "busy"}}'
-        if kind.asked > kind.refusals:
-            body = b'{"collections": []}'
-        self.send_response(200 if kind.asked > kind.refusals else 503)
-        self.send_header("Retry-After", "0")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_DELETE = do_GET
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-@pytest.fixture
-def busy() -> Iterator[tuple[type[Busy], str]]:
-    handler = type("Handler", (Busy,), {})
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield handler, f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_busy_server_is_asked_again(busy):
-    handler, url = busy
-    handler.refusals = 3
-    with plsc.Client(url, retries=3) as client:
-        assert client.collections() == []
-        assert handler.asked == 4
-        handler.asked, handler.refusals = 0, 9
-        with pytest.raises(ServerError, match="busy") as refused:
-            client.collections()
-        assert (handler.asked, refused.value.status) == (4, 503)
-
-
-def test_a_write_whose_answer_was_lost_is_not_repeated(busy, monkeypatch):
-    monkeypatch.setattr("plsc.client._pause", lambda wished: 0.0)
-    handler, url = busy
-    handler.silent = True
-    with plsc.Client(url, retries=3) as client:
-        with pytest.raises(ServerError, match="does not answer"):
-            client.delete_collection("c")
-        assert handler.asked == 1
-        with pytest.raises(ServerError, match="does not answer"):
-            client.collections()
-        assert handler.asked == 5
 
 
 def test_a_server_that_is_not_there(monkeypatch):

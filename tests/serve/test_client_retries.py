@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_service import Live, live_service, picture, vectors
+from support.live_service import Live, picture, vectors
 
 import plsc
 from plsc.client import NewPerson, ServerError
@@ -29,9 +29,8 @@ class Mischief(BaseHTTPRequestHandler):
         self.seen.append((self.command, self.headers.get("Idempotency-Key")))
         mischief = self.plan.pop(0) if self.plan else ""
         if mischief in (BUSY, THROTTLED):
-            self._answer(
-                503 if mischief == BUSY else 429, b'{"error": {"code": "x", "message": "later"}}', {"Retry-After": "0"}
-            )
+            said = b'{"error": {"code": "x", "message": "later"}}'
+            self._answer(503 if mischief == BUSY else 429, said, {"Retry-After": "0"})
             return
         headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
         answer = httpx.request(self.command, f"{self.address}{self.path}", headers=headers, content=body, timeout=30)
@@ -51,12 +50,6 @@ class Mischief(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         pass
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tmp_path_factory.mktemp("mischief")) as running:
-        yield running
 
 
 @pytest.fixture
@@ -91,10 +84,8 @@ def test_every_write_is_done_once(mischief, what):
     before = len(client.snapshots())
     assert troubled(client.create_collection, name).name == name
     ada = troubled(client.add_person, name, "Ada", faces=[vector, picture(2)], metadata={"a": 1}, external_id="a")
-    assert [one.id for one in troubled(client.add_persons, name, [NewPerson("B"), NewPerson("C")])] == [
-        ada.id + 1,
-        ada.id + 2,
-    ]
+    more = troubled(client.add_persons, name, [NewPerson("B"), NewPerson("C")])
+    assert [one.id for one in more] == [ada.id + 1, ada.id + 2]
     assert len(troubled(client.add_faces, name, ada.id, [vectors(1, 2)[0]])) == 1
     put = troubled(client.upsert_person, name, "b", "D", faces=[vector])
     troubled(client.compact, name)
@@ -119,6 +110,19 @@ def test_a_lost_change_is_not_repeated(mischief):
             ask()
         assert len(handler.seen) == 1
     assert list(client.persons("changes")) == []
+
+
+def test_tries_come_to_an_end(mischief):
+    handler, client = mischief
+    client._retries = 3
+    for what, told, status in ((BUSY, "later", 503), (LOST, "does not answer", 0)):
+        handler.plan[:], handler.seen[:] = [what] * 3, []
+        assert isinstance(client.collections(), list)
+        assert len(handler.seen) == 4
+        handler.plan[:], handler.seen[:] = [what] * 9, []
+        with pytest.raises(ServerError, match=told) as refused:
+            client.collections()
+        assert (len(handler.seen), refused.value.status) == (4, status)
 
 
 def test_a_request_in_hand_is_waited_for(mischief, live, monkeypatch):

@@ -39,44 +39,25 @@ def answers(wire: socket.socket, count: int) -> tuple[list[dict[str, str]], list
 
 
 @pytest.mark.slow
-def test_requests_sent_behind_each_other_are_answered_in_turn(live: Live) -> None:
+def test_requests_sent_behind_each_other_and_in_parts_are_answered_in_turn(live: Live) -> None:
+    requests = b"".join(search_request(live, place) for place in (3, 1, 4, 0))
+    last = search_request(live, 2, "Connection: close")
     with live.connect() as wire:
-        wire.sendall(b"".join(search_request(live, place) for place in (3, 1, 4, 0)))
-        assert answers(wire, 4)[1] == ["3", "1", "4", "0"]
-        wire.sendall(search_request(live, 2))
-        assert answers(wire, 1)[1] == ["2"]
-
-
-@pytest.mark.slow
-def test_a_body_may_come_in_parts(live: Live) -> None:
-    request = search_request(live, 3)
-    with live.connect() as wire:
-        for cut in (10, request.index(b"\r\n\r\n") + 4, len(request) - 1):
-            wire.sendall(request[:cut])
+        wire.sendall(requests)
+        heads, names = answers(wire, 4)
+        assert names == ["3", "1", "4", "0"]
+        end = last.index(b"\r\n\r\n") + 4
+        for part in (last[:10], last[10:end], last[end:-1], last[-1:]):
+            wire.sendall(part)
             assert live.ask("GET", "/v1/info").status_code == 200  # by now the service has seen the part
-            wire.sendall(request[cut:])
-            assert answers(wire, 1)[1] == ["3"]
-
-
-@pytest.mark.slow
-def test_an_answer_says_what_every_answer_says(live: Live) -> None:
-    with live.connect() as wire:
-        wire.sendall(search_request(live, 1))
-        (head,), _ = answers(wire, 1)
-    assert re.fullmatch(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT", head.pop("date"))
-    assert int(head.pop("content-length")) > 0
-    assert head == {
-        "content-type": "application/json",
-        "cache-control": "no-store",
-        "x-content-type-options": "nosniff",
-    }
-
-
-@pytest.mark.slow
-def test_a_connection_ends_after_the_answer_where_the_caller_says_so(live: Live) -> None:
-    with live.connect() as wire:
-        wire.sendall(search_request(live, 2, "Connection: close"))
         (head,), names = answers(wire, 1)
-        assert names == ["2"]
-        assert head["connection"] == "close"
+        assert (names, head.pop("connection")) == (["2"], "close")
         assert wire.recv(1) == b""
+    for said in (*heads, head):
+        assert re.fullmatch(r"\w{3}, \d\d \w{3} \d{4} \d\d:\d\d:\d\d GMT", said.pop("date"))
+        assert int(said.pop("content-length")) > 0
+        assert said == {
+            "content-type": "application/json",
+            "cache-control": "no-store",
+            "x-content-type-options": "nosniff",
+        }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live_service import Live, live_service
+from support.live_service import Live, answer_of, bearer, live_service
 from support.waiting import wait_until
 
 from plsc.serve.connections import Connection, ConnectionBudget
@@ -40,7 +40,7 @@ def guarded(tmp_path: Path) -> Iterator[tuple[Live, dict[str, str]]]:
     """A service with tokens, and a caller's headers."""
     secret = add_token(tmp_path / "tokens.toml", "someone", "read")
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml", limits=LIMITS, metrics_port=0) as running:
-        yield running, {"Authorization": f"Bearer {secret}"}
+        yield running, bearer(secret)
 
 
 def crowd(live: Live, first: bytes, count: int = CROWD) -> list[socket.socket]:
@@ -104,16 +104,8 @@ def test_answers_that_nobody_reads_are_limited_together(tmp_path):
             head = f"GET {place}/persons HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
             connection.sendall(live.addressed(head.encode()))
         firsts = [connection.recv(1) for connection in connections]  # all answers are made
-        sizes = [len(first + read_all(connection)) for first, connection in zip(firsts, connections, strict=True)]
+        sizes = [len(first + answer_of(connection)) for first, connection in zip(firsts, connections, strict=True)]
         assert min(sizes) < page < max(sizes)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    parts = []
-    with contextlib.suppress(ConnectionResetError):
-        while part := connection.recv(1 << 20):
-            parts.append(part)
-    return b"".join(parts)
 
 
 @pytest.mark.slow

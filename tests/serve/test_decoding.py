@@ -33,6 +33,8 @@ from plsc.serve.inputs import decode
 from plsc.serve.settings import Limits
 
 MEGAPIXELS = 12_000_000
+# On a loaded machine a request of large pictures takes longer than usual.
+SETTINGS = {"decode_processes": 1, "limits": Limits(deadline_seconds=110)}
 
 
 def encoded(image: Any, kind: str, **options: Any) -> bytes:
@@ -53,20 +55,20 @@ def scan_bomb(side: int, scans: int) -> bytes:
     return data[:-2] + scan * scans + data[-2:]
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    slow = Limits(deadline_seconds=110)  # on a loaded machine a request of large pictures takes longer than usual
-    with live_service(tmp_path_factory.mktemp("decoding"), decode_processes=1, limits=slow) as running:
-        running.ask("POST", "/v1/embeddings", {"inputs": [image_input(picture(1))] * 2})  # the processes start
+@contextlib.contextmanager
+def decoding(max_pixels: int = MEGAPIXELS, max_jpeg_pixels: int = MEGAPIXELS) -> Iterator[DecodeProcess]:
+    running = DecodeProcess(max_pixels, max_jpeg_pixels)
+    try:
         yield running
+    finally:
+        running.close()
+        running.end()
 
 
 @pytest.fixture
 def process() -> Iterator[DecodeProcess]:
-    running = DecodeProcess(MEGAPIXELS, MEGAPIXELS)
-    yield running
-    running.close()
-    running.reap()
+    with decoding() as running:
+        yield running
 
 
 def child_of(process: DecodeProcess) -> psutil.Process:
@@ -116,16 +118,12 @@ def test_searches_go_before_decoding(process):
 def test_scans_are_limited_and_time_is_where_the_count_is_not(process, monkeypatch):
     with pytest.raises(DataError, match="more than 100 scans"):
         process.decode(scan_bomb(64, 200), "x")
-    slow = DecodeProcess(MEGAPIXELS, MEGAPIXELS)
-    monkeypatch.setattr(slow, "_cpu_seconds", 0)  # the system counts whole seconds: this one is over within one
-    try:
+    with decoding() as slow:
+        monkeypatch.setattr(slow, "_cpu_seconds", 0)  # the system counts whole seconds: this one is over within one
         with pytest.raises(DataError, match="takes too long"):
             list(map(slow.decode, [scan_bomb(3400, 80)] * 50, ["x"] * 50))
         monkeypatch.setattr(slow, "_cpu_seconds", 60)
         assert slow.decode(picture(1), "x").pixels.shape == (16, 16, 3), "another process took its place"
-    finally:
-        slow.close()
-        slow.reap()
 
 
 def test_memory_is_limited(process):
@@ -302,31 +300,23 @@ def test_landmarks_in_the_file_s_pixels_find_the_face_in_a_shrunk_picture(orient
     exif[0x0112] = orientation
     data = encoded(smooth(801, 603), "JPEG", quality=95, exif=exif)
     landmarks = 200 + 2.0 * TEMPLATE
-    process = DecodeProcess(800 * 603 // 4, 10**6)
-    try:
+    with decoding(800 * 603 // 4, 10**6) as process:
         shrunk, divisor = process.decode(data, "x")
         assert (divisor, sorted(shrunk.shape)) == (4, [3, 151, 201])
         crop = decode(process, data, "x", Preprocessing(112), landmarks, None).pixels
         full = align_face(decode_image(data, "x"), landmarks, 112)
         assert (crop.float() - full).abs().mean() < 4 < (crop.float() - full.flip(-1)).abs().mean()
-    finally:
-        process.close()
-        process.reap()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, {"progressive": True}])
 def test_a_photo_of_64_megapixels_is_decoded_within_the_limits(kind):
     data = encoded(smooth(9248, 6936), "JPEG", **kind)
-    process = DecodeProcess(Limits().image_pixels, Limits().jpeg_pixels)
-    try:
+    with decoding(Limits().image_pixels, Limits().jpeg_pixels) as process:
         assert process.decode(data, "x").pixels.shape == (1734, 2312, 3)
         memory = Path(f"/proc/{child_of(process).pid}/status").read_text(encoding="ascii")
         peak = next(int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM"))
         assert peak < (300 if kind else 120) * 1024, "kilobytes"
-    finally:
-        process.close()
-        process.reap()
 
 
 def test_no_secret_of_the_environment_is_passed_on(process, monkeypatch):

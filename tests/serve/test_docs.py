@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from support.live_service import live_service
+from support.live_service import bearer, live_service
 from support.page_runner import ROOT, blocks_of
 from support.waiting import wait_until
 
@@ -63,7 +63,7 @@ def test_nginx_serves_it_as_written(tmp_path):
         with nginx_running(tmp_path, config):
             url = f"https://127.0.0.1:{ports['listen 443 ssl;']}"
             context = ssl.create_default_context(cafile=str(certificate))
-            with httpx.Client(base_url=url, verify=context, headers={"Authorization": f"Bearer {secret}"}) as client:
+            with httpx.Client(base_url=url, verify=context, headers=bearer(secret)) as client:
                 wait_for(client)
                 assert client.post("/v1/collections", json={"name": "staff"}).status_code == 201
                 page = client.get("/")

@@ -1,23 +1,16 @@
 """The Open Inference Protocol, version 2: as its text has it, in JSON and with raw tensors."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from support.live_service import DIM, SIZE, Live, linear_embedder, live_service
+from support.live_service import DIM, SIZE, Live, linear_embedder
 
 MODEL = "/v2/models/linear"
 LENGTH = "Inference-Header-Content-Length"
-
-
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tmp_path_factory.mktemp("protocol")) as running:
-        yield running
 
 
 def pictures(count: int) -> np.ndarray:

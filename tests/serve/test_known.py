@@ -15,10 +15,7 @@ from plsc.serve.tokens import add_token
 KEANU, OTHER, STRANGER = (row.tolist() for row in vectors(3))
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tmp_path_factory.mktemp("known"), threshold=0.9) as running:
-        yield running
+SETTINGS = {"threshold": 0.9}
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from support.live_service import DIM, Live, image_input, live_service, picture
+from support.live_service import DIM, Live, answer_of, bearer, image_input, live_service, picture
 from support.waiting import wait_until
 
 from plsc.serve import observability
@@ -37,10 +37,7 @@ LIMITS = Limits(
 SPARE = 24 * 2**20  # what a refusal may cost at most: the allocator's own breathing
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with live_service(tmp_path_factory.mktemp("limits"), limits=LIMITS) as running:
-        yield running
+SETTINGS = {"limits": LIMITS}
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +72,6 @@ def ask_without_end(connection: socket.socket, request: bytes) -> None:
     """Pipeline requests without reading an answer."""
     while True:
         connection.sendall(request)
-
-
-def answer_of(connection: socket.socket) -> bytes:
-    """All that comes until the server closes, or b"" if it cuts the connection."""
-    received = b""
-    try:
-        while chunk := connection.recv(65536):
-            received += chunk
-    except ConnectionResetError:
-        pass
-    return received
 
 
 @pytest.mark.slow
@@ -459,7 +445,7 @@ def test_bodies_of_unknown_callers_take_nothing_from_the_others(tmp_path, length
         for connection, path in zip(crowd, ["/health/live", "/v1/info"] * 10, strict=True):
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{length}\r\n\r\n".encode())
         time.sleep(0.05)
-        answer = live.ask("POST", "/v1/compare", {}, headers={"Authorization": f"Bearer {secret}"})
+        answer = live.ask("POST", "/v1/compare", {}, headers=bearer(secret))
         assert answer.status_code == 400, answer.text
         assert {answer_of(connection)[:12] for connection in crowd} == {b"HTTP/1.1 400", b"HTTP/1.1 401"}
         for connection in crowd:
@@ -530,17 +516,40 @@ def test_broken_and_animated_pictures(live):
         assert live.ask("POST", "/v1/embeddings", {"inputs": [image_input(data)]}).status_code == status
 
 
-@pytest.mark.slow
-def test_slow_readers_of_the_metrics_keep_nobody_out(tmp_path, monkeypatch):
-    # The end would wait as long, if it waited for them.
-    monkeypatch.setattr(observability, "_CONNECTION_SECONDS", 3600.0)
-    monkeypatch.setattr(observability._Handler, "timeout", 3600.0)
+def test_a_name_that_is_made_to_resolve_to_this_machine_gets_no_metrics(tmp_path):
     with live_service(tmp_path, metrics_port=0) as live:
+        for host, status in (
+            *dict.fromkeys(("127.0.0.1", "localhost:9090", "[::1]:1"), 200).items(),
+            *dict.fromkeys(("evil.example", "127.0.0.1.evil.example", "[::1]evil.example", ""), 403).items(),
+            ("127.0.0.1:80@evil.example", 403),
+        ):
+            answer = httpx.get(live.server.metrics_address, headers={"Host": host})
+            assert (answer.status_code, "plsc_limit_k" in answer.text) == (status, status == 200), host
+
+
+def drip(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"x")
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(1.0, 8), (3600.0, 40)])
+def test_slow_readers_of_the_metrics_are_cut_off_and_keep_nobody_out(tmp_path, monkeypatch, seconds, count):
+    """By their time; where that is long, by their number. The end of the service waits for none of them."""
+    monkeypatch.setattr(observability, "_CONNECTION_SECONDS", seconds)
+    monkeypatch.setattr(observability._Handler, "timeout", 3600.0)
+    with live_service(tmp_path, metrics_port=0) as live, contextlib.ExitStack() as closing:
         place = urlsplit(live.server.metrics_address)
-        dripping = [socket.create_connection((place.hostname, place.port), timeout=10) for _ in range(40)]
-        for connection in dripping:
-            connection.sendall(b"GET /metr")
+
+        def scrape() -> socket.socket:
+            opened = closing.enter_context(socket.create_connection((place.hostname, place.port), timeout=10))
+            opened.sendall(b"GET /metr")
+            return opened
+
+        first, *_ = [scrape() for _ in range(count)]
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            drip(first)
         for _ in range(3):
             assert httpx.get(live.server.metrics_address, timeout=10).status_code == 200
-    for connection in dripping:
-        connection.close()
+        scrape()
+        monkeypatch.setattr(observability, "_CONNECTION_SECONDS", 3600.0)

@@ -1,5 +1,6 @@
 """The interface's description: complete, with examples that work, and no answer that it does not tell of."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +17,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
-from support.live_service import Live, live_service
+from support.live_service import Live, bearer, live_service
 
-from plsc.serve.settings import Items, Limits
+from plsc.errors import UsageError
+from plsc.serve.settings import PEOPLE, Items, Limits
 from plsc.serve.tokens import add_token
 
 CHECKS = (
@@ -68,8 +70,20 @@ def test_what_collections_hold_is_named_in_the_operators_words(tmp_path):
     assert not re.search(r"\b(people|somebody|nobody|whom?)\b", described.text, re.IGNORECASE)
 
 
-def resolve(described: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    return described["components"]["schemas"][schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+@pytest.mark.parametrize(
+    ("given", "items"),
+    [
+        ("people", PEOPLE),
+        ("products", Items("product", "products")),
+        ("species/species", Items("species", "species")),
+        ("varieties", Items("variety", "varieties")),
+        ("mouse/mice", Items("mouse", "mice")),
+        *dict.fromkeys(("", "cattle", "Products", "a b/c", "<b>/x", "s")).items(),
+    ],
+)
+def test_a_plural_names_one_and_many(given, items):
+    with pytest.raises(UsageError, match="--items") if items is None else contextlib.nullcontext():
+        assert Items.parse(given) == items
 
 
 def test_examples_of_bodies_work_as_they_stand(live):
@@ -102,7 +116,7 @@ def requests_of(live: Live) -> list[Any]:
 
 def try_out(live: Live, cases: Any, secret: str | None, examples: int) -> None:
     """Send a few requests, and check the answers."""
-    headers = {} if secret is None else {"Authorization": f"Bearer {secret}"}
+    headers = {} if secret is None else bearer(secret)
 
     @settings(
         max_examples=examples,

@@ -3,12 +3,10 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 from support.live_service import DIM, live_service
 
 from plsc.serve.quotas import store_bytes
 from plsc.serve.settings import Limits
-from plsc.tools.entry import main
 
 FACE = {"vector": [1.0] * DIM}
 
@@ -82,12 +80,3 @@ def test_metadata_and_answers(tmp_path):
         shown = httpx.get(live.server.metrics_address).text
         assert "plsc_limit_metadata_bytes 100.0" in shown
         assert "plsc_limit_store_bytes" not in shown
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [["--max-persons", "0"], ["--max-metadata-bytes", "-1"], ["--store", "postgres:x", "--max-store-mib", "10"]],
-)
-def test_quotas_that_cannot_be(tmp_path, capsys, wrong):
-    assert main(["serve", "--model", "m", "--store", str(tmp_path), *wrong]) == 2
-    assert wrong[-2] in capsys.readouterr().err

@@ -1,18 +1,16 @@
 """Rates that an operator sets: what counts, how refusals look, and what tokens have of their own."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-from support.live_service import DIM, Live, image_input, live_service, picture, vectors
+from support.live_service import DIM, Live, bearer, image_input, live_service, picture, vectors
 
 from plsc.errors import UsageError
 from plsc.serve import rate_limits
 from plsc.serve.errors import ApiError
-from plsc.serve.rate_limits import RateLimiter, parse_rate_limit, parse_rate_limits
-from plsc.serve.tokens import add_token, read_tokens
-from plsc.tools.entry import main
+from plsc.serve.rate_limits import RateLimiter, charge, parse_rate_limit, parse_rate_limits, rate_headers
+from plsc.serve.tokens import add_token
 
 
 @pytest.fixture
@@ -29,14 +27,7 @@ def test_forms_of_limits():
         assert parse_rate_limit(str(limit)) == limit
     for wrong in (
         "",
-        "searches",
-        "searches=0",
-        "searches=-1",
-        "searches=1.5",
-        "looks=3",
-        "searches=5/d",
-        "searches=５",
-        "x",
+        *["searches", "searches=0", "searches=-1", "searches=1.5", "looks=3", "searches=5/d", "searches=５", "x"],
     ):
         with pytest.raises(UsageError, match="no rate limit"):
             parse_rate_limit(wrong)
@@ -54,15 +45,15 @@ def test_a_bucket_is_refilled_evenly(clock):
         limiter.admit("camera", own, "searches")
     assert (told.value.status_code, told.value.headers["Retry-After"]) == (429, "1")
     clock[0] += 1.0
-    assert limiter.admit("camera", own, "searches") is not None
+    assert limiter.admit("camera", own, "searches")
     with pytest.raises(ApiError):
         limiter.admit("camera", own, "searches")
-    assert limiter.admit("camera", own, "writes") is None
-    assert limiter.admit("other", own, "searches") is not None
+    assert not limiter.admit("camera", own, "writes")
+    assert limiter.admit("other", own, "searches")
     clock[0] += 3600.0  # no more than the bucket holds
     allowance = limiter.admit("camera", own, "searches")
-    assert dict(allowance.headers())[b"ratelimit"] == b'"searches";r=59;t=1'
-    allowance.charge(100)
+    assert dict(rate_headers(allowance))[b"ratelimit"] == b'"searches";r=59;t=1'
+    charge(101)
     with pytest.raises(ApiError) as told:
         limiter.admit("camera", own, "searches")
     assert told.value.headers["Retry-After"] == "42"  # the debt of 41, and one to take
@@ -103,7 +94,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Live, di
 
 def ask(limited: tuple[Live, dict[str, str]], name: str, method: str, path: str, body: object = None) -> httpx.Response:
     live, secrets = limited
-    return live.ask(method, path, body, headers={"Authorization": f"Bearer {secrets[name]}"})
+    return live.ask(method, path, body, headers=bearer(secrets[name]))
 
 
 SEARCH, PERSONS = "/v1/collections/staff/search", "/v1/collections/staff/persons"
@@ -116,10 +107,8 @@ def test_a_caller_is_told_and_then_refused(limited):
     assert [answer.headers["RateLimit-Policy"] for answer in answers] == ['"searches";q=3;w=3600'] * 4
     assert [answer.headers["RateLimit"].split(";")[1] for answer in answers] == ["r=2", "r=1", "r=0", "r=0"]
     refused = answers[-1].json()["error"]
-    assert (refused["code"], "the token camera has used up its searches=3/h" in refused["message"]) == (
-        "too_many",
-        True,
-    )
+    assert refused["code"] == "too_many"
+    assert "the token camera has used up its searches=3/h" in refused["message"]
     assert 1100 <= int(answers[-1].headers["Retry-After"]) <= 1200
     pair = {"a": image_input(picture(1)), "b": image_input(picture(2))}
     assert ask(limited, "camera", "POST", "/v1/compare", pair).status_code == 429
@@ -166,28 +155,12 @@ def test_without_tokens_this_machine_is_one_caller(tmp_path):
         assert live.ask("GET", "/health/ready").status_code == 200
 
 
-def test_the_commands_take_rates_and_expiry(tmp_path, capsys):
-    path = str(tmp_path / "t.toml")
-    add = ["tokens", "add", "camera", "--role", "search", "--file", path, "--rate", "searches=50", "writes=1/m"]
-    assert main([*add, "--expires", "2027-01-01"]) == 0
-    (token,) = read_tokens(Path(path))
-    assert (token.rates, token.expires) == (("searches=50", "writes=1/m"), "2027-01-01")
-    assert main(["tokens", "list", "--file", path]) == 0
-    assert "until 2027-01-01" in capsys.readouterr().out
-    assert main(["tokens", "change", "camera", "--rate", "--expires", "never", "--file", path]) == 0
-    (token,) = read_tokens(Path(path))
-    assert (token.rates, token.expires) == ((), None)
-    for wrong in (["--rate", "searches=many"], ["--expires", "tomorrow"], ["--expires", "2027-13-01"]):
-        assert main(["tokens", "change", "camera", *wrong, "--file", path]) == 2
-    assert main(["serve", "--model", "m", "--store", path, "--rate-limit", "searches=x"]) == 2
-
-
 def test_a_token_expires(tmp_path):
     tokens = tmp_path / "tokens.toml"
     past = add_token(tokens, "past", "admin", expires="2026-01-01")
     future = add_token(tokens, "future", "admin", expires="2999-01-01T12:00:00+02:00")
     with live_service(tmp_path, tokens=tokens) as live:
-        refused = live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {past}"})
+        refused = live.ask("GET", "/v1/info", headers=bearer(past))
         assert refused.status_code == 401
         assert "the token past has expired (2026-01-01)" in refused.json()["error"]["message"]
-        assert live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {future}"}).status_code == 200
+        assert live.ask("GET", "/v1/info", headers=bearer(future)).status_code == 200

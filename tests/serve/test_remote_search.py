@@ -36,23 +36,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def search(live: Live, query: Path | str, *more: str) -> Any:
     result = live.folder / "result.json"
     result.unlink(missing_ok=True)
-    code = main(
-        [
-            "index",
-            "search",
-            "staff",
-            "--server",
-            live.server.address,
-            "--query",
-            str(query),
-            "--token-file",
-            str(live.folder / "secret"),
-            *more,
-            "--json",
-            str(result),
-        ]
-    )
-    assert code == 0
+    command = ["index", "search", "staff", "--server", live.server.address, "--query", str(query), *more]
+    assert main([*command, "--token-file", str(live.folder / "secret"), "--json", str(result)]) == 0
     return json.loads(result.read_text(encoding="utf-8"))
 
 

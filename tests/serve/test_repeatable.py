@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from support.live_service import Live, image_input, live_service, picture, vectors
+from support.live_service import Live, bearer, image_input, live_service, picture, vectors
 from support.waiting import wait_until
 
 from plsc.errors import UnsupportedError
@@ -69,10 +69,13 @@ def test_a_put_makes_and_then_replaces(live, place):
         assert (found(live, place, number), found(live, place, number + 50)) == ([], [got.json()["id"]])
     listed = live.ask("GET", f"{place}/persons").json()["persons"]
     assert [one["external_id"] for one in listed] == ODD_IDS
-    match = live.ask("POST", f"{place}/search", {"query": person(50)["faces"][0], "k": 1}).json()["results"][0][
-        "matches"
-    ]
-    assert match[0]["person"] == {"id": listed[0]["id"], "name": "p50", "metadata": {}, "external_id": "7"}
+    searched = live.ask("POST", f"{place}/search", {"query": person(50)["faces"][0], "k": 1}).json()
+    assert searched["results"][0]["matches"][0]["person"] == {
+        "id": listed[0]["id"],
+        "name": "p50",
+        "metadata": {},
+        "external_id": "7",
+    }
     for external_id in ODD_IDS:
         assert live.ask("DELETE", by_external_id(place, external_id)).status_code == 204
         assert error(live.ask("GET", by_external_id(place, external_id))) == (404, "not_found")
@@ -185,7 +188,7 @@ def test_while_a_request_is_in_hand_its_key_is_taken(live, place, monkeypatch):
 
 def test_keys_belong_to_a_token_and_outlive_the_process(tmp_path):
     secrets = [add_token(tmp_path / "tokens.toml", name, "write", allow=["vectors"]) for name in ("one", "two")]
-    headers = [{"Authorization": f"Bearer {secret}"} for secret in secrets]
+    headers = [bearer(secret) for secret in secrets]
     with live_service(tmp_path, tokens=tmp_path / "tokens.toml") as live:
         assert live.ask("POST", "/v1/collections", {"name": "c"}, headers=headers[0]).status_code == 201
         made = [keyed(live, "/v1/collections/c/persons", person(1), "same", **one).json()["id"] for one in headers]

@@ -6,10 +6,9 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
-from support.live_service import Live, image_input, linear_embedder, live_service, picture, vectors
+from support.live_service import Live, bearer, image_input, linear_embedder, live_service, picture, vectors
 
 from plsc.serve.tokens import add_token, change_token, read_tokens
-from plsc.tools.entry import main
 
 STEP = 0.01
 PERSONS = 12
@@ -27,7 +26,7 @@ class Guarded:
         self._secrets[name] = add_token(self.tokens, name, **options)  # type: ignore[arg-type]
 
     def ask(self, name: str, method: str, path: str, body: object = None) -> httpx.Response:
-        return self.live.ask(method, path, body, headers={"Authorization": f"Bearer {self._secrets[name]}"})
+        return self.live.ask(method, path, body, headers=bearer(self._secrets[name]))
 
 
 @pytest.fixture(scope="module")
@@ -197,25 +196,3 @@ def test_a_file_without_rights_gives_none(tmp_path):
     change_token(path, "old", allow=["vectors", "embeddings"], collections=["staff"])
     (token,) = read_tokens(path)
     assert (token.allow, token.collections, token.sha256) == (("vectors", "embeddings"), ("staff",), "0" * 64)
-
-
-def test_the_command_gives_and_takes(tmp_path, capsys):
-    path = str(tmp_path / "t.toml")
-    add = ["tokens", "add", "camera", "--role", "search", "--collections", "staff", "guests", "--file", path]
-    assert main(add) == 0
-    assert main(["tokens", "change", "camera", "--allow", "vectors", "--collections", "*", "--file", path]) == 0
-    assert main(["tokens", "change", "camera", "--allow", "--role", "read", "--file", path]) == 0
-    (token,) = read_tokens(Path(path))
-    assert (token.role, token.allow, token.collections) == ("read", (), None)
-    capsys.readouterr()
-    assert main(["tokens", "change", "nobody", "--role", "read", "--file", path]) == 2
-    assert main(["tokens", "add", "other", "--role", "search", "--collections", "a b", "--file", path]) == 2
-    assert main(["tokens", "add", "other", "--role", "search", "--allow", "all", "--file", path]) == 2
-    assert len(capsys.readouterr().err.splitlines()) >= 3
-
-
-@pytest.mark.parametrize("step", ["-0.1", "1.5"])
-def test_a_step_of_scores_lies_between_0_and_1(tmp_path, capsys, step):
-    serve = ["serve", "--model", "m", "--store", str(tmp_path / "s"), f"--score-step={step}"]
-    assert main(serve) == 2
-    assert "--score-step" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.live_service import Live, image_input, live_service, picture
+from support.live_service import Live, bearer, image_input, live_service, picture
 from support.waiting import wait_until
 
 from plsc.serve import admission
@@ -155,7 +155,7 @@ def test_a_good_token_makes_a_shared_connection_nobody_elses(tmp_path, monkeypat
         shared.settimeout(2)
         with pytest.raises(TimeoutError):
             ask_in_turn()
-        assert live.ask("GET", "/v1/info", headers={"Authorization": f"Bearer {secret}"}).status_code == 200
+        assert live.ask("GET", "/v1/info", headers=bearer(secret)).status_code == 200
 
 
 def test_without_tokens_one_program_leaves_a_process_that_decodes_to_others(tmp_path):

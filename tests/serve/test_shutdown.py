@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import torch
-from support.live_service import live_service
+from support.live_service import answer_of, live_service
 from support.waiting import wait_until
 
 import plsc
@@ -77,9 +77,7 @@ def test_it_serves_ends_in_order_and_starts_again(model, tmp_path):
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses(place.hostname, place.port))
         running.sendall(body)  # what was begun is finished
-        answer = b""
-        while chunk := running.recv(65536):
-            answer += chunk
+        answer = answer_of(running)
         assert answer.startswith(b"HTTP/1.1 200")
         assert b'"Ada"' in answer
     out, err = process.communicate(timeout=30)
@@ -161,6 +159,13 @@ def test_what_is_wrong_at_the_start_is_one_line(model, tmp_path, capsys):
         (["--max-batch", "0"], 2, "--max-batch"),
         (["--detector", "onnx:none.onnx"], 2, "none.onnx"),
         (["--port", "99999"], 2, "port"),
+        (["--max-persons", "0"], 2, "--max-persons"),
+        (["--max-metadata-bytes", "-1"], 2, "--max-metadata-bytes"),
+        (["--store", "postgres:x", "--max-store-mib", "10"], 2, "--max-store-mib"),
+        (["--score-step=-0.1"], 2, "--score-step"),
+        (["--score-step=1.5"], 2, "--score-step"),
+        (["--rate-limit", "searches=x"], 2, "rate limit"),
+        (["--audit-events", "writes,looks"], 2, "--audit-events looks"),
         (["--audit", str(tmp_path / "no" / "audit")], 2, "audit"),
         (["--model", str(other)], 1, "other.json"),
         (["--best"], 2, "--best chooses among the weights of a run directory"),

@@ -6,7 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -123,12 +123,26 @@ def live_service(
         assert not thread.is_alive(), "the service did not end"
 
 
+def answer_of(connection: socket.socket) -> bytes:
+    """All that comes until the server closes, or what has come until it cuts the connection."""
+    received = bytearray()
+    with suppress(ConnectionResetError):
+        while chunk := connection.recv(65536):
+            received += chunk
+    return bytes(received)
+
+
 def picture(seed: int, size: int = SIZE, kind: str = "PNG") -> bytes:
     """An encoded picture of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind)
     return file.getvalue()
+
+
+def bearer(secret: str) -> dict[str, str]:
+    """The header that carries a token's secret."""
+    return {"Authorization": f"Bearer {secret}"}
 
 
 def image_input(data: bytes) -> dict[str, Any]:

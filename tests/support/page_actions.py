@@ -65,6 +65,12 @@ def open_tab_by_keyboard(page: Any, name: str) -> None:
     expect(page.get_by_role("tabpanel", name=name)).to_be_visible()
 
 
+def search_for(page: Any, picture: Any, count: int) -> None:
+    """Search by a chosen picture, which finds ``count`` persons."""
+    page.locator("#search-picture input").set_input_files(picture)
+    expect(page.locator("#matches > li")).to_have_count(count)
+
+
 def overflow(page: Any) -> int:
     """Pixels by which the page is wider than the window."""
     return int(page.evaluate("document.documentElement.scrollWidth - innerWidth"))

@@ -1,6 +1,5 @@
 """/health for those who start, watch and stop the service, and /v1/snapshots."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request
@@ -9,17 +8,11 @@ from starlette.responses import JSONResponse, Response
 
 from plsc.serve import idempotency
 from plsc.serve.errors import RETRY_SECONDS, error_responses
-from plsc.serve.routing import SEGMENT, JsonRoute, Served, get_lifecycle, requires
+from plsc.serve.routing import DELETED, SEGMENT, Served, get_lifecycle, requires
+from plsc.serve.snapshots import SnapshotView
+from plsc.serve.uploads import BodyRoute
 
-router = APIRouter(route_class=JsonRoute)
-
-
-class SnapshotView(BaseModel):
-    """A consistent copy of the store."""
-
-    id: str
-    created: str
-    bytes: int
+router = APIRouter(route_class=BodyRoute)
 
 
 class SnapshotsView(BaseModel):
@@ -56,7 +49,7 @@ async def ready(request: Request) -> Response:
 async def list_snapshots(service: Served) -> SnapshotsView:
     """All snapshots, oldest first."""
     found = await service.in_store(service.snapshots.list)
-    return SnapshotsView(snapshots=[SnapshotView(**asdict(snapshot)) for snapshot in found])
+    return SnapshotsView(snapshots=list(found))
 
 
 @router.post(
@@ -71,19 +64,11 @@ async def take_snapshot(service: Served, request: Request, response: Response) -
     """Take a snapshot of the whole store."""
     async with service.idempotency.claim(request) as claim:
         if claim.stored is not None:
-            snapshot = await service.in_store(service.snapshots.finish, claim.replay(response))
-        else:
-            snapshot = await service.in_store(service.snapshots.take, claim.request(str))
-        return SnapshotView(**asdict(snapshot))
+            return await service.in_store(service.snapshots.finish, claim.replay(response))
+        return await service.in_store(service.snapshots.take, claim.request(str))
 
 
-@router.delete(
-    "/v1/snapshots/{snapshot}",
-    status_code=204,
-    tags=["snapshots"],
-    responses=error_responses(404),
-    response_class=Response,
-)
+@router.delete("/v1/snapshots/{snapshot}", **DELETED, tags=["snapshots"], responses=error_responses(404))
 @requires("admin", all_collections=True)
 async def delete_snapshot(
     snapshot: Annotated[
@@ -93,7 +78,6 @@ async def delete_snapshot(
         ),
     ],
     service: Served,
-) -> Response:
+) -> None:
     """Delete a snapshot."""
     await service.in_store(service.snapshots.delete, snapshot)
-    return Response(status_code=204)

@@ -4,7 +4,6 @@ from dataclasses import asdict
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from fastapi import Body as BodyParameter
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
@@ -12,15 +11,11 @@ from plsc.gallery.validation import COLLECTION_NAME
 from plsc.serve import idempotency
 from plsc.serve.access import current_caller
 from plsc.serve.errors import ApiError, error_responses
-from plsc.serve.routing import (
-    CollectionName,
-    JsonRoute,
-    Served,
-    requires,
-)
-from plsc.serve.schemas import Body, examples
+from plsc.serve.routing import DELETED, CollectionName, Served, requires
+from plsc.serve.schemas import Body, body_like
+from plsc.serve.uploads import BodyRoute
 
-router = APIRouter(prefix="/v1/collections", route_class=JsonRoute)
+router = APIRouter(prefix="/v1/collections", route_class=BodyRoute, tags=["collections"])
 
 
 class NewCollection(Body):
@@ -53,25 +48,21 @@ class CompactedView(BaseModel):
     statistics: dict[str, float]
 
 
-@router.get("", tags=["collections"], responses=error_responses())
+@router.get("", responses=error_responses())
 @requires("search")
 async def list_collections(service: Served) -> CollectionsView:
     """All collections that the caller may know of, by name."""
     caller = current_caller()
-    collections = [one for one in await service.in_store(service.store.collections) if caller.sees(one.name)]
-    return CollectionsView(collections=[CollectionView(**asdict(collection)) for collection in collections])
+    collections = await service.in_store(service.store.collections)
+    return CollectionsView(collections=[CollectionView(**asdict(one)) for one in collections if caller.sees(one.name)])
 
 
 @router.post(
-    "",
-    status_code=201,
-    tags=["collections"],
-    responses=error_responses(409, 413, 415, 422, 501, 507),
-    openapi_extra=idempotency.DESCRIBED,
+    "", status_code=201, responses=error_responses(409, 413, 415, 422, 501, 507), openapi_extra=idempotency.DESCRIBED
 )
 @requires("write", all_collections=True)
 async def create_collection(
-    body: Annotated[NewCollection, BodyParameter(openapi_examples=examples(a_collection={"name": "visitors"}))],
+    body: Annotated[NewCollection, body_like(a_collection={"name": "visitors"})],
     service: Served,
     request: Request,
     response: Response,
@@ -88,37 +79,27 @@ async def create_collection(
                 )
             service.forget(body.name)
             about = (body.name, service.embedder.embedding_dim, service.contract_id)
-            created = await service.in_store(service.store.create_collection, *about, idempotent=claim.request(asdict))
+            created = await service.add(service.store.create_collection, *about, idempotent=claim.request(asdict))
         return CollectionView(**asdict(created))
 
 
-@router.get("/{collection}", tags=["collections"], responses=error_responses(404))
+@router.get("/{collection}", responses=error_responses(404))
 @requires("search")
 async def get_collection(collection: CollectionName, service: Served) -> CollectionView:
     """One collection."""
     return CollectionView(**asdict(await service.in_store(service.store.collection, collection)))
 
 
-@router.delete(
-    "/{collection}",
-    status_code=204,
-    tags=["collections"],
-    responses=error_responses(404),
-    response_class=Response,
-)
+@router.delete("/{collection}", **DELETED, responses=error_responses(404))
 @requires("admin")
-async def delete_collection(collection: CollectionName, service: Served) -> Response:
+async def delete_collection(collection: CollectionName, service: Served) -> None:
     """Delete a collection with everybody in it."""
     await service.in_store(service.thumbnails.delete_collection, collection)
     service.forget(collection)
-    return Response(status_code=204)
 
 
 @router.post(
-    "/{collection}/compact",
-    tags=["collections"],
-    responses=error_responses(404, 409, 422, 501),
-    openapi_extra=idempotency.DESCRIBED,
+    "/{collection}/compact", responses=error_responses(404, 409, 422, 501), openapi_extra=idempotency.DESCRIBED
 )
 @requires("write")
 async def compact_collection(

@@ -7,20 +7,21 @@ import asyncio
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import torch
-from fastapi import APIRouter, Header, Path, Request
+from fastapi import APIRouter, Depends, Header, Path, Request
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, ValidationError
 from pydantic_core import to_json
 from starlette.responses import JSONResponse, Response
 
+from plsc.serve.access import Endpoint
 from plsc.serve.errors import RETRY_SECONDS, ApiError, error_responses, first_error
 from plsc.serve.inputs import Float32
 from plsc.serve.rate_limits import charge
 from plsc.serve.routing import SEGMENT, Served, get_lifecycle, read_json, requires
-from plsc.serve.service import Service
 
 INPUT, OUTPUT, VERSION = "images", "embeddings", "1"
 LENGTH_HEADER = "Inference-Header-Content-Length"
@@ -151,8 +152,7 @@ class ModelMetadata(BaseModel):
 
 _responses = functools.partial(error_responses, model=InferenceError)
 JsonLength = Annotated[
-    str | None,
-    Header(description="Bytes of JSON before raw tensors", json_schema_extra={"pattern": "^[0-9]{1,12}$"}),
+    str | None, Header(description="Bytes of JSON before raw tensors", json_schema_extra={"pattern": "^[0-9]{1,12}$"})
 ]
 Segment = Annotated[str, Path(json_schema_extra={"pattern": SEGMENT})]
 router = APIRouter(prefix="/v2", tags=["open inference protocol"])
@@ -187,17 +187,43 @@ async def server_live(_: Request) -> Response:
 @requires(None)
 async def server_ready(request: Request) -> Response:
     """The model can be asked."""
-    is_ready = await get_lifecycle(request.scope).readiness() == "ready"
-    if is_ready:
+    if await get_lifecycle(request.scope).readiness() == "ready":
         return JSONResponse({"ready": True})
     return JSONResponse({"ready": False}, 503, {"Retry-After": str(RETRY_SECONDS)})
 
 
-@router.get("/models/{model}", responses=_responses(404))
+def _of_model(path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """Declare an endpoint of the model, and the same for callers that name its version."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        router.add_api_route(f"/models/{{model}}{path}", endpoint, dependencies=[Depends(_check_model)], **options)
+        router.add_api_route(
+            f"/models/{{model}}/versions/{{version}}{path}",
+            endpoint,
+            name=f"version_{endpoint.__name__.removeprefix('model_')}",
+            description="The same, for callers that name the version.",
+            dependencies=[Depends(_check_version), Depends(_check_model)],
+            **options,
+        )
+        return endpoint
+
+    return declare
+
+
+async def _check_model(model: Segment, service: Served) -> None:
+    if model != service.model_name:
+        raise ApiError(404, f"there is no model {ascii(model)[:80]}; this service has {service.model_name}")
+
+
+async def _check_version(version: Segment) -> None:
+    if version != VERSION:
+        raise ApiError(404, f"there is no version {ascii(version)[:80]} of a model; this service has {VERSION}")
+
+
+@_of_model("", responses=_responses(404))
 @requires("search")
 async def model_metadata(model: Segment, service: Served) -> ModelMetadata:
     """The model's input and output."""
-    _check_model(service, model)
     shape, dim = service.embedder.preprocessing.shape, service.embedder.embedding_dim
     return ModelMetadata(
         name=model,
@@ -208,45 +234,25 @@ async def model_metadata(model: Segment, service: Served) -> ModelMetadata:
     )
 
 
-@router.get("/models/{model}/ready", responses=_responses(404))
+@_of_model("/ready", responses=_responses(404))
 @requires("search")
-async def model_ready(model: Segment, service: Served) -> ModelReady:
+async def model_ready(model: Segment) -> ModelReady:
     """The model is loaded."""
-    _check_model(service, model)
     return ModelReady(name=model, ready=True)
 
 
-@router.get("/models/{model}/versions/{version}", responses=_responses(404))
-@requires("search")
-async def version_metadata(model: Segment, version: Segment, service: Served) -> ModelMetadata:
-    """The same, for callers that name the version."""
-    _check_model(service, model, version)
-    return await model_metadata(model, service)
-
-
-@router.get("/models/{model}/versions/{version}/ready", responses=_responses(404))
-@requires("search")
-async def version_ready(model: Segment, version: Segment, service: Served) -> ModelReady:
-    """The same, for callers that name the version."""
-    _check_model(service, model, version)
-    return await model_ready(model, service)
-
-
-@router.post(
-    "/models/{model}/infer",
+@_of_model(
+    "/infer",
+    methods=["POST"],
     response_model=InferResponse,
     responses=_responses(404, 413, 415, 504),
     openapi_extra={"requestBody": _BODY},
 )
 @requires("search", "embeddings", counts_as="embeddings")
 async def infer(
-    model: Segment,
-    service: Served,
-    request: Request,
-    inference_header_content_length: JsonLength = None,
+    model: Segment, service: Served, request: Request, inference_header_content_length: JsonLength = None
 ) -> Response:
     """Embed images that are sized and aligned already: UINT8 [n, 3, H, W] to FP32 [n, D]."""
-    _check_model(service, model)
     body, shape, max_images = await request.body(), service.embedder.preprocessing.shape, service.settings.limits.inputs
     # Two million numbers take a tenth of a second, in which others are answered.
     inference = await asyncio.to_thread(read_inference, body, inference_header_content_length, shape, max_images)
@@ -254,32 +260,6 @@ async def infer(
     vectors = await service.embed_pixels(inference.images, service.deadline(None))
     content, headers = write_inference(vectors, model, inference)
     return Response(content, headers=headers)
-
-
-@router.post(
-    "/models/{model}/versions/{version}/infer",
-    response_model=InferResponse,
-    responses=_responses(404, 413, 415, 504),
-    openapi_extra={"requestBody": _BODY},
-)
-@requires("search", "embeddings", counts_as="embeddings")
-async def version_infer(
-    model: Segment,
-    version: Segment,
-    service: Served,
-    request: Request,
-    inference_header_content_length: JsonLength = None,
-) -> Response:
-    """The same, for callers that name the version."""
-    _check_model(service, model, version)
-    return await infer(model, service, request, inference_header_content_length)
-
-
-def _check_model(service: Service, model: str, version: str = VERSION) -> None:
-    if version != VERSION:
-        raise ApiError(404, f"there is no version {ascii(version)[:80]} of a model; this service has {VERSION}")
-    if model != service.model_name:
-        raise ApiError(404, f"there is no model {ascii(model)[:80]}; this service has {service.model_name}")
 
 
 @dataclass(frozen=True)

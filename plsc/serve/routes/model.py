@@ -4,20 +4,18 @@ from typing import Annotated
 
 import numpy as np
 from fastapi import APIRouter
-from fastapi import Body as BodyParameter
 from pydantic import BaseModel, Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from plsc.serve.access import Right, Role, current_caller
+from plsc.serve.access import Right, Role, ScoreView, current_caller
 from plsc.serve.errors import error_responses
 from plsc.serve.rate_limits import charge, effective_limits
 from plsc.serve.routing import Served, requires
-from plsc.serve.schemas import IMAGE, Body, Input, Warnings, examples, with_warnings
-from plsc.serve.scores import ScoreView
-from plsc.serve.uploads import Upload, UploadRoute, accepts
+from plsc.serve.schemas import IMAGE, Body, Input, Warnings, body_like, with_warnings
+from plsc.serve.uploads import BodyRoute, Upload, accepts
 
-router = APIRouter(prefix="/v1", route_class=UploadRoute, tags=["model"])
+router = APIRouter(prefix="/v1", route_class=BodyRoute, tags=["model"])
 _TWO, _SEVERAL = Upload(named=("a", "b")), Upload("inputs")
 
 
@@ -140,19 +138,11 @@ async def info(service: Served) -> Info:
     )
 
 
-@router.post(
-    "/compare",
-    responses=error_responses(413, 415, 422, 504),
-    response_model_exclude_unset=True,
-    openapi_extra=_TWO.described(),
-)
+@router.post("/compare", responses=error_responses(413, 415, 422, 504), openapi_extra=_TWO.described())
 @requires("search", counts_as="searches")
 @accepts(_TWO)
 async def compare(
-    body: Annotated[
-        CompareBody,
-        BodyParameter(openapi_examples=examples(two_pictures={"a": {"image": IMAGE}, "b": {"image": IMAGE}})),
-    ],
+    body: Annotated[CompareBody, body_like(two_pictures={"a": {"image": IMAGE}, "b": {"image": IMAGE}})],
     service: Served,
 ) -> CompareView:
     """The cosine of two inputs, and whether it reaches the service's threshold."""
@@ -173,8 +163,7 @@ async def compare(
 @requires("search", "embeddings", counts_as="embeddings")
 @accepts(_SEVERAL)
 async def embeddings(
-    body: Annotated[EmbeddingsBody, BodyParameter(openapi_examples=examples(a_picture={"inputs": [{"image": IMAGE}]}))],
-    service: Served,
+    body: Annotated[EmbeddingsBody, body_like(a_picture={"inputs": [{"image": IMAGE}]})], service: Served
 ) -> Response:
     """Embeddings of the inputs as the model gives them, not normalised: their length tells of the picture's quality."""
     charge(len(body.inputs))

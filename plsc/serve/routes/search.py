@@ -13,7 +13,8 @@ from starlette.responses import Response
 from plsc.gallery.store import Match
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
 from plsc.index.ann import TUNED_FOR
-from plsc.serve.access import current_caller
+from plsc.serve import schemas
+from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search, SearchAnswer, answer_too_large
 from plsc.serve.errors import ApiError, error_responses, first_error
 from plsc.serve.rate_limits import charge
@@ -27,43 +28,28 @@ from plsc.serve.routing import (
     record_ids,
     requires,
 )
-from plsc.serve.schemas import (
-    FILTER,
-    FILTER_PARAMETER,
-    IMAGE,
-    Body,
-    FilterBody,
-    Input,
-    Scalar,
-    Score,
-    Warnings,
-    exactly_one,
-    examples,
-    parse_filter,
-)
-from plsc.serve.scores import ScoreView
 from plsc.serve.service import Service
 from plsc.serve.uploads import PICTURE_TYPES, Upload, check_type, is_upload, read_upload
 
 _IS_NAME = re.compile(COLLECTION_NAME).search
 _MATCH_BYTES = 96  # of a match besides its person
 _MAX_DEADLINE_MS = 3_600_000
-_SEARCHES = {"queries": [{"image": IMAGE}, {"image": IMAGE}], "k": 5, "threshold": 0.4, "filter": FILTER}
+_SEARCHES = {"queries": [{"image": schemas.IMAGE}] * 2, "k": 5, "threshold": 0.4, "filter": schemas.FILTER}
 
 router = APIRouter(tags=["search"], route_class=DirectRoute)
 Form = TypeVar("Form", bound=BaseModel)
 
 
-class SearchBody(Body):
+class SearchBody(schemas.Body):
     """One ``query`` or several ``queries``."""
 
-    model_config = ConfigDict(json_schema_extra={"oneOf": exactly_one("query", "queries")})
+    model_config = ConfigDict(json_schema_extra={"oneOf": schemas.exactly_one("query", "queries")})
 
-    query: Input | None = None
-    queries: list[Input] | None = Field(None, fail_fast=True, min_length=1)
+    query: schemas.Input | None = None
+    queries: list[schemas.Input] | None = Field(None, fail_fast=True, min_length=1)
     k: int = Field(10, ge=1, description="Matches of each query; GET /v1/info tells the most")
-    threshold: Score | None = Field(None, description="Only matches with at least this score")
-    filter: FilterBody | None = None
+    threshold: schemas.Score | None = Field(None, description="Only matches with at least this score")
+    filter: schemas.FilterBody | None = None
     deadline_ms: int | None = Field(
         None, ge=1, le=_MAX_DEADLINE_MS, description="Give up (504) rather than answer later"
     )
@@ -79,7 +65,7 @@ class SearchQuery(BaseModel):
     """Options of a search in the query string, where an image is the body itself; those of a JSON body go before."""
 
     k: int = Field(10, ge=1)
-    threshold: Score | None = None
+    threshold: schemas.Score | None = None
     filter: str | None = Field(None, description="A filter as JSON text")
     deadline_ms: int | None = Field(None, ge=1, le=_MAX_DEADLINE_MS)
 
@@ -89,7 +75,7 @@ class MatchedPerson(BaseModel):
 
     id: int
     name: str | None
-    metadata: dict[str, Scalar]
+    metadata: dict[str, schemas.Scalar]
     external_id: str | None = Field(None, description="Left out where there is none")
 
 
@@ -118,7 +104,7 @@ class SearchView(BaseModel):
     threshold: float | None
     approximate: bool
     recall: float | None
-    warnings: Warnings = []
+    warnings: schemas.Warnings = []
 
 
 _COLLECTION_PARAMETER = {
@@ -134,8 +120,8 @@ _BODY = {
     "content": {
         "application/json": {
             "schema": {"$ref": "#/components/schemas/SearchBody"},
-            "examples": examples(
-                one_query={"query": {"image": IMAGE}, "k": 5}, several_with_a_threshold_and_a_filter=_SEARCHES
+            "examples": schemas.examples(
+                one_query={"query": {"image": schemas.IMAGE}, "k": 5}, several_with_a_threshold_and_a_filter=_SEARCHES
             ),
         },
         **_UPLOAD.described()["requestBody"]["content"],
@@ -148,7 +134,7 @@ _BODY = {
     responses=error_responses(404, 409, 413, 415, 422, 504),
     response_model=SearchView,
     openapi_extra={
-        "parameters": [_COLLECTION_PARAMETER, *query_parameters(SearchQuery, filter=FILTER_PARAMETER)],
+        "parameters": [_COLLECTION_PARAMETER, *query_parameters(SearchQuery, filter=schemas.FILTER_PARAMETER)],
         "requestBody": _BODY,
     },
 )
@@ -161,18 +147,21 @@ async def search(request: Request) -> Response:
     await service.require_collection(collection)
     search, warnings, deadline = await _read_search(request, service, collection)
     view = ScoreView.of(current_caller(), service.settings)
-    shown = search._replace(threshold=view.search_threshold(search.threshold))
-    answer = await service.search(shown, deadline)
+    answer = await service.search(search._replace(threshold=view.search_threshold(search.threshold)), deadline)
     statistics = await service.statistics(collection)
     _check_size(answer, service.settings.limits.answer_bytes)
     if not any(answer.matches):
         warnings += await service.filter_warnings(collection, search.filter)
     if "search" in service.settings.audit_events:
         record_ids(request, [match.person for matches in answer.matches for match in matches])
-    results = [_results(view.matches(matches, search.threshold), answer.persons) for matches in answer.matches]
-    threshold = view.threshold if search.threshold is None else search.threshold
-    quality = _quality(statistics, search.k)
-    return Response(_to_json(results, threshold, quality, warnings), media_type="application/json")
+    # A SearchView as JSON, past pydantic: its models would cost as much as the search.
+    shown = {
+        "results": [_results(view.matches(matches, search.threshold), answer.persons) for matches in answer.matches],
+        "threshold": view.threshold if search.threshold is None else search.threshold,
+        **_quality(statistics, search.k),
+        **({"warnings": warnings} if warnings else {}),
+    }
+    return Response(orjson.dumps(shown), media_type="application/json")
 
 
 async def _read_search(request: Request, service: Service, collection: str) -> tuple[Search, list[str], float]:
@@ -187,7 +176,7 @@ async def _read_search(request: Request, service: Service, collection: str) -> t
         if request.scope["query_string"] and isinstance(body, dict):
             body = {**_options(dict(request.query_params)), **body}
     form = _parse(SearchBody, body)
-    deadline, filter = service.deadline(form.deadline_ms), parse_filter(form.filter)
+    deadline, filter = service.deadline(form.deadline_ms), schemas.parse_filter(form.filter)
     inputs = [form.query] if form.query is not None else form.queries or []
     _check_k(service, form.k, len(inputs))
     charge(len(inputs))
@@ -232,12 +221,7 @@ def _check_size(answer: SearchAnswer, limit: int) -> None:
 def _results(matches: Sequence[tuple[Match, bool | None]], persons: Mapping[int, bytes]) -> dict[str, Any]:
     """A :class:`MatchesView`; ``persons`` are JSON already."""
     shown = [
-        {
-            "person": orjson.Fragment(person),
-            "face": match.face,
-            "score": match.score,
-            "same_person": same_person,
-        }
+        {"person": orjson.Fragment(person), "face": match.face, "score": match.score, "same_person": same_person}
         for match, same_person in matches
         if (person := persons.get(match.person)) is not None
     ]
@@ -249,17 +233,3 @@ def _quality(statistics: Mapping[str, float], k: int) -> dict[str, Any]:
     approximate, recall = bool(statistics.get("approximate", False)), float(statistics.get("recall", math.nan))
     is_known = math.isfinite(recall) and not (approximate and k > TUNED_FOR)
     return {"approximate": approximate, "recall": recall if is_known else None}
-
-
-def _to_json(
-    results: list[dict[str, Any]], threshold: float | None, quality: dict[str, Any], warnings: list[str]
-) -> bytes:
-    """A :class:`SearchView` as JSON, past pydantic: its models would cost as much as the search."""
-    return orjson.dumps(
-        {
-            "results": results,
-            "threshold": threshold,
-            **quality,
-            **({"warnings": warnings} if warnings else {}),
-        }
-    )

@@ -1,0 +1,159 @@
+"""Enrolling persons: the vectors of their faces, whom those match already, and what a request sent again is answered.
+
+A person who is enrolled twice is found twice, and deleted once. The check is one search before anything is written.
+Where it decides what is written, others in the same collection that do wait for both (:func:`_turn`): of two enrolments
+of one person at the same moment, the second knows the first. It holds within one service: two that share a database may
+both enrol.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from itertools import islice
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import orjson
+import torch
+
+from plsc.gallery.store import NewPerson, Person
+from plsc.serve.access import ScoreView, current_caller
+from plsc.serve.batching import Search
+from plsc.serve.errors import ApiError, KnownPerson
+from plsc.serve.idempotency import Claim
+from plsc.serve.schemas import Input, PersonBody, PersonPut
+from plsc.serve.service import Embedded, Service
+
+OnKnown = Literal["enrol", "refuse", "add"]
+_CREATED, _ADDED_TO_KNOWN = 201, 200  # statuses
+_SHOWN_NAME = 80  # characters
+
+
+class Enrolled(NamedTuple):
+    """Persons as they are now, whom each matched, warnings, and the answer's status."""
+
+    persons: list[Person]
+    known: list[KnownPerson | None]
+    warnings: list[str]
+    status: int
+
+
+async def enrol(
+    service: Service, collection: str, persons: Sequence[PersonBody], several: bool, on_known: OnKnown, claim: Claim
+) -> Enrolled:
+    """Enrol all of ``persons`` or none; ``several`` says that the request holds a list of them.
+
+    Raises:
+        ApiError: 409 if anybody is known, and ``on_known`` is "refuse".
+    """
+    new, crops, warnings = await embed_persons(service, collection, persons, several)
+    async with _turn(service, collection, on_known):
+        known = await _find_known(service, collection, new)
+        if on_known == "refuse":
+            _refuse_known(collection, known, _group_names(len(persons), several) if several else ["this face"])
+        # What is kept of the answer: nothing of what the request says of persons, who may be deleted, and no name.
+        kept = [None if who is None else (who.id, who.score) for who in known]
+        options: dict[str, Any] = {"metadata": [person.metadata for person in new], "adds": len(new)}
+        if on_known == "add" and (who := known[0]) is not None:
+            request = claim.request(lambda faces: [[(who.id, faces)], warnings, kept], _ADDED_TO_KNOWN)
+            about = (collection, who.id, new[0].vectors, service.contract_id, crops[0])
+            await service.add(service.thumbnails.add_faces, *about, idempotent=request)
+            person = await service.in_store(service.store.person, collection, who.id)
+            return Enrolled([person], known, warnings, _ADDED_TO_KNOWN)
+        request = claim.request(lambda added: [[(one.id, one.faces, one.created) for one in added], warnings, kept])
+        about = (collection, new, service.contract_id, crops)
+        added = await service.add(service.thumbnails.add_persons, *about, idempotent=request, **options)
+        return Enrolled(added, known, warnings, _CREATED)
+
+
+async def read_enrolment(
+    service: Service, collection: str, persons: Sequence[PersonBody], status: int, kept: Any
+) -> Enrolled:
+    """The answer to an enrolment that was done before: the request's ``persons``, and what :func:`enrol` kept."""
+    added, warnings, kept_known = kept
+    ids = [entry[0] for entry in kept_known if entry is not None]
+    now = await service.in_store(service.store.person_summaries, collection, ids) if ids else {}
+    known = [
+        KnownPerson(id=entry[0], name=now[entry[0]].name, score=entry[1]) if entry and entry[0] in now else None
+        for entry in kept_known
+    ]  # as they are now; None for those who were deleted since
+    if status == _ADDED_TO_KNOWN:
+        return Enrolled([await service.in_store(service.store.person, collection, ids[0])], known, warnings, status)
+    read = [
+        Person(id, body.name, body.metadata, tuple(faces), created, body.external_id, expires=body.expires)
+        for body, (id, faces, created) in zip(persons, added, strict=True)
+    ]
+    return Enrolled(read, known, warnings, status)
+
+
+async def embed_persons(
+    service: Service, collection: str, persons: Sequence[PersonPut], several: bool
+) -> tuple[list[NewPerson], list[list[torch.Tensor | None]], list[str]]:
+    """The persons with the vectors of their inputs, all embedded together; their faces' crops; and warnings."""
+    names = _group_names(len(persons), several)
+    faces = [(name, person.faces) for name, person in zip(names, persons, strict=True)]
+    vectors, warnings, crops = await embed_groups(service, collection, faces)
+    counts = [len(person.faces) for person in persons]
+    new = [
+        NewPerson(part, person.name, person.metadata, getattr(person, "external_id", None), person.expires)
+        for part, person in zip(np.split(vectors, np.cumsum(counts)[:-1]), persons, strict=True)
+    ]
+    rest = iter(crops)
+    return new, [list(islice(rest, count)) for count in counts], warnings
+
+
+async def embed_groups(service: Service, collection: str, groups: Sequence[tuple[str, Sequence[Input]]]) -> Embedded:
+    """Embed the inputs of named groups together, for a collection that has to be of the service's model."""
+    await service.require_collection(collection)
+    inputs = [item for _, faces in groups for item in faces]
+    names = [f"{name}[{index}]" for name, faces in groups for index in range(len(faces))]
+    service.check_inputs(len(inputs))
+    return await service.vectors(inputs, names, service.deadline(None))
+
+
+def _group_names(count: int, several: bool) -> list[str]:
+    """What errors and warnings call the faces of each person of a request."""
+    return [f"persons[{index}].faces" if several else "faces" for index in range(count)]
+
+
+def _turn(service: Service, collection: str, on_known: OnKnown) -> AbstractAsyncContextManager[None]:
+    """Holds for one enrolment of ``collection`` at a time, from the check to what it decides; for "enrol" at once."""
+    if on_known == "enrol" or service.settings.threshold is None:
+        return nullcontext()
+    return service.enrolling.setdefault(collection, asyncio.Lock())
+
+
+async def _find_known(service: Service, collection: str, new: Sequence[NewPerson]) -> list[KnownPerson | None]:
+    """The enrolled person most like any face of each new one, at or above the threshold; None without either."""
+    groups = [np.asarray(person.vectors) for person in new]
+    threshold = service.settings.threshold
+    if threshold is None or not sum(map(len, groups)):
+        return [None] * len(groups)
+    search = Search(collection, np.concatenate(groups), 1, threshold, None)
+    found = await service.search(search, service.deadline(None))
+    view = ScoreView.of(current_caller(), service.settings)
+    known: list[KnownPerson | None] = []
+    rest = iter(found.matches)
+    for group in groups:
+        matches = [match for own in islice(rest, len(group)) for match in own if match.person in found.persons]
+        best = max(matches, key=attrgetter("score"), default=None)
+        if best is None:
+            known.append(None)
+        else:
+            name = orjson.loads(found.persons[best.person])["name"]
+            known.append(KnownPerson(id=best.person, name=name, score=view.score(best.score)))
+    return known
+
+
+def _refuse_known(collection: str, known: Sequence[KnownPerson | None], names: Sequence[str]) -> None:
+    """:class:`ApiError` 409 if anybody is known; ``names`` say whose face each is in the message."""
+    for person, faces in zip(known, names, strict=True):
+        if person is not None:
+            who = f"{person.name[:_SHOWN_NAME]} (#{person.id})" if person.name else f"person #{person.id}"
+            place = f"/v1/collections/{collection}/persons/{person.id}/faces"
+            message = (
+                f"{faces} matches {who} at {person.score:.2f}: add it there (POST {place}), or enrol anyway with "
+                "on_known=enrol"
+            )
+            raise ApiError(409, message, details={"known": person.model_dump()})
