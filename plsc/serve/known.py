@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from plsc.gallery.store import Match
+from plsc.gallery.values import Match
 from plsc.serve.access import current_caller
 from plsc.serve.batching import Search
 from plsc.serve.errors import ApiError, KnownPerson

@@ -12,8 +12,8 @@ from fastapi import Path, Request
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, WithJsonSchema
 from starlette.responses import Response
 
-from plsc.gallery.store import Person, Precondition
 from plsc.gallery.validation import MAX_EXTERNAL_ID, check_expires, check_external_id
+from plsc.gallery.values import Person, Precondition
 from plsc.serve.errors import FORM, ApiError, KnownPerson
 from plsc.serve.schemas import STORABLE, Body, Input, Metadata, Scalar, Warnings, with_warnings
 

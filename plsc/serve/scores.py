@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plsc.gallery.store import Match
+from plsc.gallery.values import Match
 from plsc.serve.access import Caller, includes
 from plsc.serve.settings import Settings
 

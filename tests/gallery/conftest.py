@@ -8,7 +8,8 @@ from support import encrypted_store
 from support.stores import DIM, GALLERY, KINDS, MODEL, Kit, Servers, new_key_file
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Person, Store
+from plsc.gallery.store import Store
+from plsc.gallery.values import Person
 
 SLOW_KINDS = {"milvus": pytest.mark.slow}  # its server on one machine takes as long as all others together
 

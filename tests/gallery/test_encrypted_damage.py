@@ -11,7 +11,7 @@ from support.encrypted_store import content_of, faces
 from plsc.files import describe_files, read_manifest, write_manifest
 from plsc.gallery.sqlite.backup import FORMAT, VERSION
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.values import NewPerson, Person
 from plsc.tools.entry import main
 
 OF_SCHEMA = (

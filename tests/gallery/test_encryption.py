@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encrypted_store import (
-    DIM,
     GALLERY,
     MODEL,
     SLOT,
@@ -27,12 +26,12 @@ from support.encrypted_store import (
 from support.stores import new_key_file
 
 from plsc.errors import IntegrityError, NotFoundError, StorageError, UsageError
-from plsc.gallery.sqlite import reads
-from plsc.gallery.sqlite.backup import restore
-from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.gallery.backends import open_store
+from plsc.gallery.sqlite.backup import check_readers, restore
 from plsc.gallery.sqlite.keys import KeyTable
+from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person, open_store
+from plsc.gallery.values import NewPerson, Person
 from plsc.tools.entry import main
 
 # --- what is in the files --------------------------------------------------------------------------------------------
@@ -138,21 +137,6 @@ def test_an_older_snapshot_opens_without_whom_a_deletion_took(
     restored.close()
 
 
-def test_a_deleted_collection_is_readable_in_no_snapshot(tmp_path: Path, key_file: Path) -> None:
-    store = SqliteStore(tmp_path / "store", key_file=key_file)
-    enrol(store, 20)
-    store.create_collection("others", DIM, MODEL)
-    store.add_persons("others", [NewPerson(faces(1), "kept")], MODEL)
-    store.snapshot(store.folder / "snapshots" / "one")
-    store.delete_collection(GALLERY)
-    store.close()
-    assert check_readers(store.folder / "snapshots" / "one", key_file, None)["gone"] == 20
-    assert restore(store.folder / "snapshots" / "one", tmp_path / "new", key_file=key_file)["left_out"] == 20
-    restored = SqliteStore(tmp_path / "new", key_file=key_file)
-    assert restored.search("others", faces(1), k=1)[0][0].score > 0.999
-    restored.close()
-
-
 def test_one_face_of_several_leaves_the_others_readable(sealed: tuple[Path, list[Person]], key_file: Path) -> None:
     folder, made = sealed
     store = SqliteStore(folder, key_file=key_file)
@@ -215,17 +199,17 @@ def test_vectors_read_while_their_person_is_deleted_are_not_found(
 ) -> None:
     folder, made = sealed
     store = SqliteStore(folder, key_file=key_file)
-    find = reads.find_person
+    find = SqliteRows.require
 
     def find_and_delete(*args: Any) -> Person:
         found = find(*args)
-        monkeypatch.setattr(reads, "find_person", find)
+        monkeypatch.setattr(SqliteRows, "require", find)
         thread = threading.Thread(target=store.delete_person, args=(GALLERY, found.id))
         thread.start()
         thread.join()
         return found
 
-    monkeypatch.setattr(reads, "find_person", find_and_delete)
+    monkeypatch.setattr(SqliteRows, "require", find_and_delete)
     with pytest.raises(NotFoundError, match="no person"):
         store.vectors(GALLERY, made[0].id)
     store.close()

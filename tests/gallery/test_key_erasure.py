@@ -3,8 +3,6 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -22,12 +20,12 @@ from support.encrypted_store import (
 )
 from support.waiting import wait_until
 
-from plsc.errors import NotFoundError, StorageError
-from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.errors import StorageError
+from plsc.gallery.sqlite.backup import check_readers
 from plsc.gallery.sqlite.encryption import EncryptedVectors
 from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Person
+from plsc.gallery.values import Person
 
 
 class Disk:
@@ -105,30 +103,6 @@ def test_a_power_failure_behind_a_compaction_brings_no_key_back(
 
 def fail_to_sync(_: EncryptedVectors) -> None:
     raise KeyboardInterrupt
-
-
-KILLED_BEHIND_THE_ANSWER = """
-import os, signal, sys
-from plsc.gallery.sqlite.store import SqliteStore
-store = SqliteStore(sys.argv[1], key_file=sys.argv[2])
-store.delete_person("people", int(sys.argv[3]))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_killed_behind_the_answer_has_erased_the_key(
-    sealed: tuple[Path, list[Person]], key_file: Path
-) -> None:
-    folder, made = sealed
-    words = [folder, key_file, str(made[4].id)]
-    done = subprocess.run([sys.executable, "-c", KILLED_BEHIND_THE_ANSWER, *words])
-    assert done.returncode == -9
-    assert check_readers(folder / "snapshots" / "one", key_file, None)["gone"] == 1
-    store = SqliteStore(folder, key_file=key_file)
-    with pytest.raises(NotFoundError):
-        store.person(GALLERY, made[4].id)
-    assert store.check()["forgotten_in_snapshots"] == 0
-    store.close()
 
 
 def test_a_key_whose_erasure_is_not_synced_is_erased_again(

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.values import NewPerson, Person
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
 HEADER, SLOT = 4096, 64

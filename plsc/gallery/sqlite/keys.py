@@ -169,8 +169,8 @@ class KeyTable:
 
     def erase(self, slots: Iterable[int]) -> None:
         """Overwrite ``slots`` with zeros, to be followed by :meth:`sync`; raises OSError."""
-        for first, count in _runs(slots):
-            _write_all(self._file, bytes(count * _SLOT_BYTES), _HEADER_BYTES + first * _SLOT_BYTES)
+        for slot in slots:
+            _write_all(self._file, _ERASED, _HEADER_BYTES + slot * _SLOT_BYTES)
 
     def sync(self) -> None:
         """Return when what was erased is on the disk.
@@ -244,17 +244,6 @@ def remove_leftovers(path: Path) -> None:
     """Remove what a process that was killed while it wrote the file has left: it may hold keys erased since."""
     for leftover in path.parent.glob(f".{path.name}.tmp"):
         leftover.unlink()
-
-
-def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs (first, length) of consecutive numbers in ``slots``."""
-    runs: list[tuple[int, int]] = []
-    for slot in sorted(set(slots)):
-        if runs and slot == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((slot, 1))
-    return runs
 
 
 def _wrapped(master: "AESGCM", key: bytes, associated: bytes) -> bytes:

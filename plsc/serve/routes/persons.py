@@ -13,7 +13,7 @@ from fastapi import Body as BodyParameter
 from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
-from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.values import NewPerson, Person
 from plsc.serve import idempotency
 from plsc.serve.errors import ApiError, KnownPerson, error_responses
 from plsc.serve.known import OnKnown, find_known, keep_known, read_known, refuse_known, turn
