@@ -93,7 +93,9 @@ class Enrolment:
             check_external_id(name)
             name.encode()
             skipped = self._find(outcome, len(pictures))
-            for batch in self._batches(pictures, outcome, skipped):
+            if skipped is None:
+                return outcome
+            for batch in islice(self._batches(pictures, outcome), skipped, None):
                 self._send(batch, outcome, on_known)
                 if outcome.status == "known":
                     return outcome
@@ -118,11 +120,8 @@ class Enrolment:
         outcome.id, outcome.status = person.id, "there"
         return None if len(person.faces) >= pictures else 1  # the others have keys, and are done once
 
-    def _batches(self, pictures: Sequence[str], outcome: Outcome, skipped: int | None) -> Iterator[dict[str, bytes]]:
-        """The pictures by path, as many at a time as a request may hold, but for the first ``skipped`` times."""
-        yield from islice(self._all_batches(pictures, outcome), skipped, None) if skipped is not None else ()
-
-    def _all_batches(self, pictures: Sequence[str], outcome: Outcome) -> Iterator[dict[str, bytes]]:
+    def _batches(self, pictures: Sequence[str], outcome: Outcome) -> Iterator[dict[str, bytes]]:
+        """The pictures by path, as many at a time as a request may hold."""
         batch: dict[str, bytes] = {}
         for path in pictures:
             try:

@@ -38,13 +38,13 @@ from urllib.parse import urlsplit
 
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
+from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.milvus_client import MilvusServer, RegistryEntry
 from plsc.gallery.milvus_rows import MilvusRows
 from plsc.gallery.store import Change, Store
 from plsc.gallery.transfer import write_copy
-from plsc.gallery.validation import now
+from plsc.gallery.validation import is_collection_name, no_collection, now
 from plsc.gallery.values import Collection, IdempotentRequest, Match, StoredAnswer, totals
 from plsc.index.rows import unit_vectors
 
@@ -98,11 +98,11 @@ class MilvusStore(Store):
         """Return one collection."""
         return self._rows_of(name).info
 
-    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection:
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
         with self._write_lock:
             self._acquire_writer_lease()
             if name in self._server.registered([name]):
-                raise ConflictError(f"collection {name} exists already; name another one, or delete it")
+                return None
             info = Collection(name, dim, contract_id, now(), 0, 0)
             entry = RegistryEntry(name, uuid.uuid4().hex[:16], info, 1)
             self._server.create(entry.key, dim)
@@ -190,10 +190,9 @@ class MilvusStore(Store):
         return [MilvusRows(self._server, entry) for entry in entries]
 
     def _rows_of(self, name: str) -> MilvusRows:
-        is_possible = isinstance(name, str) and name.isascii() and name.isprintable() and name != WRITER
-        body = self._server.registered([name]).get(name) if is_possible else None
+        body = self._server.registered([name]).get(name) if is_collection_name(name) else None
         if body is None:
-            raise NotFoundError(f"there is no collection {ascii(name)[:80]}; make it first")
+            raise no_collection(name)
         return MilvusRows(self._server, RegistryEntry.from_body(name, body))
 
     def _acquire_writer_lease(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, StorageError, UsageError
+from plsc.errors import StorageError, UsageError
 from plsc.gallery import postgres_rows as rows
 from plsc.gallery.filters import Filter
 from plsc.gallery.person_search import group_by_person
@@ -88,7 +88,7 @@ class PostgresStore(Store):
         with self._reading(name) as found:
             return found.info
 
-    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection:
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
         if dim > MAX_DIM:
             raise UsageError(f"pgvector takes vectors of up to {MAX_DIM} numbers, not {dim}")
         with self._transaction() as connection:
@@ -98,7 +98,7 @@ class PostgresStore(Store):
                 [name, dim, contract_id, now()],
             ).fetchone()
             if created is None:
-                raise ConflictError(f"collection {name} exists already; name another one, or delete it")
+                return None
             info = rows.find_collection(connection, name).info
             rows.insert_answer(connection, idempotent, info)
             return info

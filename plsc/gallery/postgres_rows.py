@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from plsc.errors import ConflictError, IntegrityError, NotFoundError
+from plsc.errors import ConflictError, IntegrityError
+from plsc.gallery import validation
 from plsc.gallery.filters import COMPARISONS, Condition, Filter, Kind, kind_of
 from plsc.gallery.person_search import Fetch, Neighbours
 from plsc.gallery.store import Rows
-from plsc.gallery.validation import LENGTH_TOLERANCE, ValidPerson, miscounted, now, number_persons
+from plsc.gallery.validation import ValidPerson, now
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Person, StoredAnswer
 
 SCHEMA = """
@@ -54,11 +55,10 @@ def all_collections(connection: Any) -> list["PostgresRows"]:
 
 def find_collection(connection: Any, name: str, *, lock: bool = False) -> "PostgresRows":
     """Return a collection; ``lock`` keeps other writers out until the transaction ends."""
-    is_possible = isinstance(name, str) and name.isascii() and "\0" not in name
     text = f"{_COLLECTION} WHERE name = %s" + (" FOR UPDATE" if lock else "")
-    row = connection.execute(text, [name]).fetchone() if is_possible else None
+    row = connection.execute(text, [name]).fetchone() if validation.is_collection_name(name) else None
     if row is None:
-        raise NotFoundError(f"there is no collection {ascii(name)[:80]}; make it first")
+        raise validation.no_collection(name)
     return PostgresRows(connection, *row)
 
 
@@ -143,12 +143,12 @@ class PostgresRows(Rows):
             {"key": self.key},
         ).fetchone()
         if counted != (self.info.persons, self.info.faces):
-            raise miscounted(self.info, *counted)
+            raise validation.miscounted(self.info, *counted)
         wrong = self._connection.execute(
             "SELECT f.id FROM plsc_faces f JOIN plsc_collections c ON c.key = f.collection WHERE f.collection = %s AND "
             "(vector_dims(f.embedding) <> c.dim OR abs(vector_norm(f.embedding) - 1) > %s OR f.id >= c.next_id) "
             "LIMIT 1",
-            [self.key, LENGTH_TOLERANCE],
+            [self.key, validation.LENGTH_TOLERANCE],
         ).fetchone()
         if wrong:
             raise IntegrityError(
@@ -160,7 +160,7 @@ class PostgresRows(Rows):
     def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
         """Insert persons and faces under the next ids."""
         count = sum(len(person.vectors) for person in persons)
-        made = number_persons(persons, self._take_ids(len(persons), count))
+        made = validation.number_persons(persons, self._take_ids(len(persons), count))
         with self._connection.cursor() as cursor:
             cursor.executemany(
                 "INSERT INTO plsc_persons (collection, id, name, metadata, created, external_id, expires) "

@@ -19,21 +19,9 @@ from typing import Any, Generic, TypeVar
 import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError, UnsupportedError
+from plsc.gallery import validation
 from plsc.gallery.filters import Filter
-from plsc.gallery.validation import (
-    MAX_ID,
-    ValidPerson,
-    check_collection,
-    check_contract,
-    check_external_id,
-    check_fields,
-    check_page,
-    check_persons,
-    check_search,
-    is_expired,
-    is_id,
-    same_content,
-)
+from plsc.gallery.validation import MAX_ID, ValidPerson, is_expired, is_id
 from plsc.gallery.values import (
     KEEP,
     Collection,
@@ -179,7 +167,7 @@ class Rows(ABC):
         """Set ``fields`` of a person, which gets another revision if that changes anything."""
         former = self.expected(person, precondition)
         changed = replace(former, **fields)
-        return former if same_content(changed, former) else self._save(former, changed)
+        return former if validation.same_content(changed, former) else self._save(former, changed)
 
     def delete_face(self, person: Any, face: Any, precondition: Precondition | None) -> None:
         """Delete a face of a person."""
@@ -255,8 +243,8 @@ class Store(ABC):
         """Run a change in a transaction that no other change of the collection overlaps."""
 
     @abstractmethod
-    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection:
-        """Create a collection whose name and dimension are valid."""
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
+        """Create a collection whose name and dimension are valid; None: there is one of the name."""
 
     @abstractmethod
     def _search(
@@ -285,8 +273,11 @@ class Store(ABC):
     ) -> Collection:
         """Create a collection. A name is 1 to 64 letters, digits, ``_``, ``-`` or ``.``, beginning with a letter."""
         self._refuse("idempotency keys", idempotent)
-        check_collection(name, dim, contract_id)
-        return self._create(name, int(dim), contract_id, idempotent)
+        validation.check_collection(name, dim, contract_id)
+        created = self._create(name, int(dim), contract_id, idempotent)
+        if created is None:
+            raise ConflictError(f"a collection {name} exists already; name another one, or delete it")
+        return created
 
     @abstractmethod
     def delete_collection(self, name: str) -> None:
@@ -307,24 +298,16 @@ class Store(ABC):
         for person in persons:
             self._refuse("external ids", person.external_id)
             self._refuse("expiry dates", person.expires)
-
-        def check(info: Collection) -> list[ValidPerson]:
-            check_contract(info, contract_id)
-            return check_persons(persons, info.dim)
-
+        check = _comparable(contract_id, lambda dim: validation.check_persons(persons, dim))
         return self._change(collection, Change(Rows.enrol, check, idempotent))
 
     def put_person(
         self, collection: str, person: NewPerson, contract_id: str, *, precondition: Precondition | None = None
     ) -> tuple[Person, bool]:
         """Enrol ``person``, or replace all of the one with its external id; returns True beside a new one."""
-        check_external_id(person.external_id)
+        validation.check_external_id(person.external_id)
         self._refuse("external ids", person.external_id)
-
-        def check(info: Collection) -> ValidPerson:
-            check_contract(info, contract_id)
-            return check_persons([person], info.dim)[0]
-
+        check = _comparable(contract_id, lambda dim: validation.check_persons([person], dim)[0])
         return self._change(collection, Change(lambda rows, checked: rows.put(checked, precondition), check))
 
     def person(self, collection: str, person: int) -> Person:
@@ -334,7 +317,7 @@ class Store(ABC):
 
     def find_person(self, collection: str, external_id: str) -> Person:
         """Return the person with an external id."""
-        check_external_id(external_id)
+        validation.check_external_id(external_id)
         self._refuse("external ids", external_id)
         with self._reading(collection) as rows:
             found = rows.living(external_id)
@@ -346,7 +329,7 @@ class Store(ABC):
         self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         """Return up to ``limit`` persons with ids above ``after`` that match ``filter``, by ascending id."""
-        check_page(after, limit, filter)
+        validation.check_page(after, limit, filter)
         with self._reading(collection) as rows:
             return rows.page(min(max(int(after), 0), MAX_ID), min(int(limit), MAX_ID), filter)
 
@@ -370,7 +353,7 @@ class Store(ABC):
         """Change the name or the expiry, or replace the metadata of a person; None removes a name or an expiry."""
         self._refuse("revisions", precondition)
         self._refuse("expiry dates", None if expires is KEEP else expires)
-        fields = check_fields(name=name, metadata=metadata, expires=expires)
+        fields = validation.check_fields(name=name, metadata=metadata, expires=expires)
         return self._change(collection, Change(lambda rows, _: rows.set_fields(person, fields, precondition)))
 
     def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
@@ -391,11 +374,7 @@ class Store(ABC):
     ) -> list[int]:
         """Add faces (n, dim) to a person; returns their ids."""
         self._refuse("idempotency keys", idempotent)
-
-        def check(info: Collection) -> Float32:
-            check_contract(info, contract_id)
-            return unit_vectors(vectors, info.dim)
-
+        check = _comparable(contract_id, lambda dim: unit_vectors(vectors, dim))
         return self._change(
             collection, Change(lambda rows, checked: rows.add_faces(person, checked), check, idempotent)
         )
@@ -427,7 +406,7 @@ class Store(ABC):
         Matches are sorted best first. A person appears once, with the best face. ``filter`` is applied before
         ranking, so k persons are returned whenever k match it. Fewer than k qualifying persons are all returned.
         """
-        check_search(k, threshold, filter)
+        validation.check_search(k, threshold, filter)
         return self._search(collection, queries, int(k), float(threshold), filter)
 
     def prepare_filter(self, collection: str, filter: Filter) -> Filter:
@@ -500,6 +479,16 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish running work and release the store."""
+
+
+def _comparable(contract_id: str, check: Callable[[int], _T]) -> Callable[[Collection], _T]:
+    """Return the check of a change whose vectors are of ``contract_id``, and valid if ``check(dim)`` says so."""
+
+    def checked(info: Collection) -> _T:
+        validation.check_contract(info, contract_id)
+        return check(info.dim)
+
+    return checked
 
 
 # --- the numbers that a store gives its changes, handed from the thread that commits one to whoever logs it ---

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from plsc.errors import ConflictError, IntegrityError, UsageError, quoted
+from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
 from plsc.gallery.filters import Filter, check_metadata, is_storable
 from plsc.gallery.values import KEEP, Collection, Float32, NewPerson, Person
 from plsc.index.rows import unit_vectors
@@ -50,12 +50,22 @@ def is_expired(expires: str | None) -> bool:
 
 def check_collection(name: str, dim: int, contract_id: str) -> None:
     """Raise :class:`UsageError` unless a collection may have this name, dimension and contract id."""
-    if not isinstance(name, str) or not _COLLECTION.fullmatch(name):
+    if not is_collection_name(name):
         raise UsageError(f"no collection can be named {quoted(name)}: {COLLECTION_NAME_RULE}")
     if not _is_integer(dim) or not 1 <= dim <= MAX_DIM:
         raise UsageError(f"a collection's dim is 1 to {MAX_DIM}, not {ascii(dim)[:80]}")
     if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not is_storable(contract_id):
         raise UsageError(f"a contract id is a string of 1 to 256 characters, not {ascii(contract_id)[:80]}")
+
+
+def no_collection(name: Any) -> NotFoundError:
+    """Return the error for a collection that does not exist."""
+    return NotFoundError(f"there is no collection {ascii(name)[:80]}; make it first")
+
+
+def is_collection_name(name: Any) -> bool:
+    """Return True if a collection could have this name."""
+    return isinstance(name, str) and _COLLECTION.fullmatch(name) is not None
 
 
 def check_new(target: Path) -> None:

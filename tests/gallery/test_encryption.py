@@ -16,6 +16,8 @@ from support.encrypted_store import (
     GALLERY,
     MODEL,
     SLOT,
+    Opened,
+    Sealed,
     content_of,
     enrol,
     faces,
@@ -137,7 +139,7 @@ def test_an_older_snapshot_opens_without_whom_a_deletion_took(
     restored.close()
 
 
-def test_one_face_of_several_leaves_the_others_readable(sealed: tuple[Path, list[Person]], key_file: Path) -> None:
+def test_one_face_of_several_leaves_the_others_readable(sealed: Sealed, key_file: Path) -> None:
     folder, made = sealed
     store = SqliteStore(folder, key_file=key_file)
     added = store.add_faces(GALLERY, made[2].id, faces(2, seed=4), MODEL)
@@ -149,9 +151,7 @@ def test_one_face_of_several_leaves_the_others_readable(sealed: tuple[Path, list
     assert check_readers(folder / "snapshots" / "one", key_file, None)["gone"] == 0
 
 
-def test_an_erasure_that_a_crash_interrupted_is_finished_at_the_opening(
-    sealed: tuple[Path, list[Person]], key_file: Path
-) -> None:
+def test_an_erasure_that_a_crash_interrupted_is_finished_at_the_opening(sealed: Sealed, key_file: Path) -> None:
     folder, made = sealed
     keys = (folder / "keys").read_bytes()
     store = SqliteStore(folder, key_file=key_file)
@@ -171,10 +171,9 @@ def test_an_erasure_that_a_crash_interrupted_is_finished_at_the_opening(
 
 
 def test_a_key_that_cannot_be_erased_refuses_the_next_write_until_it_can(
-    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, made = sealed
-    store = SqliteStore(folder, key_file=key_file)
+    store, made = opened
 
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -189,16 +188,14 @@ def test_a_key_that_cannot_be_erased_refuses_the_next_write_until_it_can(
         with pytest.raises(StorageError, match="keys cannot be written"):
             store.compact()
     store.add_faces(GALLERY, made[1].id, faces(1), MODEL)
-    assert slot_content(folder, slot_of(folder, made[0].faces[0])) == bytes(SLOT)
+    assert slot_content(store.folder, slot_of(store.folder, made[0].faces[0])) == bytes(SLOT)
     store.check()
-    store.close()
 
 
 def test_vectors_read_while_their_person_is_deleted_are_not_found(
-    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, made = sealed
-    store = SqliteStore(folder, key_file=key_file)
+    store, made = opened
     find = SqliteRows.require
 
     def find_and_delete(*args: Any) -> Person:
@@ -212,14 +209,13 @@ def test_vectors_read_while_their_person_is_deleted_are_not_found(
     monkeypatch.setattr(SqliteRows, "require", find_and_delete)
     with pytest.raises(NotFoundError, match="no person"):
         store.vectors(GALLERY, made[0].id)
-    store.close()
 
 
 # --- who may open it -------------------------------------------------------------------------------------------------
 
 
 def test_the_wrong_way_to_open_a_store_is_one_line_and_changes_nothing(
-    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path
+    sealed: Sealed, key_file: Path, tmp_path: Path
 ) -> None:
     folder, _ = sealed
     plain = SqliteStore(tmp_path / "plain")
@@ -298,7 +294,7 @@ def test_without_the_package_it_is_one_line(tmp_path: Path, key_file: Path, monk
 
 
 def test_every_action_takes_the_key_file(
-    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sealed: Sealed, key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, made = sealed
     store = SqliteStore(folder, key_file=key_file)

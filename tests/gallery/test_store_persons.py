@@ -6,15 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.stores import (
-    CLOSE,
     DIM,
     GALLERY,
     MODEL,
     ODD_METADATA,
-    ODD_NAMES,
     Kit,
     enrol,
-    everyone,
     faces,
     units,
 )
@@ -22,7 +19,7 @@ from support.stores import (
 from plsc.errors import NotFoundError, UsageError
 from plsc.gallery.filters import MAX_CONDITIONS, Filter
 from plsc.gallery.store import Store
-from plsc.gallery.values import Match, NewPerson, Person, PersonSummary
+from plsc.gallery.values import NewPerson, Person, PersonSummary
 
 
 def test_collections_come_and_go(kit: Kit) -> None:
@@ -107,31 +104,6 @@ def test_vectors_of_any_length(store: Store) -> None:
     assert store.search(GALLERY, [[1e-300] + [0.0] * 7])[0][0].score == pytest.approx(1)
 
 
-def test_faces_are_added_and_forgotten(store: Store) -> None:
-    vectors = faces(6)
-    one, other = store.add_persons(GALLERY, [NewPerson(vectors[:2]), NewPerson(vectors[2:3])], MODEL)
-    more = store.add_faces(GALLERY, one.id, vectors[3:5], MODEL)
-    assert store.person(GALLERY, one.id).faces == (*one.faces, *more)
-    np.testing.assert_allclose(store.vectors(GALLERY, one.id), units(vectors[[0, 1, 3, 4]]), atol=1e-6)
-    assert store.search(GALLERY, vectors[4:5], k=1) == [[Match(one.id, more[1], pytest.approx(1, abs=CLOSE))]]
-    store.delete_face(GALLERY, one.id, one.faces[1])
-    assert store.person(GALLERY, one.id).faces == (one.faces[0], *more)
-    np.testing.assert_allclose(store.vectors(GALLERY, one.id), units(vectors[[0, 3, 4]]), atol=1e-6)
-    assert all(match.score < 0.9999 for match in store.search(GALLERY, vectors[1:2])[0])
-    with pytest.raises(NotFoundError):
-        store.delete_face(GALLERY, one.id, one.faces[1])
-    with pytest.raises(NotFoundError):
-        store.delete_face(GALLERY, one.id, other.faces[0])
-    assert store.add_faces(GALLERY, one.id, np.empty((0, DIM)), MODEL) == []
-    for face in (one.faces[0], *more):
-        store.delete_face(GALLERY, one.id, face)
-    assert store.person(GALLERY, one.id).faces == ()
-    assert [match.person for match in store.search(GALLERY, vectors[:1])[0]] == [other.id]
-    (back,) = store.add_faces(GALLERY, one.id, vectors[5:], MODEL)
-    assert back > max(*one.faces, *more)
-    assert store.search(GALLERY, vectors[5:], k=1)[0][0].person == one.id
-
-
 def test_ids_are_given_once(kit: Kit) -> None:
     store = kit.fresh()
     store.create_collection(GALLERY, DIM, MODEL)
@@ -184,31 +156,6 @@ def test_metadata_come_back_as_given(kit: Kit, store: Store) -> None:
             fits = Filter.parse({**dict(some), "place": given.metadata["place"]})
             assert [found.id for found in store.persons(GALLERY, filter=fits)] == [one.id, two.id]
             assert {match.person for match in store.search(GALLERY, faces(1), filter=fits)[0]} == {one.id, two.id}
-
-
-def test_odd_names_come_back_as_given(kit: Kit, store: Store) -> None:
-    made = store.add_persons(GALLERY, [NewPerson(faces(1, n), name) for n, name in enumerate(ODD_NAMES)], MODEL)
-    assert [one.name for one in made] == ODD_NAMES
-    (plain,) = enrol(store, 1)
-    assert [store.update_person(GALLERY, plain.id, name=name).name for name in ODD_NAMES] == ODD_NAMES
-    store = kit.again(store)
-    assert [one.name for one in everyone(store, GALLERY)] == [*ODD_NAMES, ODD_NAMES[-1]]
-
-
-def test_persons_are_updated(store: Store) -> None:
-    one, other = enrol(store, 2, city="Bern")
-    named = store.update_person(GALLERY, one.id, name="Ada")
-    assert (named.name, named.metadata, named.faces, named.created) == ("Ada", one.metadata, one.faces, one.created)
-    moved = store.update_person(GALLERY, one.id, metadata={"city": "Rome"})
-    assert (moved.name, moved.metadata) == ("Ada", {"city": "Rome"}), "metadata are replaced, not merged"
-    assert store.person(GALLERY, one.id) == moved == store.update_person(GALLERY, one.id)
-    for city, who in (("Bern", other.id), ("Rome", one.id)):
-        where = Filter.parse({"city": city})
-        assert [found.id for found in store.persons(GALLERY, filter=where)] == [who]
-        assert [match.person for match in store.search(GALLERY, faces(1), filter=where)[0]] == [who]
-    assert store.update_person(GALLERY, one.id, metadata={}).metadata == {}
-    assert store.persons(GALLERY, filter=Filter.parse({"city": "Rome"})) == []
-    np.testing.assert_allclose(store.vectors(GALLERY, one.id), units(faces(2)[:1]), atol=1e-6)
 
 
 @pytest.mark.slow

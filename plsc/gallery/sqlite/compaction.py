@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from plsc.errors import IntegrityError
 from plsc.files import storage_errors
-from plsc.gallery.sqlite import SQLITE, records
+from plsc.gallery.sqlite import SQLITE, records, unfinished
 from plsc.gallery.sqlite.collection_state import CollectionState, compaction_threshold
 from plsc.gallery.sqlite.database import ERASED, Database
 from plsc.gallery.sqlite.records import StoredCollection
@@ -40,13 +40,6 @@ from plsc.gallery.sqlite.segments import (
     segment_folder,
     segment_in_memory,
     write_segment,
-)
-from plsc.gallery.sqlite.unfinished import (
-    clear_deletion_time,
-    deletions_since,
-    purge_erased,
-    rewrite_since,
-    seconds_since,
 )
 from plsc.progress import note
 
@@ -101,10 +94,10 @@ class Compactor:
         stored, sealed = self._open_or_rebuild(stored)
         with self._database.snapshot() as db:
             newer = list(records.read_faces(db, stored.number, stored.watermark, stored.info.dim))
-            deleted, since = tombstones(db, stored.number), deletions_since(db)
+            deleted, since = tombstones(db, stored.number), unfinished.deletions_since(db)
         state = CollectionState(stored, sealed, newer, deleted)
         if state.deleted_at is not None and since is not None:
-            state.deleted_at -= seconds_since(since)
+            state.deleted_at -= unfinished.seconds_since(since)
         return state
 
     def _open_or_rebuild(self, stored: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
@@ -217,7 +210,7 @@ class Compactor:
                 kept = set(in_segment())
                 faces = [face for face in tombstones(db, number) if face not in kept][:_ERASE_BATCH]
                 erase(db, faces)
-                clear_deletion_time(db)
+                unfinished.clear_deletion_time(db)
             erased = len(faces)
 
     def reclaim_space(self, age: float, stop: Callable[[], bool]) -> None:
@@ -236,7 +229,7 @@ class Compactor:
                 faces = db.execute("SELECT coalesce(sum(faces), 0) FROM collections").fetchone()[0]
             if erased > max(_MIN_ERASED, (faces + erased) // 2):
                 with self._database.writing() as db:
-                    purge_erased(db)
+                    unfinished.purge_erased(db)
             self._database.truncate_log()
         if self.is_rewriting_due(age):
             with self._database.stopping_when(stop):
@@ -245,12 +238,12 @@ class Compactor:
     def is_rewriting_due(self, age: float) -> bool:
         """True if the file has to be written anew since ``age`` seconds: a clock that is set back delays nothing."""
         with self._database.reading() as db:
-            since = rewrite_since(db)
+            since = unfinished.rewrite_since(db)
         if since is None:
             self._first_left = None
             return False
         if self._first_left is None or self._first_left[0] != since:
-            self._first_left = since, time.monotonic() - seconds_since(since)
+            self._first_left = since, time.monotonic() - unfinished.seconds_since(since)
         return time.monotonic() - self._first_left[1] >= age
 
 

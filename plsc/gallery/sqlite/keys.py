@@ -113,7 +113,7 @@ class KeyTable:
         _, version, store_id, nonce, tag, _ = _HEADER.unpack(header)
         if version != _VERSION:
             raise DataError(f"{self.path} is of version {version}; this plsc reads version {_VERSION}: update it")
-        if self._decrypted(nonce + tag, store_id) is None:
+        if decrypted(self._cipher, nonce + tag, store_id) is None:
             raise UsageError(f"{self.path} was made under another key: name the key file that the store was made with")
         return bytes(store_id)
 
@@ -145,7 +145,7 @@ class KeyTable:
                 )
             if content == _ERASED:
                 return None
-            key = self._decrypted(content[:_WRAPPED_BYTES], self._associated(slot))
+            key = decrypted(self._cipher, content[:_WRAPPED_BYTES], self._associated(slot))
             if key is not None and content[_WRAPPED_BYTES:] == _ERASED[_WRAPPED_BYTES:]:
                 return key
         raise IntegrityError(f"{self.path} is corrupt: key {slot} is not what was written; bring back its newest copy")
@@ -213,9 +213,6 @@ class KeyTable:
 
     def _associated(self, slot: int) -> bytes:
         return self.store_id + struct.pack("<Q", slot)
-
-    def _decrypted(self, content: bytes, associated: bytes) -> bytes | None:
-        return decrypted(self._cipher, content, associated)
 
 
 def decrypted(key: "AESGCM", content: bytes, associated: bytes) -> bytes | None:

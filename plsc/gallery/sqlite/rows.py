@@ -12,17 +12,9 @@ from typing import Any
 import numpy as np
 
 from plsc.gallery.filters import COMPARISONS, Condition, Filter, kind_of
+from plsc.gallery.sqlite import records
 from plsc.gallery.sqlite.database import codec_of, corrupt_row
-from plsc.gallery.sqlite.records import (
-    Faces,
-    checked_vector,
-    decode_vectors,
-    face_checksum,
-    is_face,
-    last_id,
-    person_checksum,
-    vector_checksum,
-)
+from plsc.gallery.sqlite.records import Faces
 from plsc.gallery.sqlite.unfinished import note_deletion_time, note_left_texts
 from plsc.gallery.store import Rows
 from plsc.gallery.validation import ValidPerson, now
@@ -84,7 +76,7 @@ class SqliteRows(Rows):
         text = "SELECT id, collection, checksum FROM faces WHERE person = ? ORDER BY id"
         rows = self.db.execute(text, (person,)).fetchall()
         for id, collection, checksum in rows:
-            if not is_face(checksum, id, collection, person):
+            if not records.is_face(checksum, id, collection, person):
                 raise corrupt_row(self.db, f"face {id} is not what was written")
         return tuple(row[0] for row in rows)
 
@@ -113,7 +105,7 @@ class SqliteRows(Rows):
     def _vectors(self, faces: Sequence[int]) -> Float32:
         text = "SELECT face, checksum, vector FROM vectors WHERE face = ?"
         rows = [self.db.execute(text, (face,)).fetchone() or (face, None, None) for face in faces]
-        return decode_vectors(self.db, rows, self.info.dim)
+        return records.decode_vectors(self.db, rows, self.info.dim)
 
     # --- persons whose time has come ---
 
@@ -141,7 +133,7 @@ class SqliteRows(Rows):
         """Insert ``persons`` and their faces under new ids."""
         if not persons:
             return []
-        first, face, created = last_id(self.db, "persons") + 1, last_id(self.db, "faces") + 1, now()
+        first, face, created = records.last_id(self.db, "persons") + 1, records.last_id(self.db, "faces") + 1, now()
         made = []
         for id, person in enumerate(persons, first):
             ids = tuple(range(face, face + len(person.vectors)))
@@ -163,7 +155,7 @@ class SqliteRows(Rows):
 
     def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
         """Insert faces of a person; returns their ids."""
-        first = last_id(self.db, "faces") + 1
+        first = records.last_id(self.db, "faces") + 1
         ids = np.arange(first, first + len(vectors), dtype=np.int64)
         self._insert_faces(Faces(ids, np.full(len(ids), owner.id, dtype=np.int64), vectors))
         self._count(0, len(ids))
@@ -223,13 +215,13 @@ class SqliteRows(Rows):
         self.db.executemany(
             "INSERT INTO faces (id, collection, person, checksum) VALUES (?, ?, ?, ?)",
             (
-                (id, self.number, person, face_checksum(id, self.number, person))
+                (id, self.number, person, records.face_checksum(id, self.number, person))
                 for id, person in zip(ids, persons, strict=True)
             ),
         )
         self.db.executemany(
             "INSERT INTO vectors (face, checksum, vector) VALUES (?, ?, ?)",
-            ((id, vector_checksum(id, blob), blob) for id, blob in zip(ids, blobs, strict=True)),
+            ((id, records.vector_checksum(id, blob), blob) for id, blob in zip(ids, blobs, strict=True)),
         )
         self.added.append(faces)
 
@@ -243,7 +235,7 @@ class SqliteRows(Rows):
             f"WHERE {condition}"
         )
         for person, *row in self.db.execute(text, (value,)):
-            codec.leave(person, checked_vector(self.db, *row))
+            codec.leave(person, records.checked_vector(self.db, *row))
 
     def _count(self, persons: int, faces: int) -> None:
         text = "UPDATE collections SET persons = persons + ?, faces = faces + ? WHERE number = ?"
@@ -253,7 +245,7 @@ class SqliteRows(Rows):
         metadata = json.dumps(dict(person.metadata), ensure_ascii=False, allow_nan=False)
         about = (person.external_id, person.revision, person.expires)
         values = (person.id, self.number, person.name, metadata, person.created, *about)
-        return *values, person_checksum(*values)
+        return *values, records.person_checksum(*values)
 
     # --- metadata as filters compare it ---
 
@@ -320,7 +312,7 @@ def _read_summary(db: sqlite3.Connection, row: Sequence[Any]) -> PersonSummary:
     *values, checksum = row
     id, _, name, metadata, _, external_id, _, _ = values
     try:
-        intact = checksum == person_checksum(*values)
+        intact = checksum == records.person_checksum(*values)
     except TypeError:  # a damaged header turned a text into bytes
         intact = False
     if not intact:

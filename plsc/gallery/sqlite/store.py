@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
+from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter, PreparedFilter
 from plsc.gallery.person_search import search_persons
 from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, records
@@ -36,7 +36,7 @@ from plsc.gallery.sqlite.maintenance import Maintenance
 from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.sqlite.segments import RowMasks, SealedSegment, SegmentView
 from plsc.gallery.store import Change, Store, note_change
-from plsc.gallery.validation import is_id
+from plsc.gallery.validation import is_id, no_collection
 from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64, unit_vectors
@@ -88,7 +88,7 @@ class SqliteStore(Store):
             with self._database.reading() as db:
                 self._database.codec.recover(db)
                 for state in self._states.values():
-                    state.next_expiry = _rows(db, state).next_expiry()
+                    state.next_expiry = SqliteRows(db, state.number, state.info).next_expiry()
             self._maintenance = Maintenance(
                 compactor, self._planner, lambda: self._states.values(), self._write_lock, compact_within
             )
@@ -114,14 +114,14 @@ class SqliteStore(Store):
         with self._database.reading() as db:
             stored = records.find_collection(db, number)
         if stored is None:
-            raise _no_collection(name)
+            raise no_collection(name)
         return stored.info
 
-    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection:
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
         with self._write_lock:
             self._reserve.require()
             if name in self._states:
-                raise ConflictError(f"a collection {name} exists already; choose another name")
+                return None
             with self._numbered() as db:
                 stored = records.insert_collection(db, name, dim, contract_id)
                 records.insert_answer(db, idempotent, stored.info)
@@ -152,7 +152,7 @@ class SqliteStore(Store):
 
         with self._write_lock:
             if state.deleted:
-                raise _no_collection(collection)
+                raise no_collection(collection)
             if not change.deleting:
                 self._reserve.require()
             result = self._commit(state, work, deleting=change.deleting)
@@ -181,7 +181,7 @@ class SqliteStore(Store):
         touched: set[int] = set()
         try:
             with self._numbered() as db:
-                rows = _rows(db, state)
+                rows = SqliteRows(db, state.number, state.info)
                 touched = rows.touched
                 result = work(rows)
                 state.prepare(rows.added, rows.expiries)
@@ -206,8 +206,8 @@ class SqliteStore(Store):
         """Delete those of ``persons`` whose time has come; returns their ids."""
         state = self._state(collection)
         gone = super().delete_expired(collection, persons)
-        with self._write_lock, self._database.reading() as db:
-            state.next_expiry = _rows(db, state).next_expiry()
+        with self._write_lock, self._rows_now(state) as rows:
+            state.next_expiry = rows.next_expiry()
         return gone
 
     # --- reads of one collection ---
@@ -216,21 +216,27 @@ class SqliteStore(Store):
     def _reading(self, collection: str) -> Iterator[SqliteRows]:
         state = self._state(collection)
         with self._database.snapshot() as db:
-            yield _rows(db, state)
+            yield SqliteRows(db, state.number, state.info)
+
+    @contextmanager
+    def _rows_now(self, state: CollectionState) -> Iterator[SqliteRows]:
+        """Yield rows of which each statement sees everything committed before it."""
+        with self._database.reading() as db:
+            yield SqliteRows(db, state.number, state.info)
 
     def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """Return the persons among ``ids`` that exist, by id, as far as possible from the collection's cache."""
         state = self._state(collection)
 
         def read(missing: list[int]) -> dict[int, PersonSummary]:
-            with self._database.reading() as db:
-                return _rows(db, state).summaries([id for id in missing if is_id(id)])
+            with self._rows_now(state) as rows:
+                return rows.summaries([id for id in missing if is_id(id)])
 
         # A plain int needs no check here, which costs more than the lookup: only ids are ever in the cache.
         plain = [id if type(id) is int else int(id) for id in ids if type(id) is int or is_id(id)]
         if state.has_expired:
-            with self._database.reading() as db:
-                expired = set(_rows(db, state).expired_ids())
+            with self._rows_now(state) as rows:
+                expired = set(rows.expired_ids())
             plain = [id for id in plain if id not in expired]
         return state.persons.get(plain, read)
 
@@ -265,15 +271,15 @@ class SqliteStore(Store):
         """Return the present view and its rows that match, of which SQLite answers as of the view, or later."""
         view = state.view
         if state.has_expired:
-            with self._database.reading() as db:
-                view = view.without(_rows(db, state).expired_faces())
+            with self._rows_now(state) as rows:
+                view = view.without(rows.expired_faces())
         key = "" if filter is None else repr(filter.conditions)  # not the filter itself: to Python, 1 equals True
         masks = view.masks.get(key)
         if masks is None:
             persons = None
             if filter is not None:
-                with self._database.reading() as db:
-                    persons = _rows(db, state).matching(filter)
+                with self._rows_now(state) as rows:
+                    persons = rows.matching(filter)
             masks = view.masks_of(persons)
             view.cache_masks(key, masks)
         return view, masks
@@ -355,13 +361,5 @@ class SqliteStore(Store):
     def _state(self, name: str) -> CollectionState:
         state = self._states.get(name) if isinstance(name, str) else None
         if state is None:
-            raise _no_collection(name)
+            raise no_collection(name)
         return state
-
-
-def _rows(db: sqlite3.Connection, state: CollectionState) -> SqliteRows:
-    return SqliteRows(db, state.number, state.info)
-
-
-def _no_collection(name: Any) -> NotFoundError:
-    return NotFoundError(f"there is no collection {ascii(name)[:80]}")
