@@ -48,7 +48,7 @@ from gallery_repeated_writes import Onces, Puts, has_gallery
 from results_file import add_row
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Person
+from plsc.gallery.values import Person
 
 DISK_MEGABYTES = 48
 CROWDED = 4000  # persons: half of them are deleted then

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from results_file import add_row
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 GALLERY, MODEL = "people", "a model"
 FILLED_AT_ONCE = 5000

@@ -16,12 +16,11 @@ from gallery_killed_worker import GALLERY, KEY_FILE, SAME, Float32, vector, vect
 
 from plsc.errors import NotFoundError
 from plsc.gallery.sqlite import KEYS, SQLITE
-from plsc.gallery.sqlite.backup import restore
-from plsc.gallery.sqlite.encrypted_snapshot import find_readable, open_keys, reading_snapshot
+from plsc.gallery.sqlite.backup import find_readable, open_keys, reading_snapshot, restore
 from plsc.gallery.sqlite.encryption import living_keys
 from plsc.gallery.sqlite.keys import KeyTable, read_key_file
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Person
+from plsc.gallery.values import Person
 
 LOOKED_FOR = 20_000  # deleted vectors, the latest
 CONTROLS = 50  # living ones

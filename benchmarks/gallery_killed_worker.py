@@ -22,7 +22,7 @@ from gallery_repeated_writes import Putter, keyed_persons, once, send_once_more
 
 from plsc.errors import NotFoundError, StorageError
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 GALLERY, MODEL, DIM = "people", "a model", 64
 SAME = 0.9999  # a cosine that only the vector itself has

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from plsc.errors import ConflictError, NotFoundError
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import IdempotentRequest, NewPerson, Person
+from plsc.gallery.values import IdempotentRequest, NewPerson, Person
 
 EXTERNAL_IDS = 12
 FORMER, REMEMBERED = 20, 500  # enrolments of former rounds that are sent again, out of so many

@@ -35,7 +35,7 @@ from results_file import RESULTS, add_row
 from plsc.bench.harness import PeakMemory
 from plsc.gallery.sqlite import SQLITE, rewriting
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 COLLECTION, CONTRACT = "large", "a model"
 TOGETHER = 10_000  # persons enrolled at once

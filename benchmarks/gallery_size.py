@@ -24,8 +24,10 @@ from results_file import RESULTS, add_row
 
 from plsc.bench.harness import MIB, PeakMemory
 from plsc.bench.vectors import K, SearchData, make_search_data
+from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
-from plsc.gallery.store import NewPerson, Store, open_store
+from plsc.gallery.store import Store
+from plsc.gallery.values import NewPerson
 from plsc.index.scan import ExactScan
 
 COLLECTION, CONTRACT = "large", "a model"

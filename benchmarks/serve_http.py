@@ -23,7 +23,7 @@ from results_file import add_row
 
 from plsc.bench.serve_worker import COLLECTION, make_gallery, send_load
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Match
+from plsc.gallery.values import Match
 from plsc.tools.entry import main as plsc
 
 ROWS, DIM = 1000, 512

@@ -55,7 +55,7 @@ def fill(folder: Path, rows: int, key_file: Path | None) -> None:
     """Fill a gallery; runs with the checkout's own code."""
     from plsc.embedding.embedder import open_embedder
     from plsc.gallery.sqlite.store import SqliteStore
-    from plsc.gallery.store import NewPerson
+    from plsc.gallery.values import NewPerson
 
     contract = open_embedder(folder / "model.safetensors", device=torch.device("cpu")).contract_id
     chance = np.random.default_rng(0)

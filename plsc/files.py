@@ -397,6 +397,25 @@ def atomic_replace_dir(tmp_path: Path, final: Path) -> None:
     shutil.rmtree(former, ignore_errors=True)
 
 
+@contextmanager
+def atomic_private_folder(target: Path) -> Iterator[Path]:
+    """Yield a folder to fill, open to its owner alone, which becomes ``target`` by :func:`atomic_replace_dir`.
+
+    If the block fails, nothing is left of it. Missing parents are made open to their owner alone as well.
+    """
+    target = target.absolute()
+    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        make_private_folder(target.parent)
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        make_private_folder(tmp_path)
+        yield tmp_path
+        restrict(tmp_path)
+        atomic_replace_dir(tmp_path, target)
+    finally:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 

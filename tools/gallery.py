@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from plsc.errors import UsageError
-from plsc.gallery.store import Store, display_name, open_store, store_folder
+from plsc.gallery.backends import display_name, open_store, store_folder
+from plsc.gallery.store import Store
 from plsc.progress import counted, show
 from plsc.tools.entry import add_outside_option, add_result_options, add_verify_option, main
 
@@ -175,7 +176,7 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
 
 def _check_snapshot(args: argparse.Namespace, manifest: dict[str, Any], present: int) -> dict[str, Any]:
     """Print and return what a snapshot holds, of an encrypted one after trying to decrypt everybody in it."""
-    from plsc.gallery.sqlite.encrypted_snapshot import check_readers, store_id_of
+    from plsc.gallery.sqlite.backup import check_readers, store_id_of
 
     version, collections = manifest["version"], manifest["collections"]
     is_former = "" if version == present else ", which plsc migrates when a store restored from it is opened"
@@ -296,7 +297,7 @@ def _rotate_key(args: argparse.Namespace) -> dict[str, Any]:
 
 def _enrol(args: argparse.Namespace) -> dict[str, Any]:
     from plsc.client import Client, token_from
-    from plsc.gallery.enrolment_run import enrol_folder
+    from plsc.gallery.enrolment import enrol_folder
 
     if not 1 <= args.parallel <= MAX_PARALLEL:
         raise UsageError(f"--parallel {args.parallel}: it lies between 1 and {MAX_PARALLEL}")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
-from plsc.gallery.store import COMPACT_WITHIN, SPEC_FORMS, display_name, store_folder
+from plsc.gallery.backends import SPEC_FORMS, display_name, store_folder
+from plsc.gallery.sqlite import COMPACT_WITHIN
 from plsc.progress import show
 from plsc.tools.entry import add_detector_option, add_verify_option, main
 
@@ -290,7 +291,7 @@ def _load(
     import torch
 
     from plsc.embedding.embedder import contract_of, open_embedder
-    from plsc.gallery.store import open_store
+    from plsc.gallery.backends import open_store
     from plsc.serve.service import Service
 
     device = None if args.device is None else torch.device(args.device)

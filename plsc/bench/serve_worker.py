@@ -19,7 +19,7 @@ import numpy as np
 
 from plsc.bench.harness import answer_task
 from plsc.bench.vectors import K, SearchData, make_search_data
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 COLLECTION = "measured"
 FORMS = ("vector", "vector_b64")  # how a query is sent
@@ -43,7 +43,7 @@ def make_gallery(task: dict[str, Any]) -> dict[str, Any]:
     import torch
 
     from plsc.embedding.embedder import open_embedder
-    from plsc.gallery.store import open_store
+    from plsc.gallery.backends import open_store
     from plsc.models import create, save_model
 
     folder = Path(task["data"])
@@ -73,7 +73,7 @@ def measure_store(task: dict[str, Any]) -> dict[str, Any]:
     """
     import torch
 
-    from plsc.gallery.store import open_store
+    from plsc.gallery.backends import open_store
 
     torch.set_num_threads(task["threads"])
     queries = SearchData(Path(task["data"])).queries

@@ -1,4 +1,4 @@
-"""Enrol a folder of folders into a running service: a person per sub-folder, by its name, over HTTP.
+"""``plsc gallery enrol``: a folder of folders into a running service, a person per sub-folder by its name, over HTTP.
 
 Nothing is kept here: who is enrolled, the service says by external id (the folder's name) and by idempotency keys made
 of the pictures. So the same call after an interruption, or a kill, goes on where the first one ended.
@@ -6,10 +6,11 @@ of the pictures. So the same call after an interruption, or a kill, goes on wher
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from plsc.data.codec import decode_image, encode_image
 from plsc.data.folder import PictureFiles
 from plsc.errors import DataError, UsageError
 from plsc.gallery.validation import check_external_id
+from plsc.progress import Progress, ask, counted, show
 from plsc.regular_files import read_bytes
 
 OnKnown = Literal["skip", "add", "enrol"]
@@ -31,6 +33,7 @@ STATUSES: dict[Status, str] = {
     "there": "there already",
     "failed": "failed",
 }
+_ANSWERS: dict[str, OnKnown] = {"a": "add", "e": "enrol", "s": "skip", "": "skip"}
 _ON_KNOWN = {"skip": "refuse", "add": "add", "enrol": "enrol"}
 _UNSUPPORTED_TYPE = 415
 # Statuses of a request that one of its pictures spoils, which the message names first.
@@ -90,7 +93,9 @@ class Enrolment:
             check_external_id(name)
             name.encode()
             skipped = self._find(outcome, len(pictures))
-            for batch in self._batches(pictures, outcome, skipped):
+            if skipped is None:
+                return outcome
+            for batch in islice(self._batches(pictures, outcome), skipped, None):
                 self._send(batch, outcome, on_known)
                 if outcome.status == "known":
                     return outcome
@@ -115,11 +120,8 @@ class Enrolment:
         outcome.id, outcome.status = person.id, "there"
         return None if len(person.faces) >= pictures else 1  # the others have keys, and are done once
 
-    def _batches(self, pictures: Sequence[str], outcome: Outcome, skipped: int | None) -> Iterator[dict[str, bytes]]:
-        """The pictures by path, as many at a time as a request may hold, but for the first ``skipped`` times."""
-        yield from islice(self._all_batches(pictures, outcome), skipped, None) if skipped is not None else ()
-
-    def _all_batches(self, pictures: Sequence[str], outcome: Outcome) -> Iterator[dict[str, bytes]]:
+    def _batches(self, pictures: Sequence[str], outcome: Outcome) -> Iterator[dict[str, bytes]]:
+        """The pictures by path, as many at a time as a request may hold."""
         batch: dict[str, bytes] = {}
         for path in pictures:
             try:
@@ -181,7 +183,7 @@ class Enrolment:
         return f"enrol-{digest.hexdigest()[:40]}"
 
 
-def folders(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
+def _folders(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
     """The pictures of each sub-folder; and of sub-folders without any, what they hold.
 
     Raises:
@@ -197,26 +199,108 @@ def folders(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
     return found, {name: content or "nothing" for name, content in empty.items()}
 
 
-def enrol_all(
-    enrolment: Enrolment,
-    people: dict[str, list[str]],
-    on_known: OnKnown,
-    parallel: int,
-    done: Callable[[Outcome], None],
-) -> None:
-    """Enrol many sub-folders, ``parallel`` at a time; ``done`` is called in this thread with each outcome.
+def enrol_folder(
+    client: Client, folder: Path, collection: str, on_known: OnKnown | Literal["ask"], parallel: int
+) -> dict[str, Any]:
+    """Enrol a person for each sub-folder of ``folder``, print what becomes of them, and return the report.
 
-    Raises:
-        ServerError: as :meth:`Enrolment.enrol`; those that are in progress then end first.
+    Args:
+        collection: is made if there is none.
+        on_known: "ask" asks on the terminal, once all others are enrolled.
     """
+    people, empty = _folders(folder)
+    enrolment = Enrolment(client, collection, folder, client.info()["limits"])
+    try:
+        client.collection(collection)
+    except ServerError as error:
+        if error.status != 404:
+            raise
+        client.create_collection(collection)
+    report = _Report(len(people))
+    report.stopped = _run(enrolment, people, "skip" if on_known == "ask" else on_known, parallel, report)
+    if on_known == "ask" and report.stopped is None:
+        for outcome in [outcome for outcome in report.in_order() if outcome.status == "known"]:
+            choice = _ask(outcome)
+            if choice != "skip" and report.stopped is None:
+                one = {outcome.folder: people[outcome.folder]}
+                report.stopped = _run(enrolment, one, choice, 1, report)
+    return {"collection": collection, "folder": str(folder), **report.end(empty)}
+
+
+def _run(
+    enrolment: Enrolment, people: dict[str, list[str]], on_known: OnKnown, parallel: int, report: "_Report"
+) -> str | None:
+    """Enrol ``people``, ``parallel`` at a time; returns why the run ended before its end, None where it did not."""
     waiting = iter(people.items())
-    with ThreadPoolExecutor(parallel, "plsc-enrol") as threads:
-        running: set[Future[Outcome]] = set()
-        while True:
-            for name, pictures in islice(waiting, parallel - len(running)):
-                running.add(threads.submit(enrolment.enrol, name, pictures, on_known))
-            if not running:
-                return
-            ended, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                done(future.result())
+    try:
+        with ThreadPoolExecutor(parallel, "plsc-enrol") as threads:  # those that are in progress end first
+            running: set[Future[Outcome]] = set()
+            while True:
+                for name, pictures in islice(waiting, parallel - len(running)):
+                    running.add(threads.submit(enrolment.enrol, name, pictures, on_known))
+                if not running:
+                    return None
+                ended, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in ended:
+                    report.add(future.result())
+    except ServerError as error:
+        return str(error)
+
+
+class _Report:
+    """What became of each folder; a line for whatever was not just enrolled."""
+
+    def __init__(self, total: int) -> None:
+        self.outcomes: dict[str, Outcome] = {}
+        self.stopped: str | None = None
+        self._progress = Progress("enrolling", total, "people")
+
+    def add(self, outcome: Outcome) -> None:
+        is_new = outcome.folder not in self.outcomes  # else somebody was asked about it
+        self.outcomes[outcome.folder] = outcome
+        for path, why in outcome.left_out.items():
+            show(f"{path}: left out: {why}")
+        if outcome.known is not None:
+            show(f"{outcome.folder}: {STATUSES[outcome.status]}: {_who(outcome)}")
+        if outcome.why is not None:
+            show(f"{outcome.folder}: {STATUSES[outcome.status]}: {outcome.why}")
+        self._progress.advance(int(is_new))
+
+    def end(self, empty: dict[str, str]) -> dict[str, Any]:
+        """Print the summary, and return it with all outcomes."""
+        self._progress.finish()
+        for name, held in empty.items():
+            show(f"{name}: no picture in it, but {held}")
+        counts = Counter(outcome.status for outcome in self.outcomes.values())
+        totals: dict[str, int] = {
+            **{str(status): counts[status] for status in STATUSES},
+            "faces": sum(outcome.faces for outcome in self.outcomes.values()),
+            "left_out": sum(len(outcome.left_out) for outcome in self.outcomes.values()),
+        }
+        told = ", ".join(f"{counts[status]:,} {text}" for status, text in STATUSES.items() if counts[status])
+        pictures = f"{counted(totals['faces'], 'face')} enrolled, {counted(totals['left_out'], 'picture')} left out"
+        show(f"{told or 'nobody enrolled'}; {pictures}")
+        if self.stopped is not None:
+            show(f"stopped: {self.stopped}; the same command goes on from here")
+        people = [asdict(outcome) for outcome in self.in_order()]
+        return {**totals, "stopped": self.stopped, "empty": empty, "people": people}
+
+    def in_order(self) -> list[Outcome]:
+        """The outcomes by the folders' names: they came as they were done."""
+        return [self.outcomes[name] for name in sorted(self.outcomes)]
+
+
+def _ask(outcome: Outcome) -> OnKnown:
+    question = f"{outcome.folder} matches {_who(outcome)}: [a]dd there, [e]nrol as somebody else, [s]kip? "
+    while True:
+        try:
+            answer = ask(question).strip().lower()[:1]
+        except EOFError:
+            return "skip"
+        if answer in _ANSWERS:
+            return _ANSWERS[answer]
+
+
+def _who(outcome: Outcome) -> str:
+    assert outcome.known is not None
+    return f"{outcome.known.name or 'person'} (#{outcome.known.id}) at {outcome.known.score:.2f}"

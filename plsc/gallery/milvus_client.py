@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import COMPARISONS, Condition, Filter
-from plsc.gallery.store import Collection, Float32, Person
+from plsc.gallery.values import Collection, Float32, Person
 
 REGISTRY = "plsc_registry"
 MAX_TEXT = 65_535  # bytes of a VARCHAR
@@ -28,7 +26,7 @@ _STRONG = {"consistency_level": "Strong"}
 Row = dict[str, Any]
 
 
-class MilvusRows:
+class MilvusServer:
     """A database of a Milvus server. Errors of pymilvus become :class:`StorageError` of one line."""
 
     def __init__(self, uri: str, token: str, database: str, timeout: float) -> None:
@@ -39,15 +37,16 @@ class MilvusRows:
         self.timeout = timeout  # without one, pymilvus retries for minutes
         # pymilvus also logs every error that it raises to stderr, with a traceback.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+        self._client: Any = None
         with self._translate_errors():
             if database:
-                client = MilvusClient(uri=uri, token=token, timeout=timeout)
-                if database not in client.list_databases(timeout=timeout):
-                    client.create_database(database, timeout=timeout)
-                client.close()
-            self._client: Any = MilvusClient(uri=uri, token=token, db_name=database, timeout=timeout)
-            if not self._client.has_collection(REGISTRY, timeout=timeout):
-                self._create(REGISTRY, 2, {"name": "key", "body": "text"})
+                self._client = MilvusClient(uri=uri, token=token, timeout=timeout)
+                if database not in self._call("list_databases"):
+                    self._call("create_database", database)
+                self._client.close()
+            self._client = MilvusClient(uri=uri, token=token, db_name=database, timeout=timeout)
+        if not self._call("has_collection", REGISTRY):
+            self._create(REGISTRY, 2, {"name": "key", "body": "text"})
 
     def close(self) -> None:
         """Close the connection."""
@@ -57,9 +56,9 @@ class MilvusRows:
 
     def create(self, key: str, dim: int) -> None:
         """Create the two Milvus collections of a gallery's collection."""
-        with self._translate_errors():
-            self._create(f"plsc_persons_{key}", 2, {"id": "id", "body": "text", "fits": "json"})
-            self._create(f"plsc_faces_{key}", dim, {"id": "id", "person": "number", "fits": "json"})
+        faces, persons = _names(key)
+        self._create(persons, 2, {"id": "id", "body": "text", "fits": "json"})
+        self._create(faces, dim, {"id": "id", "person": "number", "fits": "json"})
 
     def _create(self, name: str, dim: int, fields: Mapping[str, str]) -> None:
         from pymilvus import DataType
@@ -79,31 +78,28 @@ class MilvusRows:
         index = self._client.prepare_index_params()
         index.add_index("vector", index_type="FLAT", metric_type="IP")
         # One shard, so that a request is one entry of Milvus' log, whole or not at all.
-        self._client.create_collection(name, schema=schema, num_shards=1, timeout=self.timeout, **_STRONG)
+        self._call("create_collection", name, schema=schema, num_shards=1, **_STRONG)
         # sync=False: of an empty collection; pymilvus would sleep half a second before it asks if the index is done.
-        self._client.create_index(name, index, timeout=self.timeout, sync=False)
+        self._call("create_index", name, index, sync=False)
         self._load(name)
 
     def drop(self, key: str) -> None:
         """Drop the two Milvus collections of a gallery's collection, if they exist."""
-        with self._translate_errors():
-            for name in (f"plsc_faces_{key}", f"plsc_persons_{key}"):
-                self._loaded.discard(name)
-                if self._client.has_collection(name, timeout=self.timeout):
-                    self._client.drop_collection(name, timeout=self.timeout)
+        for name in _names(key):
+            self._loaded.discard(name)
+            if self._call("has_collection", name):
+                self._call("drop_collection", name)
 
     def keys(self) -> set[str]:
         """Return the keys for which there are Milvus collections."""
-        with self._translate_errors():
-            names = self._client.list_collections(timeout=self.timeout)
-        return {name.rpartition("_")[2] for name in names if name.startswith(("plsc_faces_", "plsc_persons_"))}
+        names = self._call("list_collections")
+        return {name.rpartition("_")[2] for name in names if name.startswith(_names(""))}
 
     def compact(self, key: str) -> None:
         """Ask the server to write what is in memory, and to rewrite its files without deleted rows."""
-        with self._translate_errors():
-            for name in (f"plsc_faces_{key}", f"plsc_persons_{key}"):
-                self._client.flush(name, timeout=self.timeout)
-                self._client.compact(name, timeout=self.timeout)
+        for name in _names(key):
+            self._call("flush", name)
+            self._call("compact", name)
 
     # --- the registry ---
 
@@ -114,30 +110,21 @@ class MilvusRows:
 
     def register(self, name: str, body: Row) -> None:
         """Write a row of the registry: one request, whole or not at all."""
-        with self._translate_errors():
-            row = {"name": name, "body": json.dumps(body), "vector": [1.0, 0.0]}
-            self._client.upsert(REGISTRY, [row], timeout=self.timeout)
+        self._call("upsert", REGISTRY, [{"name": name, "body": json.dumps(body), "vector": [1.0, 0.0]}])
 
     def unregister(self, name: str) -> None:
         """Delete a row of the registry."""
-        with self._translate_errors():
-            self._client.delete(REGISTRY, ids=[name], timeout=self.timeout)
+        self._call("delete", REGISTRY, ids=[name])
 
     # --- rows ---
 
     def iterate(self, name: str, filter: str, fields: Sequence[str], limit: int | None = None) -> Iterator[Row]:
         """Yield the rows that match an expression, by primary key, a page per request."""
+        self._load(name)
+        size = min(limit or MAX_ROWS, 1000 if "vector" in fields else MAX_ROWS)
+        options = {"filter": filter, "output_fields": list(fields), "limit": limit or -1, "batch_size": size}
         with self._translate_errors():
-            self._load(name)
-            pages = self._client.query_iterator(
-                name,
-                filter=filter,
-                output_fields=list(fields),
-                limit=limit or -1,
-                batch_size=min(limit or MAX_ROWS, 1000 if "vector" in fields else MAX_ROWS),
-                timeout=self.timeout,
-                **_STRONG,
-            )
+            pages = self._call("query_iterator", name, **options, **_STRONG)
             try:
                 while page := pages.next():
                     yield from page
@@ -146,42 +133,38 @@ class MilvusRows:
 
     def query(self, name: str, filter: str, fields: Sequence[str]) -> list[Row]:
         """Return the rows that match an expression, which are few, in any order, by one request."""
-        with self._translate_errors():
-            self._load(name)
-            request = {"filter": filter, "output_fields": list(fields), "timeout": self.timeout}
-            return list(self._client.query(name, **request, **_STRONG))
+        self._load(name)
+        return list(self._call("query", name, filter=filter, output_fields=list(fields), **_STRONG))
 
     def write(self, name: str, rows: Sequence[Row]) -> None:
         """Insert rows, or replace those with the same ids."""
-        with self._translate_errors():
-            for batch in _batches(rows):
-                self._client.upsert(name, batch, timeout=self.timeout)
+        for batch in _batches(rows):
+            self._call("upsert", name, batch)
 
     def delete(self, name: str, filter: str) -> None:
         """Delete the rows that match an expression."""
-        with self._translate_errors():
-            self._load(name)
-            self._client.delete(name, filter=filter, timeout=self.timeout)
+        self._load(name)
+        self._call("delete", name, filter=filter)
 
     def search(self, name: str, queries: Float32, count: int, filter: str) -> list[list[tuple[int, int, float]]]:
         """Return, for each of ``queries``, (person, face, inner product) of the ``count`` best faces, best first."""
+        self._load(name)
+        options = {
+            "anns_field": "vector",
+            "output_fields": ["person"],
+            "search_params": {"metric_type": "IP"},
+            **_STRONG,
+        }
         found = []
-        with self._translate_errors():
-            self._load(name)
-            for start in range(0, len(queries), _QUERIES_PER_REQUEST):
-                answers = self._client.search(
-                    name,
-                    data=list(queries[start : start + _QUERIES_PER_REQUEST]),
-                    anns_field="vector",
-                    limit=count,
-                    filter=filter,
-                    output_fields=["person"],
-                    search_params={"metric_type": "IP"},
-                    timeout=self.timeout,
-                    **_STRONG,
-                )
-                found += [[(hit["entity"]["person"], hit["id"], hit["distance"]) for hit in hits] for hits in answers]
+        for start in range(0, len(queries), _QUERIES_PER_REQUEST):
+            part = list(queries[start : start + _QUERIES_PER_REQUEST])
+            answers = self._call("search", name, data=part, limit=count, filter=filter, **options)
+            found += [[(hit["entity"]["person"], hit["id"], hit["distance"]) for hit in hits] for hits in answers]
         return found
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        with self._translate_errors():
+            return getattr(self._client, method)(*args, timeout=self.timeout, **options)
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
@@ -197,8 +180,13 @@ class MilvusRows:
 
     def _load(self, name: str) -> None:
         if name not in self._loaded:
-            self._client.load_collection(name, timeout=self.timeout)
+            self._call("load_collection", name)
             self._loaded.add(name)
+
+
+def _names(key: str) -> tuple[str, str]:
+    """Return the names of the Milvus collections of a gallery's collection: that of the faces, and of the persons."""
+    return f"plsc_faces_{key}", f"plsc_persons_{key}"
 
 
 def _batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
@@ -237,11 +225,6 @@ def read_person(row: Row, faces: Sequence[int]) -> Person:
     """Return the person of a row."""
     name, metadata, created = json.loads(row["body"])
     return Person(row["id"], name, metadata, tuple(sorted(faces)), created, revision=0)
-
-
-def read_vectors(vectors: Sequence[Any], dim: int) -> Float32:
-    """Return vectors as Milvus gives them as (n, dim) float32."""
-    return np.array(vectors, dtype=np.float32).reshape(-1, dim)
 
 
 # --- metadata and filters ---
@@ -337,12 +320,12 @@ class RegistryEntry:
     @property
     def faces(self) -> str:
         """The Milvus collection of the faces."""
-        return f"plsc_faces_{self.key}"
+        return _names(self.key)[0]
 
     @property
     def persons(self) -> str:
         """The Milvus collection of the persons."""
-        return f"plsc_persons_{self.key}"
+        return _names(self.key)[1]
 
     @property
     def updating(self) -> tuple[int, list[Any]] | None:

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from plsc.gallery.store import Float32, Match
+from plsc.gallery.values import Float32, Match
 from plsc.index.rows import Int64
 
-Rows = Sequence[tuple[int, int, float]]
-Fetch = Callable[[int, list[int]], Rows]
+Neighbours = Sequence[tuple[int, int, float]]
+Fetch = Callable[[int, list[int]], Neighbours]
 Knn = Callable[[Float32, int], tuple[Float32, Int64, Int64]]
 _GROWTH = 4  # of the number of candidates, if too few persons were among them
 

@@ -10,50 +10,25 @@ of the collection. :meth:`PostgresStore.compact` rewrites the tables without wha
 backups keep it until they are recycled.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
+from plsc.errors import StorageError, UsageError
 from plsc.gallery import postgres_rows as rows
 from plsc.gallery.filters import Filter
 from plsc.gallery.person_search import group_by_person
-from plsc.gallery.store import (
-    KEEP,
-    Collection,
-    Float32,
-    IdempotentRequest,
-    Match,
-    Metadata,
-    NewPerson,
-    Person,
-    PersonSummary,
-    Precondition,
-    StoredAnswer,
-    Unchanged,
-)
+from plsc.gallery.postgres_rows import PostgresRows
+from plsc.gallery.store import Change, Store
 from plsc.gallery.transfer import write_copy
-from plsc.gallery.validation import (
-    MAX_ID,
-    ValidPerson,
-    check_collection,
-    check_contract,
-    check_external_id,
-    check_fields,
-    check_page,
-    check_persons,
-    check_search,
-    is_expired,
-    is_id,
-    now,
-    same_content,
-    taken_external_id,
-)
+from plsc.gallery.validation import now
+from plsc.gallery.values import Collection, IdempotentRequest, Match, StoredAnswer, totals
 from plsc.index.rows import unit_vectors
+
+_T = TypeVar("_T")
 
 MAX_DIM = 16_000  # pgvector's
 _SCHEMA_LOCK = 7089713  # of pg_advisory_xact_lock: IF NOT EXISTS alone fails when two services start at once
@@ -84,7 +59,7 @@ def open_postgres(dsn: str) -> "PostgresStore":
     return PostgresStore(dsn)
 
 
-class PostgresStore:
+class PostgresStore(Store):
     """A :class:`plsc.gallery.store.Store` in Postgres; made by :func:`open_postgres`."""
 
     def __init__(self, dsn: str) -> None:
@@ -106,216 +81,69 @@ class PostgresStore:
     def collections(self) -> list[Collection]:
         """See :class:`plsc.gallery.store.Store`, as for all that follows."""
         with self._transaction() as connection:
-            return [info for _, info in rows.all_collections(connection)]
+            return [one.info for one in rows.all_collections(connection)]
 
     def collection(self, name: str) -> Collection:
         """Return one collection."""
-        with self._transaction() as connection:
-            return rows.find_collection(connection, name)[1]
+        with self._reading(name) as found:
+            return found.info
 
-    def create_collection(
-        self, name: str, dim: int, contract_id: str, *, idempotent: IdempotentRequest | None = None
-    ) -> Collection:
-        """Create a collection."""
-        check_collection(name, dim, contract_id)
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
         if dim > MAX_DIM:
             raise UsageError(f"pgvector takes vectors of up to {MAX_DIM} numbers, not {dim}")
         with self._transaction() as connection:
             created = connection.execute(
                 "INSERT INTO plsc_collections (name, dim, contract_id, created) VALUES (%s, %s, %s, %s) "
                 "ON CONFLICT DO NOTHING RETURNING key",
-                [name, int(dim), contract_id, now()],
+                [name, dim, contract_id, now()],
             ).fetchone()
             if created is None:
-                raise ConflictError(f"collection {name} exists already; name another one, or delete it")
-            info = rows.find_collection(connection, name)[1]
+                return None
+            info = rows.find_collection(connection, name).info
             rows.insert_answer(connection, idempotent, info)
             return info
 
     def delete_collection(self, name: str) -> None:
         """Delete a collection and everything in it."""
         with self._transaction() as connection:
-            key, _ = rows.find_collection(connection, name, lock=True)
+            key = rows.find_collection(connection, name, lock=True).key
             connection.execute("DELETE FROM plsc_collections WHERE key = %s", [key])
 
-    # --- persons and faces ---
+    # --- changes and reads of one collection ---
 
-    def add_persons(
-        self,
-        collection: str,
-        persons: Sequence[NewPerson],
-        contract_id: str,
-        *,
-        idempotent: IdempotentRequest | None = None,
-    ) -> list[Person]:
-        """Enrol all of ``persons`` or none."""
+    def _change(self, collection: str, change: Change[_T]) -> _T:
         with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection, lock=True)
-            check_contract(info, contract_id)
-            created = _enrol(connection, key, info, check_persons(persons, info.dim))
-            rows.insert_answer(connection, idempotent, created)
-            return created
+            found = rows.find_collection(connection, collection, lock=True)
+            result = change.work(found, change.check(found.info))
+            rows.insert_answer(connection, change.idempotent, result)
+            return result
 
-    def put_person(
-        self, collection: str, person: NewPerson, contract_id: str, *, precondition: Precondition | None = None
-    ) -> tuple[Person, bool]:
-        """Enrol ``person``, or replace all of the one with its external id."""
-        external_id = check_external_id(person.external_id)
+    @contextmanager
+    def _reading(self, collection: str) -> Iterator[PostgresRows]:
         with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection, lock=True)
-            check_contract(info, contract_id)
-            (checked,) = check_persons([person], info.dim)
-            former = rows.find_by_external_id(connection, key, external_id)
-            alive = None if former is None or is_expired(former.expires) else former
-            if precondition is not None:
-                precondition.check(alive)
-            if alive is None:
-                return _enrol(connection, key, info, [checked])[0], True
-            rows.delete_faces(connection, key, alive.faces)
-            faces = tuple(rows.add_faces(connection, key, alive.id, checked.vectors))
-            changed = replace(alive, name=checked.name, metadata=checked.metadata, expires=checked.expires, faces=faces)
-            return _save(connection, key, changed), False
+            yield rows.find_collection(connection, collection)
 
-    def add_faces(
-        self,
-        collection: str,
-        person: int,
-        vectors: npt.ArrayLike,
-        contract_id: str,
-        *,
-        idempotent: IdempotentRequest | None = None,
-    ) -> list[int]:
-        """Add faces (n, dim) to a person; returns their ids."""
-        with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection, lock=True)
-            check_contract(info, contract_id)
-            owner = rows.find_person(connection, key, info, person)
-            checked = unit_vectors(vectors, info.dim)
-            faces = rows.add_faces(connection, key, owner.id, checked)
-            if faces:
-                _save(connection, key, owner)
-            rows.insert_answer(connection, idempotent, faces)
-            return faces
-
-    def update_person(
-        self,
-        collection: str,
-        person: int,
-        *,
-        name: str | Unchanged | None = KEEP,
-        metadata: Metadata | Unchanged = KEEP,
-        expires: str | Unchanged | None = KEEP,
-        precondition: Precondition | None = None,
-    ) -> Person:
-        """Change the name or the expiry, or replace the metadata of a person."""
-        fields = check_fields(name=name, metadata=metadata, expires=expires)
-        with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection, lock=True)
-            former = rows.find_person(connection, key, info, person)
-            if precondition is not None:
-                precondition.check(former)
-            changed = replace(former, **fields)
-            return former if same_content(changed, former) else _save(connection, key, changed)
-
-    def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
-        """Delete a person and all faces."""
-        with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection, lock=True)
-            former = rows.find_person(connection, key, info, person)
-            if precondition is not None:
-                precondition.check(former)
-            rows.delete_person(connection, key, former)
-
-    def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
-        """Delete one face of a person."""
-        with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection, lock=True)
-            owner = rows.find_person(connection, key, info, person)
-            if face not in owner.faces:
-                raise NotFoundError(f"person {person} of collection {collection} has no face {ascii(face)[:40]}")
-            if precondition is not None:
-                precondition.check(owner)
-            rows.delete_faces(connection, key, [face])
-            _save(connection, key, owner)
-
-    def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
-        """Delete those of ``persons`` whose time has come; returns their ids."""
-        with self._transaction() as connection:
-            key, _ = rows.find_collection(connection, collection, lock=True)
-            gone = rows.find_expired(connection, key, persons)
-            for person in gone:
-                rows.delete_person(connection, key, person)
-            return [person.id for person in gone]
-
-    # --- reading ---
-
-    def person(self, collection: str, person: int) -> Person:
-        """Return one person."""
-        with self._transaction() as connection:
-            return rows.find_person(connection, *rows.find_collection(connection, collection), person)
-
-    def find_person(self, collection: str, external_id: str) -> Person:
-        """Return the person with an external id."""
-        check_external_id(external_id)
-        with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection)
-            found = rows.find_by_external_id(connection, key, external_id)
-        if found is None or is_expired(found.expires):
-            raise NotFoundError(f"collection {info.name} has no person with the external id {external_id!a}")
-        return found
-
-    def persons(
-        self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
-    ) -> list[Person]:
-        """Return up to ``limit`` persons with ids above ``after`` that match ``filter``, by ascending id."""
-        check_page(after, limit, filter)
-        with self._transaction() as connection:
-            key, _ = rows.find_collection(connection, collection)
-            return rows.select_page(connection, key, min(max(after, 0), MAX_ID), min(limit, MAX_ID), filter)
-
-    def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
-        """Return the persons among ``ids`` that exist, by id."""
-        with self._transaction() as connection:
-            key, _ = rows.find_collection(connection, collection)
-            found = rows.select_summaries(connection, key, [int(id) for id in ids if is_id(id)])
-        return {one.id: PersonSummary(one.id, one.name, one.metadata, one.external_id) for one in found}
-
-    def vectors(self, collection: str, person: int) -> Float32:
-        """Return the stored vectors (n, dim) of a person, in the order of ``Person.faces``."""
-        with self._transaction() as connection:
-            key, info = rows.find_collection(connection, collection)
-            rows.find_person(connection, key, info, person)
-            return rows.read_vectors(connection, key, [person], info.dim)[person]
-
-    def search(
-        self,
-        collection: str,
-        queries: npt.ArrayLike,
-        *,
-        k: int = 10,
-        threshold: float = -1.0,
-        filter: Filter | None = None,
+    def _search(
+        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
     ) -> list[list[Match]]:
-        """Find, for each of ``queries`` (Q, dim), the ``k`` most similar persons with a score >= ``threshold``."""
-        check_search(k, threshold, filter)
         with self._transaction(read_only=True) as connection:
-            key, info = rows.find_collection(connection, collection)
-            hidden = rows.expired_ids(connection, key)
+            found = rows.find_collection(connection, collection)
+            hidden = found.expired_ids()
             return [
-                group_by_person(rows.face_search(connection, key, query, filter, hidden), k, threshold)
-                for query in unit_vectors(queries, info.dim)
+                group_by_person(found.face_search(query, filter, hidden), k, threshold)
+                for query in unit_vectors(queries, found.info.dim)
             ]
 
     # --- maintenance ---
 
-    def expired(self, limit: int) -> dict[str, list[Person]]:
-        """Return up to ``limit`` persons whose time has come, by collection."""
-        found: dict[str, list[Person]] = {}
+    def _names_with_expired(self) -> list[str]:
         with self._transaction() as connection:
-            for key, name in rows.collections_with_expired(connection):
-                found[name] = rows.select_expired(connection, key, limit)
-                limit -= len(found[name])
-        return found
+            names = connection.execute(
+                "SELECT c.name FROM plsc_collections c WHERE EXISTS "
+                "(SELECT 1 FROM plsc_persons p WHERE p.collection = c.key AND p.expires <= %s)",
+                [now()],
+            )
+            return [row[0] for row in names]
 
     def stored_answer(self, token: str, key: str) -> StoredAnswer | None:
         """Return the answer to the request that was done under a key."""
@@ -346,27 +174,17 @@ class PostgresStore:
     def snapshot(self, target: Path) -> None:
         """Write everything, as of one moment, to the new folder ``target`` (see :mod:`plsc.gallery.transfer`)."""
         with self._transaction(read_only=True) as connection:
-            found = rows.all_collections(connection)
-            write_copy(target, [(info, rows.all_persons(connection, key, info.dim)) for key, info in found])
+            write_copy(target, [(one.info, one.everyone()) for one in rows.all_collections(connection)])
 
     def check(self) -> dict[str, Any]:
         """Verify counts, ids and vectors; "checksums" says if Postgres guards its own pages."""
         with self._transaction(read_only=True) as connection:
             found = rows.all_collections(connection)
-            for key, info in found:
-                rows.check_rows(connection, key, info)
+            for one in found:
+                one.check()
+            expired = sum(len(one.expired_ids()) for one in found)
             checksums = connection.execute("SHOW data_checksums").fetchone()[0] == "on"
-            expired = sum(len(rows.expired_ids(connection, key)) for key, _ in found)
-        persons, faces = (sum(getattr(info, name) for _, info in found) for name in ("persons", "faces"))
-        figures = {"collections": len(found), "persons": persons, "faces": faces, "expired": expired}
-        return {**figures, "checksums": checksums}
-
-    def statistics(self) -> dict[str, dict[str, float]]:
-        """Rows and persons of each collection; the search is exact, so there is no delta and the recall is 1."""
-        return {
-            info.name: {"rows": info.faces, "persons": info.persons, "delta": 0, "tombstones": 0, "recall": 1.0}
-            for info in self.collections()
-        }
+        return {**totals([one.info for one in found]), "expired": expired, "checksums": checksums}
 
     def close(self) -> None:
         """Close the connections."""
@@ -415,27 +233,3 @@ def _configure(connection: Any) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
-
-
-# --- changes: each function runs in its caller's transaction ---
-
-
-def _enrol(connection: Any, key: int, info: Collection, persons: Sequence[ValidPerson]) -> list[Person]:
-    """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one.
-
-    One who expired gives the external id up and stays, to be deleted by who deletes all the others who expired.
-    """
-    for external_id in (person.external_id for person in persons if person.external_id is not None):
-        former = rows.find_by_external_id(connection, key, external_id)
-        if former is not None and not is_expired(former.expires):
-            raise taken_external_id(info.name, external_id)
-        if former is not None:
-            rows.remove_external_id(connection, key, former)
-    return rows.insert_persons(connection, key, persons)
-
-
-def _save(connection: Any, key: int, person: Person) -> Person:
-    """Store a changed person under the next revision."""
-    changed = replace(person, revision=person.revision + 1)
-    rows.update_person(connection, key, changed)
-    return changed

@@ -1,20 +1,22 @@
-"""SQL of the gallery in Postgres: tables, rows, metadata as jsonb, filters; each function runs in a transaction.
+"""SQL of the gallery in Postgres: tables, rows, metadata as jsonb, filters; all of it runs in a transaction.
 
 A statement of :data:`SCHEMA` changes nothing where what it makes is there: it also brings the tables of a former plsc
 up to date.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from plsc.errors import ConflictError, IntegrityError, NotFoundError
+from plsc.errors import ConflictError, IntegrityError
+from plsc.gallery import validation
 from plsc.gallery.filters import COMPARISONS, Condition, Filter, Kind, kind_of
-from plsc.gallery.person_search import Fetch, Rows
-from plsc.gallery.store import Collection, Float32, IdempotentRequest, Person, StoredAnswer
-from plsc.gallery.validation import ValidPerson, is_expired, is_id, now
+from plsc.gallery.person_search import Fetch, Neighbours
+from plsc.gallery.store import Rows
+from plsc.gallery.validation import ValidPerson, now
+from plsc.gallery.values import Collection, Float32, IdempotentRequest, Person, StoredAnswer
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS plsc_collections (
@@ -43,236 +45,199 @@ _COLLECTION = "SELECT key, name, dim, contract_id, created, persons, faces FROM 
 _PERSON = """SELECT p.id, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires,
     ARRAY(SELECT f.id FROM plsc_faces f WHERE f.collection = p.collection AND f.person = p.id ORDER BY f.id)
     FROM plsc_persons p WHERE p.collection = %s"""
-_LENGTH_TOLERANCE = 1e-3  # of a stored vector
-_PAGE_PERSONS = 1000
 _ALIVE = " AND (p.expires IS NULL OR p.expires > %s)"
 
-# --- collections, persons and faces ---
+
+def all_collections(connection: Any) -> list["PostgresRows"]:
+    """Return every collection, by name."""
+    return [PostgresRows(connection, *row) for row in connection.execute(f"{_COLLECTION} ORDER BY name").fetchall()]
 
 
-def all_collections(connection: Any) -> list[tuple[int, Collection]]:
-    """Return every collection with its key, by name."""
-    rows = connection.execute(f"{_COLLECTION} ORDER BY name").fetchall()
-    return [(row[0], Collection(*row[1:])) for row in rows]
-
-
-def find_collection(connection: Any, name: str, *, lock: bool = False) -> tuple[int, Collection]:
-    """Return a collection's key and the collection; ``lock`` keeps other writers out until the transaction ends."""
-    is_possible = isinstance(name, str) and name.isascii() and "\0" not in name
+def find_collection(connection: Any, name: str, *, lock: bool = False) -> "PostgresRows":
+    """Return a collection; ``lock`` keeps other writers out until the transaction ends."""
     text = f"{_COLLECTION} WHERE name = %s" + (" FOR UPDATE" if lock else "")
-    row = connection.execute(text, [name]).fetchone() if is_possible else None
+    row = connection.execute(text, [name]).fetchone() if validation.is_collection_name(name) else None
     if row is None:
-        raise NotFoundError(f"there is no collection {ascii(name)[:80]}; make it first")
-    return row[0], Collection(*row[1:])
+        raise validation.no_collection(name)
+    return PostgresRows(connection, *row)
 
 
-def check_rows(connection: Any, key: int, info: Collection) -> None:
-    """Raise :class:`IntegrityError` unless the counts, ids and vectors of a collection are consistent."""
-    counted = connection.execute(
-        "SELECT (SELECT count(*) FROM plsc_persons WHERE collection = %(key)s), "
-        "(SELECT count(*) FROM plsc_faces WHERE collection = %(key)s)",
-        {"key": key},
-    ).fetchone()
-    if counted != (info.persons, info.faces):
-        raise IntegrityError(
-            f"collection {info.name} holds {counted[0]} people and {counted[1]} faces instead of {info.persons} and "
-            f"{info.faces}; restore a snapshot"
+class PostgresRows(Rows):
+    """A collection in a transaction of ``connection``.
+
+    Attributes:
+        key: of its row.
+    """
+
+    def __init__(self, connection: Any, key: int, *about: Any) -> None:
+        self._connection, self.key, self.info = connection, key, Collection(*about)
+
+    # --- reads ---
+
+    def find_all(self, ids: Sequence[int]) -> list[Person]:
+        """See :class:`plsc.gallery.store.Rows`, as for all that follows."""
+        return self._select("p.id = ANY(%s::bigint[]) ORDER BY p.id", list(ids))
+
+    def find_external(self, external_id: str) -> Person | None:
+        """Return the person with an external id, even if its time has come."""
+        return next(iter(self._select("p.external_id = %s", external_id)), None)
+
+    def page(self, after: int, limit: int, filter: Filter | None) -> list[Person]:
+        """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
+        text, values = filter_clause(filter, "p.metadata")
+        return self._select(f"p.id > %s{_ALIVE}{text} ORDER BY p.id LIMIT %s", after, now(), *values, limit)
+
+    def expired(self, limit: int) -> list[Person]:
+        """Return up to ``limit`` persons whose time has come."""
+        return self._select("p.expires <= %s ORDER BY p.expires LIMIT %s", now(), limit)
+
+    def _select(self, condition: str, *values: Any) -> list[Person]:
+        rows = self._connection.execute(f"{_PERSON} AND {condition}", [self.key, *values])
+        return [
+            Person(id, name, metadata, tuple(faces), created, external_id, revision, expires)
+            for id, name, metadata, created, external_id, revision, expires, faces in rows
+        ]
+
+    def expired_ids(self) -> list[int]:
+        """Return the ids of the persons whose time has come."""
+        text = "SELECT id FROM plsc_persons WHERE collection = %s AND expires <= %s"
+        return [row[0] for row in self._connection.execute(text, [self.key, now()])]
+
+    def vectors_of(self, persons: Sequence[Person]) -> dict[int, Float32]:
+        """Return {person: vectors (n, dim) in the order of the faces' ids}."""
+        found: dict[int, list[Any]] = {person.id: [] for person in persons}
+        rows = self._connection.execute(
+            "SELECT person, embedding::real[] FROM plsc_faces WHERE collection = %s AND person = ANY(%s::bigint[]) "
+            "ORDER BY id",
+            [self.key, list(found)],
+            binary=True,
         )
-    wrong = connection.execute(
-        "SELECT f.id FROM plsc_faces f JOIN plsc_collections c ON c.key = f.collection WHERE f.collection = %s AND "
-        "(vector_dims(f.embedding) <> c.dim OR abs(vector_norm(f.embedding) - 1) > %s OR f.id >= c.next_id) LIMIT 1",
-        [key, _LENGTH_TOLERANCE],
-    ).fetchone()
-    if wrong:
-        raise IntegrityError(f"face {wrong[0]} of collection {info.name} is no vector of length 1; restore a snapshot")
+        for person, vector in rows:
+            found[person].append(vector)
+        return {id: np.array(part, dtype=np.float32).reshape(-1, self.info.dim) for id, part in found.items()}
 
+    def face_search(self, query: Float32, filter: Filter | None, hidden: Sequence[int]) -> Fetch:
+        """Return the ``fetch`` of :func:`plsc.gallery.person_search.group_by_person` for ``query`` (dim,).
 
-def find_person(connection: Any, key: int, info: Collection, person: int) -> Person:
-    """Return a person; :class:`NotFoundError` if there is none, or the time of it has come."""
-    found = read_persons(connection.execute(f"{_PERSON} AND p.id = %s", [key, person])) if is_id(person) else []
-    if not found or is_expired(found[0].expires):
-        raise NotFoundError(f"collection {info.name} has no person {ascii(person)[:40]}")
-    return found[0]
+        The persons ``hidden`` are never found.
+        """
+        text, values = filter_clause(filter, "p.metadata")
+        joined = "JOIN plsc_persons p ON p.collection = f.collection AND p.id = f.person" if filter else ""
 
+        def fetch(count: int, excluded: list[int]) -> Neighbours:
+            rows: Neighbours = self._connection.execute(
+                f"SELECT f.person, f.id, -(f.embedding <#> %s) FROM plsc_faces f {joined} "
+                f"WHERE f.collection = %s AND f.person <> ALL(%s::bigint[]){text} "
+                "ORDER BY f.embedding <#> %s, f.id LIMIT %s",
+                [query, self.key, [*hidden, *excluded], *values, query, count],
+            ).fetchall()
+            return rows
 
-def find_by_external_id(connection: Any, key: int, external_id: str) -> Person | None:
-    """Return the person with an external id, even if its time has come."""
-    found = read_persons(connection.execute(f"{_PERSON} AND p.external_id = %s", [key, external_id]))
-    return found[0] if found else None
+        return fetch
 
+    def check(self) -> None:
+        """Raise :class:`IntegrityError` unless the counts, ids and vectors are consistent."""
+        counted = self._connection.execute(
+            "SELECT (SELECT count(*) FROM plsc_persons WHERE collection = %(key)s), "
+            "(SELECT count(*) FROM plsc_faces WHERE collection = %(key)s)",
+            {"key": self.key},
+        ).fetchone()
+        if counted != (self.info.persons, self.info.faces):
+            raise validation.miscounted(self.info, *counted)
+        wrong = self._connection.execute(
+            "SELECT f.id FROM plsc_faces f JOIN plsc_collections c ON c.key = f.collection WHERE f.collection = %s AND "
+            "(vector_dims(f.embedding) <> c.dim OR abs(vector_norm(f.embedding) - 1) > %s OR f.id >= c.next_id) "
+            "LIMIT 1",
+            [self.key, validation.LENGTH_TOLERANCE],
+        ).fetchone()
+        if wrong:
+            raise IntegrityError(
+                f"face {wrong[0]} of collection {self.info.name} is no vector of length 1; restore a snapshot"
+            )
 
-def select_summaries(connection: Any, key: int, ids: Sequence[int]) -> list[Person]:
-    """Return those of ``ids`` that exist."""
-    return read_persons(connection.execute(f"{_PERSON} AND p.id = ANY(%s::bigint[]){_ALIVE}", [key, list(ids), now()]))
+    # --- changes ---
 
-
-def select_page(connection: Any, key: int, after: int, limit: int, filter: Filter | None) -> list[Person]:
-    """Return up to ``limit`` persons with ids above ``after`` that match, by id."""
-    text, values = filter_clause(filter, "p.metadata")
-    statement = f"{_PERSON} AND p.id > %s{_ALIVE}{text} ORDER BY p.id LIMIT %s"
-    return read_persons(connection.execute(statement, [key, after, now(), *values, limit]))
-
-
-def collections_with_expired(connection: Any) -> list[tuple[int, str]]:
-    """Return key and name of the collections that hold persons whose time has come."""
-    rows: list[tuple[int, str]] = connection.execute(
-        "SELECT c.key, c.name FROM plsc_collections c WHERE EXISTS "
-        "(SELECT 1 FROM plsc_persons p WHERE p.collection = c.key AND p.expires <= %s)",
-        [now()],
-    ).fetchall()
-    return rows
-
-
-def select_expired(connection: Any, key: int, limit: int) -> list[Person]:
-    """Return up to ``limit`` persons whose time has come."""
-    statement = f"{_PERSON} AND p.expires <= %s ORDER BY p.expires LIMIT %s"
-    return read_persons(connection.execute(statement, [key, now(), limit]))
-
-
-def find_expired(connection: Any, key: int, persons: Sequence[int]) -> list[Person]:
-    """Return those of ``persons`` whose time has come."""
-    statement = f"{_PERSON} AND p.id = ANY(%s::bigint[]) AND p.expires <= %s ORDER BY p.id"
-    return read_persons(connection.execute(statement, [key, list(persons), now()]))
-
-
-def expired_ids(connection: Any, key: int) -> list[int]:
-    """Return the ids of the persons whose time has come."""
-    rows = connection.execute("SELECT id FROM plsc_persons WHERE collection = %s AND expires <= %s", [key, now()])
-    return [row[0] for row in rows]
-
-
-def read_persons(rows: Any) -> list[Person]:
-    """Return the persons of rows of ``_PERSON``."""
-    return [
-        Person(id, name, metadata, tuple(faces), created, external_id, revision, expires)
-        for id, name, metadata, created, external_id, revision, expires, faces in rows
-    ]
-
-
-def read_vectors(connection: Any, key: int, persons: Sequence[int], dim: int) -> dict[int, Float32]:
-    """Return {person: vectors (n, dim) in the order of the faces' ids}."""
-    rows = connection.execute(
-        "SELECT person, embedding::real[] FROM plsc_faces WHERE collection = %s AND person = ANY(%s::bigint[]) "
-        "ORDER BY id",
-        [key, list(persons)],
-        binary=True,
-    )
-    found: dict[int, list[Any]] = {person: [] for person in persons}
-    for person, vector in rows:
-        found[person].append(vector)
-    return {person: np.array(part, dtype=np.float32).reshape(-1, dim) for person, part in found.items()}
-
-
-def all_persons(connection: Any, key: int, dim: int) -> Iterator[tuple[Person, Float32]]:
-    """Yield every person of a collection with the vectors, by id."""
-    after = 0
-    while persons := select_page(connection, key, after, _PAGE_PERSONS, None):
-        vectors = read_vectors(connection, key, [person.id for person in persons], dim)
-        for person in persons:
-            yield person, vectors[person.id]
-        after = persons[-1].id
-
-
-def insert_persons(connection: Any, key: int, persons: Sequence[ValidPerson]) -> list[Person]:
-    """Insert persons and faces under the next ids."""
-    count = sum(len(person.vectors) for person in persons)
-    id, created = take_ids(connection, key, len(persons), count), now()
-    created_persons, rows, vectors = [], [], []
-    for person in persons:
-        faces = range(id + 1, id + 1 + len(person.vectors))
-        about = (person.name, person.metadata, tuple(faces), created, person.external_id)
-        created_persons.append(Person(id, *about, expires=person.expires))
-        rows.append((key, id, person.name, metadata_json(person.metadata), created, person.external_id, person.expires))
-        vectors += [(key, face, id, row) for face, row in zip(faces, person.vectors, strict=True)]
-        id = faces.stop
-    with connection.cursor() as cursor:
-        cursor.executemany(
-            "INSERT INTO plsc_persons (collection, id, name, metadata, created, external_id, expires) "
-            "VALUES (%s, %s, %s, %s::jsonb, %s, %s, %s)",
-            rows,
+    def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
+        """Insert persons and faces under the next ids."""
+        count = sum(len(person.vectors) for person in persons)
+        made = validation.number_persons(persons, self._take_ids(len(persons), count))
+        with self._connection.cursor() as cursor:
+            cursor.executemany(
+                "INSERT INTO plsc_persons (collection, id, name, metadata, created, external_id, expires) "
+                "VALUES (%s, %s, %s, %s::jsonb, %s, %s, %s)",
+                [
+                    (
+                        self.key,
+                        one.id,
+                        one.name,
+                        _metadata_json(one.metadata),
+                        one.created,
+                        one.external_id,
+                        one.expires,
+                    )
+                    for one in made
+                ],
+            )
+        self._copy_faces(
+            (face, person.id, vector)
+            for person, valid in zip(made, persons, strict=True)
+            for face, vector in zip(person.faces, valid.vectors, strict=True)
         )
-    insert_faces(connection, vectors)
-    return created_persons
+        return made
 
+    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
+        """Insert faces of a person under the next ids, which are returned."""
+        first = self._take_ids(0, len(vectors))
+        faces = list(range(first, first + len(vectors)))
+        self._copy_faces((face, owner.id, vector) for face, vector in zip(faces, vectors, strict=True))
+        return faces
 
-def update_person(connection: Any, key: int, person: Person) -> None:
-    """Store name, metadata, expiry and revision of ``person``."""
-    connection.execute(
-        "UPDATE plsc_persons SET name = %s, metadata = %s::jsonb, expires = %s, revision = %s "
-        "WHERE collection = %s AND id = %s",
-        [person.name, metadata_json(person.metadata), person.expires, person.revision, key, person.id],
-    )
+    def update(self, former: Person, changed: Person) -> None:
+        """Store name, metadata, external id, expiry and revision of ``changed``."""
+        self._connection.execute(
+            "UPDATE plsc_persons SET name = %s, metadata = %s::jsonb, external_id = %s, expires = %s, revision = %s "
+            "WHERE collection = %s AND id = %s",
+            [
+                changed.name,
+                _metadata_json(changed.metadata),
+                changed.external_id,
+                changed.expires,
+                changed.revision,
+                self.key,
+                former.id,
+            ],
+        )
 
+    def delete(self, person: Person) -> None:
+        """Delete a person; the faces go by ON DELETE CASCADE."""
+        self._connection.execute("DELETE FROM plsc_persons WHERE collection = %s AND id = %s", [self.key, person.id])
+        self._take_ids(-1, -len(person.faces))
 
-def remove_external_id(connection: Any, key: int, person: Person) -> None:
-    """Leave ``person`` without an external id."""
-    connection.execute("UPDATE plsc_persons SET external_id = NULL WHERE collection = %s AND id = %s", [key, person.id])
+    def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
+        """Delete faces, all of which exist."""
+        text = "DELETE FROM plsc_faces WHERE collection = %s AND id = ANY(%s::bigint[])"
+        self._connection.execute(text, [self.key, list(faces)])
+        self._take_ids(0, -len(faces))
 
+    def _take_ids(self, persons: int, faces: int) -> int:
+        """Count rows to be inserted, or that were deleted; returns the first of as many new ids."""
+        count = max(persons + faces, 0)
+        last = self._connection.execute(
+            "UPDATE plsc_collections SET next_id = next_id + %s, persons = persons + %s, faces = faces + %s "
+            "WHERE key = %s RETURNING next_id",
+            [count, persons, faces, self.key],
+        ).fetchone()
+        return int(last[0]) - count
 
-def delete_person(connection: Any, key: int, person: Person) -> None:
-    """Delete a person; the faces go by ON DELETE CASCADE."""
-    connection.execute("DELETE FROM plsc_persons WHERE collection = %s AND id = %s", [key, person.id])
-    subtract_counts(connection, key, 1, len(person.faces))
-
-
-def delete_faces(connection: Any, key: int, faces: Sequence[int]) -> None:
-    """Delete faces of a collection, all of which exist."""
-    connection.execute("DELETE FROM plsc_faces WHERE collection = %s AND id = ANY(%s::bigint[])", [key, list(faces)])
-    subtract_counts(connection, key, 0, len(faces))
-
-
-def add_faces(connection: Any, key: int, person: int, vectors: Float32) -> list[int]:
-    """Insert faces of a person under the next ids, which are returned."""
-    first = take_ids(connection, key, 0, len(vectors))
-    faces = list(range(first, first + len(vectors)))
-    insert_faces(connection, [(key, face, person, row) for face, row in zip(faces, vectors, strict=True)])
-    return faces
-
-
-def take_ids(connection: Any, key: int, persons: int, faces: int) -> int:
-    """Count rows to be inserted; returns the first of as many new ids."""
-    last = connection.execute(
-        "UPDATE plsc_collections SET next_id = next_id + %s, persons = persons + %s, faces = faces + %s "
-        "WHERE key = %s RETURNING next_id",
-        [persons + faces, persons, faces, key],
-    ).fetchone()
-    return int(last[0]) - persons - faces
-
-
-def insert_faces(connection: Any, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Insert rows (collection, face, person, vector)."""
-    if rows:
-        with connection.cursor() as cursor, cursor.copy("COPY plsc_faces FROM STDIN (FORMAT BINARY)") as copy:
+    def _copy_faces(self, rows: Iterable[tuple[int, int, Float32]]) -> None:
+        """Insert rows (face, person, vector)."""
+        with (
+            self._connection.cursor() as cursor,
+            cursor.copy("COPY plsc_faces FROM STDIN (FORMAT BINARY)") as copy,
+        ):
             copy.set_types(["int8", "int8", "int8", "vector"])
             for row in rows:
-                copy.write_row(row)
-
-
-def subtract_counts(connection: Any, key: int, persons: int, faces: int) -> None:
-    """Count rows that were deleted."""
-    connection.execute(
-        "UPDATE plsc_collections SET persons = persons - %s, faces = faces - %s WHERE key = %s", [persons, faces, key]
-    )
-
-
-def face_search(connection: Any, key: int, query: Float32, filter: Filter | None, hidden: Sequence[int]) -> Fetch:
-    """Return the ``fetch`` of :func:`plsc.gallery.person_search.group_by_person` for ``query`` (dim,).
-
-    The persons ``hidden`` are never found.
-    """
-    text, values = filter_clause(filter, "p.metadata")
-    joined = "JOIN plsc_persons p ON p.collection = f.collection AND p.id = f.person" if filter else ""
-
-    def fetch(count: int, excluded: list[int]) -> Rows:
-        rows: Rows = connection.execute(
-            f"SELECT f.person, f.id, -(f.embedding <#> %s) FROM plsc_faces f {joined} "
-            f"WHERE f.collection = %s AND f.person <> ALL(%s::bigint[]){text} "
-            "ORDER BY f.embedding <#> %s, f.id LIMIT %s",
-            [query, key, [*hidden, *excluded], *values, query, count],
-        ).fetchall()
-        return rows
-
-    return fetch
+                copy.write_row((self.key, *row))
 
 
 # --- answers under idempotency keys ---
@@ -314,7 +279,7 @@ def delete_answers(connection: Any, before: str, most: int) -> int:
 # --- metadata and filters ---
 
 
-def metadata_json(metadata: Mapping[str, Any]) -> str:
+def _metadata_json(metadata: Mapping[str, Any]) -> str:
     """Return ``metadata`` as JSON for jsonb, whose numbers are decimals: floats are written so that they stay exact."""
     return "{" + ", ".join(f"{json.dumps(key)}: {_scalar_json(value)}" for key, value in metadata.items()) + "}"
 

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from plsc.errors import PlscError
-from plsc.gallery.change_numbers import collect_changes
-from plsc.gallery.store import Store
+from plsc.gallery.store import Store, collect_changes
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.validation import now
 from plsc.progress import note

@@ -1,179 +1,217 @@
-"""The Store protocol that every gallery backend implements, its value types, and :func:`open_store`.
+"""What every gallery backend is: a :class:`Store`, whose transactions see a collection as :class:`Rows`.
 
-A *collection* holds *persons*; a person has a name, metadata and *faces*; a face is one embedding. Persons and faces
-have int64 ids, unique within their collection and never reused. Vectors are stored normalised, float32. Every method
-that changes something returns only after the change is durable and visible to searches.
+Every method that changes something returns only after the change is durable and visible to searches. Vectors are stored
+normalised, float32.
 
-To add a backend, write a module with a class that implements :class:`Store` and a function that opens it by its
-address, and add a line to :data:`SERVERS`. The tests in tests/gallery run against every backend.
+Here stands what all backends do alike: they check what is given, and make each change of few primitives. To add a
+backend, write a module with a subclass of each class and a function that opens the store by its address, and add a line
+to :data:`plsc.gallery.backends.SERVERS`. The tests in tests/gallery run against every backend.
 """
 
-import enum
-import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Generic, TypeVar
 
-import numpy as np
 import numpy.typing as npt
 
-from plsc.errors import PreconditionError, UsageError
+from plsc.errors import ConflictError, NotFoundError, UnsupportedError
+from plsc.gallery import validation
 from plsc.gallery.filters import Filter
+from plsc.gallery.validation import MAX_ID, ValidPerson, is_expired, is_id
+from plsc.gallery.values import (
+    KEEP,
+    Collection,
+    Float32,
+    IdempotentRequest,
+    Match,
+    Metadata,
+    NewPerson,
+    Person,
+    PersonSummary,
+    Precondition,
+    StoredAnswer,
+    Unchanged,
+)
+from plsc.index.rows import unit_vectors
 
-Float32 = npt.NDArray[np.float32]
-Scalar = str | int | float | bool
-Metadata = Mapping[str, Scalar]
+_PAGE_PERSONS = 500  # of a walk over everybody
+_T = TypeVar("_T")
 
 
-class Server(NamedTuple):
-    """A backend that keeps its rows on a server: how its address is written, and "module:function" that opens it."""
-
-    address: str
-    opener: str
-
-
-# URI scheme -> backend. A spec without one of these schemes is a folder.
-SERVERS: Mapping[str, Server] = {
-    "milvus": Server("URI", "plsc.gallery.milvus:open_milvus"),
-    "postgres": Server("DSN", "plsc.gallery.postgres:open_postgres"),
-}
-COMPACT_WITHIN = 3600.0  # seconds
-SPEC_FORMS = " or ".join(f"{scheme}:{server.address}" for scheme, server in SERVERS.items())
-
-
-@dataclass(frozen=True)
-class Collection:
-    """A named set of persons whose vectors have ``dim`` numbers and come from one model.
+class Rows(ABC):
+    """A collection in one transaction of its store.
 
     Attributes:
-        contract_id: fingerprint of the model and preprocessing that made the vectors.
-        created: ISO 8601, UTC.
+        info: the collection.
     """
 
-    name: str
-    dim: int
-    contract_id: str
-    created: str
-    persons: int
-    faces: int
+    info: Collection
+
+    # --- the primitives of a backend ---
+
+    @abstractmethod
+    def find_all(self, ids: Sequence[int]) -> list[Person]:
+        """Return those of ``ids`` that exist, by ascending id, also those whose time has come."""
+
+    @abstractmethod
+    def find_external(self, external_id: str) -> Person | None:
+        """Return the person with an external id, even if its time has come."""
+
+    @abstractmethod
+    def page(self, after: int, limit: int, filter: Filter | None) -> list[Person]:
+        """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
+
+    @abstractmethod
+    def expired(self, limit: int) -> list[Person]:
+        """Return up to ``limit`` persons whose time has come."""
+
+    @abstractmethod
+    def vectors_of(self, persons: Sequence[Person]) -> dict[int, Float32]:
+        """Return {person: vectors (n, dim) in the order of ``Person.faces``}."""
+
+    @abstractmethod
+    def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
+        """Insert persons with their faces under new ids."""
+
+    @abstractmethod
+    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
+        """Insert faces of a person; returns their ids."""
+
+    @abstractmethod
+    def update(self, former: Person, changed: Person) -> None:
+        """Store the name, metadata, external id, expiry and revision of ``changed`` in place of those of ``former``."""
+
+    @abstractmethod
+    def delete(self, person: Person) -> None:
+        """Delete a person with all faces."""
+
+    @abstractmethod
+    def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
+        """Delete faces of a person."""
+
+    # --- reads made of them ---
+
+    def require(self, person: Any) -> Person:
+        """Return a person; :class:`NotFoundError` if there is none, or the time of it has come."""
+        found = self.find_all([int(person)]) if is_id(person) else []
+        if not found or is_expired(found[0].expires):
+            raise NotFoundError(f"{self.info.name} has no person {ascii(person)[:80]}")
+        return found[0]
+
+    def expected(self, person: Any, precondition: Precondition | None) -> Person:
+        """Return a person who meets ``precondition``."""
+        found = self.require(person)
+        if precondition is not None:
+            precondition.check(found)
+        return found
+
+    def living(self, external_id: str) -> Person | None:
+        """Return the person with an external id whose time has not come."""
+        found = self.find_external(external_id)
+        return None if found is None or is_expired(found.expires) else found
+
+    def everyone(self) -> Iterator[tuple[Person, Float32]]:
+        """Yield every person with the vectors, by id."""
+        after = 0
+        while persons := self.page(after, _PAGE_PERSONS, None):
+            vectors = self.vectors_of(persons)
+            for person in persons:
+                yield person, vectors[person.id]
+            after = persons[-1].id
+
+    # --- changes made of them ---
+
+    def enrol(self, persons: Sequence[ValidPerson]) -> list[Person]:
+        """Insert ``persons``; :class:`ConflictError` if a living person has the external id of one.
+
+        One who expired gives the external id up and stays, to be deleted by who deletes all the others who expired.
+        """
+        for external_id in (person.external_id for person in persons if person.external_id is not None):
+            former = self.find_external(external_id)
+            if former is None:
+                continue
+            if not is_expired(former.expires):
+                raise ConflictError(
+                    f"{self.info.name} has a person with the external id {external_id!a} already; "
+                    "put a person to replace it"
+                )
+            self.update(former, replace(former, external_id=None))
+        return self.insert(persons)
+
+    def put(self, person: ValidPerson, precondition: Precondition | None) -> tuple[Person, bool]:
+        """Insert ``person``, or replace the one with its external id; returns True beside one that is new."""
+        assert person.external_id is not None, "it was checked"
+        former = self.living(person.external_id)
+        if precondition is not None:
+            precondition.check(former)
+        if former is None:
+            return self.enrol([person])[0], True
+        self.delete_faces(former, former.faces)
+        faces = tuple(self.insert_faces(former, person.vectors))
+        changed = replace(former, name=person.name, metadata=person.metadata, expires=person.expires, faces=faces)
+        return self._save(former, changed), False
+
+    def add_faces(self, person: Any, vectors: Float32) -> list[int]:
+        """Add faces to a person."""
+        owner = self.require(person)
+        faces = self.insert_faces(owner, vectors)
+        if faces:
+            self._save(owner, owner)
+        return faces
+
+    def set_fields(self, person: Any, fields: dict[str, Any], precondition: Precondition | None) -> Person:
+        """Set ``fields`` of a person, which gets another revision if that changes anything."""
+        former = self.expected(person, precondition)
+        changed = replace(former, **fields)
+        return former if validation.same_content(changed, former) else self._save(former, changed)
+
+    def delete_face(self, person: Any, face: Any, precondition: Precondition | None) -> None:
+        """Delete a face of a person."""
+        owner = self.require(person)
+        if not is_id(face) or face not in owner.faces:
+            raise NotFoundError(f"person {person} of {self.info.name} has no face {ascii(face)[:80]}")
+        if precondition is not None:
+            precondition.check(owner)
+        self.delete_faces(owner, [int(face)])
+        self._save(owner, owner)
+
+    def delete_expired(self, persons: Sequence[int]) -> list[int]:
+        """Delete those of ``persons`` whose time has come; returns their ids."""
+        found = self.find_all([int(person) for person in persons if is_id(person)])
+        gone = [person for person in found if is_expired(person.expires)]
+        for person in gone:
+            self.delete(person)
+        return [person.id for person in gone]
+
+    def _save(self, former: Person, changed: Person) -> Person:
+        """Store a changed person under the next revision, if the store counts any."""
+        changed = replace(changed, revision=former.revision + 1 if former.revision else 0)
+        self.update(former, changed)
+        return changed
 
 
 @dataclass(frozen=True)
-class NewPerson:
-    """A person to enrol.
+class Change(Generic[_T]):
+    """What is to be done in a transaction of a collection.
 
     Attributes:
-        vectors: (n, dim), n >= 0, of any length but zero.
-        external_id: the caller's own id, 1 to 128 printable characters, unique within a collection.
-        expires: an ISO 8601 date or date-time, from which on the person is not found and will be deleted.
+        work: ``work(rows, checked)`` does it.
+        check: ``check(info)`` checks first, if it can without a lock, what is to be written; returns ``checked``.
+        idempotent: its answer is stored with the change.
+        deleting: it may use the space that is kept back on a full disk.
     """
 
-    vectors: npt.ArrayLike
-    name: str | None = None
-    metadata: Metadata = field(default_factory=dict)
-    external_id: str | None = None
-    expires: str | None = None
+    work: Callable[[Rows, Any], _T]
+    check: Callable[[Collection], Any] = lambda info: None
+    idempotent: IdempotentRequest | None = None
+    deleting: bool = False
 
 
-@dataclass(frozen=True)
-class Person:
-    """A stored person.
-
-    Attributes:
-        faces: ids of the faces, ascending.
-        created, expires: ISO 8601, UTC.
-        revision: 1 for a new person, and one more after every change of the person or its faces; 0 where the store
-            counts none.
-    """
-
-    id: int
-    name: str | None
-    metadata: Metadata
-    faces: tuple[int, ...]
-    created: str
-    external_id: str | None = None
-    revision: int = 1
-    expires: str | None = None
-
-
-@dataclass(frozen=True)
-class PersonSummary:
-    """The part of a person that is shown with a match."""
-
-    id: int
-    name: str | None
-    metadata: Metadata
-    external_id: str | None = None
-
-
-class Unchanged(enum.Enum):
-    """The type of :data:`KEEP`."""
-
-    KEEP = "keep"
-
-
-KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where None would remove it
-
-
-@dataclass(frozen=True)
-class Precondition:
-    """What a change requires of its person, checked in the change's own transaction.
-
-    Attributes:
-        exists: whether there has to be such a person.
-        revisions: (id, revision) of the persons that will do; None: any.
-    """
-
-    exists: bool = True
-    revisions: frozenset[tuple[int, int]] | None = None
-
-    def check(self, person: Person | None) -> None:
-        """Raise :class:`PreconditionError` unless ``person`` (None: there is none) is as required."""
-        if not self.exists and person is not None:
-            raise PreconditionError(f"there is such a person already: {person.id}; read it, and change that")
-        if self.exists and person is None:
-            raise PreconditionError("there is no such person; leave the condition out to make it")
-        if person is not None and self.revisions is not None and (person.id, person.revision) not in self.revisions:
-            raise PreconditionError(
-                f"person {person.id} was changed since it was read; read it again, and then change it"
-            )
-
-
-@dataclass(frozen=True)
-class IdempotentRequest:
-    """A request that may be sent again: its answer is stored in the transaction of its write.
-
-    Attributes:
-        token, key: who sent it, and the key that it was sent with.
-        fingerprint: hash of the request, by which another one under the same key is known.
-        answer: HTTP status and body of the answer, from what the store's method returns.
-    """
-
-    token: str
-    key: str
-    fingerprint: bytes
-    answer: Callable[[Any], tuple[int, bytes]]
-
-
-@dataclass(frozen=True)
-class StoredAnswer:
-    """The answer to an :class:`IdempotentRequest` that was done."""
-
-    fingerprint: bytes
-    status: int
-    body: bytes
-
-
-class Match(NamedTuple):
-    """A search hit: ``score`` is the cosine of the person's best face, ``face`` the id of that face."""
-
-    person: int
-    face: int
-    score: float
-
-
-class Store(Protocol):
+class Store(ABC):
     """A durable gallery. Its methods may be called from several threads at once.
 
     Raises, from every method: :class:`NotFoundError` for an unknown collection, person or face;
@@ -185,11 +223,48 @@ class Store(Protocol):
     A person whose time has come (``expires``) is found by no method but :meth:`expired`, and is deleted by
     :meth:`delete_expired`. With ``idempotent`` a method stores the request's answer in the transaction of its change,
     and raises :class:`ConflictError` if there is one for the key already.
+
+    Attributes:
+        folder: where the store keeps its files; None: a server keeps them.
+        lacks: what the backend has not, as :class:`UnsupportedError` names it.
     """
 
+    folder: Path | None = None
+    lacks: frozenset[str] = frozenset()
+
+    # --- what a backend gives besides the methods that are abstract below ---
+
+    @abstractmethod
+    def _reading(self, collection: str) -> AbstractContextManager[Rows]:
+        """Yield the rows of a collection to a reader."""
+
+    @abstractmethod
+    def _change(self, collection: str, change: Change[_T]) -> _T:
+        """Run a change in a transaction that no other change of the collection overlaps."""
+
+    @abstractmethod
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
+        """Create a collection whose name and dimension are valid; None: there is one of the name."""
+
+    @abstractmethod
+    def _search(
+        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
+    ) -> list[list[Match]]:
+        """Search with valid options for queries that were not checked."""
+
+    def _refuse(self, what: str, given: object) -> None:
+        """Raise :class:`UnsupportedError` if something was given that needs what the backend lacks."""
+        if given is not None and what in self.lacks:
+            backend = type(self).__name__.removesuffix("Store")
+            raise UnsupportedError(f"a store in {backend} has no {what}; leave them out, or use a folder or Postgres")
+
+    # --- collections ---
+
+    @abstractmethod
     def collections(self) -> list[Collection]:
         """List all collections by name."""
 
+    @abstractmethod
     def collection(self, name: str) -> Collection:
         """Return one collection."""
 
@@ -197,9 +272,18 @@ class Store(Protocol):
         self, name: str, dim: int, contract_id: str, *, idempotent: IdempotentRequest | None = None
     ) -> Collection:
         """Create a collection. A name is 1 to 64 letters, digits, ``_``, ``-`` or ``.``, beginning with a letter."""
+        self._refuse("idempotency keys", idempotent)
+        validation.check_collection(name, dim, contract_id)
+        created = self._create(name, int(dim), contract_id, idempotent)
+        if created is None:
+            raise ConflictError(f"a collection {name} exists already; name another one, or delete it")
+        return created
 
+    @abstractmethod
     def delete_collection(self, name: str) -> None:
         """Delete a collection and everything in it."""
+
+    # --- persons and faces ---
 
     def add_persons(
         self,
@@ -210,25 +294,51 @@ class Store(Protocol):
         idempotent: IdempotentRequest | None = None,
     ) -> list[Person]:
         """Enrol all of ``persons`` or none; ``contract_id`` is the one their vectors were made under."""
+        self._refuse("idempotency keys", idempotent)
+        for person in persons:
+            self._refuse("external ids", person.external_id)
+            self._refuse("expiry dates", person.expires)
+        check = _comparable(contract_id, lambda dim: validation.check_persons(persons, dim))
+        return self._change(collection, Change(Rows.enrol, check, idempotent))
 
     def put_person(
         self, collection: str, person: NewPerson, contract_id: str, *, precondition: Precondition | None = None
     ) -> tuple[Person, bool]:
         """Enrol ``person``, or replace all of the one with its external id; returns True beside a new one."""
+        validation.check_external_id(person.external_id)
+        self._refuse("external ids", person.external_id)
+        check = _comparable(contract_id, lambda dim: validation.check_persons([person], dim)[0])
+        return self._change(collection, Change(lambda rows, checked: rows.put(checked, precondition), check))
 
     def person(self, collection: str, person: int) -> Person:
         """Return one person."""
+        with self._reading(collection) as rows:
+            return rows.require(person)
 
     def find_person(self, collection: str, external_id: str) -> Person:
         """Return the person with an external id."""
+        validation.check_external_id(external_id)
+        self._refuse("external ids", external_id)
+        with self._reading(collection) as rows:
+            found = rows.living(external_id)
+        if found is None:
+            raise NotFoundError(f"{collection} has no person with the external id {external_id!a}")
+        return found
 
     def persons(
         self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
     ) -> list[Person]:
         """Return up to ``limit`` persons with ids above ``after`` that match ``filter``, by ascending id."""
+        validation.check_page(after, limit, filter)
+        with self._reading(collection) as rows:
+            return rows.page(min(max(int(after), 0), MAX_ID), min(int(limit), MAX_ID), filter)
 
     def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
         """Return the persons among ``ids`` that exist, by id. The metadata may be shared: do not modify it."""
+        with self._reading(collection) as rows:
+            found = rows.find_all(sorted({int(id) for id in ids if is_id(id)}))
+        living = (one for one in found if not is_expired(one.expires))
+        return {one.id: PersonSummary(one.id, one.name, one.metadata, one.external_id) for one in living}
 
     def update_person(
         self,
@@ -241,9 +351,17 @@ class Store(Protocol):
         precondition: Precondition | None = None,
     ) -> Person:
         """Change the name or the expiry, or replace the metadata of a person; None removes a name or an expiry."""
+        self._refuse("revisions", precondition)
+        self._refuse("expiry dates", None if expires is KEEP else expires)
+        fields = validation.check_fields(name=name, metadata=metadata, expires=expires)
+        return self._change(collection, Change(lambda rows, _: rows.set_fields(person, fields, precondition)))
 
     def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
         """Delete a person and all faces: no later search finds them."""
+        self._refuse("revisions", precondition)
+        self._change(
+            collection, Change(lambda rows, _: rows.delete(rows.expected(person, precondition)), deleting=True)
+        )
 
     def add_faces(
         self,
@@ -255,12 +373,24 @@ class Store(Protocol):
         idempotent: IdempotentRequest | None = None,
     ) -> list[int]:
         """Add faces (n, dim) to a person; returns their ids."""
+        self._refuse("idempotency keys", idempotent)
+        check = _comparable(contract_id, lambda dim: unit_vectors(vectors, dim))
+        return self._change(
+            collection, Change(lambda rows, checked: rows.add_faces(person, checked), check, idempotent)
+        )
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
         """Delete one face of a person."""
+        self._refuse("revisions", precondition)
+        self._change(collection, Change(lambda rows, _: rows.delete_face(person, face, precondition), deleting=True))
 
     def vectors(self, collection: str, person: int) -> Float32:
         """Return the stored vectors (n, dim) of a person, unit length, in the order of ``Person.faces``."""
+        with self._reading(collection) as rows:
+            found = rows.require(person)
+            return rows.vectors_of([found])[found.id]
+
+    # --- searches ---
 
     def search(
         self,
@@ -276,88 +406,117 @@ class Store(Protocol):
         Matches are sorted best first. A person appears once, with the best face. ``filter`` is applied before
         ranking, so k persons are returned whenever k match it. Fewer than k qualifying persons are all returned.
         """
+        validation.check_search(k, threshold, filter)
+        return self._search(collection, queries, int(k), float(threshold), filter)
+
+    def prepare_filter(self, collection: str, filter: Filter) -> Filter:
+        """Look up who matches, where that takes long, for one search with the result soon after, on any thread."""
+        return filter
+
+    def stopping_when(self, stop: Callable[[], bool]) -> AbstractContextManager[None]:
+        """End what this thread reads in the block as soon as ``stop`` says so, by :class:`DeadlineError`."""
+        return nullcontext()
+
+    # --- persons whose time has come, and answers ---
 
     def expired(self, limit: int) -> dict[str, list[Person]]:
         """Return up to ``limit`` persons whose time has come, by collection."""
+        found: dict[str, list[Person]] = {}
+        for name in self._names_with_expired():
+            with suppress(NotFoundError), self._reading(name) as rows:  # somebody deleted the collection meanwhile
+                found[name] = rows.expired(limit)
+                limit -= len(found[name])
+        return found
+
+    def _names_with_expired(self) -> list[str]:
+        """Return the collections in which somebody's time may have come."""
+        return []
 
     def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
         """Delete those of ``persons`` whose time has come; returns their ids."""
+        return self._change(collection, Change(lambda rows, _: rows.delete_expired(persons), deleting=True))
 
+    @abstractmethod
     def stored_answer(self, token: str, key: str) -> StoredAnswer | None:
         """Return the answer to the request that was done under a key."""
 
+    @abstractmethod
     def store_answer(self, idempotent: IdempotentRequest, result: Any) -> None:
         """Store the answer to a request that changed nothing in the store."""
 
+    @abstractmethod
     def forget_answers(self, before: str, most: int) -> int:
         """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
 
+    # --- maintenance ---
+
+    def last_change(self) -> int | None:
+        """Return the number of the last change of a collection, person or face; None: the store counts none."""
+        return None
+
+    @abstractmethod
     def compact(self, collection: str | None = None) -> None:
         """Merge additions and deletions into the searched files now; no file then holds what was deleted."""
 
+    @abstractmethod
     def snapshot(self, target: Path) -> None:
         """Write a consistent copy of everything to the new folder ``target``; :class:`ConflictError` if it exists."""
 
+    @abstractmethod
     def check(self) -> dict[str, Any]:
         """Verify everything stored and return counts. Raises :class:`IntegrityError` naming what is damaged."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
-        """Cheap figures for metrics and health: ``{collection: {"rows", "delta", "tombstones", "recall", …}}``."""
+        """Cheap figures for metrics and health: ``{collection: {"rows", "delta", "tombstones", "recall", …}}``.
 
+        Those here are of a store that searches all rows, so there is no delta and the recall is 1.
+        """
+        return {
+            info.name: {"rows": info.faces, "persons": info.persons, "delta": 0, "tombstones": 0, "recall": 1.0}
+            for info in self.collections()
+        }
+
+    @abstractmethod
     def close(self) -> None:
         """Finish running work and release the store."""
 
 
-def open_store(
-    spec: str | Path,
-    *,
-    precision: str = "bf16",
-    latency_ms: float | None = None,
-    compact_within: float = COMPACT_WITHIN,
-    key_file: str | Path | None = None,
-) -> Store:
-    """Open the store that ``spec`` names; creates it if there is none.
+def _comparable(contract_id: str, check: Callable[[int], _T]) -> Callable[[Collection], _T]:
+    """Return the check of a change whose vectors are of ``contract_id``, and valid if ``check(dim)`` says so."""
 
-    Args:
-        spec: a folder (SQLite and files), or the address of a server with its scheme: "milvus:URI", "postgres:DSN".
-        precision: "bf16" or "fp32", of the copy of the vectors that a folder's store scans; ignored by servers.
-        latency_ms: target for a single query in a folder's store, beyond which approximate search is tried; None:
-            always exact. Ignored by servers.
-        compact_within: seconds after which no file of a folder's store holds a deleted face's vector, or texts of a
-            person who was deleted, or which were changed. Ignored by servers.
-        key_file: with the master key of a folder's store whose vectors are encrypted, as ``openssl rand -base64 32``
-            writes it; None: they are not.
+    def checked(info: Collection) -> _T:
+        validation.check_contract(info, contract_id)
+        return check(info.dim)
 
-    Raises:
-        UsageError: ``spec`` or an argument is invalid, or the backend's packages are not installed.
-        PlscError: the store cannot be opened; see the backend.
+    return checked
+
+
+# --- the numbers that a store gives its changes, handed from the thread that commits one to whoever logs it ---
+
+_NUMBERS: ContextVar[list[int] | None] = ContextVar("numbers of changes", default=None)
+
+
+def collect_changes() -> None:
+    """Keep the numbers of changes made from here on in this context, and in copies of it.
+
+    A store may count its changes, in their transactions. So a log that names the number of each shows later which
+    changes have no line in it.
     """
-    server = _server(spec)
-    if server is not None and key_file is not None:
-        raise UsageError(f"--encrypt: {display_name(spec)} keeps its own files; encrypt the disk of that server")
-    if server is not None:
-        module, _, function = server.opener.partition(":")
-        opener: Callable[[str], Store] = getattr(importlib.import_module(module), function)
-        return opener(str(spec).partition(":")[2])
-    if not str(spec):
-        raise UsageError(f"no store is named: give a folder, {SPEC_FORMS}")
-    from plsc.gallery.sqlite.store import SqliteStore
-
-    return SqliteStore(
-        spec, precision=precision, latency_ms=latency_ms, compact_within=compact_within, key_file=key_file
-    )
+    _NUMBERS.set([])
 
 
-def store_folder(spec: str | Path) -> Path | None:
-    """Return the folder of the store that ``spec`` names; None if a server keeps it."""
-    return Path(spec) if _server(spec) is None else None
+def note_change(number: int) -> None:
+    """Say that a change got a number and is committed."""
+    numbers = _NUMBERS.get()
+    if numbers is not None:
+        numbers.append(number)
 
 
-def display_name(spec: str | Path) -> str:
-    """Return ``spec`` without a server's address, which may contain a password."""
-    return str(spec) if _server(spec) is None else str(spec).partition(":")[0]
-
-
-def _server(spec: str | Path) -> Server | None:
-    scheme, colon, _ = str(spec).partition(":")
-    return SERVERS.get(scheme) if colon else None
+def take_changes() -> list[int]:
+    """Return the numbers kept in this context since they were last taken."""
+    numbers = _NUMBERS.get()
+    if not numbers:
+        return []
+    taken = numbers[:]
+    numbers.clear()
+    return taken

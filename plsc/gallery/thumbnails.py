@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -20,8 +20,9 @@ import torch
 from plsc.data.codec import encode_image
 from plsc.errors import NotFoundError
 from plsc.files import make_private_folder, open_private, restrict, storage_errors, sync
-from plsc.gallery.store import IdempotentRequest, NewPerson, Person, Precondition, Store
+from plsc.gallery.store import Store
 from plsc.gallery.validation import check_external_id
+from plsc.gallery.values import IdempotentRequest, NewPerson, Person, Precondition
 from plsc.progress import note
 
 _BUCKET_PERSONS = 1000  # of one folder: file systems and people dislike a million entries
@@ -86,9 +87,11 @@ class ThumbnailStore:
             if self._folder is not None:
                 with suppress(NotFoundError):
                     former = self._store.find_person(collection, check_external_id(person.external_id))
-                    _check(precondition, former)
-                    removed = self._contents(self._folder, collection, former)
-                    self._remove(self._folder, collection, former.id, former.faces)
+                    if precondition is not None:
+                        precondition.check(former)
+                    paths = self._paths(collection, former.id, former.faces)
+                    removed = {path: path.read_bytes() for path in paths if path.is_file()}
+                    _remove(paths)
             try:
                 put, is_new = self._store.put_person(collection, person, contract_id, precondition=precondition)
             except BaseException:  # refused, or the disk is full: the person is as before
@@ -119,8 +122,9 @@ class ThumbnailStore:
         with self._lock:
             if self._folder is not None:
                 former = self._store.person(collection, person)
-                _check(precondition, former)
-                self._remove(self._folder, collection, person, former.faces)
+                if precondition is not None:
+                    precondition.check(former)
+                _remove(self._paths(collection, person, former.faces))
             self._store.delete_person(collection, person, precondition=precondition)
 
     def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
@@ -129,8 +133,9 @@ class ThumbnailStore:
             if self._folder is not None:
                 owner = self._store.person(collection, person)
                 if face in owner.faces:
-                    _check(precondition, owner)
-                    self._remove(self._folder, collection, person, [face])
+                    if precondition is not None:
+                        precondition.check(owner)
+                    _remove(self._paths(collection, person, [face]))
             self._store.delete_face(collection, person, face, precondition=precondition)
 
     def delete_expired(self, deleted: Callable[[str, Sequence[int]], None] = lambda *_: None) -> bool:
@@ -143,9 +148,8 @@ class ThumbnailStore:
             found = self._store.expired(_EXPIRED_AT_ONCE)
             for collection, persons in found.items():
                 with suppress(NotFoundError):  # somebody deleted the collection meanwhile
-                    if self._folder is not None:
-                        for person in persons:
-                            self._remove(self._folder, collection, person.id, person.faces)
+                    for person in persons:
+                        _remove(self._paths(collection, person.id, person.faces))
                     gone = self._store.delete_expired(collection, [person.id for person in persons])
                     if gone:
                         deleted(collection, gone)
@@ -167,40 +171,21 @@ class ThumbnailStore:
 
     def read(self, collection: str, person: int, face: int) -> bytes:
         """Return the thumbnail of a face, a JPEG file; :class:`NotFoundError` if there is no such face or file."""
-        if self._folder is not None and self.keeps and face in self._store.person(collection, person).faces:
+        if self.keeps and face in self._store.person(collection, person).faces:
             with suppress(FileNotFoundError):
-                return _path(self._collection_folder(self._folder, collection), person, face).read_bytes()
+                return self._paths(collection, person, [face])[0].read_bytes()
         raise NotFoundError(f"there is no thumbnail of face {face} of person {person} in {collection}")
 
     def _write(self, collection: str, person: int, faces: Sequence[int], crops: Sequence[Crop]) -> None:
-        if self._folder is None or not self.keeps:
+        if not self.keeps:
             return
-        folder = self._collection_folder(self._folder, collection)
         try:
-            for face, crop in zip(faces, crops, strict=True):
+            for path, crop in zip(self._paths(collection, person, faces), crops, strict=True):
                 if crop is not None:
-                    path = _path(folder, person, face)
                     make_private_folder(path.parent)
                     _write_file(path, encode_image(crop))
         except OSError as error:  # the enrolment is committed: it has not failed, and is not said to have
             note(f"plsc gallery: a thumbnail was not kept: {error.strerror}")
-
-    def _contents(self, root: Path, collection: str, person: Person) -> dict[Path, bytes]:
-        """The thumbnails that a person has."""
-        folder, found = self._collection_folder(root, collection), {}
-        for path in (_path(folder, person.id, face) for face in person.faces):
-            with suppress(FileNotFoundError):
-                found[path] = path.read_bytes()
-        return found
-
-    def _remove(self, root: Path, collection: str, person: int, faces: Iterable[int]) -> None:
-        folder = self._collection_folder(root, collection)
-        paths = [_path(folder, person, face) for face in faces]
-        with storage_errors(root):
-            for path in paths:
-                path.unlink(missing_ok=True)
-            for parent in {path.parent for path in paths if path.parent.is_dir()}:
-                sync(parent)
 
     def _sweep(self, root: Path, collection: str) -> None:
         """Remove files of faces that the store does not hold, and folders of collections that it does not hold."""
@@ -221,20 +206,26 @@ class ThumbnailStore:
         except NotFoundError:
             return ()
 
+    def _paths(self, collection: str, person: int, faces: Sequence[int]) -> list[Path]:
+        """Where the thumbnails of faces are; none where there is no folder."""
+        if self._folder is None:
+            return []
+        bucket = self._collection_folder(self._folder, collection) / str(int(person) // _BUCKET_PERSONS)
+        return [bucket / f"{int(person)}-{int(face)}.jpg" for face in faces]
+
     def _collection_folder(self, root: Path, collection: str) -> Path:
         """The folder of a collection. Its name has the time of creation: a new collection of the name is another."""
         created = re.sub(r"\D", "", self._store.collection(collection).created)
         return root / f"{collection}@{created}"
 
 
-def _check(precondition: Precondition | None, person: Person) -> None:
-    """Fail before a thumbnail is removed where the store would refuse the change behind it."""
-    if precondition is not None:
-        precondition.check(person)
-
-
-def _path(folder: Path, person: int, face: int) -> Path:
-    return folder / str(int(person) // _BUCKET_PERSONS) / f"{int(person)}-{int(face)}.jpg"
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        with storage_errors(path):
+            path.unlink(missing_ok=True)
+    for parent in {path.parent for path in paths if path.parent.is_dir()}:
+        with storage_errors(parent):
+            sync(parent)
 
 
 def _write_file(path: Path, content: bytes) -> None:

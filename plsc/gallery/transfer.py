@@ -10,7 +10,7 @@ such a set, or any other.
 
 COPY/
   manifest.json              with its own digest: every collection with its figures, and {file: {"bytes", "sha256"}}
-  00000.persons.jsonl        a line of plsc.gallery.store.Person's fields for each person, by id; "faces" are ids
+  00000.persons.jsonl        a line of plsc.gallery.values.Person's fields for each person, by id; "faces" are ids
   00000.vectors.npy          (faces, dim) float32 of unit length, in the order of the persons' faces
 
 Either way enrolling gives new ids, times and revisions, and keeps external ids and expiry dates. Persons who expired
@@ -18,10 +18,9 @@ are left out.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -35,20 +34,19 @@ from plsc.embedding.set_writer import SetWriter, ShardRows
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError
 from plsc.files import (
     Manifest,
-    atomic_replace_dir,
+    atomic_private_folder,
     describe_files,
     make_folder,
-    make_private_folder,
     manifest_value,
     open_described,
     read_manifest,
-    restrict,
     storage_errors,
     verify_files,
     write_manifest,
 )
-from plsc.gallery.store import Collection, Float32, NewPerson, Person, Store
-from plsc.gallery.validation import MAX_ID
+from plsc.gallery.store import Store
+from plsc.gallery.validation import MAX_ID, check_new
+from plsc.gallery.values import Collection, Float32, NewPerson, Person
 from plsc.index.rows import Int64, Mask, searchable
 from plsc.progress import Progress
 
@@ -79,8 +77,7 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
         StorageError: there is no room. After any of them nothing is left of the set.
     """
     target, info = Path(folder), store.collection(collection)
-    if target.exists():
-        raise ConflictError(f"{target} exists already; name a new folder")
+    check_new(target)
     expired = store.expired(MAX_ID).get(collection, [])
     rows = info.faces - sum(len(person.faces) for person in expired)
     settings = {
@@ -94,65 +91,50 @@ def export_set(store: Store, collection: str, folder: str | Path, *, quiet: bool
     try:
         with storage_errors(target):
             writer.begin()
-            names = _write_rows(writer, store, collection, Progress("export", rows, "faces", quiet=quiet))
+            names: dict[str, None] = {}
+            progress = Progress("export", rows, "faces", quiet=quiet)
+            _write_shards(writer, _exported_rows(store, collection, target / PERSONS, names, progress))
+            progress.finish()
             origin = {"collection": collection, "persons": len(names)}
             writer.origin["gallery"] = {**origin, "files": describe_files(target, [PERSONS])}
-            return writer.finish(names)
+            return writer.finish(list(names))
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)
         raise
 
 
-def _write_rows(writer: SetWriter, store: Store, collection: str, progress: Progress) -> list[str]:
-    """Write all shards and persons.jsonl; returns the class names."""
-    names: dict[str, None] = {}
-    shards = _ShardBuffer(writer)
-    with (writer.folder / PERSONS).open("w", encoding="utf-8") as file:
+def _exported_rows(
+    store: Store, collection: str, path: Path, names: dict[str, None], progress: Progress
+) -> Iterator[tuple[Float32, int, int, str]]:
+    """Yield (vector, face, label, key) of each face; write persons.jsonl, and add the classes to ``names``."""
+    with path.open("w", encoding="utf-8") as file:
         for person in _all_persons(store, collection):
             line = {name: getattr(person, name) for name in _EXPORTED}
             file.write(json.dumps(line, allow_nan=False) + "\n")
-            vectors = store.vectors(collection, person.id)
+            vectors, label = store.vectors(collection, person.id), len(names)
             if len(vectors) != len(person.faces):
                 raise DataError(f"person {person.id} changed while {collection} was exported; export it again")
-            shards.add(person, len(names), vectors)
+            for face, vector in zip(person.faces, vectors, strict=True):
+                yield vector, face, label, f"person/{person.id}/face/{face}"
             names[_class_name(person, names)] = None
             progress.advance(len(person.faces))
-    shards.finish()
-    progress.finish()
-    return list(names)
 
 
-class _ShardBuffer:
-    """Rows waiting to fill a shard of the length that the set was begun with."""
-
-    def __init__(self, writer: SetWriter) -> None:
-        self._writer, self._shard, self._rows = writer, 0, 0
-        self._vectors: list[Float32] = []
-        self._faces: list[tuple[int, int, str]] = []
-
-    def add(self, person: Person, label: int, vectors: Float32) -> None:
-        """Add the faces of a person, and write the shards that they fill."""
-        self._vectors.extend(vectors)
-        self._faces += [(face, label, f"person/{person.id}/face/{face}") for face in person.faces]
-        while len(self._faces) >= _SHARD_ROWS:
-            self._publish(_SHARD_ROWS)
-
-    def finish(self) -> None:
-        """Write the rest; :class:`DataError` if there were more or fewer faces than the collection counted."""
-        if self._faces:
-            self._publish(len(self._faces))
-        if self._rows != self._writer.settings["rows"]:
-            raise DataError(f"{self._writer.folder}: the collection changed while it was exported; export it again")
-
-    def _publish(self, count: int) -> None:
-        if self._shard >= self._writer.shard_count:
-            raise DataError(f"{self._writer.folder}: the collection grew while it was exported; export it again")
-        ids, labels, keys = zip(*self._faces[:count], strict=True)
-        vectors = np.array(self._vectors[:count], dtype=np.float32)
+def _write_shards(writer: SetWriter, rows: Iterator[tuple[Float32, int, int, str]]) -> None:
+    """Write all shards; :class:`DataError` if there are more or fewer faces than the collection counted."""
+    first = 0
+    for shard in range(writer.shard_count + 1):
+        part = list(islice(rows, _SHARD_ROWS))
+        if not part:
+            break
+        if shard == writer.shard_count:
+            raise DataError(f"{writer.folder}: the collection grew while it was exported; export it again")
+        vectors, ids, labels, keys = zip(*part, strict=True)
         columns = np.array(ids, dtype=np.int64), np.array(labels, dtype=np.int64)
-        self._writer.publish(self._shard, ShardRows(self._rows, vectors, *columns, keys))
-        self._vectors, self._faces = self._vectors[count:], self._faces[count:]
-        self._shard, self._rows = self._shard + 1, self._rows + count
+        writer.publish(shard, ShardRows(first, np.array(vectors, dtype=np.float32), *columns, keys))
+        first += len(part)
+    if first != writer.settings["rows"]:
+        raise DataError(f"{writer.folder}: the collection changed while it was exported; export it again")
 
 
 def _all_persons(store: Store, collection: str) -> Iterator[Person]:
@@ -192,14 +174,19 @@ def import_set(
     source = embedding_set if isinstance(embedding_set, EmbeddingSet) else EmbeddingSet(embedding_set)
     source.verify()
     is_new = collection not in {info.name for info in store.collections()}
-    if is_new:
-        store.create_collection(collection, source.dim, source.contract_id)
-    try:
+    with _new_collection(store, collection, source.dim, source.contract_id) if is_new else nullcontext():
         return _import_rows(store, collection, source, quiet)
+
+
+@contextmanager
+def _new_collection(store: Store, name: str, dim: int, contract_id: str) -> Iterator[None]:
+    """Create a collection for the block, and delete it again if that fails."""
+    store.create_collection(name, dim, contract_id)
+    try:
+        yield
     except BaseException:
-        if is_new:
-            with suppress(NotFoundError):
-                store.delete_collection(collection)
+        with suppress(NotFoundError):
+            store.delete_collection(name)
         raise
 
 
@@ -286,22 +273,13 @@ def write_copy(target: Path, collections: Sequence[tuple[Collection, PersonRows]
 
     :class:`ConflictError` if ``target`` exists; if writing fails, nothing is left of it.
     """
-    if target.exists():
-        raise ConflictError(f"{target} exists already; name a new folder")
+    check_new(target)
     make_folder(target.parent)
-    tmp_path = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    try:
-        with storage_errors(target):
-            make_private_folder(tmp_path)
-            infos = [_write_collection(tmp_path, index, *item) for index, item in enumerate(collections)]
-            names = sorted(path.name for path in tmp_path.iterdir())
-            content: Manifest = {"format": COPY_FORMAT, "version": COPY_VERSION, "collections": infos}
-            write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, names)})
-            restrict(tmp_path)
-            atomic_replace_dir(tmp_path, target)
-    finally:
-        shutil.rmtree(tmp_path, ignore_errors=True)
+    with storage_errors(target), atomic_private_folder(target) as tmp_path:
+        infos = [_write_collection(tmp_path, index, *item) for index, item in enumerate(collections)]
+        names = sorted(path.name for path in tmp_path.iterdir())
+        content: Manifest = {"format": COPY_FORMAT, "version": COPY_VERSION, "collections": infos}
+        write_manifest(tmp_path, {**content, "files": describe_files(tmp_path, names)})
 
 
 def read_copy(folder: Path) -> list[tuple[Collection, Iterator[tuple[Person, Float32]]]]:
@@ -334,17 +312,13 @@ def copy_into(store: Store, folder: Path) -> list[Collection]:
 
 
 def _enrol_collection(store: Store, info: Collection, rows: Iterator[tuple[Person, Float32]]) -> Collection:
-    store.create_collection(info.name, info.dim, info.contract_id)
-    try:
+    with _new_collection(store, info.name, info.dim, info.contract_id):
         while batch := list(islice(rows, _COPY_BATCH_PERSONS)):
             new = [
                 NewPerson(vectors, person.name, person.metadata, person.external_id, person.expires)
                 for person, vectors in batch
             ]
             store.add_persons(info.name, new, info.contract_id)
-    except BaseException:
-        store.delete_collection(info.name)
-        raise
     return store.collection(info.name)
 
 

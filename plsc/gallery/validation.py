@@ -6,15 +6,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from plsc.errors import ConflictError, UsageError, quoted
+from plsc.errors import ConflictError, IntegrityError, NotFoundError, UsageError, quoted
 from plsc.gallery.filters import Filter, check_metadata, is_storable
-from plsc.gallery.store import KEEP, Collection, Float32, NewPerson, Person
+from plsc.gallery.values import KEEP, Collection, Float32, NewPerson, Person
 from plsc.index.rows import unit_vectors
 
+LENGTH_TOLERANCE = 1e-3  # of a vector that a server gives back
 MAX_DIM = 16_384
 MAX_ID = 2**63 - 1
 MAX_NAME = 1024  # characters of a person's name
@@ -48,12 +50,28 @@ def is_expired(expires: str | None) -> bool:
 
 def check_collection(name: str, dim: int, contract_id: str) -> None:
     """Raise :class:`UsageError` unless a collection may have this name, dimension and contract id."""
-    if not isinstance(name, str) or not _COLLECTION.fullmatch(name):
+    if not is_collection_name(name):
         raise UsageError(f"no collection can be named {quoted(name)}: {COLLECTION_NAME_RULE}")
     if not _is_integer(dim) or not 1 <= dim <= MAX_DIM:
         raise UsageError(f"a collection's dim is 1 to {MAX_DIM}, not {ascii(dim)[:80]}")
     if not isinstance(contract_id, str) or not 0 < len(contract_id) <= 256 or not is_storable(contract_id):
         raise UsageError(f"a contract id is a string of 1 to 256 characters, not {ascii(contract_id)[:80]}")
+
+
+def no_collection(name: Any) -> NotFoundError:
+    """Return the error for a collection that does not exist."""
+    return NotFoundError(f"there is no collection {ascii(name)[:80]}; make it first")
+
+
+def is_collection_name(name: Any) -> bool:
+    """Return True if a collection could have this name."""
+    return isinstance(name, str) and _COLLECTION.fullmatch(name) is not None
+
+
+def check_new(target: Path) -> None:
+    """Raise :class:`ConflictError` if there is something where a new folder is to be."""
+    if target.exists():
+        raise ConflictError(f"{target} exists already; name a new folder")
 
 
 def check_contract(collection: Collection, contract_id: str) -> None:
@@ -139,8 +157,27 @@ def _check_person(person: NewPerson, dim: int) -> ValidPerson:
     )
 
 
+def number_persons(persons: Sequence[ValidPerson], first: int, *, revision: int = 1) -> list[Person]:
+    """Return ``persons`` as they are to be stored under ids from ``first`` on, each followed by those of its faces."""
+    made, created = list[Person](), now()
+    for person in persons:
+        faces = tuple(range(first + 1, first + 1 + len(person.vectors)))
+        about = (person.name, person.metadata, faces, created, person.external_id)
+        made.append(Person(first, *about, revision, person.expires))
+        first += 1 + len(faces)
+    return made
+
+
+def miscounted(info: Collection, persons: int, faces: int) -> IntegrityError:
+    """Return the error for a collection on a server that holds others than it counted."""
+    return IntegrityError(
+        f"collection {info.name} holds {persons} people and {faces} faces instead of {info.persons} and {info.faces}; "
+        "restore a snapshot"
+    )
+
+
 def check_fields(**fields: Any) -> dict[str, Any]:
-    """Return the fields of an update but for those to :data:`~plsc.gallery.store.KEEP`, ready to be stored."""
+    """Return the fields of an update but for those to :data:`~plsc.gallery.values.KEEP`, ready to be stored."""
     checks = {"name": check_name, "metadata": check_metadata, "expires": check_expires}
     return {name: checks[name](value) for name, value in fields.items() if value is not KEEP}
 
@@ -149,13 +186,6 @@ def same_content(one: Person, other: Person) -> bool:
     """Return True if two persons have the same name, expiry and metadata: to Python alone, 1 equals True and 1.0."""
     first, second = (json.dumps([person.name, person.expires, dict(person.metadata)]) for person in (one, other))
     return first == second
-
-
-def taken_external_id(collection: str, external_id: str) -> ConflictError:
-    """Return the error for an enrolment under an external id that a person has."""
-    return ConflictError(
-        f"{collection} has a person with the external id {external_id!a} already; put a person to replace it"
-    )
 
 
 def check_search(k: int, threshold: float, filter: Filter | None) -> None:

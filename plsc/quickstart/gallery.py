@@ -12,8 +12,10 @@ from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.evaluation.calibration import calibrate, write_calibration
 from plsc.evaluation.roc import Roc
 from plsc.files import atomic_replace_dir
-from plsc.gallery.store import NewPerson, Store, open_store
+from plsc.gallery.backends import open_store
+from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
+from plsc.gallery.values import NewPerson
 from plsc.quickstart import QuickstartPaths
 
 COLLECTION = "people"

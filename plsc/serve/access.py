@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
-    from plsc.gallery.store import Match
+    from plsc.gallery.values import Match
     from plsc.serve.errors import ApiError
     from plsc.serve.rate_limits import Kind, RateLimit
     from plsc.serve.settings import Settings

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plsc.gallery.change_numbers import collect_changes, take_changes
+from plsc.gallery.store import collect_changes, take_changes
 from plsc.serve.access import Caller, Permission, local_caller, set_caller
 from plsc.serve.audit import MAX_IDS, Event
 from plsc.serve.connections import UNKNOWN_HEAD_BYTES, UNKNOWN_TARGET_BYTES, Connection, head_too_large, target_too_long

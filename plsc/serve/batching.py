@@ -22,7 +22,8 @@ import orjson
 
 from plsc.errors import PlscError
 from plsc.gallery.filters import Filter, PreparedFilter
-from plsc.gallery.store import Match, Store
+from plsc.gallery.store import Store
+from plsc.gallery.values import Match
 from plsc.serve.decoding import call_in, settle
 from plsc.serve.errors import ApiError
 from plsc.serve.inputs import Float32

@@ -17,7 +17,7 @@ import numpy as np
 import orjson
 import torch
 
-from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.values import NewPerson, Person
 from plsc.serve.access import ScoreView, current_caller
 from plsc.serve.batching import Search
 from plsc.serve.errors import ApiError, KnownPerson

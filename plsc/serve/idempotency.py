@@ -17,7 +17,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from plsc.errors import ConflictError
-from plsc.gallery.store import IdempotentRequest, Store, StoredAnswer
+from plsc.gallery.store import Store
+from plsc.gallery.values import IdempotentRequest, StoredAnswer
 from plsc.serve.access import current_caller
 from plsc.serve.errors import RETRY_SECONDS, ApiError
 from plsc.serve.schemas import header_parameter

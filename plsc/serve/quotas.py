@@ -9,7 +9,8 @@ import orjson
 
 from plsc.errors import NotFoundError
 from plsc.gallery.sqlite import COLLECTIONS, SQLITE
-from plsc.gallery.store import Metadata, Store
+from plsc.gallery.store import Store
+from plsc.gallery.values import Metadata
 from plsc.serve.errors import ApiError
 from plsc.serve.settings import Limits
 
@@ -71,7 +72,7 @@ class Quotas:
         return True
 
     def _check_bytes(self) -> None:
-        limit, folder = self._limits.store_bytes, getattr(self._store, "folder", None)
+        limit, folder = self._limits.store_bytes, self._store.folder
         if limit is not None and folder is not None and (size := store_bytes(folder)) >= limit:
             raise ApiError(
                 507,

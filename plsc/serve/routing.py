@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Scope
 
-from plsc.gallery.store import Person, Precondition
 from plsc.gallery.validation import COLLECTION_NAME
+from plsc.gallery.values import Person, Precondition
 from plsc.serve.access import Permission
 from plsc.serve.errors import ApiError
 from plsc.serve.schemas import header_parameter

@@ -28,8 +28,8 @@ from plsc.gallery.filters import (
     Filter,
     check_metadata,
 )
-from plsc.gallery.store import Person
 from plsc.gallery.validation import MAX_EXTERNAL_ID, check_expires, check_external_id
+from plsc.gallery.values import Person
 from plsc.serve.errors import FORM, KnownPerson
 
 # A picture of 16 x 16 pixels in PNG.

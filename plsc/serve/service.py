@@ -1,7 +1,6 @@
 """Shared state of the routes: model, store, device worker, threads for decoding and storing; and its lifecycle."""
 
 import asyncio
-import contextlib
 import contextvars
 import math
 import time
@@ -17,11 +16,11 @@ import torch
 
 from plsc.embedding.embedder import Embedder, contract_of, embed_images
 from plsc.errors import ConflictError, PlscError
-from plsc.gallery.change_numbers import take_changes
 from plsc.gallery.filters import Filter
 from plsc.gallery.retention import Retention
-from plsc.gallery.store import Collection, Store
+from plsc.gallery.store import Store, take_changes
 from plsc.gallery.thumbnails import ThumbnailStore
+from plsc.gallery.values import Collection
 from plsc.serve.access import current_caller, includes
 from plsc.serve.answer_warnings import UNEXPLAINED, filter_warnings
 from plsc.serve.audit import AuditLog, Event
@@ -75,8 +74,8 @@ class Service:
         self.thumbnails = ThumbnailStore(store, settings.thumbnails, keep=settings.keep_thumbnails)
         self.snapshots = Snapshots(store, settings.snapshots)
         self.audit = AuditLog(settings.audit, rotated_bytes=settings.audit_rotated_bytes, keep=settings.audit_keep)
-        if "write" in settings.audit_events and hasattr(store, "last_change"):
-            self.audit.account_for(store.last_change())
+        if "write" in settings.audit_events and (last_change := store.last_change()) is not None:
+            self.audit.account_for(last_change)
         metrics.watch("audit_sequence", "Newest line of the audit log", lambda: self.audit.head.sequence)
         self.decoders = Decoders(settings.decode_processes, settings.limits.image_pixels, settings.limits.jpeg_pixels)
         self.idempotency = IdempotencyKeys(store, self.in_store)
@@ -96,7 +95,7 @@ class Service:
             observer=metrics,
         )
         self.private_paths = _written(
-            getattr(store, "folder", None), settings.snapshots, settings.thumbnails, settings.audit, settings.tokens
+            store.folder, settings.snapshots, settings.thumbnails, settings.audit, settings.tokens
         )
         for kind in ("embed", "search"):
             metrics.watch(f"{kind}_queue_rows", f"Rows that wait to {kind}", partial(self.worker.waiting, kind))
@@ -166,7 +165,7 @@ class Service:
 
     def search(self, search: Search, deadline: float) -> Awaitable[SearchAnswer]:
         """Matches of each query, with their persons."""
-        if search.filter is not None and hasattr(self.store, "prepare_filter"):
+        if search.filter is not None:
             return self._search_filtered(search, search.filter, deadline)
         return self.worker.submit("search", search, len(search.queries), deadline)
 
@@ -181,8 +180,7 @@ class Service:
         def call() -> Result:
             if time.monotonic() > deadline:
                 raise ApiError(504, "the deadline passed before the filter's turn came; allow more time")
-            limit = getattr(self.store, "stopping_when", lambda stop: contextlib.nullcontext())
-            with limit(lambda: is_gone or time.monotonic() > deadline):
+            with self.store.stopping_when(lambda: is_gone or time.monotonic() > deadline):
                 return function(*args, **keywords)
 
         try:
@@ -284,14 +282,13 @@ class Service:
 
     async def _search_filtered(self, search: Search, filter: Filter, deadline: float) -> SearchAnswer:
         """Search with a filter whose matches are looked up before the device's turn."""
-        prepare: Callable[[str, Filter], Filter] = self.store.prepare_filter  # type: ignore[attr-defined]
         try:
             async with asyncio.timeout_at(deadline):  # the loop's clock is time.monotonic
                 await self._filtering.acquire()
         except TimeoutError:
             raise ApiError(504, "the deadline passed before the filter's turn came; allow more time") from None
         try:
-            prepared = await self.in_filter(deadline, prepare, search.collection, filter)
+            prepared = await self.in_filter(deadline, self.store.prepare_filter, search.collection, filter)
             ready = search._replace(filter=prepared)
             answer: SearchAnswer = await self.worker.submit("search", ready, len(search.queries), deadline)
             return answer

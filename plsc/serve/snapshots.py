@@ -12,7 +12,8 @@ from pydantic import BaseModel
 
 from plsc.errors import NotFoundError, UsageError
 from plsc.files import make_private_folder, remove_leftovers, restrict, storage_errors
-from plsc.gallery.store import IdempotentRequest, Store
+from plsc.gallery.store import Store
+from plsc.gallery.values import IdempotentRequest
 
 _ID = re.compile(r"\d{8}T\d{6}\d{6}Z")
 _LEFTOVER = re.compile(r"\.\d{8}T\d{6}\d{6}Z\.(deleted|\d+\.tmp)")

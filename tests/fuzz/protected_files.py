@@ -23,10 +23,10 @@ from fuzz.mutations import mutated_bytes
 from fuzz.readers import copied, describe_again, read_checkpoint, read_index, read_set
 from plsc.errors import IntegrityError, PlscError
 from plsc.files import canonical_json, read_json, verify_files
-from plsc.gallery.sqlite.backup import restore
-from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.gallery.backends import open_store
+from plsc.gallery.sqlite.backup import check_readers, restore
 from plsc.gallery.sqlite.keys import KeyTable, read_key_file
-from plsc.gallery.store import NewPerson, open_store
+from plsc.gallery.values import NewPerson
 from plsc.models import load_model
 from plsc.serve.audit import AuditLog
 from plsc.serve.audit_chain import Head, verify

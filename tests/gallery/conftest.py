@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from support import encrypted_store
+from support.encrypted_store import Opened, Sealed
 from support.stores import DIM, GALLERY, KINDS, MODEL, Kit, Servers, new_key_file
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Person, Store
+from plsc.gallery.store import Store
 
 SLOW_KINDS = {"milvus": pytest.mark.slow}  # its server on one machine takes as long as all others together
 
@@ -41,10 +42,18 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sealed(tmp_path: Path, key_file: Path) -> tuple[Path, list[Person]]:
+def sealed(tmp_path: Path, key_file: Path) -> Sealed:
     """A closed store of ten persons, with the snapshot ``one`` of all of them."""
     store = SqliteStore(tmp_path / "store", key_file=key_file)
     made = encrypted_store.enrol(store, 10)
     store.snapshot(store.folder / "snapshots" / "one")
     store.close()
     return store.folder, made
+
+
+@pytest.fixture
+def opened(sealed: Sealed, key_file: Path) -> Iterator[Opened]:
+    """The same store, open, which the test does not close."""
+    store = SqliteStore(sealed[0], key_file=key_file)
+    yield store, sealed[1]
+    store.close()

@@ -1,19 +1,21 @@
 """Copies in plain files: written whole or not at all, hashed, and enrolled into any store."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from support.memory_store import MemoryStore
 
 from plsc.errors import ConflictError, DataError, IntegrityError, StorageError
-from plsc.gallery.store import Collection, NewPerson
+from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.transfer import copy_into, read_copy, write_copy
+from plsc.gallery.values import Collection, NewPerson
 
 
-def gallery() -> MemoryStore:
-    store = MemoryStore()
+@pytest.fixture
+def source(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "source")
     random = np.random.default_rng(0)
     store.create_collection("people", 3, "m")
     store.create_collection("empty", 5, "n")
@@ -23,10 +25,18 @@ def gallery() -> MemoryStore:
     ]
     new[7] = replace(new[7], expires="2990-01-01")
     store.add_persons("people", new, "m")
-    return store
+    yield store
+    store.close()
 
 
-def written(store: MemoryStore, target: Path) -> Path:
+@pytest.fixture
+def target(tmp_path: Path) -> Iterator[SqliteStore]:
+    store = SqliteStore(tmp_path / "target")
+    yield store
+    store.close()
+
+
+def written(store: SqliteStore, target: Path) -> Path:
     write_copy(
         target,
         [
@@ -37,8 +47,7 @@ def written(store: MemoryStore, target: Path) -> Path:
     return target
 
 
-def test_a_copy_enrols_everybody_into_another_store(tmp_path: Path) -> None:
-    source, target = gallery(), MemoryStore()
+def test_a_copy_enrols_everybody_into_another_store(source: SqliteStore, target: SqliteStore, tmp_path: Path) -> None:
     made = copy_into(target, written(source, tmp_path / "copy"))
     assert [(one.name, one.dim, one.contract_id, one.persons, one.faces) for one in made] == [
         (one.name, one.dim, one.contract_id, one.persons, one.faces) for one in source.collections()
@@ -53,8 +62,8 @@ def test_a_copy_enrols_everybody_into_another_store(tmp_path: Path) -> None:
     assert target.collection("people").persons == 1200
 
 
-def test_damage_is_named_before_anybody_is_enrolled(tmp_path: Path) -> None:
-    folder, target = written(gallery(), tmp_path / "copy"), MemoryStore()
+def test_damage_is_named_before_anybody_is_enrolled(source: SqliteStore, target: SqliteStore, tmp_path: Path) -> None:
+    folder = written(source, tmp_path / "copy")
     for path in sorted(folder.iterdir()):
         content = path.read_bytes()
         changed = bytes([content[len(content) // 2] ^ 1]) if content else b"x"
@@ -67,17 +76,16 @@ def test_damage_is_named_before_anybody_is_enrolled(tmp_path: Path) -> None:
         read_copy(tmp_path)
 
 
-def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = gallery()
-    (person,) = store.persons("people", limit=1)
+def test_a_copy_that_fails_leaves_nothing(source: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (person,) = source.persons("people", limit=1)
 
     def lost() -> object:
-        yield person, store.vectors("people", person.id)
+        yield person, source.vectors("people", person.id)
         raise StorageError("the connection is lost")
 
     with pytest.raises(StorageError, match="connection"):
-        write_copy(tmp_path / "copy", [(store.collection("people"), lost())])  # type: ignore[arg-type]
-    assert list(tmp_path.iterdir()) == []
+        write_copy(tmp_path / "copy", [(source.collection("people"), lost())])  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "vectors")
@@ -85,11 +93,13 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("plsc.gallery.transfer._add_header", full)
     with pytest.raises(StorageError, match="cannot write vectors: No space left"):
         write_copy(tmp_path / "copy", [(Collection("a", 3, "m", "", 0, 0), [])])
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_enrolment_that_fails_takes_its_collection_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, target = written(gallery(), tmp_path / "copy"), MemoryStore()
+def test_an_enrolment_that_fails_takes_its_collection_back(
+    source: SqliteStore, target: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(source, tmp_path / "copy")
     enrol, calls = target.add_persons, []
 
     def failing(*args: object) -> object:

@@ -21,7 +21,7 @@ from support.waiting import wait_until
 from plsc.errors import StorageError
 from plsc.gallery.sqlite import database, rewriting
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 GALLERY, MODEL = "people", "model-1"
 _TEXT = re.compile(rb"text-(\d+)-(\d+)-")

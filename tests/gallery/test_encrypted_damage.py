@@ -6,12 +6,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from support.encrypted_store import content_of, faces
+from support.encrypted_store import Sealed, content_of, faces
 
 from plsc.files import describe_files, read_manifest, write_manifest
 from plsc.gallery.sqlite.backup import FORMAT, VERSION
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.values import NewPerson
 from plsc.tools.entry import main
 
 OF_SCHEMA = (
@@ -70,7 +70,7 @@ def verify_refused(folder: Path, message: str, words: list[object], capsys: pyte
 
 @pytest.mark.parametrize(("statements", "message"), [*OF_SCHEMA, *OF_ROWS])
 def test_a_crafted_snapshot_is_refused_in_one_line(
-    sealed: tuple[Path, list[Person]],
+    sealed: Sealed,
     key_file: Path,
     tmp_path: Path,
     statements: str,
@@ -89,7 +89,7 @@ def test_a_crafted_snapshot_is_refused_in_one_line(
 
 @pytest.mark.parametrize("statements", [OF_SCHEMA[0][0], OF_ROWS[0][0], OF_ROWS[1][0], OF_ROWS[4][0]])
 def test_a_store_is_checked_beside_a_crafted_snapshot(
-    sealed: tuple[Path, list[Person]], key_file: Path, statements: str, capsys: pytest.CaptureFixture[str]
+    sealed: Sealed, key_file: Path, statements: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = sealed
     snapshot = folder / "snapshots" / "one"
@@ -99,7 +99,7 @@ def test_a_store_is_checked_beside_a_crafted_snapshot(
 
 
 def test_a_snapshot_whose_rows_are_an_empty_file_is_no_gallery(
-    sealed: tuple[Path, list[Person]], key_file: Path, capsys: pytest.CaptureFixture[str]
+    sealed: Sealed, key_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = sealed
     snapshot = folder / "snapshots" / "one"
@@ -112,7 +112,7 @@ def test_a_snapshot_whose_rows_are_an_empty_file_is_no_gallery(
 @pytest.mark.parametrize(("statements", "message"), [OF_SCHEMA[0], *OF_ROWS, *OF_A_STORE])
 @pytest.mark.parametrize("encrypted", [True, False], ids=["encrypted", "plain"])
 def test_rows_of_other_types_are_named(
-    sealed: tuple[Path, list[Person]],
+    sealed: Sealed,
     key_file: Path,
     tmp_path: Path,
     encrypted: bool,

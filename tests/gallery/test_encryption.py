@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from support.encrypted_store import (
-    DIM,
     GALLERY,
     MODEL,
     SLOT,
+    Opened,
+    Sealed,
     content_of,
     enrol,
     faces,
@@ -27,12 +28,12 @@ from support.encrypted_store import (
 from support.stores import new_key_file
 
 from plsc.errors import IntegrityError, NotFoundError, StorageError, UsageError
-from plsc.gallery.sqlite import reads
-from plsc.gallery.sqlite.backup import restore
-from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.gallery.backends import open_store
+from plsc.gallery.sqlite.backup import check_readers, restore
 from plsc.gallery.sqlite.keys import KeyTable
+from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person, open_store
+from plsc.gallery.values import NewPerson, Person
 from plsc.tools.entry import main
 
 # --- what is in the files --------------------------------------------------------------------------------------------
@@ -138,22 +139,7 @@ def test_an_older_snapshot_opens_without_whom_a_deletion_took(
     restored.close()
 
 
-def test_a_deleted_collection_is_readable_in_no_snapshot(tmp_path: Path, key_file: Path) -> None:
-    store = SqliteStore(tmp_path / "store", key_file=key_file)
-    enrol(store, 20)
-    store.create_collection("others", DIM, MODEL)
-    store.add_persons("others", [NewPerson(faces(1), "kept")], MODEL)
-    store.snapshot(store.folder / "snapshots" / "one")
-    store.delete_collection(GALLERY)
-    store.close()
-    assert check_readers(store.folder / "snapshots" / "one", key_file, None)["gone"] == 20
-    assert restore(store.folder / "snapshots" / "one", tmp_path / "new", key_file=key_file)["left_out"] == 20
-    restored = SqliteStore(tmp_path / "new", key_file=key_file)
-    assert restored.search("others", faces(1), k=1)[0][0].score > 0.999
-    restored.close()
-
-
-def test_one_face_of_several_leaves_the_others_readable(sealed: tuple[Path, list[Person]], key_file: Path) -> None:
+def test_one_face_of_several_leaves_the_others_readable(sealed: Sealed, key_file: Path) -> None:
     folder, made = sealed
     store = SqliteStore(folder, key_file=key_file)
     added = store.add_faces(GALLERY, made[2].id, faces(2, seed=4), MODEL)
@@ -165,9 +151,7 @@ def test_one_face_of_several_leaves_the_others_readable(sealed: tuple[Path, list
     assert check_readers(folder / "snapshots" / "one", key_file, None)["gone"] == 0
 
 
-def test_an_erasure_that_a_crash_interrupted_is_finished_at_the_opening(
-    sealed: tuple[Path, list[Person]], key_file: Path
-) -> None:
+def test_an_erasure_that_a_crash_interrupted_is_finished_at_the_opening(sealed: Sealed, key_file: Path) -> None:
     folder, made = sealed
     keys = (folder / "keys").read_bytes()
     store = SqliteStore(folder, key_file=key_file)
@@ -187,10 +171,9 @@ def test_an_erasure_that_a_crash_interrupted_is_finished_at_the_opening(
 
 
 def test_a_key_that_cannot_be_erased_refuses_the_next_write_until_it_can(
-    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, made = sealed
-    store = SqliteStore(folder, key_file=key_file)
+    store, made = opened
 
     def fail(*args: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -205,37 +188,34 @@ def test_a_key_that_cannot_be_erased_refuses_the_next_write_until_it_can(
         with pytest.raises(StorageError, match="keys cannot be written"):
             store.compact()
     store.add_faces(GALLERY, made[1].id, faces(1), MODEL)
-    assert slot_content(folder, slot_of(folder, made[0].faces[0])) == bytes(SLOT)
+    assert slot_content(store.folder, slot_of(store.folder, made[0].faces[0])) == bytes(SLOT)
     store.check()
-    store.close()
 
 
 def test_vectors_read_while_their_person_is_deleted_are_not_found(
-    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, made = sealed
-    store = SqliteStore(folder, key_file=key_file)
-    find = reads.find_person
+    store, made = opened
+    find = SqliteRows.require
 
     def find_and_delete(*args: Any) -> Person:
         found = find(*args)
-        monkeypatch.setattr(reads, "find_person", find)
+        monkeypatch.setattr(SqliteRows, "require", find)
         thread = threading.Thread(target=store.delete_person, args=(GALLERY, found.id))
         thread.start()
         thread.join()
         return found
 
-    monkeypatch.setattr(reads, "find_person", find_and_delete)
+    monkeypatch.setattr(SqliteRows, "require", find_and_delete)
     with pytest.raises(NotFoundError, match="no person"):
         store.vectors(GALLERY, made[0].id)
-    store.close()
 
 
 # --- who may open it -------------------------------------------------------------------------------------------------
 
 
 def test_the_wrong_way_to_open_a_store_is_one_line_and_changes_nothing(
-    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path
+    sealed: Sealed, key_file: Path, tmp_path: Path
 ) -> None:
     folder, _ = sealed
     plain = SqliteStore(tmp_path / "plain")
@@ -314,7 +294,7 @@ def test_without_the_package_it_is_one_line(tmp_path: Path, key_file: Path, monk
 
 
 def test_every_action_takes_the_key_file(
-    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sealed: Sealed, key_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, made = sealed
     store = SqliteStore(folder, key_file=key_file)

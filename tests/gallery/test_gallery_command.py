@@ -10,9 +10,9 @@ import torch
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Collection, NewPerson, Person
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.transfer import write_copy
+from plsc.gallery.values import Collection, NewPerson, Person
 from plsc.tools.entry import main
 
 

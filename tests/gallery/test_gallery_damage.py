@@ -12,21 +12,15 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
+from support.encrypted_store import DIM, GALLERY, MODEL, faces
 from support.waiting import wait_until
 
 from plsc.errors import IntegrityError, PlscError, StorageError
 from plsc.gallery.sqlite import RESERVE
 from plsc.gallery.sqlite.backup import restore
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
-
-DIM, MODEL, GALLERY = 16, "a model", "people"
-
-
-def faces(count: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
+from plsc.gallery.values import NewPerson
 
 
 @pytest.fixture(scope="module")
@@ -388,7 +382,7 @@ _LIMITED = """
 import resource, signal, sys
 import numpy as np
 from plsc.errors import StorageError
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 from plsc.gallery.sqlite.store import SqliteStore
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 store = SqliteStore(sys.argv[1])

@@ -3,31 +3,20 @@
 import errno
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from support.encrypted_store import (
-    GALLERY,
-    HEADER,
-    MODEL,
-    SLOT,
-    enrol,
-    faces,
-    slot_content,
-    slot_of,
-)
+from support.encrypted_store import GALLERY, HEADER, MODEL, SLOT, Opened, Sealed, enrol, faces, slot_content, slot_of
 from support.waiting import wait_until
 
-from plsc.errors import NotFoundError, StorageError
-from plsc.gallery.sqlite.encrypted_snapshot import check_readers
+from plsc.errors import StorageError
+from plsc.gallery.sqlite.backup import check_readers
 from plsc.gallery.sqlite.encryption import EncryptedVectors
 from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import Person
+from plsc.gallery.values import Person
 
 
 class Disk:
@@ -67,7 +56,7 @@ def delete_collection(store: SqliteStore, person: Person) -> None:
 
 @pytest.mark.parametrize("forget", [delete_person, delete_all_faces, delete_collection])
 def test_a_power_failure_behind_the_answer_brings_no_key_back(
-    sealed: tuple[Path, list[Person]],
+    sealed: Sealed,
     key_file: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -85,7 +74,7 @@ def test_a_power_failure_behind_the_answer_brings_no_key_back(
 
 
 def test_a_power_failure_behind_a_compaction_brings_no_key_back(
-    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sealed: Sealed, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, made = sealed
     store, disk = SqliteStore(folder, key_file=key_file), Disk(folder, monkeypatch)
@@ -107,35 +96,9 @@ def fail_to_sync(_: EncryptedVectors) -> None:
     raise KeyboardInterrupt
 
 
-KILLED_BEHIND_THE_ANSWER = """
-import os, signal, sys
-from plsc.gallery.sqlite.store import SqliteStore
-store = SqliteStore(sys.argv[1], key_file=sys.argv[2])
-store.delete_person("people", int(sys.argv[3]))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-def test_a_process_killed_behind_the_answer_has_erased_the_key(
-    sealed: tuple[Path, list[Person]], key_file: Path
-) -> None:
-    folder, made = sealed
-    words = [folder, key_file, str(made[4].id)]
-    done = subprocess.run([sys.executable, "-c", KILLED_BEHIND_THE_ANSWER, *words])
-    assert done.returncode == -9
-    assert check_readers(folder / "snapshots" / "one", key_file, None)["gone"] == 1
-    store = SqliteStore(folder, key_file=key_file)
-    with pytest.raises(NotFoundError):
-        store.person(GALLERY, made[4].id)
-    assert store.check()["forgotten_in_snapshots"] == 0
-    store.close()
-
-
-def test_a_key_whose_erasure_is_not_synced_is_erased_again(
-    sealed: tuple[Path, list[Person]], key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, made = sealed
-    store, disk = SqliteStore(folder, key_file=key_file), Disk(folder, monkeypatch)
+def test_a_key_whose_erasure_is_not_synced_is_erased_again(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = opened
+    disk = Disk(store.folder, monkeypatch)
 
     def fail(file: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -146,42 +109,34 @@ def test_a_key_whose_erasure_is_not_synced_is_erased_again(
             store.delete_person(GALLERY, made[0].id)
         with pytest.raises(StorageError, match="keys cannot be written"):
             store.compact()
-    before = bytearray((folder / "keys").read_bytes())
-    start = HEADER + SLOT * slot_of(folder, made[0].faces[0])
+    before = bytearray((store.folder / "keys").read_bytes())
+    start = HEADER + SLOT * slot_of(store.folder, made[0].faces[0])
     before[start : start + SLOT] = disk.content[start : start + SLOT]  # as a kernel does that gave the page up
-    with (folder / "keys").open("r+b") as file:
+    with (store.folder / "keys").open("r+b") as file:
         file.write(before)
     store.add_faces(GALLERY, made[1].id, faces(1), MODEL)
     assert disk.content[start : start + SLOT] == bytes(SLOT)
-    store.close()
 
 
-def test_deletions_at_the_same_time_share_a_sync(
-    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, made = sealed
-    store = SqliteStore(folder, key_file=key_file)
+def test_deletions_at_the_same_time_share_a_sync(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = opened
     codec = store._database.codec
     assert isinstance(codec, EncryptedVectors)
-    disk = Disk(folder, monkeypatch)
+    disk = Disk(store.folder, monkeypatch)
     threads = [threading.Thread(target=store.delete_person, args=(GALLERY, one.id)) for one in made[:8]]
     with codec._syncing:  # a sync that takes long: all are committed meanwhile, and none is answered
         for thread in threads:
             thread.start()
-        wait_until(lambda: not any(slot_content(folder, n) != bytes(SLOT) for n in range(8)))
+        wait_until(lambda: not any(slot_content(store.folder, n) != bytes(SLOT) for n in range(8)))
         assert all(thread.is_alive() for thread in threads)
     for thread in threads:
         thread.join()
     assert disk.syncs == 1
     assert store.check()["persons"] == 2
-    store.close()
 
 
-def test_a_key_that_another_thread_erases_is_no_failure(
-    sealed: tuple[Path, list[Person]], key_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, made = sealed
-    store = SqliteStore(folder, key_file=key_file)
+def test_a_key_that_another_thread_erases_is_no_failure(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = opened
     failures: list[StorageError] = []
 
     def delete(person: Person) -> None:
@@ -214,4 +169,3 @@ def test_a_key_that_another_thread_erases_is_no_failure(
     for thread in threads:
         thread.join()
     assert not failures
-    store.close()

@@ -16,8 +16,7 @@ from plsc.errors import NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.milvus import MilvusStore, open_milvus
 from plsc.gallery.milvus_client import encode_metadata, to_expression
-from plsc.gallery.store import NewPerson
-from plsc.gallery.transfer import read_copy
+from plsc.gallery.values import NewPerson
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +99,7 @@ def fail_at(
         return tried
 
     for name in CHANGES:
-        setattr(store._rows, name, failing(getattr(store._rows, name)))
+        setattr(store._server, name, failing(getattr(store._server, name)))
     return lambda: count
 
 
@@ -128,7 +127,7 @@ def test_a_change_cut_short_is_done_or_not_done(servers: Servers, operation: str
             again.delete_person(name_of(again), made.id)
             check_either(seen(again), before, operation, acknowledged)
             again.check()
-            assert again._rows.keys() == {entry.key for entry in again._reads.entries()}, "nothing is left behind"
+            assert again._server.keys() == {rows.entry.key for rows in again._all()}, "nothing is left behind"
             again.close()
             store.close()
         if reached < number:
@@ -200,8 +199,9 @@ def test_no_room_for_large_metadata(uri: str) -> None:
 def test_more_rows_than_one_request_takes(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("plsc.gallery.milvus_client._BATCH_BYTES", 2000)
     monkeypatch.setattr("plsc.gallery.milvus_client.MAX_ROWS", 40)
-    monkeypatch.setattr("plsc.gallery.milvus_reads.MAX_ROWS", 40)
-    monkeypatch.setattr("plsc.gallery.milvus_reads._PAGE_PERSONS", 16)
+    monkeypatch.setattr("plsc.gallery.milvus_rows.MAX_ROWS", 40)
+    monkeypatch.setattr("plsc.gallery.milvus_rows._PAGE_PERSONS", 16)
+    monkeypatch.setattr("plsc.gallery.store._PAGE_PERSONS", 16)
     store = filled(uri)
     crowd = np.array([1, 0, 0, 0]) + 0.01 * vectors(150, 1)
     new = [NewPerson(crowd), *(NewPerson(vectors(1, n), None, {"n": 77}) for n in range(120))]
@@ -217,20 +217,6 @@ def test_more_rows_than_one_request_takes(uri: str, monkeypatch: pytest.MonkeyPa
     store.update_person("people", made[0].id, metadata={"n": 77})
     assert len(store.search("people", [[1, 0, 0, 0]], k=10**6, filter=Filter.parse({"n": 77}))[0]) == 121
     assert store.check() == {"collections": 1, "persons": 125, "faces": 8 + 150 + 120}
-    store.close()
-
-
-def test_a_snapshot_holds_everything(uri: str, tmp_path: Path) -> None:
-    store = filled(uri)
-    store.create_collection("empty", 3, "other")
-    store.snapshot(tmp_path / "copy")
-    copied = read_copy(tmp_path / "copy")
-    assert [about for about, _ in copied] == store.collections()
-    rows = {about.name: list(part) for about, part in copied}
-    assert rows["empty"] == []
-    assert [person for person, _ in rows["people"]] == store.persons("people")
-    for person, part in rows["people"]:
-        np.testing.assert_array_equal(part, store.vectors("people", person.id))
     store.close()
 
 
@@ -257,11 +243,11 @@ def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
         store = filled(uri)
         before = seen(store)
     port = int(uri.rpartition(":")[2])
-    store._rows.timeout = 0.3  # instead of half a minute
+    store._server.timeout = 0.3  # instead of half a minute
     for change in (OPERATIONS["add_faces"], lambda store: store.search("people", vectors(1))):
         with pytest.raises(StorageError, match="the Milvus store failed"):
             change(store)
-    store._rows.timeout = 10
+    store._server.timeout = 10
 
     def is_found_again() -> bool:
         with suppress(StorageError):

@@ -10,7 +10,7 @@ from support.stores import DIM, GALLERY, MODEL, faces
 
 from plsc.gallery.sqlite.segments import RowMasks, SegmentView
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 
 def test_faces_are_asked_for_by_how_many_a_person_may_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

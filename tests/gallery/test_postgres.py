@@ -12,14 +12,9 @@ from support.stores import Servers
 from plsc.errors import ConflictError, DataError, IntegrityError, NotFoundError, StorageError, UsageError
 from plsc.gallery.filters import Filter
 from plsc.gallery.postgres import PostgresStore, open_postgres
-from plsc.gallery.postgres_rows import (
-    check_rows,
-    filter_clause,
-    find_collection,
-    metadata_json,
-)
-from plsc.gallery.store import NewPerson
+from plsc.gallery.postgres_rows import _metadata_json, filter_clause, find_collection
 from plsc.gallery.transfer import read_copy
+from plsc.gallery.values import NewPerson
 
 
 @pytest.fixture
@@ -176,7 +171,7 @@ def checked_after(store: PostgresStore, statement: str) -> None:
     """Check what ``statement`` makes of the rows; the error takes it back."""
     with store._transaction() as connection:
         connection.execute(statement)
-        check_rows(connection, *find_collection(connection, "people"))
+        find_collection(connection, "people").check()
 
 
 def test_deleted_vectors_leave_the_tables_files(store: PostgresStore) -> None:
@@ -227,6 +222,6 @@ def test_values_are_parameters() -> None:
     text, values = filter_clause(where, "p.metadata")
     assert "DROP" not in text
     assert text.count("%s") == len(values)
-    assert metadata_json({"a": 2.0**60 + 2**10, "b": 0.1, "c": True}) == (
+    assert _metadata_json({"a": 2.0**60 + 2**10, "b": 0.1, "c": True}) == (
         '{"a": 1152921504606848000.0, "b": 0.1, "c": true}'
     )

@@ -19,7 +19,7 @@ from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
 from plsc.gallery.sqlite.schema import SCHEMA_1, VERSION, statements
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 from plsc.tools.entry import main
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -9,26 +9,21 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.encrypted_store import DIM, GALLERY, MODEL, faces
 from support.waiting import wait_until
 
 from plsc.embedding.embedding_set import EmbeddingSet
 from plsc.embedding.set_writer import write_embedding_set
 from plsc.errors import ConflictError, DataError, UsageError
+from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite import compaction, unfinished
 from plsc.gallery.sqlite.backup import IDS_SKIPPED, restore
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import IdempotentRequest, NewPerson, Person, open_store
 from plsc.gallery.transfer import export_set, import_set
+from plsc.gallery.values import IdempotentRequest, NewPerson, Person
 
-DIM, MODEL, GALLERY = 16, "a model", "people"
 Float32 = npt.NDArray[np.float32]
-
-
-def faces(count: int, seed: int = 0) -> Float32:
-    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
 
 
 def open_people(folder: Path, **options: Any) -> SqliteStore:
@@ -171,57 +166,6 @@ def is_left(store: SqliteStore) -> bool:
         return unfinished.rewrite_since(db) is not None
 
 
-@settings(max_examples=15, deadline=None)
-@given(data=st.data())
-def test_any_mixture_of_changes_and_compactions_searches_as_one_scan(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    folder = tmp_path_factory.mktemp("mixed") / "store"
-    store = open_people(folder, precision=data.draw(st.sampled_from(["bf16", "fp32"])))
-    known: dict[int, tuple[int, Float32, int]] = {}  # face: person, direction, n
-    seeds = itertools.count(data.draw(st.integers(0, 10**6)))
-    for step in data.draw(
-        st.lists(st.sampled_from(["enrol", "face", "delete", "compact", "open", "search"]), max_size=14)
-    ):
-        if step == "enrol":
-            for person in enrol(store, faces(5, next(seeds))):
-                n = person.metadata["n"]
-                known[person.faces[0]] = (person.id, store.vectors(GALLERY, person.id)[0], int(n))
-        elif step == "face" and known:
-            person_id, vector, n = data.draw(st.sampled_from(list(known.values())))
-            near = vector + 0.1 * faces(1, next(seeds))[0]
-            (face,) = store.add_faces(GALLERY, person_id, near[None], MODEL)
-            known[face] = (person_id, near / np.linalg.norm(near), n)
-        elif step == "delete" and known:
-            face = data.draw(st.sampled_from(list(known)))
-            store.delete_face(GALLERY, known.pop(face)[0], face)
-        elif step == "compact":
-            store.compact(GALLERY)
-        elif step == "open":
-            store.close()
-            store = SqliteStore(folder)
-        else:
-            check_search(store, known, data.draw(st.integers(1, 8)), next(seeds))
-    check_search(store, known, 3, 1)
-    store.close()
-
-
-def check_search(store: SqliteStore, known: dict[int, tuple[int, Float32, int]], k: int, seed: int) -> None:
-    """Against a float64 scan, with and without a filter."""
-    queries = faces(3, seed)
-    for where in (None, Filter.parse({"n": {"gte": 2}})):
-        answers = store.search(GALLERY, queries, k=k, filter=where)
-        for query, answer in zip(queries.astype(np.float64), answers, strict=True):
-            best: dict[int, float] = {}
-            for person, vector, n in known.values():
-                if where is None or n >= 2:
-                    best[person] = max(best.get(person, -2.0), float(vector @ query) / float(np.linalg.norm(query)))
-            expected = sorted(best.values(), reverse=True)[:k]
-            np.testing.assert_allclose([match.score for match in answer], expected, atol=2e-6)
-            for match in answer:
-                assert known[match.face][0] == match.person
-
-
 def test_compaction_in_the_background_keeps_what_is_written_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,21 +253,6 @@ def test_answers_are_forgotten_behind_a_write_under_way(tmp_path: Path) -> None:
 
         store.add_persons(GALLERY, [NewPerson(faces(1))], MODEL, idempotent=IdempotentRequest("t", "k", b"", answer))
         assert forgetting[0].result(60) == 1
-    store.close()
-
-
-def test_a_thousand_faces_of_one_person_hide_nobody(tmp_path: Path) -> None:
-    store = open_people(tmp_path / "store")
-    centre = faces(1)
-    crowd = centre + 0.01 * faces(1000, 1)
-    store.add_persons(GALLERY, [NewPerson(crowd[:500])], MODEL)
-    store.compact()
-    (first,) = store.persons(GALLERY)
-    store.add_faces(GALLERY, first.id, crowd[500:], MODEL)
-    others = enrol(store, faces(20, 2))
-    found = store.search(GALLERY, centre, k=21)[0]
-    assert found[0].person == first.id
-    assert {match.person for match in found} == {first.id, *(one.id for one in others)}
     store.close()
 
 

@@ -12,27 +12,21 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
+from support.encrypted_store import DIM, GALLERY, MODEL, faces
 from support.waiting import wait_until
 
 from plsc.errors import ConflictError, DataError, StorageError, UsageError
+from plsc.gallery.backends import open_store
 from plsc.gallery.sqlite.backup import restore
 from plsc.gallery.sqlite.collection_state import CollectionState
 from plsc.gallery.sqlite.store import SqliteStore
 from plsc.gallery.sqlite.unfinished import deletions_since
-from plsc.gallery.store import NewPerson, open_store
 from plsc.gallery.thumbnails import ThumbnailStore
 from plsc.gallery.transfer import write_copy
+from plsc.gallery.values import NewPerson
 from plsc.serve.snapshots import Snapshots
-
-DIM, MODEL, GALLERY = 8, "a model", "people"
-
-
-def faces(count: int, seed: int = 0) -> npt.NDArray[np.float32]:
-    return np.random.default_rng(seed).standard_normal((count, DIM)).astype(np.float32)
 
 
 def filled(folder: Path, **options: float) -> SqliteStore:
@@ -143,7 +137,7 @@ def test_one_process_has_a_store_and_the_other_is_told_which(tmp_path: Path) -> 
     store = SqliteStore(tmp_path / "store")
     with pytest.raises(ConflictError, match=f"process {os.getpid()}"):
         SqliteStore(tmp_path / "store")
-    code = f"from plsc.gallery.store import open_store; open_store({str(tmp_path / 'store')!r})"
+    code = f"from plsc.gallery.backends import open_store; open_store({str(tmp_path / 'store')!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert f"in use by process {os.getpid()}" in done.stderr
     store.close()
@@ -222,11 +216,6 @@ def test_a_deletion_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
     store.delete_person(GALLERY, newest.id)
     wait_until(lambda: not holds(tmp_path / "store", vector))
     assert len(store.persons(GALLERY)) == 19
-    store.close()
-
-
-def test_a_replaced_face_leaves_the_files_by_itself_in_time(tmp_path: Path) -> None:
-    store = filled(tmp_path / "store", compact_within=0.2)
     person, _ = store.put_person(GALLERY, NewPerson(faces(1, seed=1), external_id="E-1"), MODEL)
     vector = store.vectors(GALLERY, person.id)[0].tobytes()
     store.compact()

@@ -8,25 +8,13 @@ import pytest
 from support.stores import DIM, GALLERY, MODEL, Kit, dump, enrol, faces
 
 from plsc.errors import ConflictError, NotFoundError, PlscError, UsageError
-from plsc.gallery.store import NewPerson, Person, Store
+from plsc.gallery.store import Store
+from plsc.gallery.values import NewPerson, Person
 
 BAD_VECTORS: list[Any] = [
-    [[np.nan] + [0.0] * 7],
-    [[np.inf] + [1.0] * 7],
-    [[0.0] * 8],
-    [[1.0] * 7],
-    [[1.0] * 9],
-    [1.0] * 8,
-    [[[1.0] * 8]],
-    [["a"] * 8],
-    [[None] * 8],
-    [[1.0] * 8, [1.0] * 7],
-    "abc",
-    None,
-    3.0,
-    [[1j] * 8],
-    [[True] * 8],
-]
+    [[np.nan] + [0.0] * 7], [[np.inf] + [1.0] * 7], [[0.0] * 8], [[1.0] * 7], [[1.0] * 9], [1.0] * 8, [[[1.0] * 8]],
+    [["a"] * 8], [[None] * 8], [[1.0] * 8, [1.0] * 7], "abc", None, 3.0, [[1j] * 8], [[True] * 8],
+]  # fmt: skip
 BAD_NAMES: list[Any] = [3, b"x", "a\0", "\ud800", "x" * 1025, ["a"]]
 BAD_METADATA: list[Any] = [None, [], "x", {"a": None}, {"a": [1]}, {1: 2}, {"a": float("nan")}, {"a": 2**63}]
 

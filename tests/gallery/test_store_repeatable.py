@@ -11,7 +11,8 @@ from support.stores import DIM, GALLERY, MODEL, Kit, enrol, everyone, faces
 
 from plsc.errors import ConflictError, NotFoundError, PreconditionError, UnsupportedError, UsageError
 from plsc.gallery.filters import Filter
-from plsc.gallery.store import IdempotentRequest, NewPerson, Person, Precondition, Store, StoredAnswer
+from plsc.gallery.store import Store
+from plsc.gallery.values import IdempotentRequest, NewPerson, Person, Precondition, StoredAnswer
 
 ODD_IDS = ["7", "a/b", "../x", "%2F?#&", "O'Hara", "李小龙 🙂", "x" * 128, " ", "by-external-id", "1e5"]
 WRONG_IDS: list[Any] = ["", "x" * 129, ".", "..", "a\n", "a\0", "\u202eabc", "\ud800", 7, True, b"a", ["a"]]
@@ -254,25 +255,6 @@ def test_expiry_is_changed_and_removed(able: Store) -> None:
     for wrong in WRONG_TIMES:
         with pytest.raises(UsageError):
             able.add_persons(GALLERY, [NewPerson([], expires=wrong)], MODEL)
-
-
-def test_an_expired_persons_external_id_is_free(kit: Kit, able: Store) -> None:
-    vectors = faces(3)
-    first = able.add_persons(GALLERY, [NewPerson(vectors[:1], "a", {"n": 1}, "a", "2001-01-01")], MODEL)[0]
-    second, is_new = able.put_person(GALLERY, NewPerson(vectors[1:2], "b", {}, "a", "2001-01-01"), MODEL)
-    assert is_new
-    (third,) = able.add_persons(GALLERY, [NewPerson(vectors[2:], "c", {}, "a")], MODEL)
-    assert len({first.id, second.id, third.id}) == 3
-    assert everyone(able, GALLERY) == [third]
-    assert [found(able, vector) for vector in vectors] == [[], [], [third.id]]
-    able = kit.again(able)
-    able.check()
-    due = able.expired(10)[GALLERY]
-    assert [(person.id, person.external_id) for person in due] == [(first.id, None), (second.id, None)]
-    assert able.delete_expired(GALLERY, [person.id for person in due]) == [first.id, second.id]
-    assert able.find_person(GALLERY, "a") == third
-    assert able.collection(GALLERY).faces == 1
-    able.check()
 
 
 # --- answers under idempotency keys ---

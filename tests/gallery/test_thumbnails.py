@@ -9,8 +9,9 @@ from support.stores import DIM, GALLERY, MODEL, faces
 
 from plsc.data.codec import decode_image
 from plsc.errors import ConflictError, NotFoundError, StorageError, UnsupportedError
-from plsc.gallery.store import NewPerson, Store
+from plsc.gallery.store import Store
 from plsc.gallery.thumbnails import ThumbnailStore
+from plsc.gallery.values import NewPerson
 
 
 def crop(level: int) -> torch.Tensor:

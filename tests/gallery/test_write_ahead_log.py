@@ -10,7 +10,7 @@ import pytest
 
 from plsc.errors import IntegrityError
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson
+from plsc.gallery.values import NewPerson
 
 GALLERY, MODEL, DIM = "people", "m", 16
 FRAME = 24 + 16384

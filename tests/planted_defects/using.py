@@ -67,10 +67,10 @@ USING = (
         ("tests/index/test_tuning.py",),
     ),
     Defect(
-        "a filter finds persons that were deleted since",
-        "plsc/gallery/sqlite/segments.py",
-        "growing_deleted=growing_deleted, masks={})",
-        "growing_deleted=growing_deleted)",
+        "a filter finds persons whose metadata changed since",
+        "plsc/gallery/sqlite/collection_state.py",
+        "growing=self._growing.rows, masks={})",
+        "growing=self._growing.rows)",
         ("tests/gallery/test_sqlite_store.py",),
     ),
     Defect(
@@ -83,8 +83,8 @@ USING = (
     Defect(
         "two threads share a transaction",
         "plsc/gallery/sqlite/store.py",
-        "        with self._write_lock, self._database.writing() as db:\n            return delete_answers(",
-        "        with self._database.writing() as db:\n            return delete_answers(",
+        "        with self._write_lock, self._database.writing() as db:\n            return records.delete",
+        "        with self._database.writing() as db:\n            return records.delete",
         ("tests/gallery/test_sqlite_store.py",),
     ),
     Defect(
@@ -127,9 +127,9 @@ USING = (
     ),
     Defect(
         "a face is deleted whatever revision was asked for",
-        "plsc/gallery/sqlite/changes.py",
-        "        precondition.check(owner)\n",
-        "        pass\n",
+        "plsc/gallery/store.py",
+        "            precondition.check(owner)\n",
+        "            pass\n",
         ("tests/gallery/test_store_repeatable.py",),
     ),
     Defect(
@@ -186,9 +186,9 @@ USING = (
     ),
     Defect(
         "a rename leaves the former name in the file",
-        "plsc/gallery/sqlite/records.py",
-        "    note_left_texts(db)\n    _delete_attributes",
-        "    _delete_attributes",
+        "plsc/gallery/sqlite/rows.py",
+        "            note_left_texts(self.db)\n            self._delete",
+        "            self._delete",
         ("tests/gallery/test_deleted_texts.py",),
     ),
     Defect(

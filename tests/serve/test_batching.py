@@ -15,7 +15,7 @@ from support.waiting import wait_until
 
 from plsc.errors import UsageError
 from plsc.gallery.filters import Filter
-from plsc.gallery.store import Match, PersonSummary
+from plsc.gallery.values import Match, PersonSummary
 from plsc.serve.batching import DeviceWorker, Kind, Search, Searcher, SearchMatches
 from plsc.serve.errors import ApiError
 

@@ -11,8 +11,9 @@ import pytest
 from support.live_service import DIM, Live, live_service, vectors
 
 from plsc.errors import DeadlineError
+from plsc.gallery.backends import open_store
 from plsc.gallery.filters import Filter
-from plsc.gallery.store import NewPerson, open_store
+from plsc.gallery.values import NewPerson
 
 PERSONS = 20_000
 CONDITIONS = {f"k{number}": {"gte": 0} for number in range(10)}

@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.gallery.sqlite.store import SqliteStore
-from plsc.gallery.store import NewPerson, Person
+from plsc.gallery.values import NewPerson, Person
 
 DIM, MODEL, GALLERY = 16, "a model", "people"
 HEADER, SLOT = 4096, 64
+Sealed = tuple[Path, list[Person]]  # the folder of a closed store, and who is in it
+Opened = tuple[SqliteStore, list[Person]]
 
 
 def faces(count: int, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from plsc.embedding.embedder import Embedder
-from plsc.gallery.store import open_store
+from plsc.gallery.backends import open_store
 from plsc.models.preprocessing import Preprocessing
 from plsc.serve.observability import Metrics
 from plsc.serve.server import Server

@@ -13,7 +13,8 @@ from PIL import Image
 from torch import Tensor
 
 from plsc.embedding.embedder import Embedder
-from plsc.gallery.store import NewPerson, open_store
+from plsc.gallery.backends import open_store
+from plsc.gallery.values import NewPerson
 from plsc.models.preprocessing import Preprocessing
 from plsc.serve.observability import Metrics
 from plsc.serve.server import Server

@@ -19,31 +19,24 @@ import numpy.typing as npt
 import pytest
 
 from plsc.errors import StorageError
+from plsc.gallery.backends import open_store
+from plsc.gallery.filters import Filter
 from plsc.gallery.sqlite import KEYS
 from plsc.gallery.sqlite.backup import restore
 from plsc.gallery.sqlite.folder import rotate_key
-from plsc.gallery.store import NewPerson, Person, Store, open_store
+from plsc.gallery.store import Store
 from plsc.gallery.transfer import copy_into
-from support.memory_store import MemoryStore
+from plsc.gallery.values import NewPerson, Person
+from support.gallery_model import Model, Row
 
-KINDS = ("memory", "sqlite", "encrypted", "postgres", "milvus")
+KINDS = ("sqlite", "encrypted", "postgres", "milvus")
 DIM, MODEL = 8, "model-1"
 CLOSE = 2e-6  # a cosine in float32 against float64
 GALLERY = "people"
 ODD_NAMES = [
-    "",
-    "O'Hara",
-    'say "hi"',
-    "a\\b",
-    "%s {0} $1 :x ?",
-    "; DROP TABLE persons; --",
-    "Ünïcödé 李小龙 🙂",
-    "a\nb\t",
-    "x" * 1024,
-    "\u202eabc",
-    "null",
-    "é" * 1024,
-]
+    "", "O'Hara", 'say "hi"', "a\\b", "%s {0} $1 :x ?", "; DROP TABLE persons; --", "Ünïcödé 李小龙 🙂",
+    "a\nb\t", "x" * 1024, "\u202eabc", "null", "é" * 1024,
+]  # fmt: skip
 ODD_METADATA: list[dict[str, Any]] = [
     {},
     {"a": 1, "b": 1.0, "c": True, "d": False, "e": "1", "f": ""},
@@ -94,45 +87,42 @@ def dump(store: Store) -> dict[str, Any]:
     }
 
 
-def same_type(one: Any, other: Any) -> bool:
-    """True if both are equal and of one type."""
-    return type(one) is type(other) and bool(one == other)
+def twin(store: Store) -> Model:
+    """A model that holds what ``store`` holds."""
+    model = Model()
+    for info in store.collections():
+        model.collections[info.name] = {
+            one.id: Row(one.name, dict(one.metadata), one.external_id, one.expires, _faces_of(store, info.name, one))
+            for one in everyone(store, info.name)
+        }
+    return model
 
 
-def agree(store: Store, oracle: MemoryStore, collection: str, queries: Any, **options: Any) -> None:
-    """Assert that the store's answers are the oracle's, but for rounding and the order of ties."""
-    options = {"k": 10, "threshold": -1.0, "filter": None, **options}
-    found = store.search(collection, queries, **options)
-    assert len(found) == len(queries)
-    every = oracle.search(collection, queries, k=10**9, filter=options["filter"])
-    for matches, truth, query in zip(found, every, units(queries), strict=True):
+def _faces_of(store: Store, name: str, one: Person) -> dict[int, npt.NDArray[np.float64]]:
+    return dict(zip(one.faces, units(store.vectors(name, one.id)), strict=True))
+
+
+def agree(
+    store: Store, model: Model, name: str, queries: Any, k: int = 10, threshold: float = -1.0, test: Any = None
+) -> None:
+    """Assert that the store's answers are the model's, but for rounding and the order of ties; ``test`` is a filter."""
+    where = None if test is None else Filter.parse(test)
+    if where is not None:
+        where = store.prepare_filter(name, where)
+    found = store.search(name, queries, k=k, threshold=threshold, filter=where)
+    for matches, query in zip(found, units(queries), strict=True):
+        truth = model.scores(name, query, test)
         scores = [match.score for match in matches]
-        best = {match.person: match.score for match in truth}
         assert scores == sorted(scores, reverse=True)
-        assert all(-1 <= score <= 1 and score >= options["threshold"] for score in scores)
+        assert all(-1 <= score <= 1 and score >= threshold for score in scores)
         assert len({match.person for match in matches}) == len(matches)
         for match in matches:
-            person = oracle.person(collection, match.person)
-            vector = units(oracle.vectors(collection, person.id))[person.faces.index(match.face)]
-            assert match.score == pytest.approx(vector @ query, abs=CLOSE)
-            assert match.score == pytest.approx(best[match.person], abs=CLOSE), "the best face"
-        surely = sum(score >= options["threshold"] + CLOSE for score in best.values())
-        perhaps = sum(score >= options["threshold"] - CLOSE for score in best.values())
-        assert min(options["k"], surely) <= len(matches) <= min(options["k"], perhaps)
-        expected = [match.score for match in truth[: len(matches)]]
-        np.testing.assert_allclose(scores, expected, atol=CLOSE)
-
-
-def twin(store: Store) -> MemoryStore:
-    """An oracle that holds what ``store`` holds, under the same ids."""
-    oracle = MemoryStore()
-    for info in store.collections():
-        oracle.create_collection(info.name, info.dim, info.contract_id)
-        rows = oracle._rows_of(info.name)
-        for one in everyone(store, info.name):
-            rows.persons[one.id] = one
-            rows.vectors |= dict(zip(one.faces, units(store.vectors(info.name, one.id)), strict=True))
-    return oracle
+            own = model.collections[name][match.person].faces[match.face] @ query
+            assert match.score == pytest.approx(own, abs=CLOSE)
+            assert match.score == pytest.approx(truth[match.person], abs=CLOSE), "the best face"
+        surely, perhaps = (sum(score >= threshold + off for score in truth.values()) for off in (CLOSE, -CLOSE))
+        assert min(k, surely) <= len(matches) <= min(k, perhaps)
+        np.testing.assert_allclose(scores, sorted(truth.values(), reverse=True)[: len(matches)], atol=CLOSE)
 
 
 # --- kits and servers ---
@@ -148,11 +138,6 @@ class Kit:
         self._spec = ""
         self._opened: list[Store] = []
 
-    @property
-    def lasts(self) -> bool:
-        """True if what it stores outlives the process."""
-        return self.kind != "memory"
-
     def fresh(self) -> Store:
         """An empty store."""
         self._spec = self._new_spec()
@@ -160,8 +145,6 @@ class Kit:
 
     def again(self, store: Store) -> Store:
         """Close ``store``, the latest fresh one, and open it again."""
-        if not self.lasts:
-            return store
         store.close()
         self._opened.remove(store)
         return self._keep(self._open_patiently())
@@ -221,13 +204,12 @@ class Servers:
 
     def kit(self, kind: str) -> Kit:
         """The kit of ``kind``; skips the test, saying why, if it cannot be had."""
-        if kind == "memory":
-            return Kit(kind, lambda: "", lambda _: MemoryStore())
         if kind == "encrypted":
             key_file = new_key_file(self._folder / "store.key")
             return Kit(kind, self._sqlite, lambda spec: open_store(spec, key_file=key_file), key_file)
-        scheme = "" if kind == "sqlite" else f"{kind}:"
-        return Kit(kind, lambda: scheme + self.address(kind), open_store)
+        if kind == "sqlite":  # every other one scans the mapped files
+            return Kit(kind, self._sqlite, lambda spec: open_store(spec, precision=("bf16", "fp32")[int(spec[-1]) % 2]))
+        return Kit(kind, lambda: f"{kind}:{self.address(kind)}", open_store)
 
     def address(self, kind: str) -> str:
         """The address of a new, empty store of ``kind``; skips the test, saying why, if none can be had."""

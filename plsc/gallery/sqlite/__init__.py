@@ -16,3 +16,4 @@ SQLITE = "gallery.sqlite"
 COLLECTIONS = "collections"
 SNAPSHOTS = "snapshots"
 KEYS = "keys"
+COMPACT_WITHIN = 3600.0  # seconds after which no file holds what was deleted, unless a store is told another time

@@ -11,18 +11,17 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from plsc.errors import PlscError, UsageError
 from plsc.gallery.sqlite.records import Faces, StoredCollection
 from plsc.gallery.sqlite.segments import GrowingSegment, SealedSegment, SegmentView
-from plsc.gallery.store import Collection, PersonSummary
-from plsc.gallery.validation import is_expired, is_id
+from plsc.gallery.validation import is_expired
+from plsc.gallery.values import Collection, PersonSummary
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64
 from plsc.index.tuning import PlanningStopped, plan_search
@@ -41,7 +40,7 @@ class CollectionState:
     """One collection as searches and writes use it.
 
     ``view`` is read by searches without a lock; ``persons`` has a lock of its own. All other members belong to the
-    thread that holds the store's write lock, and the ``publish_*`` methods are called after the commit.
+    thread that holds the store's write lock, and :meth:`publish` is called after the commit.
 
     Attributes:
         number, info: the collection; the counts in ``info`` are those at opening.
@@ -67,46 +66,32 @@ class CollectionState:
         self._growing = GrowingSegment(self.info.dim)
         self.view = self._new_view(sealed, newer, deleted)
 
-    def reserve(self, count: int) -> None:
-        """Allocate memory for ``count`` faces before their commit, so that publishing them cannot fail."""
-        self._growing.reserve(count)
+    def prepare(self, added: Sequence[Faces], expiries: Sequence[str]) -> None:
+        """Take into account what a change adds, before its commit, so that publishing it cannot fail.
 
-    def publish_added(self, faces: Faces) -> None:
-        """Let searches find ``faces``."""
-        self._growing.append(faces)
-        self.view = self.view.with_growing(self._growing.rows)
+        Args:
+            added: faces for which memory is allocated.
+            expiries: times at which persons expire.
+        """
+        self._growing.reserve(sum(len(faces.ids) for faces in added))
+        known = () if self.next_expiry is None else (self.next_expiry,)
+        self.next_expiry = min((*expiries, *known), default=None)
 
-    def publish_deleted(self, faces: Sequence[int]) -> None:
-        """Let no search find ``faces``."""
-        self._note_deletion()
-        self.view = self.view.without(faces)
-
-    def publish_replaced(self, added: Faces, gone: Sequence[int]) -> None:
-        """Let searches find ``added`` in place of ``gone``: one view has the former, the next one the latter."""
+    def publish(self, added: Sequence[Faces], gone: Sequence[int]) -> None:
+        """Let searches find ``added`` and not ``gone``, and filters see changed metadata: all of it in one view."""
         view = self.view
-        if len(gone):
-            self._note_deletion()
+        if gone:
+            if self.deleted_at is None:
+                self.deleted_at = time.monotonic()
             view = view.without(gone)
-        self._growing.append(added)
-        self.view = view.with_growing(self._growing.rows)
-
-    def _note_deletion(self) -> None:
-        if self.deleted_at is None:
-            self.deleted_at = time.monotonic()
-
-    def note_expiry(self, expires: str | None) -> None:
-        """Take into account that a person expires at a time, before the change that says so is committed."""
-        if expires is not None and (self.next_expiry is None or expires < self.next_expiry):
-            self.next_expiry = expires
+        for faces in added:
+            self._growing.append(faces)
+        self.view = replace(view, growing=self._growing.rows, masks={})
 
     @property
     def has_expired(self) -> bool:
         """True if a person may have expired that was not deleted yet."""
         return is_expired(self.next_expiry)
-
-    def publish_changed(self) -> None:
-        """Let filters see changed metadata."""
-        self.view = self.view.without_masks()
 
     def publish_ann(self, sealed: SealedSegment, ann: ApproximateSearch) -> None:
         """Let searches of ``sealed`` use ``ann``, if it is still the current segment."""
@@ -182,16 +167,11 @@ def compaction_threshold(sealed: SealedSegment | None) -> int:
 
 
 class PersonCache:
-    """Names and metadata of recently found persons, up to about ``max_bytes``; thread-safe.
-
-    Two generations stand in for an LRU list: a hit is in the young one or moves there, and when the young one is full
-    it replaces the old one. So repeated hits change nothing, and cost a dict lookup.
-    """
+    """Names and metadata of the persons found last, up to about ``max_bytes``; thread-safe."""
 
     def __init__(self, max_bytes: int = PERSON_CACHE_BYTES) -> None:
-        self._max_young_bytes, self._young_bytes = max_bytes // 2, 0
-        self._young: dict[int, PersonSummary] = {}
-        self._old: dict[int, PersonSummary] = {}
+        self._max_bytes, self._bytes = max_bytes, 0
+        self._known: OrderedDict[int, PersonSummary] = OrderedDict()  # those found last at the end
         self._changes = 0
         self._lock = threading.Lock()
 
@@ -200,46 +180,39 @@ class PersonCache:
     ) -> dict[int, PersonSummary]:
         """Return those of ``persons`` that exist, in that order; ``read`` gets the missing ones, without the lock."""
         with self._lock:
-            known = {person: self._young[person] for person in persons if person in self._young}
-            if len(known) == len(persons):
-                return known
-            promoted = {person: self._old.pop(person) for person in persons if person in self._old}
-            self._insert(promoted)
+            found = {person: self._known[person] for person in persons if person in self._known}
+            for person in found:
+                self._known.move_to_end(person)
             changes = self._changes
-        known.update(promoted)
-        missing = [person for person in persons if person not in known]
-        if missing:
-            found = read(missing)
-            with self._lock:
-                if changes == self._changes:  # otherwise the rows may predate a change, and would stay stale
-                    self._insert(found)
-            known.update(found)
-        return {person: known[person] for person in persons if person in known}
+        missing = [person for person in persons if person not in found]
+        if not missing:
+            return found
+        new = read(missing)
+        with self._lock:
+            if changes == self._changes:  # otherwise the rows may predate a change, and would stay stale
+                self._insert(new)
+        found.update(new)
+        return {person: found[person] for person in persons if person in found}
 
-    @contextmanager
-    def invalidating(self, person: Any) -> Iterator[None]:
-        """Wrap a change of ``person`` (any value): afterwards, however it ended, the person is read again."""
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._changes += 1
-                if is_id(person):
-                    self._remove(int(person))
+    def forget(self, persons: Iterable[int]) -> None:
+        """Read ``persons`` again when they are found next: called after every change of them, however it ended."""
+        with self._lock:
+            self._changes += 1
+            for person in persons:
+                self._remove(person)
 
-    def _insert(self, found: dict[int, PersonSummary]) -> None:
-        for person, summary in found.items():
+    def _insert(self, new: dict[int, PersonSummary]) -> None:
+        for person, summary in new.items():
             self._remove(person)
-            self._young[person] = summary
-            self._young_bytes += _size(summary)
-            if self._young_bytes > self._max_young_bytes:
-                self._old, self._young, self._young_bytes = self._young, {}, 0
+            self._known[person] = summary
+            self._bytes += _size(summary)
+        while self._bytes > self._max_bytes:
+            self._remove(next(iter(self._known)))
 
     def _remove(self, person: int) -> None:
-        self._old.pop(person, None)
-        summary = self._young.pop(person, None)
+        summary = self._known.pop(person, None)
         if summary is not None:
-            self._young_bytes -= _size(summary)
+            self._bytes -= _size(summary)
 
 
 def _size(summary: PersonSummary) -> int:

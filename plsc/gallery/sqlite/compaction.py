@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from plsc.errors import IntegrityError
 from plsc.files import storage_errors
-from plsc.gallery.sqlite import SQLITE, records
+from plsc.gallery.sqlite import SQLITE, records, unfinished
 from plsc.gallery.sqlite.collection_state import CollectionState, compaction_threshold
 from plsc.gallery.sqlite.database import ERASED, Database
 from plsc.gallery.sqlite.records import StoredCollection
@@ -40,13 +40,6 @@ from plsc.gallery.sqlite.segments import (
     segment_folder,
     segment_in_memory,
     write_segment,
-)
-from plsc.gallery.sqlite.unfinished import (
-    clear_deletion_time,
-    deletions_since,
-    purge_erased,
-    rewrite_since,
-    seconds_since,
 )
 from plsc.progress import note
 
@@ -92,46 +85,38 @@ class Compactor:
     def _remove_unreferenced(self, all_stored: list[StoredCollection]) -> None:
         """Remove segments that SQLite does not point to: unfinished, replaced, or of deleted collections."""
         current = {segment_folder(self._collections, one.number, one.segment) for one in all_stored if one.segment}
-        for path in list(self._collections.glob("*/*")):
-            if path not in current:
-                _remove(path)
-        for path in self._collections.iterdir() if self._collections.is_dir() else ():
-            if not any(folder.parent == path for folder in current):
-                _remove(path)
+        kept = current | {folder.parent for folder in current}
+        for path in [*self._collections.glob("*/*"), *self._collections.glob("*")]:
+            if path not in kept:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _open_collection(self, stored: StoredCollection) -> CollectionState:
         stored, sealed = self._open_or_rebuild(stored)
         with self._database.snapshot() as db:
             newer = list(records.read_faces(db, stored.number, stored.watermark, stored.info.dim))
-            deleted, since = tombstones(db, stored.number), deletions_since(db)
+            deleted, since = tombstones(db, stored.number), unfinished.deletions_since(db)
         state = CollectionState(stored, sealed, newer, deleted)
         if state.deleted_at is not None and since is not None:
-            state.deleted_at -= seconds_since(since)
+            state.deleted_at -= unfinished.seconds_since(since)
         return state
 
     def _open_or_rebuild(self, stored: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
         """Open the segment; rebuild it if it is damaged, or if so many newer faces would make opening slow."""
-        sealed = None
-        if self._in_memory:
-            rebuilt = self._build_segment(stored.number)
-            assert rebuilt is not None, "nobody else has the store"
-            return rebuilt.stored, rebuilt.sealed
-        if stored.segment:
+        if not self._in_memory:
+            with self._database.reading() as db:
+                newer = records.count_faces(db, stored.number, stored.watermark)
             try:
-                sealed = open_segment(self._collections, stored, self._precision)
+                sealed = open_segment(self._collections, stored, self._precision) if stored.segment else None
+                if newer <= compaction_threshold(sealed):
+                    return stored, sealed
             except IntegrityError as error:
                 note(f"plsc gallery: {error}; rebuilding it from {SQLITE}")
-                return self._rebuild_at_opening(stored)
-        with self._database.reading() as db:
-            newer = records.count_faces(db, stored.number, stored.watermark)
-        return self._rebuild_at_opening(stored) if newer > compaction_threshold(sealed) else (stored, sealed)
-
-    def _rebuild_at_opening(self, former: StoredCollection) -> tuple[StoredCollection, SealedSegment | None]:
-        rebuilt = self._build_segment(former.number)
+        rebuilt = self._build_segment(stored.number)
         assert rebuilt is not None, "nobody else has the store"
-        with self._write_lock, self._database.writing() as db:
-            records.set_segment(db, rebuilt.stored)
-        self._remove_other_segments(former.number, rebuilt.stored.segment)
+        if not self._in_memory:
+            with self._write_lock, self._database.writing() as db:
+                records.set_segment(db, rebuilt.stored)
+            self._remove_other_segments(stored.number, rebuilt.stored.segment)
         return rebuilt.stored, rebuilt.sealed
 
     # --- rebuilding ---
@@ -156,15 +141,16 @@ class Compactor:
             deleted = set(tombstones(db, number))
             # Ids only grow, so every face that this snapshot does not see will have an id above the watermark.
             count, watermark = records.count_faces(db, number), records.last_id(db, "faces")
-            if not count:
-                return Rebuilt(StoredCollection(number, former.info, 0, "", watermark), None, deleted)
+            stored, sealed = StoredCollection(number, former.info, 0, "", watermark), None
             # Closed also where the disk is full: the error's traceback would keep the reading, and its moment, alive.
             with closing(records.read_faces(db, number, 0, former.info.dim)) as batches:
-                if self._in_memory:
+                if count and self._in_memory:
                     sealed = segment_in_memory(count, former.info.dim, batches, self._precision)
-                    return Rebuilt(StoredCollection(number, former.info, 0, "", watermark), sealed, deleted)
-                stored = write_segment(self._collections, former, watermark, count, batches)
-        return Rebuilt(stored, open_segment(self._collections, stored, self._precision, verify=False), deleted)
+                elif count:
+                    stored = write_segment(self._collections, former, watermark, count, batches)
+        if stored.segment:
+            sealed = open_segment(self._collections, stored, self._precision, verify=False)
+        return Rebuilt(stored, sealed, deleted)
 
     def _rebuild_in_memory(self, state: CollectionState) -> Rebuilt:
         """Make a segment of what searches see at this moment: nothing has to be read or decrypted again."""
@@ -224,7 +210,7 @@ class Compactor:
                 kept = set(in_segment())
                 faces = [face for face in tombstones(db, number) if face not in kept][:_ERASE_BATCH]
                 erase(db, faces)
-                clear_deletion_time(db)
+                unfinished.clear_deletion_time(db)
             erased = len(faces)
 
     def reclaim_space(self, age: float, stop: Callable[[], bool]) -> None:
@@ -239,10 +225,11 @@ class Compactor:
         """
         with self._write_lock:
             with self._database.reading() as db:
-                erased, vectors = count_erased(db), count_vectors(db)
-            if erased > max(_MIN_ERASED, vectors // 2):
+                erased = count_erased(db)
+                faces = db.execute("SELECT coalesce(sum(faces), 0) FROM collections").fetchone()[0]
+            if erased > max(_MIN_ERASED, (faces + erased) // 2):
                 with self._database.writing() as db:
-                    purge_erased(db)
+                    unfinished.purge_erased(db)
             self._database.truncate_log()
         if self.is_rewriting_due(age):
             with self._database.stopping_when(stop):
@@ -251,12 +238,12 @@ class Compactor:
     def is_rewriting_due(self, age: float) -> bool:
         """True if the file has to be written anew since ``age`` seconds: a clock that is set back delays nothing."""
         with self._database.reading() as db:
-            since = rewrite_since(db)
+            since = unfinished.rewrite_since(db)
         if since is None:
             self._first_left = None
             return False
         if self._first_left is None or self._first_left[0] != since:
-            self._first_left = since, time.monotonic() - seconds_since(since)
+            self._first_left = since, time.monotonic() - unfinished.seconds_since(since)
         return time.monotonic() - self._first_left[1] >= age
 
 
@@ -292,13 +279,3 @@ def erase(db: sqlite3.Connection, faces: Sequence[int]) -> None:
 def count_erased(db: sqlite3.Connection) -> int:
     """Count the rows with erased vectors."""
     return int(db.execute(f"SELECT count(*) FROM vectors WHERE checksum = x'{ERASED.hex()}'").fetchone()[0])
-
-
-def count_vectors(db: sqlite3.Connection) -> int:
-    """Count the rows of vectors, erased ones included."""
-    faces = db.execute("SELECT coalesce(sum(faces), 0) FROM collections").fetchone()[0]
-    return int(faces) + count_erased(db)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() else path.unlink()

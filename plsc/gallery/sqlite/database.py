@@ -11,9 +11,11 @@ import os
 import queue
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import numpy as np
 
 from plsc.errors import (
     ConflictError,
@@ -27,7 +29,8 @@ from plsc.errors import (
 )
 from plsc.files import sync
 from plsc.gallery.sqlite.schema import SCHEMAS, SETTINGS, VERSION, create, migrate, read_settings, statements
-from plsc.gallery.sqlite.vector_codec import PLAIN, VectorCodec
+from plsc.gallery.values import Float32
+from plsc.index.rows import Int64
 
 APPLICATION_ID = 0x706C7363  # "plsc"
 PAGE_BYTES = 16384  # seven vectors of 512 numbers per page; SQLite's default of 4 KiB would waste half of each page
@@ -40,6 +43,61 @@ _READERS_SECONDS = 0.25  # that those who come wait while those who read are wai
 
 class ReadersError(StorageError):
     """A read goes on for long, and the file cannot be exchanged under it."""
+
+
+class VectorCodec:
+    """How vectors are stored: here as they are, in little-endian float32, or plsc.gallery.sqlite.encryption.
+
+    The methods about transactions let keys follow what is committed.
+
+    Attributes:
+        overhead: bytes of a stored vector besides 4 for each number.
+        has_keys: True where a vector is readable as long as a key is.
+    """
+
+    overhead = 0
+    has_keys = False
+
+    def encode(self, db: sqlite3.Connection, faces: Int64, persons: Int64, vectors: Float32) -> Sequence[bytes]:
+        """Return the stored form of new vectors (n, dim), whose rows are not inserted yet."""
+        return [vector.astype("<f4", copy=False).tobytes() for vector in vectors]
+
+    def decode(self, db: sqlite3.Connection, faces: Sequence[int], stored: Sequence[bytes], dim: int) -> Float32:
+        """Return the vectors (n, dim); a row of zeros is one whose key was erased while the caller was reading."""
+        return np.frombuffer(b"".join(stored), dtype="<f4").astype(np.float32, copy=False).reshape(-1, dim)
+
+    def recover(self, db: sqlite3.Connection) -> None:
+        """Finish what a crash interrupted; called once, after the store was read."""
+
+    def check(self, db: sqlite3.Connection) -> None:
+        """Verify, under the write lock, that nothing keeps a key that has to be erased."""
+
+    def leave(self, person: int, stored: bytes) -> None:
+        """Note that the running transaction deletes a face of ``person``, whose vector is ``stored``."""
+
+    def begin(self) -> None:
+        """Prepare a transaction; raises :class:`plsc.errors.StorageError` where keys cannot follow."""
+
+    def prepare_commit(self, db: sqlite3.Connection) -> None:
+        """Find out, at the end of a transaction, whose keys it erases."""
+
+    def committed(self) -> None:
+        """Let the keys follow what was committed."""
+
+    def rolled_back(self) -> None:
+        """Forget what the transaction noted."""
+
+    def require_erased(self) -> None:
+        """Raise :class:`plsc.errors.StorageError` if a key could not be erased that has to be."""
+
+    def sync_erased(self) -> None:
+        """Return when every key erased before is so on the disk, else raise :class:`plsc.errors.StorageError`."""
+
+    def close(self) -> None:
+        """Release what the codec holds."""
+
+
+PLAIN = VectorCodec()
 
 
 class StoreConnection(sqlite3.Connection):
@@ -146,14 +204,12 @@ class Database:
         with translate_errors(self.path):
             self._require_open()
             self.codec.begin()
-            self._writer.execute("BEGIN IMMEDIATE")
             try:
-                yield self._writer
-                self.codec.prepare_commit(self._writer)
-                self._writer.execute("COMMIT")
+                with self._writer:  # commits, or rolls back
+                    self._writer.execute("BEGIN IMMEDIATE")
+                    yield self._writer
+                    self.codec.prepare_commit(self._writer)
             except BaseException:
-                if self._writer.in_transaction:
-                    self._writer.execute("ROLLBACK")
                 self.codec.rolled_back()
                 raise
             self.codec.committed()

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plsc.errors import IntegrityError, StorageError
-from plsc.gallery.sqlite.database import ERASED, corrupt_row
+from plsc.gallery.sqlite.database import ERASED, VectorCodec, corrupt_row
 from plsc.gallery.sqlite.keys import NONCE_BYTES, TAG_BYTES, KeyTable, cipher, decrypted, random_parts
-from plsc.gallery.sqlite.vector_codec import VectorCodec, vector_checksum
-from plsc.gallery.store import Float32
+from plsc.gallery.sqlite.records import vector_checksum
+from plsc.gallery.values import Float32
 from plsc.index.rows import Int64
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class EncryptedVectors(VectorCodec):
     # --- vectors ---
 
     def encode(self, db: sqlite3.Connection, faces: Int64, persons: Int64, vectors: Float32) -> Sequence[bytes]:
-        """See :class:`plsc.gallery.sqlite.vector_codec.VectorCodec`, as for all that follows."""
+        """See :class:`plsc.gallery.sqlite.database.VectorCodec`, as for all that follows."""
         if not len(faces):
             return []
         keys = self._keys_of(db, persons)

@@ -66,7 +66,7 @@ def open_folder(folder: Path, key_file: Path | None = None) -> tuple["FolderLock
         try:
             return lock, reserve, _open_database(folder, master)
         except StorageError:
-            reserve.release_all()
+            reserve.release(0)
             return lock, reserve, _open_database(folder, master)
     except BaseException:
         lock.release()
@@ -190,11 +190,10 @@ def _lock_itself(folder: Path) -> int | None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as error:
         os.close(descriptor)
-        raise
-    except OSError:
-        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
         return None
     return descriptor
 
@@ -219,17 +218,11 @@ class Reserve:
         self._path = folder / RESERVE
         self._held = False
 
-    def release(self) -> None:
-        """Free the space for deletions, but for what the next opening needs."""
+    def release(self, kept: int = _MIN_RESERVE_BYTES) -> None:
+        """Free the space for deletions, but for what the next opening needs; that opening frees all of it."""
         self._held = False
         with suppress(OSError):
-            os.truncate(self._path, _MIN_RESERVE_BYTES)
-
-    def release_all(self) -> None:
-        """Free all of the space, for opening the store."""
-        self._held = False
-        with suppress(OSError):
-            self._path.unlink(missing_ok=True)
+            os.truncate(self._path, kept)
 
     def hold(self) -> bool:
         """Allocate the space again; returns True if all of it is held. With less, what opening needs is taken."""

@@ -14,17 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from plsc.errors import DataError, IntegrityError
-from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, reads, records
-from plsc.gallery.sqlite.backup import read_snapshot
+from plsc.gallery.sqlite import COLLECTIONS, SNAPSHOTS, SQLITE, records
+from plsc.gallery.sqlite.backup import read_snapshot, reading_snapshot, store_id_of
 from plsc.gallery.sqlite.compaction import tombstones
 from plsc.gallery.sqlite.database import Database, corrupt_row
-from plsc.gallery.sqlite.encrypted_snapshot import reading_snapshot, store_id_of
 from plsc.gallery.sqlite.encryption import EncryptedVectors, keys_of_faces
 from plsc.gallery.sqlite.keys import KeyTable
 from plsc.gallery.sqlite.records import StoredCollection
+from plsc.gallery.sqlite.rows import SqliteRows
 from plsc.gallery.sqlite.schema import VERSION
 from plsc.gallery.sqlite.segments import segment_folder, verify_segment
-from plsc.gallery.validation import now
 from plsc.index.rows import Int64, Mask
 
 Words = npt.NDArray[np.uint32]
@@ -63,7 +62,7 @@ def check_store(database: Database, folder: Path, snapshots: Path | None = None)
             "collections": len(stored),
             "persons": sum(collection.info.persons for collection in stored),
             "faces": sum(collection.info.faces for collection in stored),
-            "expired": sum(len(reads.find_expired(db, one.number, now())) for one in stored),
+            "expired": sum(len(SqliteRows(db, one.number, one.info).expired_ids()) for one in stored),
             "forgotten": int(db.execute("SELECT count(*) FROM forgotten").fetchone()[0]),
         }
     faces = np.concatenate([*alive, np.empty(0, dtype=np.int64)])
@@ -86,12 +85,13 @@ def _check_pages(db: sqlite3.Connection) -> None:
 def _check_collection(db: sqlite3.Connection, collections: Path, stored: StoredCollection) -> Int64:
     """Verify a collection's persons, faces, attributes, counts and segment; returns its faces, ascending."""
     number, info = stored.number, stored.info
+    rows = SqliteRows(db, number, info)
     persons, after, attributes = 0, 0, 0
-    while page := records.select_persons(db, "p.collection = ? AND p.id > ?", (number, after), _PAGE_PERSONS):
+    while page := rows.select("p.id > ?", [after], _PAGE_PERSONS):
         persons, after = persons + len(page), page[-1].id
         for person in page:
             attributes += len(person.metadata)
-            if records.count_attributes(db, number, person) != len(person.metadata):
+            if rows.count_attributes(person) != len(person.metadata):
                 raise corrupt_row(db, f"filters do not see the metadata of person {person.id} as they are")
     batches = list(records.read_faces(db, number, 0, info.dim))
     faces = np.concatenate([np.empty(0, dtype=np.int64), *(batch.ids for batch in batches)])

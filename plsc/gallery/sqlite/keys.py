@@ -113,7 +113,7 @@ class KeyTable:
         _, version, store_id, nonce, tag, _ = _HEADER.unpack(header)
         if version != _VERSION:
             raise DataError(f"{self.path} is of version {version}; this plsc reads version {_VERSION}: update it")
-        if self._decrypted(nonce + tag, store_id) is None:
+        if decrypted(self._cipher, nonce + tag, store_id) is None:
             raise UsageError(f"{self.path} was made under another key: name the key file that the store was made with")
         return bytes(store_id)
 
@@ -145,7 +145,7 @@ class KeyTable:
                 )
             if content == _ERASED:
                 return None
-            key = self._decrypted(content[:_WRAPPED_BYTES], self._associated(slot))
+            key = decrypted(self._cipher, content[:_WRAPPED_BYTES], self._associated(slot))
             if key is not None and content[_WRAPPED_BYTES:] == _ERASED[_WRAPPED_BYTES:]:
                 return key
         raise IntegrityError(f"{self.path} is corrupt: key {slot} is not what was written; bring back its newest copy")
@@ -169,8 +169,8 @@ class KeyTable:
 
     def erase(self, slots: Iterable[int]) -> None:
         """Overwrite ``slots`` with zeros, to be followed by :meth:`sync`; raises OSError."""
-        for first, count in _runs(slots):
-            _write_all(self._file, bytes(count * _SLOT_BYTES), _HEADER_BYTES + first * _SLOT_BYTES)
+        for slot in slots:
+            _write_all(self._file, _ERASED, _HEADER_BYTES + slot * _SLOT_BYTES)
 
     def sync(self) -> None:
         """Return when what was erased is on the disk.
@@ -214,9 +214,6 @@ class KeyTable:
     def _associated(self, slot: int) -> bytes:
         return self.store_id + struct.pack("<Q", slot)
 
-    def _decrypted(self, content: bytes, associated: bytes) -> bytes | None:
-        return decrypted(self._cipher, content, associated)
-
 
 def decrypted(key: "AESGCM", content: bytes, associated: bytes) -> bytes | None:
     """Return the plain text of a nonce and a cipher text; None if it is not what was encrypted."""
@@ -244,17 +241,6 @@ def remove_leftovers(path: Path) -> None:
     """Remove what a process that was killed while it wrote the file has left: it may hold keys erased since."""
     for leftover in path.parent.glob(f".{path.name}.tmp"):
         leftover.unlink()
-
-
-def _runs(slots: Iterable[int]) -> list[tuple[int, int]]:
-    """Return the runs (first, length) of consecutive numbers in ``slots``."""
-    runs: list[tuple[int, int]] = []
-    for slot in sorted(set(slots)):
-        if runs and slot == sum(runs[-1]):
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((slot, 1))
-    return runs
 
 
 def _wrapped(master: "AESGCM", key: bytes, associated: bytes) -> bytes:

@@ -158,15 +158,10 @@ class _Changes:
         try:
             self._db.execute("PRAGMA new.synchronous = OFF")  # of no use to anybody unless it is whole
             self._db.execute("PRAGMA new.journal_mode = OFF")
-            self._db.execute("BEGIN")
-            try:
+            with self._db:  # commits, or rolls back what a full disk has not ended
+                self._db.execute("BEGIN")
                 self._copy_rows()
                 end_rewriting(self._db, "new")
-                self._db.execute("COMMIT")
-            except BaseException:
-                if self._db.in_transaction:  # a full disk has ended it
-                    self._db.execute("ROLLBACK")
-                raise
             self._db.execute("PRAGMA new.journal_mode = WAL")  # as the present one has it: opening it writes nothing
         finally:
             self._db.execute("DETACH new")

@@ -14,8 +14,7 @@ STORE/collections/<collection's number>/base-<n>/
 """
 
 import functools
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,17 +25,15 @@ from plsc.embedding.columns import open_array, save_array
 from plsc.errors import DataError, IntegrityError
 from plsc.files import (
     Manifest,
-    atomic_replace_dir,
+    atomic_private_folder,
     describe_files,
     digest,
-    make_private_folder,
     read_manifest,
-    restrict,
     verify_files,
     write_manifest,
 )
 from plsc.gallery.sqlite.records import Faces, StoredCollection
-from plsc.gallery.store import Float32
+from plsc.gallery.values import Float32
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64, Mask, RowSource, rank
 from plsc.index.scan import ExactScan
@@ -155,14 +152,6 @@ class SegmentView:
     def max_faces(self) -> int:
         """Upper bound on the faces of one person."""
         return (0 if self.sealed is None else self.sealed.max_faces) + max_count(self.growing.persons)
-
-    def with_growing(self, growing: Faces) -> "SegmentView":
-        """Return this view with ``growing`` in place of its growing rows."""
-        return replace(self, growing=growing, masks={})
-
-    def without_masks(self) -> "SegmentView":
-        """Return this view with an empty mask cache: metadata changed, so filters match other persons."""
-        return replace(self, masks={})
 
     def remaining(self) -> Iterator[Faces]:
         """Yield the faces that are not deleted, in batches by ascending id."""
@@ -292,10 +281,7 @@ def write_segment(
     """
     segment, dim = former.segment + 1, former.info.dim
     folder = segment_folder(collections, former.number, segment)
-    tmp_path = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(tmp_path, ignore_errors=True)
-    make_private_folder(tmp_path)
-    try:
+    with atomic_private_folder(folder) as tmp_path:  # syncs the files before the rename: a crash leaves all or none
         _write_columns(tmp_path, rows, dim, batches)
         content: Manifest = {
             "format": FORMAT,
@@ -309,10 +295,6 @@ def write_segment(
             "files": describe_files(tmp_path, list(FILES)),
         }
         write_manifest(tmp_path, content)
-        restrict(tmp_path)
-        atomic_replace_dir(tmp_path, folder)  # syncs the files before the rename: a crash leaves all of it or none
-    finally:
-        shutil.rmtree(tmp_path, ignore_errors=True)
     return replace(former, segment=segment, digest=digest(content), watermark=watermark)
 
 
@@ -339,13 +321,7 @@ def open_segment(collections: Path, stored: StoredCollection, precision: str, *,
 def segment_in_memory(rows: int, dim: int, batches: Iterable[Faces], precision: str) -> SealedSegment:
     """Make a segment of ``rows`` faces by ascending id that is in no file, as encrypted stores have them."""
     vectors = np.empty((rows, dim), dtype=np.float32)
-    faces, persons = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    row = 0
-    for batch in batches:
-        part = slice(row, row + len(batch.ids))
-        vectors[part], faces[part], persons[part] = batch.vectors, batch.ids, batch.persons
-        row = part.stop
-    assert row == rows, f"{row} faces were read where {rows} had been counted"
+    faces, persons = _collect(rows, batches, vectors.__setitem__)
     return SealedSegment(faces, persons, vectors, max_count(persons), ExactScan(vectors, precision=precision))
 
 
@@ -384,16 +360,23 @@ def _open_ids(folder: Path, rows: int) -> tuple[Int64, Int64]:
 
 def _write_columns(folder: Path, rows: int, dim: int, batches: Iterator[Faces]) -> None:
     """Write the arrays by write(), where a full disk is an error; through a memory map it would be SIGBUS."""
-    faces, persons = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
-    row = 0
     with (folder / "vectors.npy").open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dim)}
         np.lib.format.write_array_header_1_0(file, header)
-        for batch in batches:
-            stop = row + len(batch.ids)
-            faces[row:stop], persons[row:stop] = batch.ids, batch.persons
-            file.write(np.ascontiguousarray(batch.vectors, dtype="<f4").data)
-            row = stop
-    assert row == rows, f"{row} faces were read where {rows} had been counted"
+        write = file.write
+        faces, persons = _collect(rows, batches, lambda _, part: write(np.ascontiguousarray(part, dtype="<f4").data))
     save_array(folder / "faces.npy", faces)
     save_array(folder / "persons.npy", persons)
+
+
+def _collect(rows: int, batches: Iterable[Faces], keep: Callable[[slice, Float32], object]) -> tuple[Int64, Int64]:
+    """Return ids and persons (rows,) of faces; ``keep(part, vectors)`` gets the vectors of each batch."""
+    faces, persons = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    row = 0
+    for batch in batches:
+        part = slice(row, row + len(batch.ids))
+        faces[part], persons[part] = batch.ids, batch.persons
+        keep(part, batch.vectors)
+        row = part.stop
+    assert row == rows, f"{row} faces were read where {rows} had been counted"
+    return faces, persons

@@ -23,53 +23,28 @@ from typing import Any, TypeVar
 
 import numpy.typing as npt
 
-from plsc.errors import ConflictError, NotFoundError, StorageError, UsageError
-from plsc.gallery.change_numbers import note_change
+from plsc.errors import StorageError, UsageError
 from plsc.gallery.filters import Filter, PreparedFilter
 from plsc.gallery.person_search import search_persons
-from plsc.gallery.sqlite import COLLECTIONS, changes, reads, records
-from plsc.gallery.sqlite.answers import delete_answers, find_answer, insert_answer
+from plsc.gallery.sqlite import COLLECTIONS, COMPACT_WITHIN, records
 from plsc.gallery.sqlite.backup import write_snapshot
 from plsc.gallery.sqlite.collection_state import AnnPlanner, CollectionState
 from plsc.gallery.sqlite.compaction import Compactor
 from plsc.gallery.sqlite.folder import open_folder
 from plsc.gallery.sqlite.integrity import check_store
 from plsc.gallery.sqlite.maintenance import Maintenance
-from plsc.gallery.sqlite.segments import SealedSegment
-from plsc.gallery.sqlite.unfinished import note_deletion_time
-from plsc.gallery.store import (
-    COMPACT_WITHIN,
-    KEEP,
-    Collection,
-    Float32,
-    IdempotentRequest,
-    Match,
-    Metadata,
-    NewPerson,
-    Person,
-    PersonSummary,
-    Precondition,
-    StoredAnswer,
-    Unchanged,
-)
-from plsc.gallery.validation import (
-    ValidPerson,
-    check_collection,
-    check_contract,
-    check_external_id,
-    check_fields,
-    check_page,
-    check_persons,
-    check_search,
-    now,
-)
+from plsc.gallery.sqlite.rows import SqliteRows
+from plsc.gallery.sqlite.segments import RowMasks, SealedSegment, SegmentView
+from plsc.gallery.store import Change, Store, note_change
+from plsc.gallery.validation import is_id, no_collection
+from plsc.gallery.values import Collection, Float32, IdempotentRequest, Match, PersonSummary, StoredAnswer
 from plsc.index.ann import ApproximateSearch
 from plsc.index.rows import Int64, unit_vectors
 
 _T = TypeVar("_T")
 
 
-class SqliteStore:
+class SqliteStore(Store):
     """A :class:`plsc.gallery.store.Store` in the folder ``folder``, which is created if there is none.
 
     Args:
@@ -86,6 +61,8 @@ class SqliteStore:
         UsageError, DataError: the folder holds something else, or ``key_file`` is not this store's.
         IntegrityError: SQLite's file is damaged.
     """
+
+    folder: Path
 
     def __init__(
         self,
@@ -111,7 +88,7 @@ class SqliteStore:
             with self._database.reading() as db:
                 self._database.codec.recover(db)
                 for state in self._states.values():
-                    state.next_expiry = reads.next_expiry(db, state.number)
+                    state.next_expiry = SqliteRows(db, state.number, state.info).next_expiry()
             self._maintenance = Maintenance(
                 compactor, self._planner, lambda: self._states.values(), self._write_lock, compact_within
             )
@@ -137,23 +114,17 @@ class SqliteStore:
         with self._database.reading() as db:
             stored = records.find_collection(db, number)
         if stored is None:
-            raise _no_collection(name)
+            raise no_collection(name)
         return stored.info
 
-    def create_collection(
-        self, name: str, dim: int, contract_id: str, *, idempotent: IdempotentRequest | None = None
-    ) -> Collection:
-        """Create a collection."""
-        check_collection(name, dim, contract_id)
+    def _create(self, name: str, dim: int, contract_id: str, idempotent: IdempotentRequest | None) -> Collection | None:
         with self._write_lock:
             self._reserve.require()
             if name in self._states:
-                raise ConflictError(f"a collection {name} exists already; choose another name")
+                return None
             with self._numbered() as db:
-                number = records.insert_collection(db, name, dim, contract_id, now())
-                stored = records.find_collection(db, number)
-                assert stored is not None
-                insert_answer(db, idempotent, stored.info, now())
+                stored = records.insert_collection(db, name, dim, contract_id)
+                records.insert_answer(db, idempotent, stored.info)
             self._states = {**self._states, name: CollectionState(stored, None, [], [])}
         return stored.info
 
@@ -161,136 +132,63 @@ class SqliteStore:
         """Delete a collection and everything in it."""
         with self._write_lock:
             state = self._state(name)
-            self._commit_deletion(lambda db: records.delete_collection(db, state.number))
+            self._commit(state, SqliteRows.delete_everything, deleting=True)
             state.deleted = True
             self._states = {other: kept for other, kept in self._states.items() if other != name}
             self._database.codec.require_erased()
         self._database.codec.sync_erased()
         self._maintenance.wake()
 
-    # --- persons and faces ---
+    # --- changes of one collection ---
 
-    def add_persons(
-        self,
-        collection: str,
-        persons: Sequence[NewPerson],
-        contract_id: str,
-        *,
-        idempotent: IdempotentRequest | None = None,
-    ) -> list[Person]:
-        """Enrol all of ``persons`` or none."""
+    def _change(self, collection: str, change: Change[_T]) -> _T:
         state = self._state(collection)
-        check_contract(state.info, contract_id)
-        checked = check_persons(persons, state.info.dim)
-        if not checked:
-            return []
-        with self._changing(state):
-            _prepare(state, checked)
-            with self._numbered() as db:
-                created, added = changes.enrol(db, state, checked)
-                insert_answer(db, idempotent, created, now())
-            state.publish_added(added)
-        return created
+        checked = change.check(state.info)
 
-    def put_person(
-        self, collection: str, person: NewPerson, contract_id: str, *, precondition: Precondition | None = None
-    ) -> tuple[Person, bool]:
-        """Enrol ``person``, or replace all of the one with its external id."""
-        state = self._state(collection)
-        check_contract(state.info, contract_id)
-        check_external_id(person.external_id)
-        checked = check_persons([person], state.info.dim)
-        with self._changing(state):
-            _prepare(state, checked)
-            with self._numbered() as db:
-                change, is_new = changes.put(db, state, checked[0], precondition)
-                if change.gone:
-                    note_deletion_time(db)
-            with state.persons.invalidating(change.person.id):
-                state.publish_replaced(change.added, change.gone)
-        return change.person, is_new
+        def work(rows: SqliteRows) -> _T:
+            result = change.work(rows, checked)
+            records.insert_answer(rows.db, change.idempotent, result)
+            return result
 
-    def add_faces(
-        self,
-        collection: str,
-        person: int,
-        vectors: npt.ArrayLike,
-        contract_id: str,
-        *,
-        idempotent: IdempotentRequest | None = None,
-    ) -> list[int]:
-        """Add faces (n, dim) to a person; returns their ids."""
-        state = self._state(collection)
-        check_contract(state.info, contract_id)
-        checked = unit_vectors(vectors, state.info.dim)
-        with self._changing(state):
-            state.reserve(len(checked))
-            with self._numbered() as db:
-                faces = changes.add_faces(db, state, person, checked)
-                ids: list[int] = faces.ids.tolist()
-                insert_answer(db, idempotent, ids, now())
-            state.publish_added(faces)
-        return ids
-
-    def update_person(
-        self,
-        collection: str,
-        person: int,
-        *,
-        name: str | Unchanged | None = KEEP,
-        metadata: Metadata | Unchanged = KEEP,
-        expires: str | Unchanged | None = KEEP,
-        precondition: Precondition | None = None,
-    ) -> Person:
-        """Change the name or the expiry, or replace the metadata of a person."""
-        state = self._state(collection)
-        fields = check_fields(name=name, metadata=metadata, expires=expires)
-        with self._changing(state):
-            state.note_expiry(fields.get("expires"))
-            with state.persons.invalidating(person), self._numbered() as db:
-                changed = changes.update(db, state, person, fields, precondition)
-            state.publish_changed()
-        return changed
-
-    def delete_person(self, collection: str, person: int, *, precondition: Precondition | None = None) -> None:
-        """Delete a person and all faces."""
-        state = self._state(collection)
-        with self._changing(state, deleting=True), state.persons.invalidating(person):
-            gone = self._commit_deletion(lambda db: changes.delete_person(db, state, person, precondition))
-            state.publish_deleted(gone)
-
-    def delete_face(self, collection: str, person: int, face: int, *, precondition: Precondition | None = None) -> None:
-        """Delete one face of a person."""
-        state = self._state(collection)
-        with self._changing(state, deleting=True):
-            gone = self._commit_deletion(lambda db: changes.delete_face(db, state, person, face, precondition))
-            state.publish_deleted(gone)
-
-    def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
-        """Delete those of ``persons`` whose time has come; returns their ids."""
-        state = self._state(collection)
-        with self._changing(state, deleting=True):
-            gone = self._commit_deletion(lambda db: changes.delete_expired(db, state, persons))
-            for person in gone:
-                with state.persons.invalidating(person.id):
-                    state.publish_deleted(person.faces)
-            with self._database.reading() as db:
-                state.next_expiry = reads.next_expiry(db, state.number)
-        return [person.id for person in gone]
-
-    @contextmanager
-    def _changing(self, state: CollectionState, *, deleting: bool = False) -> Iterator[None]:
-        """Hold the write lock for a change of one collection; afterwards wake the maintenance if it is due."""
         with self._write_lock:
             if state.deleted:
-                raise _no_collection(state.info.name)
-            if not deleting:
+                raise no_collection(collection)
+            if not change.deleting:
                 self._reserve.require()
-            yield
+            result = self._commit(state, work, deleting=change.deleting)
             self._database.codec.require_erased()
         self._database.codec.sync_erased()
         if state.needs_compaction:
             self._maintenance.wake()
+        return result
+
+    def _commit(self, state: CollectionState, work: Callable[[SqliteRows], _T], *, deleting: bool) -> _T:
+        """Commit and publish a change; a deletion on a full disk in the space kept back, and in what the log has used.
+
+        Called under the write lock.
+        """
+        try:
+            return self._commit_once(state, work)
+        except StorageError:
+            if not deleting:
+                raise
+            self._reserve.release()
+            with suppress(StorageError):
+                self._database.truncate_log()
+            return self._commit_once(state, work)
+
+    def _commit_once(self, state: CollectionState, work: Callable[[SqliteRows], _T]) -> _T:
+        touched: set[int] = set()
+        try:
+            with self._numbered() as db:
+                rows = SqliteRows(db, state.number, state.info)
+                touched = rows.touched
+                result = work(rows)
+                state.prepare(rows.added, rows.expiries)
+            state.publish(rows.added, rows.gone)
+            return result
+        finally:
+            state.persons.forget(touched)
 
     @contextmanager
     def _numbered(self) -> Iterator[sqlite3.Connection]:
@@ -304,69 +202,93 @@ class SqliteStore:
         if number is not None:
             note_change(number)
 
-    def _commit_deletion(self, delete: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Commit a deletion; on a full disk in the space kept back, and in what the log has used."""
+    def delete_expired(self, collection: str, persons: Sequence[int]) -> list[int]:
+        """Delete those of ``persons`` whose time has come; returns their ids."""
+        state = self._state(collection)
+        gone = super().delete_expired(collection, persons)
+        with self._write_lock, self._rows_now(state) as rows:
+            state.next_expiry = rows.next_expiry()
+        return gone
 
-        def commit() -> _T:
-            with self._numbered() as db:
-                note_deletion_time(db)
-                return delete(db)
+    # --- reads of one collection ---
 
-        try:
-            return commit()
-        except StorageError:
-            self._reserve.release()
-            with suppress(StorageError):
-                self._database.truncate_log()
-            return commit()
-
-    # --- reading ---
-
-    def person(self, collection: str, person: int) -> Person:
-        """Return one person."""
+    @contextmanager
+    def _reading(self, collection: str) -> Iterator[SqliteRows]:
         state = self._state(collection)
         with self._database.snapshot() as db:
-            return reads.find_person(db, state, person)
+            yield SqliteRows(db, state.number, state.info)
 
-    def find_person(self, collection: str, external_id: str) -> Person:
-        """Return the person with an external id."""
-        state = self._state(collection)
-        check_external_id(external_id)
-        with self._database.snapshot() as db:
-            return reads.find_by_external_id(db, state, external_id)
-
-    def persons(
-        self, collection: str, *, after: int = 0, limit: int = 100, filter: Filter | None = None
-    ) -> list[Person]:
-        """Return up to ``limit`` persons with ids above ``after`` that match ``filter``, by ascending id."""
-        state = self._state(collection)
-        check_page(after, limit, filter)
-        with self._database.snapshot() as db:
-            return reads.select_page(db, state, after, limit, filter)
+    @contextmanager
+    def _rows_now(self, state: CollectionState) -> Iterator[SqliteRows]:
+        """Yield rows of which each statement sees everything committed before it."""
+        with self._database.reading() as db:
+            yield SqliteRows(db, state.number, state.info)
 
     def person_summaries(self, collection: str, ids: Sequence[int]) -> dict[int, PersonSummary]:
-        """Return the persons among ``ids`` that exist, by id."""
-        return reads.find_summaries(self._database, self._state(collection), ids)
+        """Return the persons among ``ids`` that exist, by id, as far as possible from the collection's cache."""
+        state = self._state(collection)
+
+        def read(missing: list[int]) -> dict[int, PersonSummary]:
+            with self._rows_now(state) as rows:
+                return rows.summaries([id for id in missing if is_id(id)])
+
+        # A plain int needs no check here, which costs more than the lookup: only ids are ever in the cache.
+        plain = [id if type(id) is int else int(id) for id in ids if type(id) is int or is_id(id)]
+        if state.has_expired:
+            with self._rows_now(state) as rows:
+                expired = set(rows.expired_ids())
+            plain = [id for id in plain if id not in expired]
+        return state.persons.get(plain, read)
 
     def vectors(self, collection: str, person: int) -> Float32:
         """Return the stored vectors (n, dim) of a person, unit length, in the order of ``Person.faces``."""
-        state = self._state(collection)
-        with self._database.snapshot() as db:
-            found = reads.find_person(db, state, person)
-            vectors = records.read_vectors(db, found.faces, state.info.dim)
-        if not vectors.any(axis=1).all():  # some were deleted, with their key, while they were read
-            return self.vectors(collection, person)
-        return vectors
+        while True:
+            vectors = super().vectors(collection, person)
+            if vectors.any(axis=1).all():  # else some were deleted, with their key, while they were read
+                return vectors
 
-    def expired(self, limit: int) -> dict[str, list[Person]]:
-        """Return up to ``limit`` persons whose time has come, by collection."""
-        found: dict[str, list[Person]] = {}
-        for name, state in self._states.items():
-            if state.has_expired and limit > 0:
-                with self._database.snapshot() as db:
-                    found[name] = reads.select_expired(db, state.number, limit)
-                limit -= len(found[name])
-        return found
+    def _names_with_expired(self) -> list[str]:
+        return [name for name, state in self._states.items() if state.has_expired]
+
+    def _search(
+        self, collection: str, queries: npt.ArrayLike, k: int, threshold: float, filter: Filter | None
+    ) -> list[list[Match]]:
+        state = self._state(collection)
+        units = unit_vectors(queries, state.info.dim)
+        view, masks = filter.found if isinstance(filter, PreparedFilter) else self._matching_rows(state, filter)
+
+        def knn(some: Float32, count: int) -> tuple[Float32, Int64, Int64]:
+            return view.knn(some, count, masks)
+
+        return search_persons(knn, units, k, threshold, view.max_faces)
+
+    def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter:
+        """Look up who matches, so that a search with the result, on another thread, needs SQLite no more."""
+        found = self._matching_rows(self._state(collection), filter)
+        return PreparedFilter(filter.conditions, found, (id(found[0]), repr(filter.conditions)))
+
+    def _matching_rows(self, state: CollectionState, filter: Filter | None) -> tuple[SegmentView, RowMasks]:
+        """Return the present view and its rows that match, of which SQLite answers as of the view, or later."""
+        view = state.view
+        if state.has_expired:
+            with self._rows_now(state) as rows:
+                view = view.without(rows.expired_faces())
+        key = "" if filter is None else repr(filter.conditions)  # not the filter itself: to Python, 1 equals True
+        masks = view.masks.get(key)
+        if masks is None:
+            persons = None
+            if filter is not None:
+                with self._rows_now(state) as rows:
+                    persons = rows.matching(filter)
+            masks = view.masks_of(persons)
+            view.cache_masks(key, masks)
+        return view, masks
+
+    def stopping_when(self, stop: Callable[[], bool]) -> AbstractContextManager[None]:
+        """End what this thread reads in the block as soon as ``stop`` says so, by :class:`DeadlineError`."""
+        return self._database.stopping_when(stop)
+
+    # --- numbers of changes, and answers ---
 
     def last_change(self) -> int:
         """Return the number of the last change of a collection, person or face; 0: there was none."""
@@ -376,52 +298,19 @@ class SqliteStore:
     def stored_answer(self, token: str, key: str) -> StoredAnswer | None:
         """Return the answer to the request that was done under a key."""
         with self._database.reading() as db:
-            return find_answer(db, token, key)
+            return records.find_answer(db, token, key)
 
     def store_answer(self, idempotent: IdempotentRequest, result: Any) -> None:
         """Store the answer to a request that changed nothing in the store."""
         with self._write_lock:
             self._reserve.require()
             with self._database.writing() as db:
-                insert_answer(db, idempotent, result, now())
+                records.insert_answer(db, idempotent, result)
 
     def forget_answers(self, before: str, most: int) -> int:
         """Forget answers stored before a time, and all but the ``most`` newest of each token; returns how many."""
         with self._write_lock, self._database.writing() as db:
-            return delete_answers(db, before, most)
-
-    def search(
-        self,
-        collection: str,
-        queries: npt.ArrayLike,
-        *,
-        k: int = 10,
-        threshold: float = -1.0,
-        filter: Filter | None = None,
-    ) -> list[list[Match]]:
-        """Find, for each of ``queries`` (Q, dim), the ``k`` most similar persons with a score >= ``threshold``."""
-        state = self._state(collection)
-        check_search(k, threshold, filter)
-        units = unit_vectors(queries, state.info.dim)
-        view, masks = (
-            filter.found if isinstance(filter, PreparedFilter) else reads.matching_rows(self._database, state, filter)
-        )
-
-        def knn(some: Float32, count: int) -> tuple[Float32, Int64, Int64]:
-            return view.knn(some, count, masks)
-
-        return search_persons(knn, units, int(k), float(threshold), view.max_faces)
-
-    def prepare_filter(self, collection: str, filter: Filter) -> PreparedFilter:
-        """Look up who matches, so that a search with the result, on another thread, needs SQLite no more."""
-        state = self._state(collection)
-        check_search(1, -1.0, filter)
-        found = reads.matching_rows(self._database, state, filter)
-        return PreparedFilter(filter.conditions, found, (id(found[0]), repr(filter.conditions)))
-
-    def stopping_when(self, stop: Callable[[], bool]) -> AbstractContextManager[None]:
-        """End what this thread reads in the block as soon as ``stop`` says so, by :class:`DeadlineError`."""
-        return self._database.stopping_when(stop)
+            return records.delete_answers(db, before, most)
 
     # --- maintenance ---
 
@@ -472,16 +361,5 @@ class SqliteStore:
     def _state(self, name: str) -> CollectionState:
         state = self._states.get(name) if isinstance(name, str) else None
         if state is None:
-            raise _no_collection(name)
+            raise no_collection(name)
         return state
-
-
-def _prepare(state: CollectionState, persons: Sequence[ValidPerson]) -> None:
-    """Make ready for ``persons`` before their commit, so that publishing them cannot fail."""
-    state.reserve(sum(len(person.vectors) for person in persons))
-    for person in persons:
-        state.note_expiry(person.expires)
-
-
-def _no_collection(name: Any) -> NotFoundError:
-    return NotFoundError(f"there is no collection {ascii(name)[:80]}")

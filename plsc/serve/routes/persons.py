@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from plsc.gallery.filters import Filter
-from plsc.gallery.store import Person
+from plsc.gallery.values import Person
 from plsc.serve import idempotency, schemas
 from plsc.serve.enrolment import OnKnown, embed_groups, embed_persons, enrol, read_enrolment
 from plsc.serve.errors import ApiError, error_responses

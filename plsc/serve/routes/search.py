@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.responses import Response
 
-from plsc.gallery.store import Match
 from plsc.gallery.validation import COLLECTION_NAME, COLLECTION_NAME_RULE
+from plsc.gallery.values import Match
 from plsc.index.ann import TUNED_FOR
 from plsc.serve import schemas
 from plsc.serve.access import ScoreView, current_caller

@@ -1,0 +1,80 @@
+"""The backends of the gallery, and :func:`open_store`."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from plsc.errors import UsageError
+from plsc.gallery.sqlite import COMPACT_WITHIN
+from plsc.gallery.store import Store
+
+
+class Server(NamedTuple):
+    """A backend that keeps its rows on a server: how its address is written, and "module:function" that opens it."""
+
+    address: str
+    opener: str
+
+
+# URI scheme -> backend. A spec without one of these schemes is a folder.
+SERVERS: Mapping[str, Server] = {
+    "milvus": Server("URI", "plsc.gallery.milvus:open_milvus"),
+    "postgres": Server("DSN", "plsc.gallery.postgres:open_postgres"),
+}
+SPEC_FORMS = " or ".join(f"{scheme}:{server.address}" for scheme, server in SERVERS.items())
+
+
+def open_store(
+    spec: str | Path,
+    *,
+    precision: str = "bf16",
+    latency_ms: float | None = None,
+    compact_within: float = COMPACT_WITHIN,
+    key_file: str | Path | None = None,
+) -> Store:
+    """Open the store that ``spec`` names; creates it if there is none.
+
+    Args:
+        spec: a folder (SQLite and files), or the address of a server with its scheme: "milvus:URI", "postgres:DSN".
+        precision: "bf16" or "fp32", of the copy of the vectors that a folder's store scans; ignored by servers.
+        latency_ms: target for a single query in a folder's store, beyond which approximate search is tried; None:
+            always exact. Ignored by servers.
+        compact_within: seconds after which no file of a folder's store holds a deleted face's vector, or texts of a
+            person who was deleted, or which were changed. Ignored by servers.
+        key_file: with the master key of a folder's store whose vectors are encrypted, as ``openssl rand -base64 32``
+            writes it; None: they are not.
+
+    Raises:
+        UsageError: ``spec`` or an argument is invalid, or the backend's packages are not installed.
+        PlscError: the store cannot be opened; see the backend.
+    """
+    server = _server(spec)
+    if server is not None and key_file is not None:
+        raise UsageError(f"--encrypt: {display_name(spec)} keeps its own files; encrypt the disk of that server")
+    if server is not None:
+        module, _, function = server.opener.partition(":")
+        opener: Callable[[str], Store] = getattr(importlib.import_module(module), function)
+        return opener(str(spec).partition(":")[2])
+    if not str(spec):
+        raise UsageError(f"no store is named: give a folder, {SPEC_FORMS}")
+    from plsc.gallery.sqlite.store import SqliteStore
+
+    return SqliteStore(
+        spec, precision=precision, latency_ms=latency_ms, compact_within=compact_within, key_file=key_file
+    )
+
+
+def store_folder(spec: str | Path) -> Path | None:
+    """Return the folder of the store that ``spec`` names; None if a server keeps it."""
+    return Path(spec) if _server(spec) is None else None
+
+
+def display_name(spec: str | Path) -> str:
+    """Return ``spec`` without a server's address, which may contain a password."""
+    return str(spec) if _server(spec) is None else str(spec).partition(":")[0]
+
+
+def _server(spec: str | Path) -> Server | None:
+    scheme, colon, _ = str(spec).partition(":")
+    return SERVERS.get(scheme) if colon else None

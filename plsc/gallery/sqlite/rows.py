@@ -1,0 +1,320 @@
+"""A collection's persons and faces in SQLite: everything that a change writes, and what reads and filters ask.
+
+A deleted person's or face's vectors stay, under tombstones (table ``forgotten``), until compaction erases them.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from plsc.gallery.filters import COMPARISONS, Condition, Filter, kind_of
+from plsc.gallery.sqlite import records
+from plsc.gallery.sqlite.database import codec_of, corrupt_row
+from plsc.gallery.sqlite.records import Faces
+from plsc.gallery.sqlite.unfinished import note_deletion_time, note_left_texts
+from plsc.gallery.store import Rows
+from plsc.gallery.validation import ValidPerson, now
+from plsc.gallery.values import Collection, Float32, Person, PersonSummary
+from plsc.index.rows import Int64
+
+_PERSON = "p.id, p.collection, p.name, p.metadata, p.created, p.external_id, p.revision, p.expires, p.checksum"
+
+
+class SqliteRows(Rows):
+    """The collection with a number, in a transaction of ``db``.
+
+    Attributes:
+        added: faces that came in this transaction, by id.
+        gone: faces that went.
+        touched: persons whose name, metadata or expiry changed, or who went.
+        expiries: times at which somebody expires who did not before.
+    """
+
+    def __init__(self, db: sqlite3.Connection, number: int, info: Collection) -> None:
+        self.db, self.number, self.info = db, number, info
+        self.added: list[Faces] = []
+        self.gone: list[int] = []
+        self.touched: set[int] = set()
+        self.expiries: list[str] = []
+
+    # --- reads ---
+
+    def find_all(self, ids: Sequence[int]) -> list[Person]:
+        """See :class:`plsc.gallery.store.Rows`, as for all that follows."""
+        return [person for id in sorted(ids) for person in self.select("p.id = ?", [id])]
+
+    def find_external(self, external_id: str) -> Person | None:
+        """Return the person with an external id, even if its time has come."""
+        return next(iter(self.select("p.external_id = ?", [external_id])), None)
+
+    def page(self, after: int, limit: int, filter: Filter | None) -> list[Person]:
+        """Return up to ``limit`` persons with ids above ``after`` that match and did not expire, by ascending id."""
+        text, values = self._filter_clause(filter)
+        condition = f"p.id > ?{text} AND (p.expires IS NULL OR p.expires > ?)"
+        return self.select(condition, [after, *values, now()], limit)
+
+    def expired(self, limit: int) -> list[Person]:
+        """Return up to ``limit`` persons whose time has come, by ascending id."""
+        return self.select("p.expires <= ?", [now()], limit)
+
+    def select(self, condition: str, values: Sequence[Any], limit: int = -1) -> list[Person]:
+        """Return persons with their faces by ascending id; ``condition`` is SQL on ``persons p``, -1 means no limit."""
+        text = f"SELECT {_PERSON} FROM persons p WHERE p.collection = ? AND {condition} ORDER BY p.id LIMIT ?"
+        return [self._read_person(row) for row in self.db.execute(text, (self.number, *values, limit)).fetchall()]
+
+    def _read_person(self, row: tuple[Any, ...]) -> Person:
+        summary = _read_summary(self.db, row)
+        created, external_id, revision, expires = row[4:8]
+        faces = self._faces_of(summary.id)
+        return Person(summary.id, summary.name, summary.metadata, faces, created, external_id, revision, expires)
+
+    def _faces_of(self, person: int) -> tuple[int, ...]:
+        text = "SELECT id, collection, checksum FROM faces WHERE person = ? ORDER BY id"
+        rows = self.db.execute(text, (person,)).fetchall()
+        for id, collection, checksum in rows:
+            if not records.is_face(checksum, id, collection, person):
+                raise corrupt_row(self.db, f"face {id} is not what was written")
+        return tuple(row[0] for row in rows)
+
+    def summaries(self, persons: Sequence[int]) -> dict[int, PersonSummary]:
+        """Return those of ``persons`` that exist, also those whose time has come.
+
+        All rows come as one JSON value: sqlite3 releases the interpreter lock for every row it fetches, and with other
+        threads busy each return takes up to 5 ms (the interpreter's switch interval).
+        """
+        text = (
+            f"SELECT json_group_array(json_array({_PERSON})) FROM persons p "
+            "WHERE +p.collection = ? AND p.id IN (SELECT value FROM json_each(?))"
+        )
+        try:
+            (found,) = self.db.execute(text, (self.number, json.dumps(list(persons)))).fetchone()
+            rows = json.loads(found)
+        except sqlite3.OperationalError:  # a damaged header can turn a text into bytes, which JSON cannot hold
+            text = f"SELECT {_PERSON} FROM persons p WHERE p.collection = ? AND p.id = ?"
+            rows = [row for person in persons for row in self.db.execute(text, (self.number, person))]
+        return {row[0]: _read_summary(self.db, row) for row in rows}
+
+    def vectors_of(self, persons: Sequence[Person]) -> dict[int, Float32]:
+        """Return {person: vectors (n, dim) in the order of ``Person.faces``}."""
+        return {person.id: self._vectors(person.faces) for person in persons}
+
+    def _vectors(self, faces: Sequence[int]) -> Float32:
+        text = "SELECT face, checksum, vector FROM vectors WHERE face = ?"
+        rows = [self.db.execute(text, (face,)).fetchone() or (face, None, None) for face in faces]
+        return records.decode_vectors(self.db, rows, self.info.dim)
+
+    # --- persons whose time has come ---
+
+    def next_expiry(self) -> str | None:
+        """Return the earliest time at which a person expires."""
+        text = "SELECT min(expires) FROM persons WHERE collection = ? AND expires IS NOT NULL"
+        (found,) = self.db.execute(text, (self.number,)).fetchone()
+        if not isinstance(found, str | None):
+            raise corrupt_row(self.db, "the time at which a person expires is not what was written")
+        return found
+
+    def expired_ids(self) -> list[int]:
+        """Return the persons whose time has come."""
+        text = "SELECT id FROM persons WHERE collection = ? AND expires <= ?"
+        return [row[0] for row in self.db.execute(text, (self.number, now()))]
+
+    def expired_faces(self) -> list[int]:
+        """Return the faces of the persons whose time has come."""
+        text = "SELECT f.id FROM persons p JOIN faces f ON f.person = p.id WHERE p.collection = ? AND p.expires <= ?"
+        return [row[0] for row in self.db.execute(text, (self.number, now()))]
+
+    # --- changes ---
+
+    def insert(self, persons: Sequence[ValidPerson]) -> list[Person]:
+        """Insert ``persons`` and their faces under new ids."""
+        if not persons:
+            return []
+        first, face, created = records.last_id(self.db, "persons") + 1, records.last_id(self.db, "faces") + 1, now()
+        made = []
+        for id, person in enumerate(persons, first):
+            ids = tuple(range(face, face + len(person.vectors)))
+            face += len(ids)
+            about = (person.name, person.metadata, ids, created, person.external_id)
+            made.append(Person(id, *about, expires=person.expires))
+        self.db.executemany(
+            "INSERT INTO persons (id, collection, name, metadata, created, external_id, revision, expires, checksum) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (self._row(person) for person in made),
+        )
+        self._insert_attributes(made)
+        self.expiries += [person.expires for person in made if person.expires is not None]
+        owners = np.repeat(np.arange(first, first + len(made)), [len(person.faces) for person in made])
+        faces = np.fromiter(chain.from_iterable(person.faces for person in made), np.int64)
+        self._insert_faces(Faces(faces, owners, np.concatenate([person.vectors for person in persons])))
+        self._count(len(made), len(faces))
+        return made
+
+    def insert_faces(self, owner: Person, vectors: Float32) -> list[int]:
+        """Insert faces of a person; returns their ids."""
+        first = records.last_id(self.db, "faces") + 1
+        ids = np.arange(first, first + len(vectors), dtype=np.int64)
+        self._insert_faces(Faces(ids, np.full(len(ids), owner.id, dtype=np.int64), vectors))
+        self._count(0, len(ids))
+        found: list[int] = ids.tolist()
+        return found
+
+    def update(self, former: Person, changed: Person) -> None:
+        """Store ``changed``; if but its revision is another, no text leaves."""
+        row, former_row = self._row(changed), self._row(former)
+        if row[:6] != former_row[:6] or changed.expires != former.expires:
+            note_left_texts(self.db)
+            self._delete_attributes(former)
+            self._insert_attributes([changed])
+            self.touched.add(former.id)
+            self.expiries += [changed.expires] if changed.expires is not None else []
+        _, _, name, metadata, _, *others = row
+        text = (
+            "UPDATE persons SET name = ?, metadata = ?, external_id = ?, revision = ?, expires = ?, checksum = ? "
+            "WHERE id = ?"
+        )
+        self.db.execute(text, (name, metadata, *others, former.id))
+
+    def delete(self, person: Person) -> None:
+        """Delete a person's rows and leave a tombstone for each face."""
+        note_left_texts(self.db)
+        self._delete_attributes(person)
+        self.delete_faces(person, person.faces)
+        self.db.execute("DELETE FROM persons WHERE id = ?", (person.id,))
+        self._count(-1, 0)
+        self.touched.add(person.id)
+
+    def delete_faces(self, owner: Person, faces: Sequence[int]) -> None:
+        """Delete rows of faces and leave a tombstone for each."""
+        for face in faces:
+            self._note_leaving("f.id = ?", face)
+        if faces:
+            note_deletion_time(self.db)
+        self.db.executemany("INSERT INTO forgotten VALUES (?, ?)", ((face, self.number) for face in faces))
+        self.db.executemany("DELETE FROM faces WHERE id = ?", ((face,) for face in faces))
+        self._count(0, -len(faces))
+        self.gone += faces
+
+    def delete_everything(self) -> None:
+        """Delete the collection's rows and leave a tombstone for each face."""
+        self._note_leaving("f.collection = ?", self.number)
+        note_left_texts(self.db)
+        note_deletion_time(self.db)
+        text = "INSERT OR IGNORE INTO forgotten SELECT id, collection FROM faces WHERE collection = ?"
+        self.db.execute(text, (self.number,))
+        for table in ("faces", "attributes", "persons"):
+            self.db.execute(f"DELETE FROM {table} WHERE collection = ?", (self.number,))
+        self.db.execute("DELETE FROM collections WHERE number = ?", (self.number,))
+
+    def _insert_faces(self, faces: Faces) -> None:
+        ids, persons = faces.ids.tolist(), faces.persons.tolist()
+        blobs = codec_of(self.db).encode(self.db, faces.ids, faces.persons, faces.vectors)
+        self.db.executemany(
+            "INSERT INTO faces (id, collection, person, checksum) VALUES (?, ?, ?, ?)",
+            (
+                (id, self.number, person, records.face_checksum(id, self.number, person))
+                for id, person in zip(ids, persons, strict=True)
+            ),
+        )
+        self.db.executemany(
+            "INSERT INTO vectors (face, checksum, vector) VALUES (?, ?, ?)",
+            ((id, records.vector_checksum(id, blob), blob) for id, blob in zip(ids, blobs, strict=True)),
+        )
+        self.added.append(faces)
+
+    def _note_leaving(self, condition: str, value: int) -> None:
+        """Tell the codec which vectors leave, where that means more to it than their rows."""
+        codec = codec_of(self.db)
+        if not codec.has_keys:
+            return
+        text = (
+            "SELECT f.person, v.face, v.checksum, v.vector FROM faces f JOIN vectors v ON v.face = f.id "
+            f"WHERE {condition}"
+        )
+        for person, *row in self.db.execute(text, (value,)):
+            codec.leave(person, records.checked_vector(self.db, *row))
+
+    def _count(self, persons: int, faces: int) -> None:
+        text = "UPDATE collections SET persons = persons + ?, faces = faces + ? WHERE number = ?"
+        self.db.execute(text, (persons, faces, self.number))
+
+    def _row(self, person: Person) -> tuple[Any, ...]:
+        metadata = json.dumps(dict(person.metadata), ensure_ascii=False, allow_nan=False)
+        about = (person.external_id, person.revision, person.expires)
+        values = (person.id, self.number, person.name, metadata, person.created, *about)
+        return *values, records.person_checksum(*values)
+
+    # --- metadata as filters compare it ---
+
+    def _insert_attributes(self, persons: Iterable[Person]) -> None:
+        rows = chain.from_iterable(map(self._attributes, persons))
+        self.db.executemany("INSERT INTO attributes VALUES (?, ?, ?, ?, ?)", rows)
+
+    def _delete_attributes(self, person: Person) -> None:
+        text = "DELETE FROM attributes WHERE collection = ? AND key = ? AND kind = ? AND value = ? AND person = ?"
+        self.db.executemany(text, self._attributes(person))
+
+    def count_attributes(self, person: Person) -> int:
+        """Count the entries of a person's metadata that filters see exactly as they are."""
+        text = (
+            "SELECT count(*) FROM attributes WHERE collection = ? AND key = ? AND kind = ? AND value IS ? "
+            "AND person = ?"
+        )
+        return sum(int(self.db.execute(text, row).fetchone()[0]) for row in self._attributes(person))
+
+    def _attributes(self, person: Person) -> Iterator[tuple[Any, ...]]:
+        for key, value in person.metadata.items():
+            yield self.number, key, kind_of(value), value, person.id
+
+    def matching(self, filter: Filter) -> Int64:
+        """Return the persons that match, ascending."""
+        text, values = self._filter_clause(filter)
+        # Thousands of ids in a row: sqlite3 releases the interpreter lock for each row that it fetches.
+        select = f"SELECT group_concat(p.id) FROM persons p WHERE p.collection = ?{text} GROUP BY p.id >> 14"
+        parts = [np.fromstring(row[0], np.int64, sep=",") for row in self.db.execute(select, (self.number, *values))]
+        return np.concatenate([np.empty(0, np.int64), *parts])
+
+    def _filter_clause(self, filter: Filter | None) -> tuple[str, list[Any]]:
+        """Return SQL that begins with AND, or "" without a filter, and its parameters.
+
+        It is true for persons ``p`` that match. Values are parameters, never part of the text; those after "in" are put
+        into this connection's table ``wanted``, so the clause is valid until the next call.
+        """
+        self.db.execute("DELETE FROM temp.wanted")
+        text, parameters = "", list[Any]()
+        for index, condition in enumerate(filter.conditions if filter else ()):
+            inner, values = self._matching_persons(index, condition)
+            text += f" AND p.id {'NOT ' if condition.excludes else ''}IN ({inner})"
+            parameters += values
+        return text, parameters
+
+    def _matching_persons(self, index: int, condition: Condition) -> tuple[str, list[Any]]:
+        """Return a SELECT of the persons that have the key with a value that compares as the condition says."""
+        key, value = condition.key, condition.value
+        if condition.operator == "in":
+            rows = ((index, kind_of(member), member) for member in value)
+            self.db.executemany("INSERT OR IGNORE INTO temp.wanted VALUES (?, ?, ?)", rows)
+            return (
+                "SELECT a.person FROM temp.wanted w CROSS JOIN attributes a ON a.kind = w.kind AND a.value = w.value "
+                "WHERE w.condition = ? AND a.collection = ? AND a.key = ?"
+            ), [index, self.number, key]
+        start = "SELECT a.person FROM attributes a WHERE a.collection = ? AND a.key = ?"
+        if condition.operator == "exists":
+            return start, [self.number, key]
+        sign = COMPARISONS.get(condition.operator, "=")  # "ne" selects the equal ones: the caller excludes them
+        return f"{start} AND a.kind = ? AND a.value {sign} ?", [self.number, key, kind_of(value), value]
+
+
+def _read_summary(db: sqlite3.Connection, row: Sequence[Any]) -> PersonSummary:
+    *values, checksum = row
+    id, _, name, metadata, _, external_id, _, _ = values
+    try:
+        intact = checksum == records.person_checksum(*values)
+    except TypeError:  # a damaged header turned a text into bytes
+        intact = False
+    if not intact:
+        raise corrupt_row(db, f"person {id} is not what was written")
+    return PersonSummary(id, name, json.loads(metadata), external_id)

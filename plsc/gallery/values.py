@@ -1,0 +1,159 @@
+"""The values that a gallery's stores take and give.
+
+A *collection* holds *persons*; a person has a name, metadata and *faces*; a face is one embedding. Persons and faces
+have int64 ids, unique within their collection and never reused.
+"""
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from plsc.errors import PreconditionError
+
+Float32 = npt.NDArray[np.float32]
+Scalar = str | int | float | bool
+Metadata = Mapping[str, Scalar]
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A named set of persons whose vectors have ``dim`` numbers and come from one model.
+
+    Attributes:
+        contract_id: fingerprint of the model and preprocessing that made the vectors.
+        created: ISO 8601, UTC.
+    """
+
+    name: str
+    dim: int
+    contract_id: str
+    created: str
+    persons: int
+    faces: int
+
+
+def totals(collections: Sequence[Collection]) -> dict[str, int]:
+    """Return how many collections these are, and how many persons and faces they have together."""
+    return {
+        "collections": len(collections),
+        "persons": sum(info.persons for info in collections),
+        "faces": sum(info.faces for info in collections),
+    }
+
+
+@dataclass(frozen=True)
+class NewPerson:
+    """A person to enrol.
+
+    Attributes:
+        vectors: (n, dim), n >= 0, of any length but zero.
+        external_id: the caller's own id, 1 to 128 printable characters, unique within a collection.
+        expires: an ISO 8601 date or date-time, from which on the person is not found and will be deleted.
+    """
+
+    vectors: npt.ArrayLike
+    name: str | None = None
+    metadata: Metadata = field(default_factory=dict)
+    external_id: str | None = None
+    expires: str | None = None
+
+
+@dataclass(frozen=True)
+class Person:
+    """A stored person.
+
+    Attributes:
+        faces: ids of the faces, ascending.
+        created, expires: ISO 8601, UTC.
+        revision: 1 for a new person, and one more after every change of the person or its faces; 0 where the store
+            counts none.
+    """
+
+    id: int
+    name: str | None
+    metadata: Metadata
+    faces: tuple[int, ...]
+    created: str
+    external_id: str | None = None
+    revision: int = 1
+    expires: str | None = None
+
+
+@dataclass(frozen=True)
+class PersonSummary:
+    """The part of a person that is shown with a match."""
+
+    id: int
+    name: str | None
+    metadata: Metadata
+    external_id: str | None = None
+
+
+class Unchanged(enum.Enum):
+    """The type of :data:`KEEP`."""
+
+    KEEP = "keep"
+
+
+KEEP: Final = Unchanged.KEEP  # a field that an update leaves as it is, where None would remove it
+
+
+@dataclass(frozen=True)
+class Precondition:
+    """What a change requires of its person, checked in the change's own transaction.
+
+    Attributes:
+        exists: whether there has to be such a person.
+        revisions: (id, revision) of the persons that will do; None: any.
+    """
+
+    exists: bool = True
+    revisions: frozenset[tuple[int, int]] | None = None
+
+    def check(self, person: Person | None) -> None:
+        """Raise :class:`PreconditionError` unless ``person`` (None: there is none) is as required."""
+        if not self.exists and person is not None:
+            raise PreconditionError(f"there is such a person already: {person.id}; read it, and change that")
+        if self.exists and person is None:
+            raise PreconditionError("there is no such person; leave the condition out to make it")
+        if person is not None and self.revisions is not None and (person.id, person.revision) not in self.revisions:
+            raise PreconditionError(
+                f"person {person.id} was changed since it was read; read it again, and then change it"
+            )
+
+
+@dataclass(frozen=True)
+class IdempotentRequest:
+    """A request that may be sent again: its answer is stored in the transaction of its write.
+
+    Attributes:
+        token, key: who sent it, and the key that it was sent with.
+        fingerprint: hash of the request, by which another one under the same key is known.
+        answer: HTTP status and body of the answer, from what the store's method returns.
+    """
+
+    token: str
+    key: str
+    fingerprint: bytes
+    answer: Callable[[Any], tuple[int, bytes]]
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    """The answer to an :class:`IdempotentRequest` that was done."""
+
+    fingerprint: bytes
+    status: int
+    body: bytes
+
+
+class Match(NamedTuple):
+    """A search hit: ``score`` is the cosine of the person's best face, ``face`` the id of that face."""
+
+    person: int
+    face: int
+    score: float
