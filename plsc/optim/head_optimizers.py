@@ -44,11 +44,7 @@ class HeadOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self,
-        head: ShardedHead,
-        defaults: dict[str, Any],
-        rounding: Rounding,
-        state_dtypes: Mapping[str, torch.dtype],
+        self, head: ShardedHead, defaults: dict[str, Any], rounding: Rounding, state_dtypes: Mapping[str, torch.dtype]
     ) -> None:
         if head.update != "fused":
             raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
