@@ -148,7 +148,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: replicas step by themselves, each by another gradient.
         """
-        if self._softmax.exchange.parts:
+        if self._softmax.exchange.steps_apart:
             self._softmax.exchange.options.refuse_clipping()
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
