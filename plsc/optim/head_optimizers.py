@@ -109,7 +109,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._number = self._updates.begin(verdict)
         decided = verdict.host_decides(self.head.mesh.device)
         if not (decided and verdict.skipped):
-            self._update_rows(skip=None if decided else verdict.flag)
+            step = self._step(skip=None if decided else verdict.flag)
+            self._softmax.update_rows(self._pending.batches, self._state, self._updater, step)
+            self._table.norms_are_current()
         self._softmax.exchange.after_step(self._averages())
         self._pending.clear()
         return loss
@@ -199,10 +201,6 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.steps = int(state_dict["steps"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
-
-    def _update_rows(self, skip: Tensor | None) -> None:
-        self._softmax.update_rows(self._pending.batches, self._state, self._updater, self._step(skip=skip))
-        self._table.norms_are_current()
 
     def _step(self, factor: float = 1.0, skip: Tensor | None = None) -> Update:
         """This step of the rule, for all rows; ``factor`` multiplies the gradient."""
