@@ -103,8 +103,8 @@ def test_updates_compile_without_spills(tmp_path, monkeypatch, gpu, name, consta
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     options = {"num_warps": 4, "enable_fp_fusion": True}
     kernel, of_rule = RULES[name]
-    compiled = compile_for(gpu, getattr(triton_update_kernels, kernel), of_rule | constants, options)
+    built = compile_for(gpu, getattr(triton_update_kernels, kernel), of_rule | constants, options)
     if constants["dim"] == constants["BLOCK_D"]:
-        assert "ld.global.v4" in compiled.asm["ptx"]  # 16 bytes at a time
-    _, spilled = assemble(compiled, gpu)
+        assert "ld.global.v4" in built.asm["ptx"]  # 16 bytes at a time
+    _, spilled = assemble(built, gpu)
     assert spilled <= (0 if triton.__version__ == read()[0].triton else 8)  # with the table's Triton, none
