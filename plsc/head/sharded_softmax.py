@@ -259,7 +259,7 @@ class ShardedSoftmax:
         log_z = torch.cat([p.log_z for p in pending])
         # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
         groups = self.exchange.loss_factor
-        factors = [p.loss_gradient if groups == 1 else p.loss_gradient * groups for p in pending]
+        factors = [p.loss_gradient.double() if groups == 1 else p.loss_gradient.double() * groups for p in pending]
         scale = torch.cat([p.scale * factor for p, factor in zip(pending, factors, strict=True)])
         target_grad = torch.cat([p.target_grad * factor for p, factor in zip(pending, factors, strict=True)])
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas

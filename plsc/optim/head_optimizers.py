@@ -178,7 +178,8 @@ class HeadOptimizer(torch.optim.Optimizer):
             bad = (found != 0).float().to(device).reshape(())
         else:
             bad = torch.full((), float(bool(found)), device=device)
-        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), p.loss_gradient]) for p in self._pending.batches]
+        waiting = self._pending.batches
+        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), p.loss_gradient.double()]) for p in waiting]
         if facts:
             bad = torch.maximum(bad, (~torch.isfinite(torch.stack(facts)).all()).float())
         return bad
