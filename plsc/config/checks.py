@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 # Of each pair one may be given; on the command line it takes the place of the file's other one.
 EXCLUSIVE = (("epochs", "steps"), ("optim.warmup_epochs", "optim.warmup_steps"))
 
+# What the head's own refusals say of its arguments, in the words of keys.
+_WORDS_OF_THE_HEAD = {
+    "averaging_period": "parallel.head_averaging_period",
+    "clip the backbone's alone": "leave optim.clip_head out",
+}
+
 # Their step depends on norms or products of a whole layer.
 _WHOLE_LAYER_OPTIMIZERS = ("lars", "lamb", "adafactor", "muon")
 
@@ -320,9 +326,11 @@ def _check_head(config: Config) -> None:
         storage = TableStorage.of(head.weight_dtype, head.momentum_dtype, head.placement, head.journal)
         exchange = ExchangeOptions(config.parallel.head_averaging_period, head.staleness)
         exchange.check(storage, clips=config.optim.clip_head)
-    except UsageError as error:  # by the head's names of arguments
+    except UsageError as error:
         text = re.sub(r"\b(placement|journal|staleness)\b", r"head.\1", str(error))
-        raise UsageError(text.replace("averaging_period", "parallel.head_averaging_period")) from None
+        for of_the_head, key in _WORDS_OF_THE_HEAD.items():
+            text = text.replace(of_the_head, key)
+        raise UsageError(text) from None
     if config.head.journal and (config.checkpoint.keep.every_hours or config.checkpoint.keep.best):
         raise UsageError(
             "head.journal goes back to the last checkpoints alone: leave checkpoint.keep.every_hours and "

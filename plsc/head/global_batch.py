@@ -84,12 +84,7 @@ def gather_batch(
         unit = unit.masked_fill(outside[:, None], torch.nan)
     features, labels, *norms = _gather_together([unit, labels, *([norm] if with_norms else [])], head, group)
     return GlobalBatch(
-        features,
-        labels,
-        norms[0] if with_norms else None,
-        group,
-        [sum(sizes) for sizes in groups],
-        mesh.replicas.rank,
+        features, labels, norms[0] if with_norms else None, group, [sum(sizes) for sizes in groups], mesh.replicas.rank
     )
 
 

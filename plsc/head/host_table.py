@@ -7,15 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plsc.head.class_table import (
-    Chunk,
-    ClassRows,
-    ClassTable,
-    OptimizerState,
-    TableShape,
-    normal_rows,
-    renew_norms,
-)
+from plsc.head.class_table import Chunk, ClassRows, ClassTable, OptimizerState, TableShape, normal_rows, renew_norms
 from plsc.head.host_memory import Column, HostMemory
 from plsc.head.low_precision import Rounding, RowState, check_state_dtype, scale_name
 from plsc.head.staging import Stage, Staging

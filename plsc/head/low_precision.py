@@ -73,12 +73,7 @@ class RowState:
     """
 
     def __init__(
-        self,
-        rows: int,
-        columns: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        rounding: Rounding = "stochastic",
+        self, rows: int, columns: int, dtype: torch.dtype, device: torch.device, rounding: Rounding = "stochastic"
     ) -> None:
         check_state_dtype(dtype)
         self.values = torch.zeros(rows, columns, dtype=dtype, device=device)
@@ -123,11 +118,7 @@ def check_state_dtype(dtype: torch.dtype) -> None:
 
 
 def store(
-    table: Tensor,
-    index: slice | Tensor,
-    values: Tensor,
-    bits: Tensor | None,
-    rounding: Rounding = "stochastic",
+    table: Tensor, index: slice | Tensor, values: Tensor, bits: Tensor | None, rounding: Rounding = "stochastic"
 ) -> None:
     """Write rows into a float64, float32 or bfloat16 table, rounding the last by ``bits``."""
     if table.dtype == torch.bfloat16 and rounding == "stochastic":

@@ -42,9 +42,9 @@ class PendingBackward:
 
     @property
     def loss_gradient(self) -> Tensor:
-        """``grad_loss`` in float64."""
+        """``grad_loss``, once backward() has brought it."""
         assert self.grad_loss is not None
-        return self.grad_loss.double()
+        return self.grad_loss
 
 
 class PendingBatches:

@@ -112,11 +112,11 @@ class ReplicaExchange:
         options: of the exchange.
 
     Attributes:
-        parts: whether replicas step by their own gradients, and part.
+        steps_apart: whether replicas step by their own gradients, and part.
         sent_bytes: that this rank gave to averages so far.
     """
 
-    parts = False
+    steps_apart = False
 
     def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
         self._table, self._replicas, self.options = table, replicas, options
@@ -125,12 +125,12 @@ class ReplicaExchange:
     @property
     def sums(self) -> bool:
         """Whether gradients have to be summed before the update."""
-        return self._replicas.world_size > 1 and not self.parts
+        return self._replicas.world_size > 1 and not self.steps_apart
 
     @property
     def loss_factor(self) -> int:
         """Of a group's part of the mean loss, to be the mean that its replica follows."""
-        return self._replicas.world_size if self.parts else 1
+        return self._replicas.world_size if self.steps_apart else 1
 
     @property
     def overlaps(self) -> bool:
@@ -186,7 +186,7 @@ class _Late:
 class ReplicaAveraging(ReplicaExchange):
     """Replicas that step by themselves and are averaged; see :class:`ReplicaExchange` for the arguments."""
 
-    parts = True
+    steps_apart = True
 
     def __init__(self, table: ClassTable, replicas: Mesh, options: ExchangeOptions) -> None:
         super().__init__(table, replicas, options)

@@ -33,12 +33,7 @@ from plsc.head.replicas import ReplicaExchange
 from plsc.head.sampling import ClassSampler, keyed_generator
 from plsc.head.update_rules import Update
 from plsc.losses.margins import Margin, State, TargetLogit
-from plsc.parallel.collectives import (
-    all_gather_equal,
-    all_reduce_max,
-    all_reduce_sum,
-    reduce_scatter_rows,
-)
+from plsc.parallel.collectives import all_gather_equal, all_reduce_max, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
 
 
@@ -203,12 +198,7 @@ class ShardedSoftmax:
         return all_gather_equal(losses.sum(), self.mesh.replicas).sum() / total
 
     def _embedding_gradient(
-        self,
-        embeddings: Tensor,
-        unit_gradient: Tensor,
-        target: TargetLogit,
-        probability: Tensor,
-        gathered: GlobalBatch,
+        self, embeddings: Tensor, unit_gradient: Tensor, target: TargetLogit, probability: Tensor, gathered: GlobalBatch
     ) -> Tensor:
         """Turn the gradient by this rank's unit embeddings into the gradient by the embeddings: through ‖x‖."""
         x = embeddings.to(unit_gradient.dtype)
@@ -269,7 +259,7 @@ class ShardedSoftmax:
         log_z = torch.cat([p.log_z for p in pending])
         # of the mean over all samples a group has its part; of its own mean, as many times that as there are groups
         groups = self.exchange.loss_factor
-        factors = [p.loss_gradient if groups == 1 else p.loss_gradient * groups for p in pending]
+        factors = [p.loss_gradient.double() if groups == 1 else p.loss_gradient.double() * groups for p in pending]
         scale = torch.cat([p.scale * factor for p, factor in zip(pending, factors, strict=True)])
         target_grad = torch.cat([p.target_grad * factor for p, factor in zip(pending, factors, strict=True)])
         size = self.chunk_size(sum(p.largest_group for p in pending))  # chunks are the same on all replicas

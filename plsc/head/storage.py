@@ -54,7 +54,7 @@ class TableStorage:
         return cls(weight, momentum, placement, journal)
 
     def __post_init__(self) -> None:
-        if self.journal and self.file is None:
+        if self.file is None and self.journal:  # the placement is looked at first: it may be none
             raise UsageError(
                 f'journal is for tables in a mapped file: give placement="mmap:FILE", not {self.placement!r}'
             )

@@ -217,10 +217,7 @@ class AdaFace(Margin):
 
     def initial_state(self) -> State:
         """The authors' start: mean 20, deviation 100."""
-        return {
-            "mean": torch.tensor(20.0, dtype=torch.float64),
-            "std": torch.tensor(100.0, dtype=torch.float64),
-        }
+        return {"mean": torch.tensor(20.0, dtype=torch.float64), "std": torch.tensor(100.0, dtype=torch.float64)}
 
     def updated_state(self, state: Mapping[str, Tensor], cos: Tensor, norm: Tensor | None) -> State:
         """Move mean and deviation towards the batch's."""

@@ -21,15 +21,8 @@ from plsc.progress import warn
 
 _HERE = Path(__file__).parent
 _FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-fopenmp-simd",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-funroll-loops",
-    "-fPIC",
-    "-shared",
-    "-pthread",
+    *("-std=c++17", "-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-funroll-loops"),
+    *("-fPIC", "-shared", "-pthread"),
 )
 _X86_64 = platform.machine() in ("x86_64", "AMD64")
 # On ARM, -march=native was long unknown to clang.

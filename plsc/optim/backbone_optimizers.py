@@ -16,6 +16,7 @@ from plsc.errors import UsageError
 from plsc.optim.eight_bit_adamw import EightBitAdamW
 
 Groups = Sequence[dict[str, Any]]
+Builder = Callable[[Groups, "Hyperparameters", dict[str, Any]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -114,26 +115,18 @@ def _muon(groups: Groups, values: Hyperparameters, options: dict[str, Any]) -> t
     return _from_timm("Muon", split, **options, ns_coefficients="original", adjust_lr_fn="match_rms_adamw")
 
 
-BACKBONE_OPTIMIZERS: dict[str, Callable[[Groups, Hyperparameters, dict[str, Any]], torch.optim.Optimizer]] = {
-    "sgd": _sgd,
-    "adamw": _adamw,
-    "lars": _lars,
-    "lamb": _lamb,
-    "adafactor": _adafactor,
-    "lion": _lion,
-    "muon": _muon,
+# How each is made, and the hyper-parameters, beside lr and weight_decay, that it reads.
+_OPTIMIZERS: dict[str, tuple[Builder, tuple[str, ...]]] = {
+    "sgd": (_sgd, ("momentum",)),
+    "adamw": (_adamw, ("betas", "eps")),
+    "lars": (_lars, ("momentum", "trust_coefficient")),
+    "lamb": (_lamb, ("betas", "eps")),
+    "adafactor": (_adafactor, ()),
+    "lion": (_lion, ("betas",)),
+    "muon": (_muon, ("momentum", "betas", "eps")),
 }
-
-# The hyper-parameters, beside lr and weight_decay, that each of them reads.
-HYPERPARAMETERS: dict[str, tuple[str, ...]] = {
-    "sgd": ("momentum",),
-    "adamw": ("betas", "eps"),
-    "lars": ("momentum", "trust_coefficient"),
-    "lamb": ("betas", "eps"),
-    "adafactor": (),
-    "lion": ("betas",),
-    "muon": ("momentum", "betas", "eps"),
-}
+BACKBONE_OPTIMIZERS = tuple(_OPTIMIZERS)
+HYPERPARAMETERS = {name: read for name, (_, read) in _OPTIMIZERS.items()}
 
 
 def make_backbone_optimizer(name: str, groups: Groups, values: Hyperparameters) -> torch.optim.Optimizer:
@@ -148,8 +141,8 @@ def make_backbone_optimizer(name: str, groups: Groups, values: Hyperparameters) 
     Raises:
         UsageError: timm or torchao is not installed, or an older timm than the optimizer needs.
     """
-    read = ("lr", "weight_decay", *HYPERPARAMETERS[name])
-    return BACKBONE_OPTIMIZERS[name](groups, values, {option: getattr(values, option) for option in read})
+    build, read = _OPTIMIZERS[name]
+    return build(groups, values, {option: getattr(values, option) for option in ("lr", "weight_decay", *read)})
 
 
 def _from_timm(name: str, groups: Groups, **options: Any) -> torch.optim.Optimizer:

@@ -24,6 +24,7 @@ from plsc.errors import UsageError
 
 BLOCK_SIZES = (256, 128, 64)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_Kept = tuple[Tensor, Tensor, Tensor]  # codes, scales, and the values that codes stand for
 
 
 def block_size(shape: Sequence[int]) -> int | None:
@@ -84,6 +85,7 @@ class EightBitAdamW(torch.optim.Optimizer):
     def _step_plain(self, weights: list[Tensor], group: Mapping[str, Any]) -> None:
         states = [self.state[weight] for weight in weights]
         if weights:
+            beta1, beta2 = group["betas"]
             adamw(
                 weights,
                 [weight.grad for weight in weights if weight.grad is not None],
@@ -92,12 +94,10 @@ class EightBitAdamW(torch.optim.Optimizer):
                 [],
                 [state["step"] for state in states],
                 amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
                 maximize=False,
+                beta1=beta1,
+                beta2=beta2,
+                **{name: group[name] for name in ("lr", "weight_decay", "eps")},
             )
 
     def _step_blocks(self, weight: Tensor, group: Mapping[str, Any]) -> None:
@@ -174,24 +174,13 @@ def _quantization_maps(device: torch.device) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _update() -> Callable[..., None]:
-    """torchao's update of one weight, with moments as (codes, scales, map)."""
+    """torchao's update of one weight; the numbers are lr, β₁, β₂, weight decay and ε."""
     moment = import_torchao("torchao.optim.subclass_8bit").OptimState8bit
     single_param_adam = import_torchao("torchao.optim.adam").single_param_adam
 
-    def update(
-        weight: Tensor,
-        gradient: Tensor,
-        step: Tensor,
-        first: tuple[Tensor, Tensor, Tensor],
-        second: tuple[Tensor, Tensor, Tensor],
-        lr: Tensor,
-        beta1: float,
-        beta2: float,
-        weight_decay: float,
-        eps: float,
-    ) -> None:
+    def update(weight: Tensor, gradient: Tensor, step: Tensor, first: _Kept, second: _Kept, *numbers: Any) -> None:
         averages = moment(*first, True, torch.float32), moment(*second, False, torch.float32)
-        single_param_adam(weight, gradient, step, *averages, None, lr, beta1, beta2, weight_decay, eps, True, False)
+        single_param_adam(weight, gradient, step, *averages, None, *numbers, True, False)
 
     return update
 

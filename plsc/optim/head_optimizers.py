@@ -44,11 +44,7 @@ class HeadOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self,
-        head: ShardedHead,
-        defaults: dict[str, Any],
-        rounding: Rounding,
-        state_dtypes: Mapping[str, torch.dtype],
+        self, head: ShardedHead, defaults: dict[str, Any], rounding: Rounding, state_dtypes: Mapping[str, torch.dtype]
     ) -> None:
         if head.update != "fused":
             raise UsageError('the head was made with update="autograd"; use any torch optimizer on it, or "fused"')
@@ -113,7 +109,9 @@ class HeadOptimizer(torch.optim.Optimizer):
         self._number = self._updates.begin(verdict)
         decided = verdict.host_decides(self.head.mesh.device)
         if not (decided and verdict.skipped):
-            self._update_rows(skip=None if decided else verdict.flag)
+            step = self._step(skip=None if decided else verdict.flag)
+            self._softmax.update_rows(self._pending.batches, self._state, self._updater, step)
+            self._table.norms_are_current()
         self._softmax.exchange.after_step(self._averages())
         self._pending.clear()
         return loss
@@ -152,7 +150,7 @@ class HeadOptimizer(torch.optim.Optimizer):
         Raises:
             UsageError: replicas step by themselves, each by another gradient.
         """
-        if self._softmax.exchange.parts:
+        if self._softmax.exchange.steps_apart:
             self._softmax.exchange.options.refuse_clipping()
         total = torch.zeros((), dtype=torch.float64, device=self.head.mesh.device)
         if self._pending.batches:
@@ -180,7 +178,8 @@ class HeadOptimizer(torch.optim.Optimizer):
             bad = (found != 0).float().to(device).reshape(())
         else:
             bad = torch.full((), float(bool(found)), device=device)
-        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), p.loss_gradient]) for p in self._pending.batches]
+        waiting = self._pending.batches
+        facts = [torch.stack([p.log_z.sum(), p.target_grad.sum(), p.loss_gradient.double()]) for p in waiting]
         if facts:
             bad = torch.maximum(bad, (~torch.isfinite(torch.stack(facts)).all()).float())
         return bad
@@ -203,10 +202,6 @@ class HeadOptimizer(torch.optim.Optimizer):
         self.steps = int(state_dict["steps"])
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(saved)
-
-    def _update_rows(self, skip: Tensor | None) -> None:
-        self._softmax.update_rows(self._pending.batches, self._state, self._updater, self._step(skip=skip))
-        self._table.norms_are_current()
 
     def _step(self, factor: float = 1.0, skip: Tensor | None = None) -> Update:
         """This step of the rule, for all rows; ``factor`` multiplies the gradient."""

@@ -18,12 +18,7 @@ Patterns = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def parameter_groups(
-    backbone: nn.Module,
-    lr: float,
-    *,
-    no_decay: Sequence[str] = (),
-    layer_decay: float = 1.0,
-    patterns: Patterns = (),
+    backbone: nn.Module, lr: float, *, no_decay: Sequence[str] = (), layer_decay: float = 1.0, patterns: Patterns = ()
 ) -> list[dict[str, Any]]:
     """Return the trained weights in groups for torch's optimizers, those of the highest learning rate first.
 

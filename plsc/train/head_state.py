@@ -112,10 +112,7 @@ def _set_savepoint(components: TrainComponents, step: int) -> None:
 
 def _tables_of(components: TrainComponents) -> list[tuple[str, dict[str, TensorShard]]]:
     """This rank's rows of the class table, and of the state beside it, each with the prefix of their names."""
-    return [
-        ("head.", components.head.sharded_state()),
-        ("head_optimizer.", components.head_optimizer.sharded_state()),
-    ]
+    return [("head.", components.head.sharded_state()), ("head_optimizer.", components.head_optimizer.sharded_state())]
 
 
 def prefixed(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

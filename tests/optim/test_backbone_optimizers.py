@@ -106,7 +106,7 @@ FORMULAS: dict[str, Callable[[Tensor, Tensor, Kept, int, float], Tensor]] = {
 
 
 def test_every_optimizer_has_a_formula() -> None:
-    assert FORMULAS.keys() == BACKBONE_OPTIMIZERS.keys()
+    assert tuple(FORMULAS) == BACKBONE_OPTIMIZERS
 
 
 @pytest.mark.parametrize("decay", [0.1, 0.0])

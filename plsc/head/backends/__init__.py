@@ -87,16 +87,13 @@ def select_backend(shape: HeadShape, requested: str | None = None) -> TorchBacke
         raise UsageError(f"head backend {requested!r} does not exist: give {', '.join(BACKENDS)}")
     if requested == "torch":
         return _torch(shape, "requested")
-    on_triton, on_cpu = _why_not_triton(shape), _why_not_cpu(shape)
-    if requested != "cpu" and on_triton is None:
-        return _triton(shape)
-    if requested != "triton" and on_cpu is None:
-        return _cpu(shape)
-    missing = on_cpu if requested == "cpu" or (requested is None and shape.device.type == "cpu") else on_triton
-    assert missing is not None
+    missing = {"triton": _why_not_triton(shape), "cpu": _why_not_cpu(shape)}
+    for name, make in (("triton", _triton), ("cpu", _cpu)):
+        if requested in (None, name) and missing[name] is None:
+            return make(shape)
     if requested is not None:
-        raise UsageError(f"head backend {requested!r} cannot run here, {missing}: unset it for one that can")
-    return _torch(shape, missing)
+        raise UsageError(f"head backend {requested!r} cannot run here, {missing[requested]}: unset it for one that can")
+    return _torch(shape, str(missing["cpu" if shape.device.type == "cpu" else "triton"]))
 
 
 def _why_not_triton(shape: HeadShape) -> str | None:
@@ -153,14 +150,11 @@ def _cpu(shape: HeadShape) -> CpuBackend:
     _check_torchs_products(shape, "")
     several = "several centres to a class" if shape.centers > 1 else None
     missing = several or shape.unusual_logits or head_kernels.why_no_passes(shape.dtype, shape.dim)
-    reason = _compiled_passes(shape.dtype) if missing is None else f"compiled SGD; passes by torch: {missing}"
-    return CpuBackend(reason, with_passes=missing is None)
-
-
-def _compiled_passes(dtype: torch.dtype) -> str:
-    least = head_kernels.least_batch(dtype)
+    if missing is not None:
+        return CpuBackend(f"compiled SGD; passes by torch: {missing}", with_passes=False)
+    least = head_kernels.least_batch(shape.dtype)
     smaller = f"; passes of fewer than {least} samples by torch" if least > 1 else ""
-    return f"compiled passes ({head_kernels.products(dtype)}) and SGD{smaller}"
+    return CpuBackend(f"compiled passes ({head_kernels.products(shape.dtype)}) and SGD{smaller}", with_passes=True)
 
 
 def fall_back(shape: HeadShape, reason: str) -> TorchBackend:
