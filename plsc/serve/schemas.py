@@ -350,5 +350,10 @@ def show(view: type[View], person: Person, **more: Any) -> View:
     about = {"external_id": person.external_id, "expires": person.expires}
     given = {name: value for name, value in about.items() if value is not None}
     faces = [FaceView(id=face) for face in person.faces]
-    shown = {"name": person.name, "metadata": dict(person.metadata), "faces": faces, "created": person.created}
+    shown: dict[str, Any] = {
+        "name": person.name,
+        "metadata": dict(person.metadata),
+        "faces": faces,
+        "created": person.created,
+    }
     return view.model_construct(id=person.id, **shown, **given, **more)

@@ -129,7 +129,8 @@ class _GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of the one socket, which is bound already."""
         await super().startup([])
-        (listener,) = sockets or ()
+        assert sockets is not None, "it serves a socket that is bound already"
+        (listener,) = sockets
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
 
