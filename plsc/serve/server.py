@@ -159,9 +159,8 @@ class _GracefulServer(uvicorn.Server):
             await asyncio.sleep(_PAUSE_SECONDS if self._budget.newcomers_owe() else 0)
 
     async def _start(self, wire: socket.socket) -> None:
-        make: Any = partial(
-            self.config.http_protocol_class, config=self.config, server_state=self.server_state, app_state={}
-        )
+        protocol: Any = self.config.http_protocol_class
+        make = partial(protocol, config=self.config, server_state=self.server_state, app_state={})
         try:
             await asyncio.get_running_loop().connect_accepted_socket(make, wire)
         except OSError:  # the caller has left
