@@ -218,7 +218,8 @@ class ChangesSeen:
 
 def read_end(path: Path) -> tuple[Head | None, bytes, ChangesSeen]:
     """The head of the last whole line of a chain in a log's file, what follows it, and the changes that have lines."""
-    last, torn, seen = None, b"", ChangesSeen()
+    last: tuple[bytes, dict[str, Any]] | None = None
+    torn, seen = b"", ChangesSeen()
     for _, _, line in read_lines([path]):
         entry = parse_line(line) if line.endswith(b"\n") else None
         if entry is None:

@@ -57,8 +57,8 @@ async def enrol(
         options: dict[str, Any] = {"metadata": [person.metadata for person in new], "adds": len(new)}
         if on_known == "add" and (who := known[0]) is not None:
             request = claim.request(lambda faces: [[(who.id, faces)], warnings, kept], _ADDED_TO_KNOWN)
-            about = (collection, who.id, new[0].vectors, service.contract_id, crops[0])
-            await service.add(service.thumbnails.add_faces, *about, idempotent=request)
+            faces = (collection, who.id, new[0].vectors, service.contract_id, crops[0])
+            await service.add(service.thumbnails.add_faces, *faces, idempotent=request)
             person = await service.in_store(service.store.person, collection, who.id)
             return Enrolled([person], known, warnings, _ADDED_TO_KNOWN)
         request = claim.request(lambda added: [[(one.id, one.faces, one.created) for one in added], warnings, kept])

@@ -41,7 +41,7 @@ _ERRORS: dict[int, tuple[str, str]] = {
     414: ("too_large", "The path and the query are too long"),
     431: ("too_large", "The head is too large"),
 }
-_CODES = list(dict.fromkeys(code for code, _ in _ERRORS.values()))
+_CODES: list[Any] = list(dict.fromkeys(code for code, _ in _ERRORS.values()))
 RETRY_SECONDS = 1
 FORM = "form:"  # begins the tags of the forms that a body may have; errors leave them out
 _STATUS_OF: tuple[tuple[type[errors.PlscError], int], ...] = (

@@ -347,8 +347,8 @@ View = TypeVar("View", bound=PersonView)
 
 def show(view: type[View], person: Person, **more: Any) -> View:
     """A person as answers show it, without what is None, and with ``more`` fields of the view."""
-    about = {"external_id": person.external_id, "expires": person.expires}
-    given = {name: value for name, value in about.items() if value is not None}
+    about: dict[str, Any] = {"external_id": person.external_id, "expires": person.expires}
+    shown = {name: value for name, value in about.items() if value is not None}
     faces = [FaceView(id=face) for face in person.faces]
-    shown = {"name": person.name, "metadata": dict(person.metadata), "faces": faces, "created": person.created}
-    return view.model_construct(id=person.id, **shown, **given, **more)
+    shown |= {"id": person.id, "name": person.name, "metadata": dict(person.metadata), "faces": faces}
+    return view.model_construct(created=person.created, **shown, **more)

@@ -129,7 +129,8 @@ class _GracefulServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections of the one socket, which is bound already."""
         await super().startup([])
-        (listener,) = sockets or ()
+        assert sockets is not None, "it serves a socket that is bound already"
+        (listener,) = sockets
         listener.setblocking(False)
         self._accepting = asyncio.create_task(self._accept(listener))
 
@@ -158,9 +159,8 @@ class _GracefulServer(uvicorn.Server):
             await asyncio.sleep(_PAUSE_SECONDS if self._budget.newcomers_owe() else 0)
 
     async def _start(self, wire: socket.socket) -> None:
-        make: Any = partial(
-            self.config.http_protocol_class, config=self.config, server_state=self.server_state, app_state={}
-        )
+        protocol: Any = self.config.http_protocol_class
+        make = partial(protocol, config=self.config, server_state=self.server_state, app_state={})
         try:
             await asyncio.get_running_loop().connect_accepted_socket(make, wire)
         except OSError:  # the caller has left
