@@ -11,7 +11,6 @@ import math
 import queue
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -167,11 +166,16 @@ def compaction_threshold(sealed: SealedSegment | None) -> int:
 
 
 class PersonCache:
-    """Names and metadata of the persons found last, up to about ``max_bytes``; thread-safe."""
+    """Names and metadata of recently found persons, up to about ``max_bytes``; thread-safe.
+
+    Two generations stand in for an LRU list: a hit is in the young one or moves there, and when the young one is full
+    it replaces the old one. So repeated hits change nothing, and cost a dict lookup.
+    """
 
     def __init__(self, max_bytes: int = PERSON_CACHE_BYTES) -> None:
-        self._max_bytes, self._bytes = max_bytes, 0
-        self._known: OrderedDict[int, PersonSummary] = OrderedDict()  # those found last at the end
+        self._max_young_bytes, self._young_bytes = max_bytes // 2, 0
+        self._young: dict[int, PersonSummary] = {}
+        self._old: dict[int, PersonSummary] = {}
         self._changes = 0
         self._lock = threading.Lock()
 
@@ -180,19 +184,21 @@ class PersonCache:
     ) -> dict[int, PersonSummary]:
         """Return those of ``persons`` that exist, in that order; ``read`` gets the missing ones, without the lock."""
         with self._lock:
-            found = {person: self._known[person] for person in persons if person in self._known}
-            for person in found:
-                self._known.move_to_end(person)
+            known = {person: self._young[person] for person in persons if person in self._young}
+            if len(known) == len(persons):
+                return known
+            promoted = {person: self._old.pop(person) for person in persons if person in self._old}
+            self._insert(promoted)
             changes = self._changes
-        missing = [person for person in persons if person not in found]
-        if not missing:
-            return found
-        new = read(missing)
-        with self._lock:
-            if changes == self._changes:  # otherwise the rows may predate a change, and would stay stale
-                self._insert(new)
-        found.update(new)
-        return {person: found[person] for person in persons if person in found}
+        known.update(promoted)
+        missing = [person for person in persons if person not in known]
+        if missing:
+            found = read(missing)
+            with self._lock:
+                if changes == self._changes:  # otherwise the rows may predate a change, and would stay stale
+                    self._insert(found)
+            known.update(found)
+        return {person: known[person] for person in persons if person in known}
 
     def forget(self, persons: Iterable[int]) -> None:
         """Read ``persons`` again when they are found next: called after every change of them, however it ended."""
@@ -201,18 +207,19 @@ class PersonCache:
             for person in persons:
                 self._remove(person)
 
-    def _insert(self, new: dict[int, PersonSummary]) -> None:
-        for person, summary in new.items():
+    def _insert(self, found: dict[int, PersonSummary]) -> None:
+        for person, summary in found.items():
             self._remove(person)
-            self._known[person] = summary
-            self._bytes += _size(summary)
-        while self._bytes > self._max_bytes:
-            self._remove(next(iter(self._known)))
+            self._young[person] = summary
+            self._young_bytes += _size(summary)
+            if self._young_bytes > self._max_young_bytes:
+                self._old, self._young, self._young_bytes = self._young, {}, 0
 
     def _remove(self, person: int) -> None:
-        summary = self._known.pop(person, None)
+        self._old.pop(person, None)
+        summary = self._young.pop(person, None)
         if summary is not None:
-            self._bytes -= _size(summary)
+            self._young_bytes -= _size(summary)
 
 
 def _size(summary: PersonSummary) -> int:

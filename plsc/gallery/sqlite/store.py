@@ -1,8 +1,8 @@
 """The gallery in one folder, as a :class:`plsc.gallery.store.Store`; plsc/gallery/sqlite/__init__.py shows its layout.
 
-How a change becomes durable and visible: validate the arguments, take the write lock, allocate memory for the new view,
-commit in SQLite, publish the view. What raises an error does so before the commit and leaves no trace; what is
-acknowledged is durable and found. How a deleted vector leaves the files: plsc/gallery/sqlite/compaction.py.
+How a change becomes durable and visible: validate the arguments, take the write lock, write the rows in a transaction,
+allocate memory for the new view, commit, publish the view. What raises an error does so before the commit and leaves no
+trace; what is acknowledged is durable and found. compaction.py says how a deleted vector leaves the files.
 
 Locks, in the order in which they are taken:
 
