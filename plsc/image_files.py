@@ -27,8 +27,8 @@ Segment = tuple[int, int, int]  # of a JPEG: marker, start and end of its conten
 
 MAX_SCANS = 100  # of a progressive JPEG; encoders write about 10, and each costs as much as a whole baseline image
 
-# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files. How their files
-# begin; and their suffixes, in lower case, the usual one first. HEIF is pillow-heif's.
+# Formats that Pillow may open: pixels only, nothing that runs an interpreter (EPS) or reads other files. How their
+# files begin; and their suffixes, in lower case, the usual one first. HEIF is pillow-heif's.
 _KINDS = {
     "JPEG": (rb"\xff\xd8\xff", ".jpg .jpeg .jfif"),
     "PNG": (rb"\x89PNG\r\n\x1a\n", ".png"),
