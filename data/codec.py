@@ -1,7 +1,6 @@
 """Image codec: encoded images to RGB pixels and back, and resizing; :mod:`plsc.image_files` bounds hostile files."""
 
 import io
-import re
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -25,16 +24,6 @@ Encoding = Literal["jpeg", "png"]
 MAX_PIXELS = 64 * 2**20
 
 _RGB = 3  # torchvision's ImageReadMode.RGB
-_SIGNATURES = (  # of formats of plsc.image_files
-    (re.compile(rb"\xff\xd8\xff"), "JPEG"),
-    (re.compile(rb"\x89PNG\r\n\x1a\n"), "PNG"),
-    (re.compile(rb"RIFF"), "WEBP"),
-    (re.compile(rb"BM"), "BMP"),
-    (re.compile(rb"GIF8"), "GIF"),
-    (re.compile(rb"II\*\0|MM\0\*"), "TIFF"),
-    (re.compile(rb"P[1-6][\s#]"), "PPM"),
-    (re.compile(rb"....ftypavi[fs]", re.DOTALL), "AVIF"),
-)
 
 
 def decode_image(data: bytes, name: str, *, max_pixels: int = MAX_PIXELS) -> torch.Tensor:
@@ -151,13 +140,6 @@ def encode_image(image: torch.Tensor, encoding: Encoding = "jpeg") -> bytes:
     else:
         pixels.save(buffer, "PNG")
     return buffer.getvalue()
-
-
-def suffix_of(data: bytes) -> str | None:
-    """Return the usual file suffix for an encoded image by its first bytes; None if they are no image's."""
-    if image_files.is_heic(data):
-        return image_files.SUFFIXES["HEIF"][0]
-    return next((image_files.SUFFIXES[name][0] for signature, name in _SIGNATURES if signature.match(data)), None)
 
 
 def image_pixels(data: bytes) -> tuple[int, int]:

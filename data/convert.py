@@ -18,18 +18,18 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
-from plsc.data.codec import Encoding, image_pixels, suffix_of
+from plsc.data.codec import Encoding, image_pixels
 from plsc.data.dataset import MAX_BAD_RECORDS, ImageDataset, encoded_image
 from plsc.data.loader import map_in_workers, report_killed_workers
 from plsc.data.recordio import check_records, record_writer, write_key
 from plsc.errors import DataError, UsageError
 from plsc.files import atomic_replace_dir, check_output, new_folder, remove_leftovers
-from plsc.image_files import SUFFIXES
+from plsc.image_files import SUFFIXES, suffix_of
 from plsc.progress import Progress, warn
 
 LIST_NAME = "images.tsv"
 _SAFE_NAME = re.compile(rb"[^./\\\0\t\n\r][^/\\\0\t\n\r]{0,199}").fullmatch
-_USUAL = {suffix: suffixes[0] for suffixes in SUFFIXES.values() for suffix in suffixes}  # suffixes of codec.suffix_of
+_USUAL = {suffix: suffixes[0] for suffixes in SUFFIXES.values() for suffix in suffixes}  # suffixes of suffix_of
 
 
 @report_killed_workers()

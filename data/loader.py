@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -216,8 +216,7 @@ def _check(dataset: ImageDataset, batch_size: int, rank: int, world_size: int, s
         )
 
 
-@dataclass(frozen=True)
-class StepRange:
+class StepRange(NamedTuple):
     """Samples of one step over all ranks: positions [start, stop) of the epoch's order."""
 
     start: int
@@ -260,8 +259,7 @@ def global_batches(size: int, *, consumed: int, batch_size: int, world_size: int
     return [StepRange(start, stop) for start, stop in pairwise([*starts, size])]
 
 
-@dataclass(frozen=True)
-class BatchRequest:
+class BatchRequest(NamedTuple):
     """Samples to read, by their indices (b,) in the data set; the epoch keys their augmentation ``augment``."""
 
     epoch: int

@@ -11,9 +11,8 @@ written in the order of the list: ``plsc eval`` takes ten contiguous folds of eq
 has ten. Huang et al., "Labeled Faces in the Wild", 2007.
 """
 
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +29,7 @@ FORM = "NAME i j, or NAME i OTHER j"
 _SHOWN = 5  # names of missing images in an error
 
 
-@dataclass(frozen=True)
-class PairList:
+class PairList(NamedTuple):
     """Pairs of image names without suffix, their truth bool (N,), and the number of folds (0: not given)."""
 
     names: list[tuple[str, str]]

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from plsc.data.codec import suffix_of
 from plsc.data.dataset import MAX_BAD_RECORDS, EncodedDataset, PackedStringColumn, map_numbers, number_names
 from plsc.data.recordio import KEYS_HEADER, LEAST_RECORD, RecordFile, keys_path, label_map_path, unescaped
 from plsc.errors import DataError, UsageError
 from plsc.files import LARGEST_JSON, atomic_write, read_json
+from plsc.image_files import suffix_of
 from plsc.models.preprocessing import ImageSize
 from plsc.progress import warn
 from plsc.regular_files import open_regular

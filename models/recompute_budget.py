@@ -198,7 +198,8 @@ def measure(
             del x
             embeddings = embeddings.float()
         embeddings.backward(torch.empty_like(embeddings))
-    return recorder.profile()
+    recorder.profile.close([*recorder.peaks, ledger.peak])
+    return recorder.profile
 
 
 def choose(profile: ActivationProfile, share: float, name: str) -> list[int]:
@@ -237,16 +238,16 @@ class _Recorder:
 
     def __init__(self, known: nn.Module, ledger: LiveBytes) -> None:
         self._ledger = ledger
-        self._profile = ActivationProfile()
+        self.profile = ActivationProfile()
         self._keys: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._known = {self._key(tensor) for tensor in (*known.parameters(), *known.buffers())}
         self._running: int | None = None
         self._flops_before = 0
-        self._peaks: list[int] = []  # up to the gradient of the last segment's output, of the one before, ...
+        self.peaks: list[int] = []  # up to the gradient of the last segment's output, of the one before, ...
 
     def run(self, index: int, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Run segment ``index``, which is ``function``."""
-        profile = self._profile
+        profile = self.profile
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         profile.inputs.append({self._key(tensor) for tensor in tensors} - self._known)
         profile.saved.append({})
@@ -259,7 +260,7 @@ class _Recorder:
 
     def save(self, tensor: Tensor) -> Tensor:
         """Note a tensor that autograd keeps."""
-        key, profile = self._key(tensor), self._profile
+        key, profile = self._key(tensor), self.profile
         if key in self._known:
             return tensor
         if self._running is None:
@@ -269,18 +270,13 @@ class _Recorder:
             profile.flops[self._running] = self._ledger.flops - self._flops_before
         return tensor
 
-    def profile(self) -> ActivationProfile:
-        """The profile, once the backward pass is over."""
-        self._profile.close([*self._peaks, self._ledger.peak])
-        return self._profile
-
     def _enter_backward(self, _: Tensor) -> None:
-        self._peaks.append(self._ledger.peak)
+        self.peaks.append(self._ledger.peak)
         self._ledger.peak = self._ledger.live
 
     def _key(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
         if storage not in self._keys:
-            self._keys[storage] = len(self._profile.sizes)
-            self._profile.sizes[self._keys[storage]] = storage.nbytes()
+            self._keys[storage] = len(self.profile.sizes)
+            self.profile.sizes[self._keys[storage]] = storage.nbytes()
         return self._keys[storage]

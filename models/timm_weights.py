@@ -9,10 +9,9 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -32,8 +31,7 @@ FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoin
 _GIVEN = ("num_classes", "in_chans", "img_size")
 
 
-@dataclass(frozen=True)
-class SnapshotConfig:
+class SnapshotConfig(NamedTuple):
     """Content of a ``config.json``: what the weights expect, and the model's arguments."""
 
     pretrained_cfg: Mapping[str, Any]
