@@ -199,8 +199,8 @@ def units(count, seed):
     return unit(np.random.default_rng(seed).standard_normal((count, D)))
 
 
-ROWS = units(N, 0)
-EXACT = ExactScan(ROWS)
+UNITS = units(N, 0)
+EXACT = ExactScan(UNITS)
 
 
 def ask(monitor: RecallMonitor, times: int, missed: int, allowed: np.ndarray | None = None, seed: int = 1) -> None:
