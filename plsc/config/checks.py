@@ -1,4 +1,4 @@
-"""Checks of what concerns several keys of a configuration together, before a process starts."""
+"""Checks of what concerns several keys of a configuration together, before a process starts, and precision "auto"."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -8,6 +8,7 @@ from plsc.config.head import HeadConfig, margin_keys
 from plsc.config.optim import OptimConfig
 from plsc.config.sections import AUTO, Config, get
 from plsc.config.stages import check_stages, stage_configs
+from plsc.devices import Units
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
 from plsc.toml_keys import toml_value
@@ -32,6 +33,25 @@ def check_together(config: Config) -> None:
             _check(stage)
         except UsageError as error:
             raise UsageError(f"stage {number}: {error}") from None
+
+
+def with_precision(config: Config, units: Units) -> Config:
+    """Put a precision in the place of "auto": the best that ``units`` have and the other keys go with, else fp32.
+
+    Raises:
+        UsageError: the other keys go with no precision that is fast here: fp8 asks for bf16.
+    """
+    if config.precision != AUTO:
+        return config
+    for precision in (*units.precisions, "fp32"):
+        resolved = dataclasses.replace(config, precision=precision)
+        try:
+            check_together(resolved)
+        except UsageError as error:
+            problem = error
+        else:
+            return resolved
+    raise UsageError(f'precision = "auto" is {units.best} here ({units.reason}): {problem}')
 
 
 def _check(config: Config) -> None:

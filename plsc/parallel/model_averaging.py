@@ -7,8 +7,7 @@ of a :class:`GradientExchange`: a rank's own weights take the place of gradients
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,35 +15,12 @@ from torch import Tensor, nn
 
 from plsc.errors import UsageError
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.gradient_compression import GradientExchange, in_memory_order
-from plsc.parallel.mesh import Mesh, agree_on_group_names, subgroup
+from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, in_memory_order
+from plsc.parallel.mesh import Mesh, agree_on_group_names, divisors, subgroup
 
 if TYPE_CHECKING:
     from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
-
-AVERAGINGS = ("none", "local_sgd", "post_local_sgd", "hierarchical", "diloco")
-
-
-@dataclass(frozen=True)
-class AveragingOptions:
-    """Options of all ways to average; each reads those that it needs.
-
-    Attributes:
-        period: steps from one average over all ranks to the next.
-        start_step: steps of the run before which gradients are averaged over all ranks ("post_local_sgd").
-        group_ranks: consecutive ranks that average with each other more often, a divisor of all ranks; 1: none.
-        group_period: steps from one average within such a group to the next ("hierarchical"); 1: gradients are
-            averaged there at every step, as they are in the groups of the other ways.
-        outer_lr, outer_momentum: of the outer optimizer ("diloco").
-    """
-
-    period: int = 8
-    start_step: int = 0
-    group_ranks: int = 1
-    group_period: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
 
 
 class ModelAveraging(GradientExchange):
@@ -68,9 +44,12 @@ class ModelAveraging(GradientExchange):
 
     keeps_state = True
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingOptions) -> None:
-        check_group_ranks(options.group_ranks, mesh.world_size)
-        self._mesh, self._options = mesh, options
+    def __init__(
+        self, mesh: Mesh, module: nn.Module, options: ExchangeOptions, *, start_step: int = 0, group_period: int = 1
+    ) -> None:
+        check_group_ranks(options.averaging_group_ranks, mesh.world_size)
+        super().__init__(mesh, module, options)
+        self._start_step, self._group_period = start_step, group_period
         self._parameters = list(module.parameters())
         self._optimizer: torch.optim.Optimizer | None = None
         self._own: dict[nn.Parameter, Tensor] = {}  # this rank's weights, while the parameters hold the average
@@ -82,22 +61,23 @@ class ModelAveraging(GradientExchange):
         from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
         from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
 
-        options, group = self._options, self._mesh.group
-        if options.group_period > 1:
+        period, group = self._options.averaging_period, self._mesh.group
+        if self._group_period > 1:
             agree_on_group_names(self._mesh)
-            sizes = OrderedDict([(options.group_period, options.group_ranks), (options.period, self._mesh.world_size)])
+            groups = (self._group_period, self._options.averaging_group_ranks)
+            sizes = OrderedDict([groups, (period, self._mesh.world_size)])
             return HierarchicalModelAverager(sizes, process_group=group)
         # it counts periods from the end of its warm-up, which is an average already: of weights that are equal still
-        return PeriodicModelAverager(options.period, options.start_step + options.period, group)
+        return PeriodicModelAverager(period, self._start_step + period, group)
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register torch's hook for post-local SGD: gradients of all ranks, from ``start_step`` on of the group."""
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
 
-        options = self._options
-        averages = options.group_ranks > 1 and options.group_period == 1
-        group = subgroup(self._mesh, options.group_ranks).group if averages else None
-        self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, options.start_step, averages)
+        ranks = self._options.averaging_group_ranks
+        averages = ranks > 1 and self._group_period == 1
+        group = subgroup(self._mesh, ranks).group if averages else None
+        self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, self._start_step, averages)
         net.register_comm_hook(self._hook_state, post_local_sgd.post_localSGD_hook)
 
     def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,7 +88,7 @@ class ModelAveraging(GradientExchange):
         """Count the steps of the run, not of the process."""
         self._step = step
         self._hook_state.iter = step
-        self.replicas_differ |= step >= self._options.start_step
+        self.replicas_differ |= step >= self._start_step
 
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
@@ -132,8 +112,8 @@ class ModelAveraging(GradientExchange):
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return the bytes that a rank contributes to the collectives of all ranks at a step; within groups, more."""
-        due = step + 1 - self._options.start_step
-        if due > 0 and due % self._options.period:
+        due = step + 1 - self._start_step
+        if due > 0 and due % self._options.averaging_period:
             return 0
         return super().sent_bytes(parameters, step)
 
@@ -197,7 +177,7 @@ class DiLoCo(ModelAveraging):
     outer_lr = 1 and outer_momentum = 0 that is local SGD.
     """
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingOptions) -> None:
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
         super().__init__(mesh, module, options)
         self._common = {weight: nn.Parameter(weight.detach().clone()) for weight in self._parameters}
         lr, momentum = options.outer_lr, options.outer_momentum
@@ -206,7 +186,7 @@ class DiLoCo(ModelAveraging):
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
         """Take the outer step where it is time."""
-        if (self._step + 1) % self._options.period:
+        if (self._step + 1) % self._options.averaging_period:
             return
         changes = {weight: self._common[weight] - weight for weight in self._trained}
         self.average(changes.values())
@@ -239,32 +219,41 @@ class DiLoCo(ModelAveraging):
         super().restore(optimizer, tensors)
 
 
-def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: AveragingOptions) -> GradientExchange:
-    """Return the averaging that ``name`` means; with one rank there is none, whatever its name.
+def _post_local_sgd(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> ModelAveraging:
+    return ModelAveraging(mesh, module, options, start_step=options.averaging_start_step)
 
-    Args:
-        name: one of AVERAGINGS.
-        module: whose weights are averaged, on the mesh's device already.
-        mesh: the ranks; every one calls, as groups are made.
-        options: ``start_step`` and ``group_period`` count where the name has them.
+
+def _hierarchical(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> ModelAveraging:
+    return ModelAveraging(mesh, module, options, group_period=options.averaging_group_period)
+
+
+# Every kind by its name in the configuration.
+AVERAGINGS: dict[str, Callable[[Mesh, nn.Module, ExchangeOptions], GradientExchange]] = {
+    "none": GradientExchange,
+    "local_sgd": ModelAveraging,
+    "post_local_sgd": _post_local_sgd,
+    "hierarchical": _hierarchical,
+    "diloco": DiLoCo,
+}
+
+
+def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions) -> GradientExchange:
+    """Return the averaging that ``name`` means in AVERAGINGS; with one rank there is none, whatever its name.
+
+    Every rank calls, as groups are made.
 
     Raises:
-        UsageError: ``name`` is none of these, or groups do not divide the ranks.
+        UsageError: groups do not divide the ranks.
     """
-    if name not in AVERAGINGS:
-        raise UsageError(f"there is no averaging {name!r}; it is one of {', '.join(AVERAGINGS)}")
-    if name == "none" or mesh.world_size == 1:
-        return GradientExchange()
-    return (DiLoCo if name == "diloco" else ModelAveraging)(mesh, module, options)
+    return (AVERAGINGS[name] if mesh.world_size > 1 else GradientExchange)(mesh, module, options)
 
 
 def check_group_ranks(group_ranks: int, world_size: int) -> None:
     """UsageError unless ``group_ranks`` divides the number of ranks."""
     if world_size % group_ranks:
-        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise UsageError(
             f"parallel.averaging_group_ranks = {group_ranks} does not divide the number of ranks, {world_size}; "
-            f"give {divisors}"
+            f"give {divisors(world_size)}"
         )
 
 

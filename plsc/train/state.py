@@ -10,13 +10,12 @@ from torch import Tensor
 from plsc import config as configuration
 from plsc.config import Config
 from plsc.errors import DataError, IntegrityError, UsageError
-from plsc.parallel.collectives import all_gather_object
+from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
 from plsc.parallel.strategies import Weight
 from plsc.parallel.tensor_shard import Block, TensorShard
 from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents, optimizer_steps
-from plsc.train.failures import raise_on_all_ranks
 from plsc.train.head_state import described_changes, load_tables
 
 # Keys that determine the stored tensors' shapes, the order of the samples, or their pixels.

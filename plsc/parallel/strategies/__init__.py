@@ -8,6 +8,7 @@ from plsc.parallel.strategies.layout import STAGES_OF_A_RANK, Layout, StrategyOp
 __all__ = ["STAGES_OF_A_RANK", "STRATEGIES", "Strategy", "StrategyOptions", "Weight", "Wrapping", "make_strategy"]
 
 STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp")
+CHOICES = (*STRATEGIES, "auto")  # of a configuration, which plsc train resolves
 
 
 def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False) -> Strategy:

@@ -75,7 +75,6 @@ class Wrapping:
         autocast: makes the context of a forward pass, in the precision of the run.
         compile: compiles a module; None: it is not to be compiled.
         exchange: how ranks exchange the gradients of replicas.
-        gradients: sums of gradients in float64 that layers keep for DDP's exchange, a Float64Gradients, or None.
         bucket_mb: MiB of gradients that DDP exchanges together; None: its default.
         reduce_dtype: in which sharded gradients are summed; None: their own.
         offload: keep parameters, gradients and optimizer state in host memory.
@@ -86,7 +85,6 @@ class Wrapping:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     compile: Callable[[nn.Module], nn.Module] | None = None
     exchange: GradientExchange | None = None
-    gradients: Any = None
     bucket_mb: float | None = None
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
@@ -105,6 +103,7 @@ class Strategy:
         is_replicated: every rank holds all weights, and the same gradients after the backward pass.
         steps_on_device: the optimizer may leave it to the device whether a step goes through.
         micro_batches: in which a batch comes to the head.
+        has_own_passes: an engine takes micro-batches forward and back, so that no pass can be left out.
         prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
         backbone, net: the backbone, and what is called.
         weights: of the backbone, in its order, those that this rank holds.
@@ -113,6 +112,7 @@ class Strategy:
     is_replicated = True
     steps_on_device = True
     micro_batches = 1
+    has_own_passes = False
     prefetches = True
 
     def __init__(self, mesh: Mesh) -> None:
@@ -135,8 +135,9 @@ class Strategy:
         Returns:
             What :meth:`forward_backward` calls.
         """
-        places = {name: place for place, name in enumerate(_trained_names(backbone))}
         shapes = {name: weight.shape for name, weight in backbone.named_parameters()}
+        trained = (name for name, weight in backbone.named_parameters() if weight.requires_grad)
+        places = {name: place for place, name in enumerate(trained)}
         self.backbone, self._template, self.wrapping = backbone, template, wrapping
         self.split(backbone)
         self.net = self.place_backbone(backbone)
@@ -295,10 +296,6 @@ class Strategy:
         means = (flat / self.peers.world_size).split([buffer.numel() for buffer in buffers])
         for buffer, mean in zip(buffers, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
-
-
-def _trained_names(backbone: nn.Module) -> list[str]:
-    return [name for name, weight in backbone.named_parameters() if weight.requires_grad]
 
 
 def _stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

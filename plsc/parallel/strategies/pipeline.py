@@ -72,6 +72,7 @@ class Pipeline(Strategy):
     """
 
     is_replicated = False
+    has_own_passes = True
     prefetches = False
 
     def __init__(
@@ -123,7 +124,7 @@ class Pipeline(Strategy):
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Keep this rank's stages of ``backbone``, with the names that their weights have in the whole."""
-        model = _blockwise(backbone)
+        model = cast(BlockwiseBackbone, backbone)  # as a configuration that names another is refused
         self._spans = balanced(len(model.blocks), self._count)
         self._check_trained(model)
         self._holders = {name: self._place_of(self._stage_of(name, model)) for name in backbone.state_dict()}
@@ -408,16 +409,6 @@ def micro_batch_sizes(sizes: Sequence[int], count: int) -> list[list[int]]:
     filled = max(1, min(count, min(sizes) // 2))
     parts = [[size * (part + 1) // filled - size * part // filled for size in sizes] for part in range(filled)]
     return [[0] * len(sizes)] * (count - filled) + parts
-
-
-def _blockwise(backbone: nn.Module) -> BlockwiseBackbone:
-    """UsageError unless ``backbone`` can be cut into stages."""
-    if not all(hasattr(backbone, name) for name in ("blocks", "embed", "project", "embedding", "projection")):
-        name = getattr(backbone, "name", type(backbone).__name__)
-        raise UsageError(
-            f"parallel.pp cuts the blocks of plsc's ViTs, and {name} is none; give pp = 1, or strategy fsdp"
-        )
-    return cast(BlockwiseBackbone, backbone)
 
 
 def _example(rows: int, x: Tensor) -> Tensor:
