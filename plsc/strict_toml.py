@@ -9,6 +9,7 @@ be turned into one line each, and every command that reads a configuration would
 """
 
 import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,7 +84,7 @@ class Tables:
 
     def to_tree(self, value: Sequence[Table]) -> Any:
         """Return nested mappings as a TOML file holds them; :meth:`checked` makes the same tables of them."""
-        trees = [_nested(table.values) for table in value]
+        trees = [nested(table.values) for table in value]
         return {table.name: tree for table, tree in zip(value, trees, strict=True)} if self.are_named else trees
 
     def to_toml(self, value: Sequence[Table]) -> list[str]:
@@ -130,12 +131,13 @@ def tables_of(schema: type) -> dict[str, Tables]:
     }
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted names as nested mappings, lists as JSON holds them."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[last] = list(value) if isinstance(value, tuple) else value
+        *path, last = name.split(".")
+        section = functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, tree)
+        section[last] = list(value) if isinstance(value, tuple) else value
     return tree
 
 

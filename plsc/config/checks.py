@@ -28,7 +28,7 @@ def check_together(config: Config) -> None:
     _check(config)
     check_stages(config)
     _check_frozen(config)
-    for number, stage in enumerate(stage_configs(config), start=1):
+    for number, stage in enumerate(stage_configs(config)[1:], start=1):
         try:
             _check(stage)
         except UsageError as error:
@@ -329,7 +329,7 @@ def _check_micro_batches(config: Config, count: int) -> None:
 
 def _check_frozen(config: Config) -> None:
     """Refuse weights that freeze or thaw where ranks keep parts of gradients, or weights of their own."""
-    frozen = {stage.frozen for stage in (config, *stage_configs(config))}
+    frozen = {stage.frozen for stage in stage_configs(config)}
     if len(frozen) == 1 and "*" not in config.frozen:
         return
     hook, averaging = config.parallel.comm_hook, config.parallel.averaging

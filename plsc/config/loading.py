@@ -1,7 +1,6 @@
 """Reading configurations strictly, from TOML and ``--KEY VALUE`` overrides, and writing them."""
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,15 +83,9 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
-    tree: dict[str, Any] = {}
-    for name, entry in _ENTRIES.items():
-        value = get(config, name)
-        if isinstance(entry, Tables):
-            value = entry.to_tree(value) or None
-        *path, last = name.split(".")
-        if value is not None:
-            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, tree)[last] = value
-    return tree
+    values = {name: get(config, name) for name in _ENTRIES}
+    values |= {name: entry.to_tree(values[name]) or None for name, entry in TABLES.items()}
+    return strict_toml.nested({name: value for name, value in values.items() if value is not None})
 
 
 def to_toml(config: Config) -> str:

@@ -243,10 +243,7 @@ class DeepGradientCompression(GradientExchange):
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         whole = [parameter for parameter in group["params"] if parameter not in self._names]
         compressed = [parameter for parameter in group["params"] if parameter in self._names]
-        parts = [
-            {**group, "params": whole},
-            {**group, "params": compressed, "momentum": 0.0, "weight_decay": 0.0},
-        ]
+        parts = [{**group, "params": whole}, {**group, "params": compressed, "momentum": 0.0, "weight_decay": 0.0}]
         return [part for part in parts if part["params"]]
 
     def begin(self, step: int) -> None:

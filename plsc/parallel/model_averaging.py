@@ -1,12 +1,11 @@
 """Averaging of the backbone's weights every few steps, in the place of its gradients at every step (``averaging``).
 
-Each rank, or group of ranks, steps by its own gradients in between. The averages are those of torch.distributed's
-model averagers; the outer steps of DiLoCo, which torch has not, are here. What a step needs of them is what it needs
-of a :class:`GradientExchange`: a rank's own weights take the place of gradients that it has not sent yet.
+Each rank, or group of ranks, steps by its own gradients in between. What a step needs of the averages is what it needs
+of a :class:`GradientExchange`: a rank's own weights take the place of gradients that it has not sent yet. torch's model
+averagers would return weights laid out row by row, leave out those without a gradient, and wait for the device.
 """
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +15,9 @@ from torch import Tensor, nn
 from plsc.errors import UsageError
 from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, in_memory_order
-from plsc.parallel.mesh import Mesh, agree_on_group_names, divisors, subgroup
+from plsc.parallel.mesh import Mesh, divisors, subgroup
 
 if TYPE_CHECKING:
-    from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
 
 
@@ -29,7 +27,7 @@ class ModelAveraging(GradientExchange):
     With ``start_step`` it is post-local SGD (Lin et al., ICLR 2020, arXiv:1808.07217), with groups hierarchical local
     SGD (the same; Wang et al., 2020, arXiv:2010.12998). The optimizers' states stay each rank's own, as in torch's
     PostLocalSGDOptimizer. That wrapper itself would hide the optimizer from learning-rate schedulers, checkpoints and
-    the verdict on a step, so the averager is called after the step instead.
+    the verdict on a step, so weights are averaged after the step instead.
 
     Averages come at steps of fixed numbers, one that is skipped included: their mean stays what it was.
 
@@ -55,28 +53,15 @@ class ModelAveraging(GradientExchange):
         self._own: dict[nn.Parameter, Tensor] = {}  # this rank's weights, while the parameters hold the average
         self._step = 0
         self._hook_state: Any = None
-        self._averager = self._make_averager()
-
-    def _make_averager(self) -> "ModelAverager":
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-        from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-
-        period, group = self._options.averaging_period, self._mesh.group
-        if self._group_period > 1:
-            agree_on_group_names(self._mesh)
-            groups = (self._group_period, self._options.averaging_group_ranks)
-            sizes = OrderedDict([groups, (period, self._mesh.world_size)])
-            return HierarchicalModelAverager(sizes, process_group=group)
-        # it counts periods from the end of its warm-up, which is an average already: of weights that are equal still
-        return PeriodicModelAverager(period, self._start_step + period, group)
+        ranks = options.averaging_group_ranks
+        self._group = subgroup(mesh, ranks) if ranks > 1 else Mesh(0, 1, mesh.local_rank, mesh.device)
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register torch's hook for post-local SGD: gradients of all ranks, from ``start_step`` on of the group."""
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
 
-        ranks = self._options.averaging_group_ranks
-        averages = ranks > 1 and self._group_period == 1
-        group = subgroup(self._mesh, ranks).group if averages else None
+        averages = self._group.world_size > 1 and self._group_period == 1
+        group = self._group.group if averages else None
         self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, self._start_step, averages)
         net.register_comm_hook(self._hook_state, post_local_sgd.post_localSGD_hook)
 
@@ -93,29 +78,25 @@ class ModelAveraging(GradientExchange):
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
         """Average the weights where it is time."""
-        averaged: list[nn.Parameter] = []
-        self._averager.step = self._step + 1
-        self._averager.average_parameters(self._flattened(averaged))
-        for flat in averaged:
-            _write_flat(flat.data, self._trained)
+        done = self._step + 1
+        if self._is_due(done):
+            mesh = self._mesh
+        elif self._group_period > 1 and done % self._group_period == 0:
+            mesh = self._group
+        else:
+            return
+        share = _flat(self._trained).div_(mesh.world_size)  # in one dtype and piece, whatever their memory formats
+        _write_flat(all_reduce_sum(share, mesh), self._trained)
 
-    def _flattened(self, averaged: list[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """Yield all weights as one parameter when the averager asks for them, and append it to ``averaged``.
-
-        Parameters themselves would come back laid out row by row, whatever their memory format, in memory of the
-        averager's, without those whose gradients have been set to None.
-        """
-        flat = nn.Parameter(_flat(self._trained))
-        flat.grad = flat.detach()
-        averaged.append(flat)
-        yield flat
+    def _is_due(self, done: int) -> bool:
+        """Return whether all ranks average after so many steps of the run."""
+        since = done - self._start_step
+        return since > 0 and since % self._options.averaging_period == 0
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return the bytes that a rank contributes to the collectives of all ranks at a step; within groups, more."""
-        due = step + 1 - self._start_step
-        if due > 0 and due % self._options.averaging_period:
-            return 0
-        return super().sent_bytes(parameters, step)
+        sends = step < self._start_step or self._is_due(step + 1)
+        return super().sent_bytes(parameters, step) if sends else 0
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -186,7 +167,7 @@ class DiLoCo(ModelAveraging):
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
         """Take the outer step where it is time."""
-        if (self._step + 1) % self._options.averaging_period:
+        if not self._is_due(self._step + 1):
             return
         changes = {weight: self._common[weight] - weight for weight in self._trained}
         self.average(changes.values())

@@ -98,7 +98,6 @@ class TrainComponents:
     dataset: ImageDataset
     data: dict[str, Any]
     loader: TrainLoader
-    template: nn.Module  # the backbone as it was made, without its weights, on the meta device
     strategy: Strategy
     exchange: GradientExchange
     head: ShardedHead
@@ -212,7 +211,6 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         dataset,
         fingerprint(dataset),
         loader,
-        template,
         strategy,
         exchange,
         head,
@@ -238,7 +236,7 @@ def strategy_options(config: Config) -> StrategyOptions:
 
 def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
     """Let what every stage freezes require no gradient; returns what each of them does."""
-    found = [frozen_names(each, backbone) for each in (config, *stage_configs(config))]
+    found = [frozen_names(each, backbone) for each in stage_configs(config)]
     for name in frozen_for_good(found):
         backbone.get_parameter(name).requires_grad_(False)
     return found

@@ -266,12 +266,10 @@ class SlowRanks:
 
     def add(self, ranks: Sequence[Mapping[str, float]]) -> None:
         """Take in the seconds that each rank has spent since the last call, by the part of the step."""
-        if not self._seconds:
-            self._seconds = [dict(parts) for parts in ranks]
-        else:
-            for total, parts in zip(self._seconds, ranks, strict=True):
-                for name, seconds in parts.items():
-                    total[name] += seconds
+        self._seconds = [
+            {name: total.get(name, 0.0) + seconds for name, seconds in parts.items()}
+            for total, parts in zip(self._seconds or [{}] * len(ranks), ranks, strict=True)
+        ]
         now = time.monotonic()
         if now - self._since >= PERIOD_SECONDS:
             for rank, line in slow_ranks(self._seconds).items():

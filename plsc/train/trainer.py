@@ -190,7 +190,7 @@ class Trainer:
 
     def _report_start(self, start: str, why_precision: str) -> None:
         """Write the head of train.log."""
-        work, stages = self.efficiency.describe(), self.schedule.plan.described()
+        work, stages = self.efficiency.describe(), self.schedule.described()
         lines = header(self.components, self.schedule.last_step, start, stages, work, why_precision)
         lines += slow_precision(self.config, self.mesh.device) + data_warnings(self.components.dataset)
         for line in lines:

@@ -18,6 +18,7 @@ from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.step_timeline import exchange_after_backward
+from plsc.parallel.strategies.layout import Layout
 from plsc.parallel.tensor_shard import Block, TensorShard
 
 Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -105,6 +106,7 @@ class Strategy:
         micro_batches: in which a batch comes to the head.
         has_own_passes: an engine takes micro-batches forward and back, so that no pass can be left out.
         prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
+        template: the backbone as it was made, without its weights, on the meta device.
         backbone, net: the backbone, and what is called.
         weights: of the backbone, in its order, those that this rank holds.
     """
@@ -115,10 +117,10 @@ class Strategy:
     has_own_passes = False
     prefetches = True
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = self.peers = mesh
-        self.head_mesh: Mesh | None = mesh
-        self.data_rank, self.data_ranks = mesh.rank, mesh.world_size
+    def __init__(self, layout: Layout) -> None:
+        self.mesh, self.peers = layout.stage, layout.peers
+        self.head_mesh: Mesh | None = layout.stage
+        self.data_rank, self.data_ranks = layout.stage.rank, layout.stage.world_size
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines; empty: it is whole on each."""
@@ -138,7 +140,7 @@ class Strategy:
         shapes = {name: weight.shape for name, weight in backbone.named_parameters()}
         trained = (name for name, weight in backbone.named_parameters() if weight.requires_grad)
         places = {name: place for place, name in enumerate(trained)}
-        self.backbone, self._template, self.wrapping = backbone, template, wrapping
+        self.backbone, self.template, self.wrapping = backbone, template, wrapping
         self.split(backbone)
         self.net = self.place_backbone(backbone)
         self.weights = [
@@ -183,7 +185,7 @@ class Strategy:
     @property
     def size(self) -> int:
         """The number of parameters of the whole backbone."""
-        return sum(weight.numel() for weight in self._template.parameters())
+        return sum(weight.numel() for weight in self.template.parameters())
 
     # A step.
 
@@ -266,7 +268,7 @@ class Strategy:
         """
         if parts is None and self.is_replicated:
             return self.backbone
-        model = copy.deepcopy(self._template).requires_grad_(False)
+        model = copy.deepcopy(self.template).requires_grad_(False)
         tensors = self.whole_tensors(self.parts() if parts is None else parts)
         own = dict(self.backbone.named_buffers())
         missing = {name: own[name] for name, _ in model.named_buffers() if name not in tensors}

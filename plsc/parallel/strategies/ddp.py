@@ -110,10 +110,7 @@ class DataParallel(Strategy):
 
 
 def data_parallel(
-    module: nn.Module,
-    mesh: Mesh,
-    exchange: GradientExchange | None = None,
-    bucket_mb: float | None = None,
+    module: nn.Module, mesh: Mesh, exchange: GradientExchange | None = None, bucket_mb: float | None = None
 ) -> nn.Module:
     """Move ``module`` to the mesh's device and average its gradients over the ranks (DDP).
 

@@ -88,10 +88,10 @@ class Pipeline(Strategy):
             stages: of each rank.
             micro_batches: into which a rank's batch is cut.
         """
-        mesh = layout.mesh
-        super().__init__(mesh)
+        super().__init__(layout)
+        self.mesh = mesh = layout.mesh
         self._layout, self._within = layout, within
-        self.data_rank, self.data_ranks, self.peers = within.data_rank, within.data_ranks, layout.peers
+        self.data_rank, self.data_ranks = within.data_rank, within.data_ranks
         place = mesh.rank // layout.stage.world_size
         self._rank = ranks - 1 - place  # counted in the direction of the forward pass
         self._ranks, self._count = ranks, ranks * stages
@@ -282,7 +282,7 @@ class Pipeline(Strategy):
         The ranks of a stage make its weights whole, then every pipeline hands them on.
         """
         whole, of_stage = {}, self._within.whole_tensors(parts)
-        for name, like in self._template.state_dict().items():
+        for name, like in self.template.state_dict().items():
             own = of_stage.get(name)
             tensor = torch.empty_like(like, device=self.mesh.device) if own is None else own.contiguous()
             whole[name] = broadcast(tensor, self._pipeline, self._holders[name])
