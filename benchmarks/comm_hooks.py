@@ -22,7 +22,7 @@ from plsc import config as configuration
 from plsc.models import create
 from plsc.parallel import Mesh
 from plsc.parallel.gradient_compression import gradient_exchange
-from plsc.train.components import compression_options
+from plsc.train.components import exchange_options
 
 BASE: dict[str, Any] = {
     "data.image_size": 32,
@@ -61,7 +61,7 @@ def sent_bytes(settings: Mapping[str, Any]) -> float:
     size = config.data.preprocessing.image_size
     backbone = create(config.backbone, embedding_dim=config.embedding_dim, image_size=size)
     parallel = config.parallel
-    options = compression_options(config)
+    options = exchange_options(config)
     exchange = gradient_exchange(parallel.comm_hook, backbone, Mesh(0, 2, 0, torch.device("cpu")), options)
     period = parallel.averaging_period if parallel.averaging != "none" else 1
     return exchange.sent_bytes(backbone.parameters(), sys.maxsize) / period

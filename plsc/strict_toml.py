@@ -9,8 +9,8 @@ be turned into one line each, and every command that reads a configuration would
 """
 
 import dataclasses
+import functools
 import re
-import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from typing import Any
 from plsc.errors import DataError, UsageError, first_line
 from plsc.nearest import did_you_mean, nearest
 from plsc.text_files import parse_toml, read_text
-from plsc.toml_keys import Key, keys_of, read_toml_value, toml_value
+from plsc.toml_keys import Key, fields_of, keys_of, read_toml_value, toml_value
 
 _LARGEST = 1 << 16  # bytes of a configuration: a written one has 6,000
 
@@ -84,7 +84,7 @@ class Tables:
 
     def to_tree(self, value: Sequence[Table]) -> Any:
         """Return nested mappings as a TOML file holds them; :meth:`checked` makes the same tables of them."""
-        trees = [_nested(table.values) for table in value]
+        trees = [nested(table.values) for table in value]
         return {table.name: tree for table, tree in zip(value, trees, strict=True)} if self.are_named else trees
 
     def to_toml(self, value: Sequence[Table]) -> list[str]:
@@ -117,29 +117,27 @@ class Tables:
 Entry = Key | Tables
 
 
-def tables(doc: str, schema: type, *, are_named: bool = False, hint: Hint = _no_hint) -> Any:
+def tables(schema: type, *, are_named: bool = False, hint: Hint = _no_hint) -> Any:
     """A field of a schema that holds tables with the keys of ``schema``, none by default; see :class:`Tables`."""
-    return dataclasses.field(default=(), metadata={"doc": doc, "schema": schema, "are_named": are_named, "hint": hint})
+    return dataclasses.field(default=(), metadata={"entry": Tables("", "", keys_of(schema), are_named, hint)})
 
 
-def tables_of(schema: type, prefix: str = "") -> Iterator[Tables]:
-    """Yield what :func:`tables` made in a schema and its sections, by dotted names."""
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from tables_of(typing.cast(type, hints[field.name]), f"{prefix}{field.name}.")
-        elif "schema" in field.metadata:
-            metadata = field.metadata
-            keys = {entry.name: entry for entry in keys_of(metadata["schema"])}
-            yield Tables(prefix + field.name, metadata["doc"], keys, metadata["are_named"], metadata["hint"])
+def tables_of(schema: type) -> dict[str, Tables]:
+    """What :func:`tables` made in a schema and its sections, by dotted names."""
+    return {
+        name: dataclasses.replace(entry, name=name, doc=doc)
+        for name, _, doc, entry in fields_of(schema)
+        if isinstance(entry, Tables)
+    }
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     """Values by dotted names as nested mappings, lists as JSON holds them."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
-        section, _, last = name.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[last] = list(value) if isinstance(value, tuple) else value
+        *path, last = name.split(".")
+        section = functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, tree)
+        section[last] = list(value) if isinstance(value, tuple) else value
     return tree
 
 
@@ -182,10 +180,10 @@ def _about_backslashes(text: str) -> str:
 
 def flatten(tree: Mapping[str, Any], keys: Mapping[str, Entry], where: str, hint: Hint = _no_hint) -> dict[str, Any]:
     """Flatten nested tables to ``{dotted name: value}``; :class:`UsageError` for a wrong key, as of :func:`known`."""
-    flat = dict(_flat(tree, _sections(keys)))
     values: dict[str, Any] = {}
-    for name, value in flat.items():
-        if name in _sections(keys) and _short_form(name, keys) is None:
+    sections = _sections(keys)
+    for name, value in dict(_flat(tree, sections)).items():
+        if name in sections and _short_form(name, keys) is None:
             raise UsageError(f"{where}: {name} is a section, not a value: write [{name}]")
         entry = known(name, keys, where, _no_hint if isinstance(value, Mapping) else hint)
         if entry.name in values:

@@ -5,11 +5,14 @@ or a number ``| str``: one of the choices in place of a number.
 """
 
 import dataclasses
+import inspect
 import json
 import math
+import pkgutil
+import re
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,55 +21,46 @@ from plsc.nearest import did_you_mean
 from plsc.text_files import parse_toml
 
 
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: Sequence[str] | Callable[[], Sequence[str]] = (),
-    above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    renamed_from: str = "",
-    also_called: Sequence[str] = (),
-    in_stages: bool = False,
-    stands_for_section: bool = False,
-) -> Any:
-    """A field of a schema: its default, its meaning, the values that it takes, and its former name if it has one.
+def key(default: Any, choices: Sequence[str] = (), **options: Any) -> Any:
+    """A field of a schema, whose meaning its class's docstring says under "Attributes:".
 
-    ``choices`` may be a function, called when they are first needed: those of a module that is slow to import. One that
-    ends in PATH stands for every text that goes on in its place.
-    ``also_called`` are names that other programs give to it, which errors answer with this one.
-    ``in_stages`` says that a stage of a run may give the key another value, ``stands_for_section`` that a value in
-    place of its section's table is the key's.
+    Args:
+        default: of the key.
+        choices: the values that it takes, or the registry that has them, as "MODULE:NAME", which is imported when they
+            are first needed. One that ends in PATH stands for every text that goes on in its place.
+        options: other attributes of :class:`Key`.
     """
-    limits = {"above": above, "at least": least, "at most": most, "below": below}
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "limits": limits,
-        "renamed_from": renamed_from,
-        "also_called": tuple(also_called),
-        "in_stages": in_stages,
-        "stands_for_section": stands_for_section,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata={"entry": Key(default, choices, **options)})
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a schema by its dotted name: type hint, default, meaning, and the values that it takes."""
+    """One key of a schema.
 
-    name: str
-    hint: Any
+    Attributes:
+        default: its value where none is given.
+        choices_or_registry: as :func:`key` takes them.
+        above, least, most, below: limits of a number; None: there is none.
+        renamed_from: its former name in its section.
+        also_called: names that other programs give to it, which errors answer with this one.
+        in_stages: a stage of a run may give it another value.
+        stands_for_section: a value in place of its section's table is the key's.
+        name, hint, doc: its dotted name, type hint and meaning.
+    """
+
     default: Any
-    doc: str
-    choices_or_function: Sequence[str] | Callable[[], Sequence[str]]
-    limits: Mapping[str, float | None]
+    choices_or_registry: Sequence[str] = ()
+    above: float | None = None
+    least: float | None = None
+    most: float | None = None
+    below: float | None = None
     renamed_from: str = ""
     also_called: tuple[str, ...] = ()
     in_stages: bool = False
     stands_for_section: bool = False
+    name: str = ""
+    hint: Any = None
+    doc: str = ""
 
     @property
     def section(self) -> str:
@@ -76,8 +70,8 @@ class Key:
     @property
     def choices(self) -> tuple[str, ...]:
         """The values that the key takes; empty where limits or nothing bound them."""
-        listed = self.choices_or_function
-        return tuple(listed() if callable(listed) else listed)
+        listed = self.choices_or_registry
+        return tuple(pkgutil.resolve_name(listed) if isinstance(listed, str) else listed)
 
     @property
     def kind(self) -> type:
@@ -115,8 +109,9 @@ class Key:
         """Accepted values, in words."""
         if self.choices and self.kind is str:
             return f"one of {', '.join(self.choices)}"
-        limits = [f"{word} {limit:.12g}" for word, limit in self.limits.items() if limit is not None]
-        bounded = " ".join([self.type_name, " and ".join(limits)]).rstrip()
+        limits = {"above": self.above, "at least": self.least, "at most": self.most, "below": self.below}
+        given = [f"{word} {limit:.12g}" for word, limit in limits.items() if limit is not None]
+        bounded = " ".join([self.type_name, " and ".join(given)]).rstrip()
         return " or ".join([*(toml_value(choice) for choice in self.choices), bounded])
 
     def checked(self, value: Any) -> Any:
@@ -156,13 +151,12 @@ class Key:
         return value
 
     def _within(self, value: float) -> bool:
-        above, least, most, below = self.limits.values()
         return (
             math.isfinite(value)
-            and (above is None or value > above)
-            and (least is None or value >= least)
-            and (most is None or value <= most)
-            and (below is None or value < below)
+            and (self.above is None or value > self.above)
+            and (self.least is None or value >= self.least)
+            and (self.most is None or value <= self.most)
+            and (self.below is None or value < self.below)
         )
 
     def _wrong(self, value: Any) -> UsageError:
@@ -177,27 +171,30 @@ def _is_choice(value: str, choice: str) -> bool:
     return value == choice if start == choice else value.startswith(start) and value != start
 
 
-def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
-    """Yield every key of a schema in the order of the fields, sections' keys by dotted names."""
-    hints = typing.get_type_hints(schema)
+def fields_of(schema: type, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+    """Yield (dotted name, type hint, meaning, entry of :func:`key`) of a schema's fields, and of its sections'."""
+    hints, meanings = typing.get_type_hints(schema), _meanings(schema)
     for field in dataclasses.fields(schema):
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint):
-            yield from keys_of(typing.cast(type, hint), f"{prefix}{field.name}.")
-        elif "choices" in field.metadata:
-            metadata = field.metadata
-            yield Key(
-                prefix + field.name,
-                hint,
-                field.default,
-                metadata["doc"],
-                metadata["choices"],
-                metadata["limits"],
-                metadata["renamed_from"],
-                metadata["also_called"],
-                metadata["in_stages"],
-                metadata["stands_for_section"],
-            )
+            yield from fields_of(typing.cast(type, hint), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, hint, meanings.get(field.name, ""), field.metadata["entry"]
+
+
+def keys_of(schema: type) -> dict[str, Key]:
+    """The keys of a schema by dotted names, in the order of the fields."""
+    return {
+        name: dataclasses.replace(entry, name=name, hint=hint, doc=doc)
+        for name, hint, doc, entry in fields_of(schema)
+        if isinstance(entry, Key)
+    }
+
+
+def _meanings(schema: type) -> dict[str, str]:
+    """What the docstring of a class says of its fields under "Attributes:"; nothing where Python has stripped it."""
+    listed = (inspect.getdoc(schema) or "").partition("Attributes:\n")[2]
+    return {name: " ".join(text.split()) for name, text in re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", listed, re.M)}
 
 
 def toml_value(value: Any) -> str:

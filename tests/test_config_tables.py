@@ -61,7 +61,8 @@ def test_tables_are_read_in_the_order_of_the_file_and_their_keys_in_the_order_of
 
 def test_each_stage_keeps_what_it_does_not_give(tmp_path: Path) -> None:
     loaded = load(tmp_path, WHOLE + "[[stage]]\nfrom_epoch = 7\noptim.power = 2.0\n")
-    stages = config.stage_configs(loaded)
+    before, *stages = config.stage_configs(loaded)
+    assert before == loaded
     assert [stage.frozen for stage in stages] == [()] * 4
     assert [stage.head.m for stage in stages] == [0.3] * 4
     assert [stage.head.sample_rate for stage in stages] == [1.0, 1.0, 0.1, 0.1]

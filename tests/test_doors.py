@@ -55,7 +55,7 @@ OPENERS = {
     "plsc.sizes": "the system's",
     "plsc.train.checkpoint_inspection": "what it has just written",
     "plsc.train.metrics": "the run's own log",
-    "plsc.train.restart": "the system's",
+    "plsc.train.resumption": "the system's",
 }
 # Who may print or log past plsc.progress, and why.
 PRINTERS = {

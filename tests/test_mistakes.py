@@ -37,6 +37,10 @@ MISTAKES = [
     (f"train {SMALL} --epochs 3 --steps 4", 2, "epochs and steps are both given; keep one"),
     (f"train {SMALL} --backbone resnet50", 2, 'backbone = "resnet50" does not exist; did you mean iresnet50?'),
     (f"train {SMALL} --head.margin arcfase", 2, "did you mean arcface?"),
+    ("train", 2, "no configuration: plsc train CONFIG.toml"),
+    (f"train {SMALL} --epochs three", 2, 'epochs = "three" is a string; it takes an integer'),
+    (f"train {SMALL} --out /proc/here", 2, "cannot write into /proc/here"),
+    (f"train {SMALL} --resume /no/where", 2, "/no/where is no checkpoint"),
     (f"train {SMALL} extra", 2, "'extra' belongs to no key; keys are given as --KEY VALUE"),
     (f"train {SMALL} --list-keys leraning_rate", 2, "did you mean optim.lr?"),
     # files
@@ -73,6 +77,11 @@ MISTAKES = [
     ("eval broken.onnx", 2, "nothing to evaluate on: give --pairs X.bin, --data DIR or --ijb DIR"),
     (f"train {SMALL} --nnodes 2", 2, "--nnodes 2 needs --master-addr: the first machine's address"),
     (f"train {SMALL} --head_ranks 3 --nproc 2", 2, "head_ranks = 3 does not divide the number of ranks, 2; give 1, 2"),
+    (
+        f"train {SMALL} --nproc 3 --parallel.averaging local_sgd --parallel.averaging_group_ranks 2",
+        2,
+        "averaging_group_ranks = 2 does not divide the number of ranks, 3",
+    ),
     (f"train {SMALL} --parallel.tp 2", 2, "and backbone = 'resnet7' has none that it knows: set tp = 1, or take vit_*"),
     ("serve --model broken.onnx --store s --host 0.0.0.0", 2, "make some with plsc tokens add NAME --role search"),
     (f"train {SMALL} --json empty", 2, "--json empty is a folder; name a file"),

@@ -14,7 +14,7 @@ from plsc import config as configuration
 from plsc.devices import GIB
 from plsc.models import create
 from plsc.optim.eight_bit_adamw import EightBitAdamW
-from plsc.parallel.gradient_compression import HOOKS, CompressionOptions, gradient_exchange
+from plsc.parallel.gradient_compression import HOOKS, ExchangeOptions, gradient_exchange
 from plsc.parallel.mesh import Mesh
 from plsc.plan import CapacityError, Hardware, Links, choose_strategy, named_device, plan
 from plsc.plan.advice import Estimate, estimate, profile_of
@@ -172,7 +172,7 @@ def test_hsdp_keeps_gathers_within_nodes():
 def test_a_hook_sends_what_its_exchange_counts(hook):
     setup = run(8, comm_hook=hook)
     net = module()
-    exchange = gradient_exchange(hook, net, Mesh(0, 8, 0, torch.device("meta")), CompressionOptions())
+    exchange = gradient_exchange(hook, net, Mesh(0, 8, 0, torch.device("meta")), ExchangeOptions())
     parameters = stage_of(setup, profile_of(setup), 0).parameters
     assert sent_bytes(setup, parameters) == exchange.sent_bytes(trained(net), 10**6)
 

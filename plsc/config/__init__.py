@@ -28,11 +28,8 @@ from plsc.config.loading import to_dict as to_dict
 from plsc.config.loading import to_toml as to_toml
 from plsc.config.optim import OptimConfig as OptimConfig
 from plsc.config.parallel import ParallelConfig as ParallelConfig
-from plsc.config.sections import CheckpointConfig as CheckpointConfig
 from plsc.config.sections import Config as Config
-from plsc.config.sections import EvalConfig as EvalConfig
 from plsc.config.sections import KeepConfig as KeepConfig
-from plsc.config.sections import LogConfig as LogConfig
 from plsc.config.sections import get as get
 from plsc.config.stages import begins_course as begins_course
 from plsc.config.stages import changes_of as changes_of

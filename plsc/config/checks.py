@@ -1,4 +1,4 @@
-"""Checks of what concerns several keys of a configuration together, before a process starts."""
+"""Checks of what concerns several keys of a configuration together, before a process starts, and precision "auto"."""
 
 import dataclasses
 import re
@@ -9,6 +9,7 @@ from plsc.config.head import HeadConfig, margin_keys
 from plsc.config.optim import OptimConfig
 from plsc.config.sections import AUTO, Config, get
 from plsc.config.stages import check_stages, stage_configs
+from plsc.devices import Units
 from plsc.errors import UsageError
 from plsc.nearest import did_you_mean
 from plsc.toml_keys import toml_value
@@ -34,11 +35,30 @@ def check_together(config: Config) -> None:
     _check(config)
     check_stages(config)
     _check_frozen(config)
-    for number, stage in enumerate(stage_configs(config), start=1):
+    for number, stage in enumerate(stage_configs(config)[1:], start=1):
         try:
             _check(stage)
         except UsageError as error:
             raise UsageError(f"stage {number}: {error}") from None
+
+
+def with_precision(config: Config, units: Units) -> Config:
+    """Put a precision in the place of "auto": the best that ``units`` have and the other keys go with, else fp32.
+
+    Raises:
+        UsageError: the other keys go with no precision that is fast here: fp8 asks for bf16.
+    """
+    if config.precision != AUTO:
+        return config
+    for precision in (*units.precisions, "fp32"):
+        resolved = dataclasses.replace(config, precision=precision)
+        try:
+            check_together(resolved)
+        except UsageError as error:
+            problem = error
+        else:
+            return resolved
+    raise UsageError(f'precision = "auto" is {units.best} here ({units.reason}): {problem}')
 
 
 def _check(config: Config) -> None:
@@ -301,7 +321,7 @@ def _check_micro_batches(config: Config, count: int) -> None:
 
 def _check_frozen(config: Config) -> None:
     """Refuse weights that freeze or thaw where ranks keep parts of gradients, or weights of their own."""
-    frozen = {stage.frozen for stage in (config, *stage_configs(config))}
+    frozen = {stage.frozen for stage in stage_configs(config)}
     if len(frozen) == 1 and "*" not in config.frozen:
         return
     hook, averaging = config.parallel.comm_hook, config.parallel.averaging

@@ -12,73 +12,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: the images to train on."""
+    """[data]: the images to train on.
 
-    train: str = key(
-        "avatars:2000x30",
-        "Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or "
-        "avatars:IDENTITIESxIMAGES, which plsc draws.",
-        also_called=("dataset", "data_dir", "root"),
-    )
-    image_size: int | tuple[int, ...] | None = key(
-        None,
-        "Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of "
-        "init_weights, or 112.",
-        least=16,
-    )
-    interpolation: str | None = key(
-        None,
-        "Interpolation by which images are resized; unset: that of init_weights, or bilinear.",
-        choices=("bilinear", "bicubic"),
-    )
-    mean: float | tuple[float, ...] | None = key(
-        None,
-        "Mean of the pixel values, from 0 to 255, that is subtracted: one number, or [red, green, blue]; unset: that "
-        "of init_weights, or 127.5.",
-        least=0,
-        most=255,
-    )
-    std: float | tuple[float, ...] | None = key(
-        None,
-        "Standard deviation of the pixel values, by which they are divided then: one number, or [red, green, blue]; "
-        "unset: that of init_weights, or 127.5.",
-        above=0,
-    )
-    batch_size: int = key(
-        128,
-        "Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.",
-        least=1,
-        also_called=("bs",),
-    )
-    augment: str = key(
-        "flip",
-        "Augmentation: flip mirrors half of the images; affine rotates, scales, shears and shifts slightly without "
-        "mirroring; standard adds crop, colour, greyscale, blur, low resolution, JPEG and erasing to flip and affine.",
-        choices=("none", "flip", "affine", "standard"),
-        in_stages=True,
-    )
-    rotation_classes: bool = key(
-        False,
-        "Add every class rotated by 90, 180 and 270 degrees as a class of its own; epochs take four times as long.",
-        renamed_from="turned_classes",
-    )
-    workers: int | str = key(
-        "auto",
-        "Processes per rank that read and augment images ahead; auto: as many as cores are left, 1 to 8; 0 reads "
-        "in the training process.",
-        choices=("auto",),
-        least=0,
-    )
-    max_bad_records: int = key(
-        1000, "Unreadable images, in whose places the next ones are taken, before the run stops with an error.", least=0
-    )
-    cache: str = key(
-        "auto",
-        "Keep decoded images over the epochs, for all ranks of a machine together: memory; disk:PATH, files in the "
-        "folder PATH, for later runs too (remove it when pictures were replaced); auto, memory where they take at most "
-        "an eighth of what is free; or none.",
-        choices=("auto", "memory", "disk:PATH", "none"),
-    )
+    Attributes:
+        train: Training images: a folder per class, a list file (a line path<TAB>label per image), a .rec, or
+            avatars:IDENTITIESxIMAGES, which plsc draws.
+        image_size: Size in pixels that images are resized to: the side of a square, or [height, width]; unset: that of
+            init_weights, or 112.
+        interpolation: Interpolation by which images are resized; unset: that of init_weights, or bilinear.
+        mean: Mean of the pixel values, from 0 to 255, that is subtracted: one number, or [red, green, blue]; unset:
+            that of init_weights, or 127.5.
+        std: Standard deviation of the pixel values, by which they are divided then: one number, or [red, green, blue];
+            unset: that of init_weights, or 127.5.
+        batch_size: Images per rank and micro-batch; the global batch is this × ranks × optim.accumulate.
+        augment: Augmentation: flip mirrors half of the images; affine rotates, scales, shears and shifts slightly
+            without mirroring; standard adds crop, colour, greyscale, blur, low resolution, JPEG and erasing to flip and
+            affine.
+        rotation_classes: Add every class rotated by 90, 180 and 270 degrees as a class of its own; epochs take four
+            times as long.
+        workers: Processes per rank that read and augment images ahead; auto: as many as cores are left, 1 to 8; 0 reads
+            in the training process.
+        max_bad_records: Unreadable images, in whose places the next ones are taken, before the run stops with an error.
+        cache: Keep decoded images over the epochs, for all ranks of a machine together: memory; disk:PATH, files in the
+            folder PATH, for later runs too (remove it when pictures were replaced); auto, memory where they take at
+            most an eighth of what is free; or none.
+    """
+
+    train: str = key("avatars:2000x30", also_called=("dataset", "data_dir", "root"))
+    image_size: int | tuple[int, ...] | None = key(None, least=16)
+    interpolation: str | None = key(None, choices=("bilinear", "bicubic"))
+    mean: float | tuple[float, ...] | None = key(None, least=0, most=255)
+    std: float | tuple[float, ...] | None = key(None, above=0)
+    batch_size: int = key(128, least=1, also_called=("bs",))
+    augment: str = key("flip", choices=("none", "flip", "affine", "standard"), in_stages=True)
+    rotation_classes: bool = key(False, renamed_from="turned_classes")
+    workers: int | str = key("auto", choices=("auto",), least=0)
+    max_bad_records: int = key(1000, least=0)
+    cache: str = key("auto", choices=("auto", "memory", "disk:PATH", "none"))
 
     @property
     def preprocessing(self) -> "Preprocessing":

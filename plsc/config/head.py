@@ -17,100 +17,65 @@ def margin_keys() -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """[head]: the class head; the number of classes comes from the data."""
+    """[head]: the class head; the number of classes comes from the data.
 
-    margin: str = key("arcface", "Margin of the softmax.", choices=lambda: tuple(margin_keys()), also_called=("loss",))
-    s: float | None = key(None, "Scale of the cosines; unset: 64.", above=0, in_stages=True)
-    m: float | None = key(
-        None,
-        "Margin; unset: 0.5 (arcface, curricularface, elasticface), 0.4 (cosface, adaface), 1.7 (sphereface).",
-        least=0,
-        in_stages=True,
-    )
-    m1: float | None = key(None, "combined: m1 of cos(m1·θ + m2) − m3; unset: 1.", above=0, in_stages=True)
-    m2: float | None = key(
-        None, "combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.", least=0, in_stages=True
-    )
-    m3: float | None = key(None, "combined: m3 of cos(m1·θ + m2) − m3; unset: 0.", least=0, in_stages=True)
-    h: float | None = key(
-        None,
-        "adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.",
-        above=0,
-        in_stages=True,
-    )
-    rate: float | None = key(
-        None,
-        "adaface, curricularface: weight of the newest batch in the running statistics; unset: 0.01.",
-        above=0,
-        most=1,
-        in_stages=True,
-    )
-    m_low: float | None = key(None, "magface: margin at norm_low, in radians; unset: 0.45.", least=0, in_stages=True)
-    m_high: float | None = key(None, "magface: margin at norm_high, in radians; unset: 0.8.", least=0, in_stages=True)
-    norm_low: float | None = key(None, "magface: smallest embedding norm; unset: 10.", above=0, in_stages=True)
-    norm_high: float | None = key(None, "magface: largest embedding norm; unset: 110.", above=0, in_stages=True)
-    penalty_weight: float | None = key(
-        None, "magface: weight of the penalty on small norms; unset: 35.", least=0, in_stages=True
-    )
-    std: float | None = key(
-        None, "elasticface: standard deviation of the margins drawn per sample; unset: 0.0125.", least=0, in_stages=True
-    )
-    base: str | None = key(
-        None,
-        "elasticface: margin on the angle (arc) or on the cosine (cos); unset: arc.",
-        choices=("arc", "cos"),
-        in_stages=True,
-    )
-    plus: bool | None = key(
-        None,
-        "elasticface: give the largest margins to the smallest cosines (ElasticFace+); unset: false.",
-        in_stages=True,
-    )
-    gradient: str | None = key(
-        None,
-        "Gradient through the margin: exact, or straight_through, which applies the margin without gradient as "
-        "arcface_torch does; unset: exact.",
-        choices=("exact", "straight_through"),
-        in_stages=True,
-    )
-    centers: int = key(1, "Sub-centres per class.", least=1)
-    sample_rate: float = key(
-        1.0,
-        "Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the classes of "
-        "the batch alone.",
-        least=0,
-        most=1,
-        in_stages=True,
-    )
-    weight_dtype: str = key(
-        "float32",
-        "Storage type of the class weights; bfloat16 is rounded stochastically.",
-        choices=("float32", "bfloat16"),
-    )
-    momentum_dtype: str = key(
-        "float32",
-        "Storage type of the class weights' momentum (adamw: of both moments); none trains without momentum.",
-        choices=("float32", "bfloat16", "int8", "none"),
-    )
-    fp32_precision: str = key(
-        "ieee",
-        "How a GPU multiplies a float32 table: ieee, tf32 (factors of 11 bits, on the matrix units), or bf16x3 (16 "
-        "bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.",
-        choices=("ieee", "tf32", "bf16x3"),
-    )
-    placement: str = key(
-        "device",
-        "Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a mapped "
-        "file per rank).",
-    )
-    journal: bool = key(
-        False,
-        "Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept next to them, "
-        "in place of a copy of the table in each.",
-    )
-    staleness: int = key(
-        0,
-        "Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they keep going; "
-        "for tables on host or mmap; 0: they wait for it.",
-        least=0,
-    )
+    Attributes:
+        margin: Margin of the softmax.
+        s: Scale of the cosines; unset: 64.
+        m: Margin; unset: 0.5 (arcface, curricularface, elasticface), 0.4 (cosface, adaface), 1.7 (sphereface).
+        m1: combined: m1 of cos(m1·θ + m2) − m3; unset: 1.
+        m2: combined: m2 of cos(m1·θ + m2) − m3, in radians; unset: 0.5.
+        m3: combined: m3 of cos(m1·θ + m2) − m3; unset: 0.
+        h: adaface: factor of the embedding's standardised norm in the margin; unset: 0.333.
+        rate: adaface, curricularface: weight of the newest batch in the running statistics; unset: 0.01.
+        m_low: magface: margin at norm_low, in radians; unset: 0.45.
+        m_high: magface: margin at norm_high, in radians; unset: 0.8.
+        norm_low: magface: smallest embedding norm; unset: 10.
+        norm_high: magface: largest embedding norm; unset: 110.
+        penalty_weight: magface: weight of the penalty on small norms; unset: 35.
+        std: elasticface: standard deviation of the margins drawn per sample; unset: 0.0125.
+        base: elasticface: margin on the angle (arc) or on the cosine (cos); unset: arc.
+        plus: elasticface: give the largest margins to the smallest cosines (ElasticFace+); unset: false.
+        gradient: Gradient through the margin: exact, or straight_through, which applies the margin without gradient as
+            arcface_torch does; unset: exact.
+        centers: Sub-centres per class.
+        sample_rate: Share of the classes that take part in a step (Partial FC); 1 is the exact softmax, 0 takes the
+            classes of the batch alone.
+        weight_dtype: Storage type of the class weights; bfloat16 is rounded stochastically.
+        momentum_dtype: Storage type of the class weights' momentum (adamw: of both moments); none trains without
+            momentum.
+        fp32_precision: How a GPU multiplies a float32 table: ieee, tf32 (factors of 11 bits, on the matrix units), or
+            bf16x3 (16 bits, three bfloat16 products); bfloat16 tables are not concerned, and a CPU takes ieee alone.
+        placement: Memory that holds class weights and momentum: device (the GPU), host (main memory), or mmap:FILE (a
+            mapped file per rank).
+        journal: Let the files of mmap:FILE be part of the checkpoints: what rows held at the last ones is kept next to
+            them, in place of a copy of the table in each.
+        staleness: Steps after which an average of head groups (parallel.head_averaging_period) comes in, while they
+            keep going; for tables on host or mmap; 0: they wait for it.
+    """
+
+    margin: str = key("arcface", choices="plsc.losses:MARGINS", also_called=("loss",))
+    s: float | None = key(None, above=0, in_stages=True)
+    m: float | None = key(None, least=0, in_stages=True)
+    m1: float | None = key(None, above=0, in_stages=True)
+    m2: float | None = key(None, least=0, in_stages=True)
+    m3: float | None = key(None, least=0, in_stages=True)
+    h: float | None = key(None, above=0, in_stages=True)
+    rate: float | None = key(None, above=0, most=1, in_stages=True)
+    m_low: float | None = key(None, least=0, in_stages=True)
+    m_high: float | None = key(None, least=0, in_stages=True)
+    norm_low: float | None = key(None, above=0, in_stages=True)
+    norm_high: float | None = key(None, above=0, in_stages=True)
+    penalty_weight: float | None = key(None, least=0, in_stages=True)
+    std: float | None = key(None, least=0, in_stages=True)
+    base: str | None = key(None, choices=("arc", "cos"), in_stages=True)
+    plus: bool | None = key(None, in_stages=True)
+    gradient: str | None = key(None, choices=("exact", "straight_through"), in_stages=True)
+    centers: int = key(1, least=1)
+    sample_rate: float = key(1.0, least=0, most=1, in_stages=True)
+    weight_dtype: str = key("float32", choices=("float32", "bfloat16"))
+    momentum_dtype: str = key("float32", choices=("float32", "bfloat16", "int8", "none"))
+    fp32_precision: str = key("ieee", choices=("ieee", "tf32", "bf16x3"))
+    placement: str = key("device")
+    journal: bool = key(False)
+    staleness: int = key(0, least=0)

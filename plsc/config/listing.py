@@ -83,14 +83,11 @@ def _entry(entry: Key | Tables, config: Config | None) -> list[str]:
         head, takes = entry.title, f"{entry.expected}, of: {', '.join(entry.keys)}"
         head += f" = {shown(entry.name, value)}" if value else ""
     else:
-        head, takes = f"{entry.name} {_assigned(entry, value)}", entry.expected
+        assigned = "(unset)" if value is None else f"= {shown(entry.name, value)}"
+        head, takes = f"{entry.name} {assigned}", entry.expected
         head += f"   (default: {shown(entry.name, default)})" if value != default else ""
     text = textwrap.wrap(f"{entry.doc}  [{takes}]", _WIDTH - 6, break_on_hyphens=False)
     return [f"  {head}", *(f"      {line}" for line in text)]
-
-
-def _assigned(entry: Key, value: object) -> str:
-    return "(unset)" if value is None else f"= {shown(entry.name, value)}"
 
 
 def _is_about(entry: Key | Tables, word: str) -> bool:

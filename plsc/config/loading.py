@@ -1,7 +1,6 @@
 """Reading configurations strictly, from TOML and ``--KEY VALUE`` overrides, and writing them."""
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,25 +16,17 @@ from plsc.toml_keys import Key, keys_of, toml_value
 
 _Schema = typing.TypeVar("_Schema")
 SHIPPED = Path(__file__).parents[1] / "configs"
-KEYS: dict[str, Key] = {entry.name: entry for entry in keys_of(Config)}
-
-
-def _changeable() -> dict[str, Key]:
-    """The keys that a stage may change, none of which it has to give."""
-    return {name: dataclasses.replace(entry, default=None) for name, entry in KEYS.items() if entry.in_stages}
+KEYS = keys_of(Config)
+# The keys that a stage may change, none of which it has to give.
+_CHANGEABLE = {name: dataclasses.replace(entry, default=None) for name, entry in KEYS.items() if entry.in_stages}
 
 
 def _stage_hint(name: str) -> str | None:
     return "a stage cannot change it; plsc train --list-keys lists what it can" if name in KEYS else None
 
 
-def _tables() -> dict[str, Tables]:
-    found = {entry.name: entry for entry in strict_toml.tables_of(Config)}
-    stage = found["stage"]
-    return found | {"stage": dataclasses.replace(stage, keys={**stage.keys, **_changeable()}, hint=_stage_hint)}
-
-
-TABLES = _tables()
+TABLES = strict_toml.tables_of(Config)
+TABLES["stage"] = dataclasses.replace(TABLES["stage"], keys={**TABLES["stage"].keys, **_CHANGEABLE}, hint=_stage_hint)
 _ENTRIES: dict[str, Entry] = {**KEYS, **TABLES}
 
 
@@ -92,15 +83,9 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return nested mappings without the unset keys; :func:`from_dict` makes an equal configuration of them."""
-    tree: dict[str, Any] = {}
-    for name, entry in _ENTRIES.items():
-        value = get(config, name)
-        if isinstance(entry, Tables):
-            value = entry.to_tree(value) or None
-        *path, last = name.split(".")
-        if value is not None:
-            functools.reduce(lambda inner, part: inner.setdefault(part, {}), path, tree)[last] = value
-    return tree
+    values = {name: get(config, name) for name in _ENTRIES}
+    values |= {name: entry.to_tree(values[name]) or None for name, entry in TABLES.items()}
+    return strict_toml.nested({name: value for name, value in values.items() if value is not None})
 
 
 def to_toml(config: Config) -> str:

@@ -15,14 +15,7 @@ from plsc.strict_toml import Table
 BEGINNING = ("from_step", "from_epoch")
 _WARMUP = ("optim.warmup_epochs", "optim.warmup_steps")
 # Keys that describe the course of the learning rate: a stage that gives one of them begins a new course.
-_COURSE = (
-    "optim.schedule",
-    *_WARMUP,
-    "optim.power",
-    "optim.min_lr_ratio",
-    "optim.milestones",
-    "optim.gamma",
-)
+_COURSE = ("optim.schedule", *_WARMUP, "optim.power", "optim.min_lr_ratio", "optim.milestones", "optim.gamma")
 
 
 def changes_of(stage: Table) -> dict[str, Any]:
@@ -36,16 +29,16 @@ def begins_course(stage: Table) -> bool:
 
 
 def stage_configs(config: Config) -> list[Config]:
-    """The configuration of each stage: that of the one before it, with its changes.
+    """The configuration of the run before its first stage, and of each stage: that of the one before it, changed.
 
     A new course of the learning rate has no warm-up but one that the stage gives.
     """
-    found: list[Config] = []
+    found = [config]
     for stage in config.stage:
         changes = changes_of(stage)
         if begins_course(stage):
             changes = dict.fromkeys(_WARMUP) | changes
-        found.append(_changed(found[-1] if found else config, changes))
+        found.append(_changed(found[-1], changes))
     return found
 
 

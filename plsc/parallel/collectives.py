@@ -143,6 +143,31 @@ def on_main(function: Callable[[], T], mesh: Mesh) -> T:
     return cast(T, result)
 
 
+def raise_on_all_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
+    """Call ``function()`` on every rank; where it fails on any, raise the first rank's failure on all.
+
+    No rank is left waiting in a collective for one that has failed. Only failures that a person can fix (PlscError,
+    OSError) are shared; any other exception is a defect and propagates on its rank.
+
+    Args:
+        mesh: the ranks; all of them call.
+        function: holds no collective.
+
+    Returns:
+        This rank's result.
+    """
+    results: list[T] = []
+    failure: PlscError | OSError | None = None
+    try:
+        results.append(function())
+    except (PlscError, OSError) as error:
+        failure = error
+    for shared in all_gather_object(failure, mesh):
+        if shared is not None:
+            raise shared
+    return results[0]
+
+
 def broadcast(tensor: Tensor, mesh: Mesh, source: int = 0) -> Tensor:
     """Overwrite ``tensor`` with ``source``'s on every rank, in place."""
     if mesh.world_size > 1:

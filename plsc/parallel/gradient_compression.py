@@ -14,22 +14,19 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from plsc.errors import UsageError
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum
 from plsc.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
 
-HOOKS = ("none", "bf16", "fp16", "powersgd", "dgc")
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _WARMUP_STAGES = 4  # densities 1/4, 1/16, 1/64 and 1/256 (section 3.3 of the paper)
 _MIN_COMPRESSION_RATE = 2  # PowerSGD leaves a matrix dense that it would not shrink by more
 
 
 @dataclass(frozen=True)
-class CompressionOptions:
-    """Options of all hooks; each reads those that it needs.
+class ExchangeOptions:
+    """Options of all hooks and averages, by the names of the keys of [parallel]; each reads those that it needs.
 
     Attributes:
         powersgd_rank: rank of PowerSGD's approximation of a gradient as a matrix.
@@ -38,6 +35,12 @@ class CompressionOptions:
         dgc_warmup_steps: steps over which the sparsity rises to that, in four stages.
         dgc_dense_below: tensors with fewer elements than this are sent whole.
         clip_norm: Deep Gradient Compression's bound on the norm of the ranks' gradients together; 0: none.
+        averaging_period: steps from one average of weights over all ranks to the next.
+        averaging_start_step: post_local_sgd: steps of the run before which gradients are averaged over all ranks.
+        averaging_group_ranks: consecutive ranks that average more often, a divisor of all ranks; 1: none.
+        averaging_group_period: hierarchical: steps from one average within such a group to the next; 1: gradients are
+            averaged there at every step, as they are in the groups of the other ways.
+        outer_lr, outer_momentum: diloco: of the outer optimizer.
     """
 
     powersgd_rank: int = 1
@@ -46,10 +49,21 @@ class CompressionOptions:
     dgc_warmup_steps: int = 0
     dgc_dense_below: int = 16384
     clip_norm: float = 0.0
+    averaging_period: int = 8
+    averaging_start_step: int = 1000
+    averaging_group_ranks: int = 1
+    averaging_group_period: int = 1
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
 
 class GradientExchange:
     """DDP's own all-reduce in the gradients' precision; the base of those that compress.
+
+    Args:
+        mesh: the ranks that exchange.
+        module: whose gradients or weights are exchanged, on the mesh's device already.
+        options: of all kinds.
 
     Attributes:
         clipped_locally: the parameters whose gradients are clipped before the exchange, not after it.
@@ -62,6 +76,9 @@ class GradientExchange:
     forgets = ""
     keeps_state = False
     replicas_differ = False
+
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
+        self._mesh, self._options = mesh, options
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Make ``net`` exchange its gradients in this way."""
@@ -97,22 +114,26 @@ class GradientExchange:
         """Take over ``tensors`` of :meth:`state`, and from a restored ``optimizer`` what :meth:`take_momentum` says."""
 
 
-class HalfPrecision(GradientExchange):
-    """torch's fp16_compress_hook or bf16_compress_hook: gradients are divided, rounded and summed in 16 bits."""
+class BFloat16(GradientExchange):
+    """torch's bf16_compress_hook: gradients are divided, rounded and summed in 16 bits."""
 
-    def __init__(self, mesh: Mesh, dtype: torch.dtype) -> None:
-        self._mesh, self._dtype = mesh, dtype
+    _hook = "bf16_compress_hook"
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register torch's hook."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-        hooks = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
-        net.register_comm_hook(self._mesh.group, hooks[self._dtype])
+        net.register_comm_hook(self._mesh.group, getattr(default_hooks, self._hook))
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return two bytes for each element."""
         return 2 * sum(parameter.numel() for parameter in parameters)
+
+
+class Float16(BFloat16):
+    """torch's fp16_compress_hook."""
+
+    _hook = "fp16_compress_hook"
 
 
 class PowerSGD(GradientExchange):
@@ -120,10 +141,11 @@ class PowerSGD(GradientExchange):
 
     forgets = "PowerSGD's error feedback, which begins at zero after one step that is exchanged whole"
 
-    def __init__(self, mesh: Mesh, options: CompressionOptions) -> None:
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-        self._mesh, self._start, self._rank = mesh, options.powersgd_start_step, options.powersgd_rank
+        super().__init__(mesh, module, options)
+        self._start, self._rank = options.powersgd_start_step, options.powersgd_rank
         self._hook = powerSGD_hook.powerSGD_hook
         # a matrix of zeros, a frozen layer's say, must not be divided by its norm
         self._torch_state = powerSGD_hook.PowerSGDState(
@@ -137,7 +159,7 @@ class PowerSGD(GradientExchange):
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register torch's hook."""
-        net.register_comm_hook(self, _exchange_by)
+        net.register_comm_hook(self, PowerSGD.exchange)
 
     def begin(self, step: int) -> None:
         """Count the steps of the run, not of the process. The process's first stays dense, as DDP reorders after it."""
@@ -186,11 +208,11 @@ class DeepGradientCompression(GradientExchange):
 
     keeps_state = True
 
-    def __init__(self, mesh: Mesh, options: CompressionOptions, parameters: Iterable[nn.Parameter]) -> None:
-        self._mesh, self._options = mesh, options
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
+        super().__init__(mesh, module, options)
         self._names = {
             parameter: str(index)
-            for index, parameter in enumerate(p for p in parameters if p.requires_grad)
+            for index, parameter in enumerate(p for p in module.parameters() if p.requires_grad)
             if parameter.numel() >= options.dgc_dense_below
         }
         self.clipped_locally = frozenset(self._names)
@@ -204,21 +226,14 @@ class DeepGradientCompression(GradientExchange):
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register :meth:`exchange`."""
-        net.register_comm_hook(self, _exchange_by)
+        net.register_comm_hook(self, DeepGradientCompression.exchange)
 
     def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take momentum and weight decay of the compressed tensors out of ``optimizer``, a torch.optim.SGD.
+        """Take momentum and weight decay of the compressed tensors out of ``optimizer``, a plain torch.optim.SGD.
 
         Each of its groups that holds both kinds of tensors becomes two.
-
-        Raises:
-            UsageError: it is another optimizer, or has dampening or Nesterov's momentum.
         """
         groups = optimizer.param_groups
-        if type(optimizer) is not torch.optim.SGD or any(g["dampening"] or g["nesterov"] for g in groups):
-            raise UsageError(
-                "Deep Gradient Compression goes with plain momentum: give torch.optim.SGD without nesterov"
-            )
         for group in groups:
             for parameter in self.clipped_locally.intersection(group["params"]):
                 self._factor[parameter], self._decay[parameter] = group["momentum"], group["weight_decay"]
@@ -228,10 +243,7 @@ class DeepGradientCompression(GradientExchange):
     def _split(self, group: dict[str, Any]) -> list[dict[str, Any]]:
         whole = [parameter for parameter in group["params"] if parameter not in self._names]
         compressed = [parameter for parameter in group["params"] if parameter in self._names]
-        parts = [
-            {**group, "params": whole},
-            {**group, "params": compressed, "momentum": 0.0, "weight_decay": 0.0},
-        ]
+        parts = [{**group, "params": whole}, {**group, "params": compressed, "momentum": 0.0, "weight_decay": 0.0}]
         return [part for part in parts if part["params"]]
 
     def begin(self, step: int) -> None:
@@ -341,34 +353,21 @@ class DeepGradientCompression(GradientExchange):
                 self._residual[parameter].copy_(tensors[f"{name}.residual"])
 
 
+# Every kind by its name in the configuration.
+HOOKS: dict[str, type[GradientExchange]] = {
+    "none": GradientExchange,
+    "bf16": BFloat16,
+    "fp16": Float16,
+    "powersgd": PowerSGD,
+    "dgc": DeepGradientCompression,
+}
+
+
 def gradient_exchange(
-    hook: str, module: nn.Module, mesh: Mesh, options: CompressionOptions | None = None
+    hook: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions = ExchangeOptions()
 ) -> GradientExchange:
-    """Return the exchange of gradients that ``hook`` names; with one rank there is none, whatever its name.
-
-    Args:
-        hook: one of HOOKS.
-        module: whose gradients are exchanged, on the mesh's device already.
-        mesh: the ranks.
-        options: of the hooks; their defaults if None.
-
-    Raises:
-        UsageError: ``hook`` is none of these.
-    """
-    if hook not in HOOKS:
-        raise UsageError(f"there is no communication hook {hook!r}; it is one of {', '.join(HOOKS)}")
-    options = options or CompressionOptions()
-    if hook == "none" or mesh.world_size == 1:
-        return GradientExchange()
-    if hook == "powersgd":
-        return PowerSGD(mesh, options)
-    if hook == "dgc":
-        return DeepGradientCompression(mesh, options, module.parameters())
-    return HalfPrecision(mesh, _HALF[hook])
-
-
-def _exchange_by(exchange: PowerSGD | DeepGradientCompression, bucket: GradBucket) -> Future[Tensor]:
-    return exchange.exchange(bucket)
+    """Return the exchange of gradients that ``hook`` names in HOOKS; with one rank there is none, whatever its name."""
+    return (HOOKS[hook] if mesh.world_size > 1 else GradientExchange)(mesh, module, options)
 
 
 def _slices(bucket: GradBucket) -> dict[nn.Parameter, Tensor]:

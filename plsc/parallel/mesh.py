@@ -200,11 +200,15 @@ def check_head_ranks(head_ranks: int, world_size: int) -> None:
     if isinstance(head_ranks, bool) or not isinstance(head_ranks, int):
         raise UsageError(f"head_ranks must be an integer, not {head_ranks!r}")
     if head_ranks < 0 or (head_ranks and world_size % head_ranks):
-        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise UsageError(
             f"head_ranks = {head_ranks} does not divide the number of ranks, {world_size}; "
-            f"give {divisors}, or 0 for all"
+            f"give {divisors(world_size)}, or 0 for all"
         )
+
+
+def divisors(number: int, least: int = 1) -> str:
+    """The divisors of a number from ``least`` on, for messages."""
+    return ", ".join(str(k) for k in range(least, number + 1) if number % k == 0)
 
 
 def _joined(device: str | torch.device | None, head_ranks: int, timeout: float | None) -> Mesh:

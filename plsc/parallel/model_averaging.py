@@ -1,14 +1,12 @@
 """Averaging of the backbone's weights every few steps, in the place of its gradients at every step (``averaging``).
 
-Each rank, or group of ranks, steps by its own gradients in between. The averages are those of torch.distributed's
-model averagers; the outer steps of DiLoCo, which torch has not, are here. What a step needs of them is what it needs
-of a :class:`GradientExchange`: a rank's own weights take the place of gradients that it has not sent yet.
+Each rank, or group of ranks, steps by its own gradients in between. What a step needs of the averages is what it needs
+of a :class:`GradientExchange`: a rank's own weights take the place of gradients that it has not sent yet. torch's model
+averagers would return weights laid out row by row, leave out those without a gradient, and wait for the device.
 """
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,35 +14,11 @@ from torch import Tensor, nn
 
 from plsc.errors import UsageError
 from plsc.parallel.collectives import all_reduce_sum
-from plsc.parallel.gradient_compression import GradientExchange, in_memory_order
-from plsc.parallel.mesh import Mesh, agree_on_group_names, subgroup
+from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, in_memory_order
+from plsc.parallel.mesh import Mesh, divisors, subgroup
 
 if TYPE_CHECKING:
-    from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
     from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
-
-AVERAGINGS = ("none", "local_sgd", "post_local_sgd", "hierarchical", "diloco")
-
-
-@dataclass(frozen=True)
-class AveragingOptions:
-    """Options of all ways to average; each reads those that it needs.
-
-    Attributes:
-        period: steps from one average over all ranks to the next.
-        start_step: steps of the run before which gradients are averaged over all ranks ("post_local_sgd").
-        group_ranks: consecutive ranks that average with each other more often, a divisor of all ranks; 1: none.
-        group_period: steps from one average within such a group to the next ("hierarchical"); 1: gradients are
-            averaged there at every step, as they are in the groups of the other ways.
-        outer_lr, outer_momentum: of the outer optimizer ("diloco").
-    """
-
-    period: int = 8
-    start_step: int = 0
-    group_ranks: int = 1
-    group_period: int = 1
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
 
 
 class ModelAveraging(GradientExchange):
@@ -53,7 +27,7 @@ class ModelAveraging(GradientExchange):
     With ``start_step`` it is post-local SGD (Lin et al., ICLR 2020, arXiv:1808.07217), with groups hierarchical local
     SGD (the same; Wang et al., 2020, arXiv:2010.12998). The optimizers' states stay each rank's own, as in torch's
     PostLocalSGDOptimizer. That wrapper itself would hide the optimizer from learning-rate schedulers, checkpoints and
-    the verdict on a step, so the averager is called after the step instead.
+    the verdict on a step, so weights are averaged after the step instead.
 
     Averages come at steps of fixed numbers, one that is skipped included: their mean stays what it was.
 
@@ -68,36 +42,27 @@ class ModelAveraging(GradientExchange):
 
     keeps_state = True
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingOptions) -> None:
-        check_group_ranks(options.group_ranks, mesh.world_size)
-        self._mesh, self._options = mesh, options
+    def __init__(
+        self, mesh: Mesh, module: nn.Module, options: ExchangeOptions, *, start_step: int = 0, group_period: int = 1
+    ) -> None:
+        check_group_ranks(options.averaging_group_ranks, mesh.world_size)
+        super().__init__(mesh, module, options)
+        self._start_step, self._group_period = start_step, group_period
         self._parameters = list(module.parameters())
         self._optimizer: torch.optim.Optimizer | None = None
         self._own: dict[nn.Parameter, Tensor] = {}  # this rank's weights, while the parameters hold the average
         self._step = 0
         self._hook_state: Any = None
-        self._averager = self._make_averager()
-
-    def _make_averager(self) -> "ModelAverager":
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-        from torch.distributed.algorithms.model_averaging.hierarchical_model_averager import HierarchicalModelAverager
-
-        options, group = self._options, self._mesh.group
-        if options.group_period > 1:
-            agree_on_group_names(self._mesh)
-            sizes = OrderedDict([(options.group_period, options.group_ranks), (options.period, self._mesh.world_size)])
-            return HierarchicalModelAverager(sizes, process_group=group)
-        # it counts periods from the end of its warm-up, which is an average already: of weights that are equal still
-        return PeriodicModelAverager(options.period, options.start_step + options.period, group)
+        ranks = options.averaging_group_ranks
+        self._group = subgroup(mesh, ranks) if ranks > 1 else Mesh(0, 1, mesh.local_rank, mesh.device)
 
     def register(self, net: "DistributedDataParallel") -> None:
         """Register torch's hook for post-local SGD: gradients of all ranks, from ``start_step`` on of the group."""
         from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
 
-        options = self._options
-        averages = options.group_ranks > 1 and options.group_period == 1
-        group = subgroup(self._mesh, options.group_ranks).group if averages else None
-        self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, options.start_step, averages)
+        averages = self._group.world_size > 1 and self._group_period == 1
+        group = self._group.group if averages else None
+        self._hook_state = post_local_sgd.PostLocalSGDState(self._mesh.group, group, self._start_step, averages)
         net.register_comm_hook(self._hook_state, post_local_sgd.post_localSGD_hook)
 
     def take_momentum(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,34 +73,30 @@ class ModelAveraging(GradientExchange):
         """Count the steps of the run, not of the process."""
         self._step = step
         self._hook_state.iter = step
-        self.replicas_differ |= step >= self._options.start_step
+        self.replicas_differ |= step >= self._start_step
 
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
         """Average the weights where it is time."""
-        averaged: list[nn.Parameter] = []
-        self._averager.step = self._step + 1
-        self._averager.average_parameters(self._flattened(averaged))
-        for flat in averaged:
-            _write_flat(flat.data, self._trained)
+        done = self._step + 1
+        if self._is_due(done):
+            mesh = self._mesh
+        elif self._group_period > 1 and done % self._group_period == 0:
+            mesh = self._group
+        else:
+            return
+        share = _flat(self._trained).div_(mesh.world_size)  # in one dtype and piece, whatever their memory formats
+        _write_flat(all_reduce_sum(share, mesh), self._trained)
 
-    def _flattened(self, averaged: list[nn.Parameter]) -> Iterator[nn.Parameter]:
-        """Yield all weights as one parameter when the averager asks for them, and append it to ``averaged``.
-
-        Parameters themselves would come back laid out row by row, whatever their memory format, in memory of the
-        averager's, without those whose gradients have been set to None.
-        """
-        flat = nn.Parameter(_flat(self._trained))
-        flat.grad = flat.detach()
-        averaged.append(flat)
-        yield flat
+    def _is_due(self, done: int) -> bool:
+        """Return whether all ranks average after so many steps of the run."""
+        since = done - self._start_step
+        return since > 0 and since % self._options.averaging_period == 0
 
     def sent_bytes(self, parameters: Iterable[nn.Parameter], step: int) -> int:
         """Return the bytes that a rank contributes to the collectives of all ranks at a step; within groups, more."""
-        due = step + 1 - self._options.start_step
-        if due > 0 and due % self._options.period:
-            return 0
-        return super().sent_bytes(parameters, step)
+        sends = step < self._start_step or self._is_due(step + 1)
+        return super().sent_bytes(parameters, step) if sends else 0
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -197,7 +158,7 @@ class DiLoCo(ModelAveraging):
     outer_lr = 1 and outer_momentum = 0 that is local SGD.
     """
 
-    def __init__(self, mesh: Mesh, module: nn.Module, options: AveragingOptions) -> None:
+    def __init__(self, mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> None:
         super().__init__(mesh, module, options)
         self._common = {weight: nn.Parameter(weight.detach().clone()) for weight in self._parameters}
         lr, momentum = options.outer_lr, options.outer_momentum
@@ -206,7 +167,7 @@ class DiLoCo(ModelAveraging):
     @torch.no_grad()
     def settle(self, skip: Tensor) -> None:
         """Take the outer step where it is time."""
-        if (self._step + 1) % self._options.period:
+        if not self._is_due(self._step + 1):
             return
         changes = {weight: self._common[weight] - weight for weight in self._trained}
         self.average(changes.values())
@@ -239,32 +200,41 @@ class DiLoCo(ModelAveraging):
         super().restore(optimizer, tensors)
 
 
-def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: AveragingOptions) -> GradientExchange:
-    """Return the averaging that ``name`` means; with one rank there is none, whatever its name.
+def _post_local_sgd(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> ModelAveraging:
+    return ModelAveraging(mesh, module, options, start_step=options.averaging_start_step)
 
-    Args:
-        name: one of AVERAGINGS.
-        module: whose weights are averaged, on the mesh's device already.
-        mesh: the ranks; every one calls, as groups are made.
-        options: ``start_step`` and ``group_period`` count where the name has them.
+
+def _hierarchical(mesh: Mesh, module: nn.Module, options: ExchangeOptions) -> ModelAveraging:
+    return ModelAveraging(mesh, module, options, group_period=options.averaging_group_period)
+
+
+# Every kind by its name in the configuration.
+AVERAGINGS: dict[str, Callable[[Mesh, nn.Module, ExchangeOptions], GradientExchange]] = {
+    "none": GradientExchange,
+    "local_sgd": ModelAveraging,
+    "post_local_sgd": _post_local_sgd,
+    "hierarchical": _hierarchical,
+    "diloco": DiLoCo,
+}
+
+
+def model_averaging(name: str, module: nn.Module, mesh: Mesh, options: ExchangeOptions) -> GradientExchange:
+    """Return the averaging that ``name`` means in AVERAGINGS; with one rank there is none, whatever its name.
+
+    Every rank calls, as groups are made.
 
     Raises:
-        UsageError: ``name`` is none of these, or groups do not divide the ranks.
+        UsageError: groups do not divide the ranks.
     """
-    if name not in AVERAGINGS:
-        raise UsageError(f"there is no averaging {name!r}; it is one of {', '.join(AVERAGINGS)}")
-    if name == "none" or mesh.world_size == 1:
-        return GradientExchange()
-    return (DiLoCo if name == "diloco" else ModelAveraging)(mesh, module, options)
+    return (AVERAGINGS[name] if mesh.world_size > 1 else GradientExchange)(mesh, module, options)
 
 
 def check_group_ranks(group_ranks: int, world_size: int) -> None:
     """UsageError unless ``group_ranks`` divides the number of ranks."""
     if world_size % group_ranks:
-        divisors = ", ".join(str(k) for k in range(1, world_size + 1) if world_size % k == 0)
         raise UsageError(
             f"parallel.averaging_group_ranks = {group_ranks} does not divide the number of ranks, {world_size}; "
-            f"give {divisors}"
+            f"give {divisors(world_size)}"
         )
 
 

@@ -120,8 +120,9 @@ class _Normalise(torch.autograd.Function):
         grad_bias, grad_weight = local.clone()
         layer: SyncBatchNorm = ctx.layer
         if layer.float64_gradients is not None:
-            layer.float64_gradients.add(layer.weight, grad_weight)
-            layer.float64_gradients.add(layer.bias, grad_bias)
+            for parameter, gradient in ((layer.weight, grad_weight), (layer.bias, grad_bias)):
+                if parameter is not None:
+                    layer.float64_gradients.add(parameter, gradient)
         totals = (all_reduce_sum(local, layer.mesh) / count).to(hat.dtype)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         inner = grad32 - _spread(totals[0], grad) - hat * _spread(totals[1], grad)
@@ -245,32 +246,7 @@ class _Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x)
-        result: Tensor = _LinearFunction.apply(x, self.weight, self.bias, self)
-        return result
-
-
-class _LinearFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Linear) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.double(), weight.double(), None if bias is None else bias.double()).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        layer: _Linear = ctx.layer
-        grad_f64 = grad.double()
-        grad_x = (grad_f64 @ weight.double()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        rows = grad_f64.flatten(0, -2)
-        grad_weight = rows.t() @ x.double().flatten(0, -2)
-        layer.float64_gradients.add(layer.weight, grad_weight)
-        grad_bias = None
-        if layer.bias is not None:
-            grad_bias = rows.sum(0)
-            layer.float64_gradients.add(layer.bias, grad_bias)
-            grad_bias = grad_bias.to(weight.dtype)
-        return grad_x, grad_weight.to(weight.dtype), grad_bias, None
+        return F.linear(x.double(), *_in_float64(self)).to(x.dtype)
 
 
 class _Conv2d(nn.Conv2d):
@@ -281,42 +257,12 @@ class _Conv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x)
-        result: Tensor = _Conv2dFunction.apply(x, self.weight, self.bias, self)
-        return result
+        return F.conv2d(x.double(), *_in_float64(self), self.stride, self.padding, self.dilation).to(x.dtype)
 
 
-class _Conv2dFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _Conv2d) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight)
-        bias_f64 = None if bias is None else bias.double()
-        out = F.conv2d(x.double(), weight.double(), bias_f64, layer.stride, layer.padding, layer.dilation)
-        return out.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        layer: _Conv2d = ctx.layer
-        biases = None if layer.bias is None else [weight.shape[0]]
-        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-            grad.double(),
-            x.double(),
-            weight.double(),
-            biases,
-            layer.stride,
-            layer.padding,
-            layer.dilation,
-            False,
-            (0, 0),
-            1,
-            (ctx.needs_input_grad[0], True, layer.bias is not None),
-        )
-        layer.float64_gradients.add(layer.weight, grad_weight)
-        if layer.bias is not None:
-            layer.float64_gradients.add(layer.bias, grad_bias)
-            grad_bias = grad_bias.to(weight.dtype)
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias, None
+def _in_float64(layer: _Linear | _Conv2d) -> tuple[Tensor, Tensor | None]:
+    wide = layer.float64_gradients.in_float64
+    return wide(layer.weight), None if layer.bias is None else wide(layer.bias)
 
 
 class _PReLU(nn.PReLU):
@@ -327,24 +273,7 @@ class _PReLU(nn.PReLU):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(x)
-        result: Tensor = _PReLUFunction.apply(x, self.weight, self)
-        return result
-
-
-class _PReLUFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _PReLU) -> Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight)
-        return F.prelu(x, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight = ctx.saved_tensors
-        layer: _PReLU = ctx.layer
-        slope = weight.view(1, -1, *[1] * (x.dim() - 2)) if x.dim() > 1 else weight
-        slope_terms = (grad * x.clamp(max=0)).double()
-        axes = [axis for axis in range(x.dim()) if axis != 1] if weight.numel() > 1 else list(range(x.dim()))
-        grad_weight = slope_terms.sum(axes).view(weight.shape)
-        layer.float64_gradients.add(layer.weight, grad_weight)
-        return torch.where(x > 0, grad, grad * slope), grad_weight.to(weight.dtype), None
+        slope = self.float64_gradients.in_float64(self.weight)
+        slope = _spread(slope, x) if x.dim() > 1 else slope
+        # spread in float32: its gradient is rounded there, element by element, and then summed in float64
+        return torch.where(x > 0, x, x * slope.expand_as(x).to(x.dtype))

@@ -26,11 +26,11 @@ from torch import nn
 
 from plsc.devices import Device
 from plsc.optim.eight_bit_adamw import block_size
-from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
+from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 from plsc.parallel.mesh import Mesh
 from plsc.plan.backbone import BackboneProfile, Parameter, Unit
 from plsc.plan.plan_config import PlanConfig
-from plsc.train.components import compression_options
+from plsc.train.components import exchange_options
 
 INTERLEAVED_PARTS = 2  # of the backbone on each rank of an interleaved pipeline
 _COLUMNS = ("attn.qkv", "mlp.fc1")  # split with their biases; those of rows are added once, by every rank
@@ -372,11 +372,11 @@ def _hook_transient(setup: PlanConfig, trained: int) -> int:
 def sent_bytes(setup: PlanConfig, parameters: Iterable[Parameter]) -> int:
     """Bytes of these weights' gradients that a rank gives to a step's exchange once its hook has warmed up."""
     shapes = tuple(parameter.shape for parameter in parameters if parameter.is_trained)
-    return _sent_bytes(setup.config.parallel.comm_hook, compression_options(setup.config), shapes, setup.data_ranks)
+    return _sent_bytes(setup.config.parallel.comm_hook, exchange_options(setup.config), shapes, setup.data_ranks)
 
 
 @functools.lru_cache(maxsize=256)
-def _sent_bytes(hook: str, options: CompressionOptions, shapes: tuple[tuple[int, ...], ...], ranks: int) -> int:
+def _sent_bytes(hook: str, options: ExchangeOptions, shapes: tuple[tuple[int, ...], ...], ranks: int) -> int:
     module = nn.ParameterList(nn.Parameter(torch.empty(shape, device="meta")) for shape in shapes)
     exchange: GradientExchange = gradient_exchange(hook, module, Mesh(0, ranks, 0, torch.device("meta")), options)
     return exchange.sent_bytes(module.parameters(), options.powersgd_start_step)

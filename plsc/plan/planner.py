@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from plsc.config import Config, changes_to_toml
-from plsc.config.precision import with_precision
+from plsc.config.checks import with_precision
 from plsc.devices import GIB
 from plsc.errors import UsageError
 from plsc.models.preprocessing import size_text

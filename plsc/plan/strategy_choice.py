@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from plsc.config import Config
-from plsc.config.checks import check_together
-from plsc.config.precision import with_precision
+from plsc.config.checks import check_together, with_precision
 from plsc.errors import UsageError
 from plsc.parallel.collectives import on_main
 from plsc.parallel.mesh import Mesh

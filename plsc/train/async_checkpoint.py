@@ -25,11 +25,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from plsc.errors import PlscError
 from plsc.files import write_json
-from plsc.parallel.collectives import all_gather_numbers, all_gather_object, barrier
+from plsc.parallel.collectives import all_gather_numbers, all_gather_object, barrier, raise_on_all_ranks
 from plsc.sizes import available_bytes
 from plsc.train.checkpoint import STATE, CheckpointFolder
 from plsc.train.checkpoint_writer import Described, ShardWriter, StagingClosedError, write_errors
-from plsc.train.failures import raise_on_all_ranks
 
 WAITING_BYTES = 128 << 20  # of host memory where training waits: a piece is copied while another is written
 HOST_SHARE = 0.5  # of the host memory that is free at the first checkpoint: what its ranks may fill with snapshots

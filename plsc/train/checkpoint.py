@@ -35,14 +35,7 @@ from typing import Any
 
 from plsc.config import KeepConfig
 from plsc.errors import DataError, PlscError, UsageError
-from plsc.files import (
-    MANIFEST,
-    atomic_replace_dir,
-    atomic_write,
-    describe_files,
-    read_json,
-    write_json,
-)
+from plsc.files import MANIFEST, atomic_replace_dir, atomic_write, describe_files, read_json, write_json
 from plsc.parallel import Mesh
 from plsc.parallel.collectives import barrier
 

@@ -67,7 +67,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
             problems.append(str(error))
     if not problems:
         try:
-            _describe(StoredCheckpoint(path, _ALONE, prefixes=()))
+            describe_checkpoint(path)
         except PlscError as error:
             problems.append(str(error))
     nbytes = sum(entry["bytes"] for entry in files.values())
@@ -88,7 +88,41 @@ def describe_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         IntegrityError, DataError: it is corrupt, or no checkpoint.
     """
-    return _describe(StoredCheckpoint(path, _ALONE, prefixes=()))
+    stored = StoredCheckpoint(path, _ALONE, prefixes=())
+    tensors = stored.stored
+    weights = [name for name in tensors if name.startswith("backbone.")]
+    images = max(stored.value("data.images", int), 1)
+    epoch = stored.value("loader.epoch", int) + stored.value("loader.consumed", int) / images
+    accuracy = stored.state.get("accuracy")
+    return {
+        "checkpoint": str(path),
+        "run": _run_of(path),
+        "saved_at": _utc(describe_published(path).saved_at),
+        "world_size": stored.value("world_size", int),
+        "strategy": _strategy(stored),
+        "step": stored.value("step", int),
+        "epoch": epoch,
+        "accuracy": accuracy if isinstance(accuracy, float) else None,
+        "best": _rated(stored.state.get("best")),
+        "backbone": stored.value("config.backbone", str),
+        "image_size": stored.value("config.data.image_size", object),
+        "embedding_dim": stored.value("config.embedding_dim", int),
+        "parameters": sum(tensors[name].size.numel() for name in weights),
+        "average": any(name.startswith("average.") for name in tensors),
+        "classes": stored.value("data.classes", int),
+        "centers": stored.value("config.head.centers", int),
+        "images": stored.value("data.images", int),
+        "margin": stored.value("config.head.margin", str),
+        "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
+        "state_dtypes": _dtypes(stored, "head_optimizer."),
+        "table_files": stored.value("config.head.placement", str) if stored.state.get("savepoints") else None,
+        "optimizer": stored.value("config.optim.name", str),
+        "bytes": sum(entry["bytes"] for entry in stored.files.values()),
+        "files": [
+            {"name": name, "bytes": entry["bytes"], "is_there": _is_there(path / name, entry["bytes"])}
+            for name, entry in sorted(stored.files.items())
+        ],
+    }
 
 
 def read_backbone(path: Path, *, average: bool = False) -> Backbone:
@@ -206,43 +240,6 @@ def check_outputs(*paths: Path | None, overwrite: bool) -> None:
         if path.is_dir():
             raise UsageError(f"{path} is a folder; name a file")
         check_output(path, overwrite=overwrite)
-
-
-def _describe(stored: StoredCheckpoint) -> dict[str, Any]:
-    path, tensors = stored.path, stored.stored
-    weights = [name for name in tensors if name.startswith("backbone.")]
-    images = max(stored.value("data.images", int), 1)
-    epoch = stored.value("loader.epoch", int) + stored.value("loader.consumed", int) / images
-    accuracy = stored.state.get("accuracy")
-    return {
-        "checkpoint": str(path),
-        "run": _run_of(path),
-        "saved_at": _utc(describe_published(path).saved_at),
-        "world_size": stored.value("world_size", int),
-        "strategy": _strategy(stored),
-        "step": stored.value("step", int),
-        "epoch": epoch,
-        "accuracy": accuracy if isinstance(accuracy, float) else None,
-        "best": _rated(stored.state.get("best")),
-        "backbone": stored.value("config.backbone", str),
-        "image_size": stored.value("config.data.image_size", object),
-        "embedding_dim": stored.value("config.embedding_dim", int),
-        "parameters": sum(tensors[name].size.numel() for name in weights),
-        "average": any(name.startswith("average.") for name in tensors),
-        "classes": stored.value("data.classes", int),
-        "centers": stored.value("config.head.centers", int),
-        "images": stored.value("data.images", int),
-        "margin": stored.value("config.head.margin", str),
-        "weight_dtype": next(iter(_dtypes(stored, _CENTRES).values()), None),
-        "state_dtypes": _dtypes(stored, "head_optimizer."),
-        "table_files": stored.value("config.head.placement", str) if stored.state.get("savepoints") else None,
-        "optimizer": stored.value("config.optim.name", str),
-        "bytes": sum(entry["bytes"] for entry in stored.files.values()),
-        "files": [
-            {"name": name, "bytes": entry["bytes"], "is_there": _is_there(path / name, entry["bytes"])}
-            for name, entry in sorted(stored.files.items())
-        ],
-    }
 
 
 def _rated(value: object) -> dict[str, Any] | None:

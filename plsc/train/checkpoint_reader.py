@@ -35,10 +35,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from plsc.errors import DataError, IntegrityError, PlscError, UsageError, first_line
 from plsc.files import LARGEST_JSON, MANIFEST, check_description, file_state, open_described, parse_json, read_json
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import broadcast_object
+from plsc.parallel.collectives import broadcast_object, raise_on_all_ranks
 from plsc.signing import CHECKPOINT, is_asked_for, require_signed
 from plsc.train.checkpoint import FORMAT, METADATA, STATE, CheckpointFolder, step_of
-from plsc.train.failures import raise_on_all_ranks
 
 Files = dict[str, dict[str, Any]]
 _Kind = TypeVar("_Kind")

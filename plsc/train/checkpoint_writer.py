@@ -25,8 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from plsc.errors import DataError
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import all_gather_object
-from plsc.train.failures import raise_on_all_ranks
+from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
 
 Described = dict[str, dict[str, Any]]
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,12 +32,11 @@ from plsc.optim.parameter_groups import parameter_groups
 from plsc.optim.schedules import scaled_lr
 from plsc.optim.verdict import UpdateCounter, Verdict
 from plsc.parallel import Mesh, convert_sync_batchnorm
-from plsc.parallel.collectives import all_gather_object
-from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
-from plsc.parallel.model_averaging import AveragingOptions, model_averaging
+from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
+from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
+from plsc.parallel.model_averaging import model_averaging
 from plsc.parallel.strategies import Strategy, StrategyOptions, Wrapping, make_strategy
 from plsc.parallel.sync_batchnorm import sum_gradients_in_float64
-from plsc.train.failures import raise_on_all_ranks
 from plsc.train.float8 import convert_to_float8
 from plsc.train.frozen import FrozenNames, FrozenParts, frozen_for_good, frozen_names
 
@@ -46,6 +45,7 @@ _IGNORED_LOGS = {
     "torch._dynamo.variables.ctx_manager": "Profiler record function",
     "torch.utils.cpp_extension": "No CUDA runtime",
 }
+_Options = TypeVar("_Options", StrategyOptions, ExchangeOptions, Hyperparameters)
 AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -97,7 +97,6 @@ class TrainComponents:
     dataset: ImageDataset
     data: dict[str, Any]
     loader: TrainLoader
-    template: nn.Module  # the backbone as it was made, without its weights, on the meta device
     strategy: Strategy
     exchange: GradientExchange
     head: ShardedHead
@@ -111,8 +110,7 @@ class TrainComponents:
     @property
     def trains_head_alone(self) -> bool:
         """True if the backbone is frozen and needs no backward pass; engines with passes of their own make it."""
-        is_own_pass = type(self.strategy).forward_backward is not Strategy.forward_backward
-        return self.frozen.names.is_whole and not is_own_pass
+        return self.frozen.names.is_whole and not self.strategy.has_own_passes
 
     @property
     def frozen_for_good(self) -> set[str]:
@@ -200,9 +198,9 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         backbone = convert_sync_batchnorm(backbone, strategy.peers)
     exact = _sums_exactly(config, mesh)
     exchange = raise_on_all_ranks(mesh, lambda: _exchange(config, backbone, strategy.peers, loader))
-    gradients = sum_gradients_in_float64(backbone, mesh) if exact else None
+    exchange = sum_gradients_in_float64(backbone, mesh) if exact else exchange
     groups = raise_on_all_ranks(mesh, lambda: _named_groups(config, backbone, strategy))
-    strategy.wrap(backbone, template, _wrapping(config, strategy, exchange, gradients))
+    strategy.wrap(backbone, template, _wrapping(config, strategy, exchange))
     optimizer = raise_on_all_ranks(mesh, lambda: strategy.optimizer(_optimizer_maker(config, strategy), groups))
     exchange.take_momentum(optimizer)
     head = raise_on_all_ranks(mesh, lambda: _head_of(config, dataset.num_classes, strategy, exact=exact))
@@ -212,7 +210,6 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
         dataset,
         fingerprint(dataset),
         loader,
-        template,
         strategy,
         exchange,
         head,
@@ -225,22 +222,20 @@ def build(config: Config, dataset: ImageDataset, mesh: Mesh) -> TrainComponents:
     )
 
 
+def _options(kind: type[_Options], section: object, **others: Any) -> _Options:
+    """Options of a dataclass ``kind``: a section's values of the same names, and ``others``."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return kind(**{name: getattr(section, name) for name in names if hasattr(section, name)} | others)
+
+
 def strategy_options(config: Config) -> StrategyOptions:
     """The strategy that [parallel] describes."""
-    parallel = config.parallel
-    return StrategyOptions(
-        parallel.strategy,
-        parallel.shard_ranks,
-        parallel.tp,
-        parallel.pp,
-        parallel.pp_schedule,
-        parallel.pp_micro_batches,
-    )
+    return _options(StrategyOptions, config.parallel, name=config.parallel.strategy)
 
 
 def freeze_for_good(config: Config, backbone: nn.Module) -> list[FrozenNames]:
     """Let what every stage freezes require no gradient; returns what each of them does."""
-    found = [frozen_names(each, backbone) for each in (config, *stage_configs(config))]
+    found = [frozen_names(each, backbone) for each in stage_configs(config)]
     for name in frozen_for_good(found):
         backbone.get_parameter(name).requires_grad_(False)
     return found
@@ -259,39 +254,24 @@ def optimizer_steps(config: Config, steps: int) -> int:
 def _exchange(config: Config, backbone: nn.Module, mesh: Mesh, loader: TrainLoader) -> GradientExchange:
     """The averages of weights, or else the communication hook, that [parallel] asks for."""
     parallel = config.parallel
-    if parallel.averaging != "none":
-        averages = AveragingOptions(
-            period=parallel.averaging_period,
-            start_step=parallel.averaging_start_step if parallel.averaging == "post_local_sgd" else 0,
-            group_ranks=parallel.averaging_group_ranks,
-            group_period=parallel.averaging_group_period if parallel.averaging == "hierarchical" else 1,
-            outer_lr=parallel.outer_lr,
-            outer_momentum=parallel.outer_momentum,
-        )
-        return model_averaging(parallel.averaging, backbone, mesh, averages)
     warmup_steps = round(parallel.dgc_warmup_epochs * optimizer_steps(config, loader.steps_per_epoch))
-    return gradient_exchange(parallel.comm_hook, backbone, mesh, compression_options(config, warmup_steps))
+    options = exchange_options(config, warmup_steps)
+    if parallel.averaging != "none":
+        return model_averaging(parallel.averaging, backbone, mesh, options)
+    return gradient_exchange(parallel.comm_hook, backbone, mesh, options)
 
 
-def compression_options(config: Config, dgc_warmup_steps: int = 0) -> CompressionOptions:
-    """The options of ``parallel.comm_hook``; the warm-up, which is counted in epochs, given in steps."""
-    parallel = config.parallel
-    return CompressionOptions(
-        powersgd_rank=parallel.powersgd_rank,
-        powersgd_start_step=parallel.powersgd_start_step,
-        dgc_sparsity=parallel.dgc_sparsity,
-        dgc_warmup_steps=dgc_warmup_steps,
-        dgc_dense_below=parallel.dgc_dense_below,
-        clip_norm=config.optim.clip_norm,
-    )
+def exchange_options(config: Config, dgc_warmup_steps: int = 0) -> ExchangeOptions:
+    """The options of ``parallel.comm_hook`` and ``averaging``; a warm-up, counted in epochs there, given in steps."""
+    clip_norm = config.optim.clip_norm
+    return _options(ExchangeOptions, config.parallel, dgc_warmup_steps=dgc_warmup_steps, clip_norm=clip_norm)
 
 
-def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange, gradients: object) -> Wrapping:
+def _wrapping(config: Config, strategy: Strategy, exchange: GradientExchange) -> Wrapping:
     return Wrapping(
         autocast=partial(_autocast, config, strategy.mesh),
         compile=_compiled if config.compile else None,
         exchange=exchange,
-        gradients=gradients,
         bucket_mb=config.parallel.bucket_mb,
         reduce_dtype=AUTOCAST_DTYPES.get(config.parallel.comm_hook),
         offload=config.parallel.offload,
@@ -369,10 +349,10 @@ def _backbone(config: Config) -> nn.Module:
 
 def _sums_exactly(config: Config, mesh: Mesh) -> bool:
     """Return whether all sums run in float64, so that losses do not depend on the number of ranks."""
-    plain = config.precision == "fp32" and not config.compile and config.parallel.comm_hook == "none"
-    plain = plain and config.parallel.strategy in ("ddp", "zero1") and config.parallel.tp == 1
-    plain = plain and config.parallel.pp == 1
-    return config.sync_batchnorm and plain and mesh.device.type == "cpu"
+    parallel = config.parallel
+    are_whole = parallel.strategy in ("ddp", "zero1") and parallel.tp == parallel.pp == 1
+    is_plain = config.precision == "fp32" and not config.compile and parallel.comm_hook == "none"
+    return config.sync_batchnorm and are_whole and is_plain and mesh.device.type == "cpu"
 
 
 def _head_of(config: Config, num_classes: int, strategy: Strategy, *, exact: bool) -> ShardedHead:
@@ -413,27 +393,23 @@ def _named_groups(config: Config, backbone: nn.Module, strategy: Strategy) -> li
 
 def _optimizer_maker(config: Config, strategy: Strategy) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
     """Return what makes the backbone's optimizer of parameter groups."""
-    optim = config.optim
-    values = Hyperparameters(
-        peak_rates(config, strategy.data_ranks)[0],
-        weight_decay=optim.weight_decay,
-        momentum=optim.momentum,
-        betas=(optim.betas[0], optim.betas[1]),
-        eps=optim.eps,
-        trust_coefficient=optim.trust_coefficient,
-        fused=strategy.steps_on_device or Verdict.host_decides(strategy.mesh.device),
-        state_dtype=optim.state_dtype,
-        compiled=config.compile or strategy.mesh.device.type != "cpu",
+    device = strategy.mesh.device
+    values = _options(
+        Hyperparameters,
+        config.optim,
+        lr=peak_rates(config, strategy.data_ranks)[0],
+        fused=strategy.steps_on_device or Verdict.host_decides(device),
+        compiled=config.compile or device.type != "cpu",
     )
-    return lambda groups: make_backbone_optimizer(optim.name, groups, values)
+    return lambda groups: make_backbone_optimizer(config.optim.name, groups, values)
 
 
 def peak_rates(config: Config, data_ranks: int) -> tuple[float, float]:
     """The peak learning rates of backbone and head at the global batch that so many ranks with own images make."""
     optim = config.optim
     batch = config.data.batch_size * data_ranks * optim.accumulate
-    head_lr = optim.lr if optim.head_lr is None else optim.head_lr
-    lr, head_lr = (scaled_lr(rate, batch, optim.lr_scaling, optim.base_batch) for rate in (optim.lr, head_lr))
+    lr = scaled_lr(optim.lr, batch, optim.lr_scaling, optim.base_batch)
+    head_lr = lr if optim.head_lr is None else scaled_lr(optim.head_lr, batch, optim.lr_scaling, optim.base_batch)
     return lr, head_lr
 
 

@@ -111,7 +111,9 @@ class EfficiencyMeter:
         self._backbone: BackboneFlops | None = None
         self._peak, self._peak_precision = 0.0, ""
         if self._mesh.is_main:
-            self._backbone = backbone_flops(components.template, components.config.data.preprocessing.image_size)
+            self._backbone = backbone_flops(
+                components.strategy.template, components.config.data.preprocessing.image_size
+            )
             peak, self._peak_precision = peak_flops(self._mesh.device)
             self._peak = peak * self._mesh.world_size
         self._power_is_known = self._mesh.device.type == "cuda"

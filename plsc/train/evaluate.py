@@ -13,10 +13,9 @@ from plsc.embedding.embedder import RUN_PROGRESS
 from plsc.evaluation.evaluator import evaluate, open_set, set_names
 from plsc.files import atomic_write, write_json
 from plsc.models.weights import serialize_model
-from plsc.parallel.collectives import on_main
+from plsc.parallel.collectives import on_main, raise_on_all_ranks
 from plsc.train.checkpoint_writer import write_errors
 from plsc.train.components import TrainComponents
-from plsc.train.failures import raise_on_all_ranks
 from plsc.train.metrics import MetricsLog, read_metrics
 from plsc.train.state import Position
 
@@ -69,7 +68,8 @@ class RunEvaluation:
             self._position.accuracy = accuracy = mean_accuracy(self.results)
             if accuracy is not None and accuracy > self._position.best.get("accuracy", -1.0):
                 self._position.best = {"step": step, "accuracy": accuracy}
-                save_weights(self._components, self._out / BEST)
+                write = weights_writer(self._components, self._out / BEST)
+                raise_on_all_ranks(self._components.mesh, write)
 
 
 def _evaluation_at(step: int, out: Path) -> dict[str, dict[str, Any]]:
@@ -114,6 +114,7 @@ def evaluate_sets(components: TrainComponents) -> dict[str, dict[str, Any]]:
         )
     finally:
         model.train(was_training)
+        components.frozen.hold()
 
 
 def mean_accuracy(results: dict[str, dict[str, Any]]) -> float | None:
@@ -131,11 +132,6 @@ def summary(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _format_result(result: dict[str, Any]) -> str:
     numbers = {"accuracy": result["accuracy"], "rank-1": result["rank1"]}
     return ", ".join(f"{name} {value:.4f}" for name, value in numbers.items() if value is not None)
-
-
-def save_weights(components: TrainComponents, path: Path) -> None:
-    """Write the backbone alone, replacing ``path`` atomically; every rank calls, the main one writes."""
-    raise_on_all_ranks(components.mesh, weights_writer(components, path))
 
 
 def last_weights_writer(components: TrainComponents, out: Path, step: int, steps: int) -> Callable[[], None]:

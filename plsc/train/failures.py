@@ -1,4 +1,4 @@
-"""Failures and signals of a run on many ranks: shared with all ranks, reported once, obeyed between two steps."""
+"""Failures of ranks, signals, and slow ranks: reported once for all ranks, obeyed between two steps."""
 
 import contextlib
 import os
@@ -6,23 +6,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from types import FrameType, TracebackType
-from typing import NoReturn, TypeVar
+from statistics import median_low
+from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from plsc.errors import PlscError
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import all_gather_object, await_farewell, farewell
+from plsc.parallel.collectives import await_farewell, farewell
 from plsc.parallel.launch import STOP_SIGNALS
 from plsc.parallel.rank_monitor import Hang, RankMonitor
 from plsc.parallel.rendezvous import agent_keeps_store
 
-T = TypeVar("T")
 # In which the rank that failed first reports and ends, and the launcher notices that and ends the others. Only a loaded
 # machine takes long; a rank that ended by itself before the reporting one would be taken to have spoken.
 _REPORT_SECONDS = 10.0
@@ -30,6 +30,9 @@ _REPORT_SECONDS = 10.0
 _SAME_SIGNAL_SECONDS = 1.0
 _AGENT_SECONDS = 1.0  # between two looks at the launcher
 _ALWAYS = timedelta(days=365)
+SLOW = 1.3  # times the median of all ranks, from which a rank is reported
+PERIOD_SECONDS = 20.0  # over which ranks are compared: one slow batch is no slow rank
+REPEAT_SECONDS = 600.0  # between two lines about the same rank
 LATE_SECONDS = 30.0  # without progress, after which the log names the ranks that the others wait for
 
 
@@ -47,31 +50,6 @@ class Interrupted(PlscError):
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
         self.exit_code = 128 + number  # as a shell reports it: 130 after SIGINT, 143 after SIGTERM, 138 after SIGUSR1
-
-
-def raise_on_all_ranks(mesh: Mesh, function: Callable[[], T]) -> T:
-    """Call ``function()`` on every rank; where it fails on any, raise the first rank's failure on all.
-
-    No rank is left waiting in a collective for one that has failed. Only failures that a person can fix (PlscError,
-    OSError) are shared; any other exception is a defect and propagates on its rank.
-
-    Args:
-        mesh: the ranks; all of them call.
-        function: holds no collective.
-
-    Returns:
-        This rank's result.
-    """
-    results: list[T] = []
-    failure: PlscError | OSError | None = None
-    try:
-        results.append(function())
-    except (PlscError, OSError) as error:
-        failure = error
-    for shared in all_gather_object(failure, mesh):
-        if shared is not None:
-            raise shared
-    return results[0]
 
 
 def is_reporting_rank(mesh: Mesh) -> bool:
@@ -124,13 +102,10 @@ def _lost_rank(mesh: Mesh, lost: int | None) -> LostRankError:
     name = "" if lost is None else str(lost)
     with contextlib.suppress(RuntimeError, ValueError):  # the process that keeps the store has ended
         store = dist.distributed_c10d._get_default_store()
-        name = store.compare_set("plsc/lost", "", name).decode() if name else _get(store, "plsc/lost")
+        if name or store.check(["plsc/lost"]):
+            name = store.compare_set("plsc/lost", "", name).decode()
     other = f"rank {name}" if name else "another rank"
     return LostRankError(f"rank {mesh.rank} lost touch with {other}; --resume auto goes on from the last checkpoint")
-
-
-def _get(store: Store, key: str) -> str:
-    return store.get(key).decode() if store.check([key]) else ""
 
 
 class RankWatch:
@@ -158,9 +133,7 @@ class RankWatch:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ends_well = kind is None
         self._left.set()
         if self._mesh.world_size > 1 and self._ends_well:
@@ -259,9 +232,7 @@ class StopRequest:
             self._before = {}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -275,3 +246,59 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
+
+
+class SlowRanks:
+    """Compares what ranks take for their own part of a step, and reports those that are slow.
+
+    A rank that is done waits in the next exchange of gradients or embeddings, and so for the slowest. What it takes
+    without the time in exchanges is its own.
+
+    Args:
+        report: takes a line.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._since = time.monotonic()
+        self._seconds: list[dict[str, float]] = []
+        self._reported: dict[int, float] = {}
+
+    def add(self, ranks: Sequence[Mapping[str, float]]) -> None:
+        """Take in the seconds that each rank has spent since the last call, by the part of the step."""
+        self._seconds = [
+            {name: total.get(name, 0.0) + seconds for name, seconds in parts.items()}
+            for total, parts in zip(self._seconds or [{}] * len(ranks), ranks, strict=True)
+        ]
+        now = time.monotonic()
+        if now - self._since >= PERIOD_SECONDS:
+            for rank, line in slow_ranks(self._seconds).items():
+                if now - self._reported.get(rank, -REPEAT_SECONDS) >= REPEAT_SECONDS:
+                    self._reported[rank] = now
+                    self._report(line)
+            self._seconds, self._since = [], now
+
+
+def slow_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[int, str]:
+    """Find the ranks that take much longer than the median, and say by how much and in which part.
+
+    Args:
+        ranks: seconds by part of each, exchanges left out.
+
+    Returns:
+        ``{3: "rank 3 takes 1.8 times the median of all ranks, mostly in data (11.2 s compared with 1.0 s)"}``. The
+        median of an even number is the lower of the two in the middle: of two ranks, the faster one.
+    """
+    totals = [sum(parts.values()) for parts in ranks]
+    middle = median_low(totals)
+    found = {}
+    for rank, total in enumerate(totals):
+        if middle <= 0 or total < SLOW * middle:
+            continue
+        usual = {name: median_low([parts[name] for parts in ranks]) for name in ranks[rank]}
+        worst = max(usual, key=lambda name: ranks[rank][name] - usual[name])
+        found[rank] = (
+            f"rank {rank} takes {total / middle:.1f} times the median of all ranks, mostly in {worst} "
+            f"({ranks[rank][worst]:.1f} s compared with {usual[worst]:.1f} s)"
+        )
+    return found

@@ -52,20 +52,24 @@ def frozen_for_good(stages: Sequence[FrozenNames]) -> set[str]:
 
 
 class FrozenParts:
-    """What a rank holds of the frozen parts of a backbone.
+    """What a rank holds of the frozen parts of a backbone; :meth:`hold` follows whatever sets the backbone's mode.
 
     Args:
         names: of what is frozen now.
         backbone: as it is trained on this rank.
         weights: this rank's weights, or parts of them, by the names that they have in the whole backbone.
+
+    Attributes:
+        weights: those that are frozen, whose gradients are dropped before the update.
     """
 
     def __init__(self, names: FrozenNames, backbone: nn.Module, weights: Iterable[tuple[str, nn.Parameter]]) -> None:
         self.names = names
-        self._weights = [weight for name, weight in weights if name in names.weights]
+        self.weights = [weight for name, weight in weights if name in names.weights]
         held = dict(_with_statistics(backbone))
         self._modules = [module for name, module in held.items() if name in names.modules]
         self._others = [module for name, module in held.items() if name not in names.modules]
+        self.hold()
 
     def hold(self) -> None:
         """Let frozen batch normalisation apply its statistics instead of moving them, and the others move theirs."""
@@ -73,11 +77,6 @@ class FrozenParts:
             module.training = True
         for module in self._modules:
             module.training = False
-
-    def drop_gradients(self) -> None:
-        """Forget the gradients of frozen weights; the optimizer then leaves weights and state as they are."""
-        for weight in self._weights:
-            weight.grad = None
 
 
 def _with_statistics(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from plsc.errors import DataError, UsageError
 from plsc.head.low_precision import quantize_rows, scale_name
-from plsc.parallel.collectives import all_gather_object
+from plsc.parallel.collectives import all_gather_object, raise_on_all_ranks
 from plsc.parallel.tensor_shard import TensorShard
 from plsc.train.checkpoint import CheckpointFolder, step_of
 from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import TrainComponents
-from plsc.train.failures import raise_on_all_ranks
 
 _MIDDLE = 32767  # of the 16 bits that decide a rounding: to the nearest
 _BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.int8: 7}  # of significand

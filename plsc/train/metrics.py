@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from plsc.errors import UsageError
 from plsc.files import AppendFile, atomic_write
-from plsc.train.step import StepResult
 
 METRICS = "metrics.jsonl"
 
@@ -115,29 +114,6 @@ class _EventFile:
 
     def _add(self, **fields: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **fields).SerializeToString())
-
-
-class StepMeter:
-    """Means since the last line of metrics."""
-
-    def __init__(self) -> None:
-        self._images = 0
-        self._losses: list[float] = []
-        self._since = time.monotonic()
-
-    def update(self, result: StepResult) -> None:
-        """Count a step."""
-        self._images += result.images
-        if not result.skipped:
-            self._losses.append(result.loss)
-
-    def reset(self) -> tuple[float | None, float]:
-        """(mean loss of the finite steps, images per second) since the last call."""
-        now = time.monotonic()
-        loss = sum(self._losses) / len(self._losses) if self._losses else None
-        rate = self._images / max(now - self._since, 1e-9)
-        self._images, self._losses, self._since = 0, [], now
-        return loss, rate
 
 
 def read_metrics(out: Path) -> list[dict[str, Any]]:

@@ -94,8 +94,7 @@ class StepProfiler:
         if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         made = torch.profiler.profile(
-            activities=activities,
-            schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1),
+            activities=activities, schedule=torch.profiler.schedule(wait=0, warmup=1, active=self._steps, repeat=1)
         )
         # Its library writes of its own beginning and end, and of a machine without a GPU, which are no warnings.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")

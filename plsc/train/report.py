@@ -23,7 +23,6 @@ from plsc.head.undo_journal import journal_bytes
 from plsc.losses.margins import Margin
 from plsc.models.preprocessing import Preprocessing, size_text
 from plsc.models.recompute import recomputed_blocks
-from plsc.models.wrappers import TIMM_PREFIX
 from plsc.progress import StatusLine, counted, duration, printable
 from plsc.train.components import TrainComponents, peak_rates
 from plsc.train.evaluate import BEST, MODEL
@@ -170,29 +169,29 @@ def header(
     ``why_precision`` says why "auto" is the run's precision.
     """
     config, dataset = components.config, components.dataset
-    data = config.data
+    blocks = recomputed_blocks(components.strategy.backbone)
     images = f"{counted(len(dataset), 'image')} of {counted(dataset.num_classes, 'class')}"
-    size = data.preprocessing.image_size
-    pixels = f"{size} px" if isinstance(size, int) else f"{size_text(size)} px"
+    size = config.data.preprocessing.image_size
+    pixels = size if isinstance(size, int) else size_text(size)
     lines = {
-        "data": f"{images} from {data.train}, {pixels}, augment {data.augment}",
-        **_pixels(data),
+        "data": f"{images} from {config.data.train}, {pixels} px, augment {config.data.augment}",
+        "pixels": _pixels(config.data),
         "model": _model(components, why_precision),
         "head": _head(components),
-        **_table_files(components),
+        "files": _table_files(components),
         "ranks": _ranks(components),
-        **({"work": work} if work else {}),
-        **_recomputed(components),
-        **_compression(components),
-        **_averaging(components),
-        **_head_averaging(components),
+        "work": work,
+        "memory": "" if config.recompute == "none" else f"activations of {counted(blocks, 'block')} are recomputed",
+        "hook": _compression(components),
+        "average": _averaging(components),
+        "tables": _head_averaging(components),
         "length": _length(components, total_steps),
-        **_frozen(components),
+        "frozen": _frozen(components),
         **{f"stage {number}": text for number, text in enumerate(stages, start=1)},
         "eval": _evaluation(config),
         "start": start,
     }
-    return [f"{name:<8}{line}" for name, line in lines.items()]
+    return [f"{name:<8}{line}" for name, line in lines.items() if line]
 
 
 def data_warnings(dataset: ImageDataset) -> list[str]:
@@ -214,23 +213,13 @@ def closing_lines(out: Path, result: dict[str, Any]) -> list[str]:
     return [*lines, f"next: plsc eval {out} --data UNSEEN, or plsc export {out} --format onnx --out FILE{choice}"]
 
 
-def begins_anew(config: Config) -> str:
-    """The start of a run that is not resumed, in words."""
-    if config.init_weights:
-        anew = "class head, optimizers and schedule begin anew"
-        if config.backbone.startswith(TIMM_PREFIX):
-            anew += "; where the weights are timm's own, the layers behind the trunk (fc, features) too"
-        return f"backbone from init_weights = {config.init_weights}; {anew}"
-    return f"random weights of seed {config.seed}"
-
-
-def _pixels(data: DataConfig) -> dict[str, str]:
+def _pixels(data: DataConfig) -> str:
     """A line on the preprocessing contract, where it is not plsc's own."""
     contract = data.preprocessing
     if contract == Preprocessing(contract.image_size):
-        return {}
+        return ""
     resized = f"resized by {contract.interpolation} interpolation"
-    return {"pixels": f"{contract.normalisation()} of values 0 to 255; {resized}"}
+    return f"{contract.normalisation()} of values 0 to 255; {resized}"
 
 
 def _model(components: TrainComponents, why_precision: str) -> str:
@@ -255,21 +244,21 @@ def _head(components: TrainComponents) -> str:
     return f"{_margin(head.margin)}{centers}, {kind}, {storage}; {head.backend.describe()}"
 
 
-def _table_files(components: TrainComponents) -> dict[str, str]:
+def _table_files(components: TrainComponents) -> str:
     """The line about the disk that a table with savepoints takes: its own files, and the old values beside them."""
     head, journal, checkpoint = components.head, components.head.undo_journal, components.config.checkpoint
     if journal is None:
-        return {}
+        return ""
     steps = 0 if checkpoint.every_minutes else checkpoint.every_steps
     between = journal_bytes(journal.num_rows, journal.row_bytes, head.sample_rate, steps)
     kept = checkpoint.keep.last + 1
     free = shutil.disk_usage(journal.folder).free
     missing = "; that is too little, save more often or keep fewer" if free < kept * between else ""
-    return {
-        "files": f"a rank's table takes {journal.num_rows * journal.row_bytes / 1e9:,.3f} GB in {journal.folder}, and "
+    return (
+        f"a rank's table takes {journal.num_rows * journal.row_bytes / 1e9:,.3f} GB in {journal.folder}, and "
         f"what it held at the last {counted(kept, 'savepoint')} up to about {kept * between / 1e9:,.3f} GB more; "
         f"{free / 1e9:,.3f} GB are free{missing}"
-    }
+    )
 
 
 def _margin(margin: Margin) -> str:
@@ -300,56 +289,48 @@ def _ranks(components: TrainComponents) -> str:
     return f"{ranks}; global batch {batch:,} = {factors}"
 
 
-def _compression(components: TrainComponents) -> dict[str, str]:
+def _compression(components: TrainComponents) -> str:
     """The line about compressed gradients, with what a rank gives to the network once the warm-up is over."""
     hook, weights = components.config.parallel.comm_hook, [weight.parameter for weight in components.strategy.weights]
     if hook == "none" or components.mesh.world_size == 1:
-        return {}
+        return ""
     sent = components.exchange.sent_bytes(weights, sys.maxsize)
     whole = sum(weight.numel() * weight.element_size() for weight in weights)
-    return {"hook": f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"}
+    return f"{hook}: {sent / 1e6:,.3f} MB of gradients per rank and step of {whole / 1e6:,.3f} MB"
 
 
-def _recomputed(components: TrainComponents) -> dict[str, str]:
-    """The line about blocks that the backward pass computes again."""
-    if components.config.recompute == "none":
-        return {}
-    blocks = recomputed_blocks(components.strategy.backbone)
-    return {"memory": f"activations of {counted(blocks, 'block')} are recomputed"}
-
-
-def _averaging(components: TrainComponents) -> dict[str, str]:
+def _averaging(components: TrainComponents) -> str:
     """The line about averages of weights, with what a rank gives to the network of all ranks."""
     parallel, weights = components.config.parallel, [weight.parameter for weight in components.strategy.weights]
     if parallel.averaging == "none" or components.mesh.world_size == 1:
-        return {}
+        return ""
     period, start = parallel.averaging_period, parallel.averaging_start_step
     sent = sum(components.exchange.sent_bytes(weights, start + step) for step in range(period))
     whole = sum(weight.numel() * weight.element_size() for weight in weights)
     groups = f" in groups of {parallel.averaging_group_ranks}" if parallel.averaging_group_ranks > 1 else ""
     name = f"{parallel.averaging}{groups}"
-    return {
-        "average": f"{name}: {sent / 1e6:,.3f} MB of weights per rank every {counted(period, 'step')}, "
+    return (
+        f"{name}: {sent / 1e6:,.3f} MB of weights per rank every {counted(period, 'step')}, "
         f"{sent / period / 1e6:,.3f} MB per step in the place of {whole / 1e6:,.3f} MB of gradients"
-    }
+    )
 
 
-def _head_averaging(components: TrainComponents) -> dict[str, str]:
+def _head_averaging(components: TrainComponents) -> str:
     """The line about averages of head groups' tables, with what a rank gives to the network between groups."""
     head, mesh = components.head, components.mesh
     period, staleness = head.averaging_period, head.staleness
     if mesh.replicas.world_size == 1 or (period == 1 and not staleness):
-        return {}
+        return ""
     rows = len(head.weight)
     touched = rows * (1 - (1 - head.sample_rate) ** period)
     moved = average_bytes(round(touched), head.dim, len(components.head_optimizer.tables)) / period
     exact = average_bytes(round(rows * head.sample_rate), head.dim, 0)
     late = f", {counted(staleness, 'step')} late" if staleness else ""
     groups = counted(mesh.replicas.world_size, "head group")
-    return {
-        "tables": f"of {groups} averaged every {counted(period, 'step')}{late}: about {moved / 1e6:,.3f} MB per rank "
+    return (
+        f"of {groups} averaged every {counted(period, 'step')}{late}: about {moved / 1e6:,.3f} MB per rank "
         f"and step in the place of {exact / 1e6:,.3f} MB of gradients"
-    }
+    )
 
 
 def _length(components: TrainComponents, total_steps: int) -> str:
@@ -372,17 +353,17 @@ def _length(components: TrainComponents, total_steps: int) -> str:
     return f"{length}; {name}, {rate}, {optim.schedule}{warmup}"
 
 
-def _frozen(components: TrainComponents) -> dict[str, str]:
+def _frozen(components: TrainComponents) -> str:
     """The line about the weights that are not trained now."""
     names, weights = (
         components.frozen.names,
         {weight.name: weight.shape.numel() for weight in components.strategy.weights},
     )
     if not names.weights:
-        return {}
+        return ""
     count = sum(weights.get(name, 0) for name in names.weights)
     rest = "; no backward pass through the backbone" if names.is_whole else ""
-    return {"frozen": f"{counted(len(names.weights), 'weight')} of {len(weights)}, {count / 1e6:.1f} M numbers{rest}"}
+    return f"{counted(len(names.weights), 'weight')} of {len(weights)}, {count / 1e6:.1f} M numbers{rest}"
 
 
 def _evaluation(config: Config) -> str:

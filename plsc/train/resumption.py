@@ -1,29 +1,40 @@
-"""The beginning of a run: what its folder and the request say, the checkpoint to go on from, and lines about that."""
+"""The beginning of a run: what its folder and the request say, the checkpoint to go on from, and lines about that.
 
+After a restart by torchrun, that is the run that the same launch had begun or resumed.
+"""
+
+import contextlib
+import dataclasses
+import os
+import socket
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from plsc import config as configuration
 from plsc.config import Config
-from plsc.config.precision import with_precision
+from plsc.config.checks import with_precision
 from plsc.config.sections import AUTO
 from plsc.devices import Units, low_precision_speed, low_precision_units, shared_units
 from plsc.errors import UsageError
-from plsc.files import atomic_write
+from plsc.files import atomic_write, read_json, write_json
+from plsc.models.wrappers import TIMM_PREFIX
 from plsc.parallel import Mesh
+from plsc.parallel.collectives import all_gather_object, on_main
+from plsc.parallel.rendezvous import agent_keeps_store, connect
 from plsc.progress import counted
 from plsc.train.checkpoint import CHECKPOINTS, CheckpointFolder
 from plsc.train.checkpoint_reader import StoredCheckpoint, open_checkpoint, open_newest
 from plsc.train.components import TrainComponents
 from plsc.train.head_state import changed_tables
 from plsc.train.metrics import METRICS
-from plsc.train.report import begins_anew
-from plsc.train.restart import Launch, mark_launch
 from plsc.train.state import changed_keys, stored_config
 
 CONFIG, CLASSES = "config.toml", "classes.json"
+LAUNCH = "launch.json"  # the torchrun that the run was last begun or resumed by
 # Tensors of an exchange that nothing else takes over when a run goes on without it, by the last part of their names.
 _EXCHANGED = {
     "residual": "gradients that were not sent yet (parallel.comm_hook)",
@@ -117,10 +128,16 @@ def slow_precision(config: Config, device: torch.device) -> list[str]:
 
 def start_text(config: Config, stored: StoredCheckpoint | None, restarted: bool) -> str:
     """What a run starts from, in words."""
-    start = begins_anew(config)
     if stored is not None:
         ranks = counted(stored.state["world_size"], "rank")
         start = f"resumed from {stored.path} (step {stored.state['step']:,}, saved by {ranks})"
+    elif config.init_weights:
+        anew = "class head, optimizers and schedule begin anew"
+        if config.backbone.startswith(TIMM_PREFIX):
+            anew += "; where the weights are timm's own, the layers behind the trunk (fc, features) too"
+        start = f"backbone from init_weights = {config.init_weights}; {anew}"
+    else:
+        start = f"random weights of seed {config.seed}"
     return f"restarted by torchrun: {start}" if restarted else start
 
 
@@ -155,10 +172,64 @@ def _dropped(stored: StoredCheckpoint, components: TrainComponents) -> list[str]
     return dropped
 
 
-def write_descriptions(out: Path, components: TrainComponents, launch: Launch | None) -> None:
+def write_descriptions(out: Path, components: TrainComponents, launch: "Launch | None") -> None:
     """Write the complete configuration and the classes' names into ``out``, and note the launch that trains there."""
     with atomic_write(out / CONFIG) as tmp_path:
         tmp_path.write_text(configuration.to_toml(components.config), encoding="utf-8")
     components.dataset.save_label_map(out / CLASSES)
     if launch is not None:  # last: from here on a restart goes on with what this folder holds
-        mark_launch(out, launch)
+        write_json(out / LAUNCH, dataclasses.asdict(launch))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of torchrun on each machine, however often they restart their ranks.
+
+    Attributes:
+        name: in no other launch, and the same in every attempt as long as one agent keeps the ranks' store.
+        process: the first rank, as HOST:PID; differs between attempts.
+        agents: torchrun's processes that have started the ranks of this attempt, as HOST:PID:START. One lives as long
+            as its machine takes part in the launch; the name does not, where the machine that keeps the store is lost.
+    """
+
+    name: str
+    process: str
+    agents: tuple[str, ...]
+
+
+def current_launch(mesh: Mesh) -> Launch | None:
+    """Return torchrun's launch that the ranks belong to; None without torchrun. Every rank calls."""
+    agents = tuple(sorted(set(all_gather_object(_own_agent(), mesh))))
+
+    def named() -> Launch | None:
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        name = uuid.uuid4().hex
+        if agent_keeps_store():
+            name = connect().compare_set("plsc/launch", "", name).decode()  # the first to come names it
+        return Launch(name, f"{socket.gethostname()}:{os.getpid()}", agents)
+
+    return on_main(named, mesh)
+
+
+def after_restart(out: Path, resume: str | None, launch: Launch | None) -> tuple[bool, str | None]:
+    """Return (True, "auto") in the place of (False, ``resume``) where torchrun's restart finds its own run in ``out``.
+
+    An attempt before this one had begun or resumed the run then: the folder bears the launch's name, or an agent that
+    takes part in this attempt. A folder that was there before the launch does not, and stays refused in every attempt.
+    The restart count says neither that nor the truth on all machines, whose agents count their own failures only.
+    """
+    if launch is None or not (out / LAUNCH).exists():
+        return False, resume
+    mark = read_json(out / LAUNCH)
+    is_own = mark["name"] == launch.name or not set(launch.agents).isdisjoint(mark.get("agents", ()))
+    if not is_own or mark["process"] == launch.process:
+        return False, resume
+    return True, "auto" if resume is None or any((out / CHECKPOINTS).glob("step-*")) else resume
+
+
+def _own_agent() -> str:
+    parent, start = os.getppid(), ""
+    with contextlib.suppress(OSError, IndexError):  # a system without /proc, where process numbers may come again
+        start = Path(f"/proc/{parent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+    return f"{socket.gethostname()}:{parent}:{start}"

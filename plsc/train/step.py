@@ -128,6 +128,7 @@ class Stepper:
         self._clipped = [weight for weight in trained if weight.parameter not in clipped_locally]
         self._unclipped = [weight for weight in trained if weight.parameter in clipped_locally]
         self.statistics = RunningStatistics(components.strategy.backbone.buffers())
+        self._preprocessing = components.config.data.preprocessing
         self._warm_up()
 
     def step(self, group: Sequence[MicroBatch], number: int, stop: int = 0) -> EnqueuedStep:
@@ -139,7 +140,6 @@ class Stepper:
         """
         components = self.components
         margin_state = components.head.margin_state
-        components.frozen.hold()
         self.statistics.remember()
         self._seed(number)
         components.exchange.begin(number)
@@ -152,7 +152,8 @@ class Stepper:
         """Update everything by the gradients, or take back what the passes moved, as the ranks agree."""
         components = self.components
         components.strategy.collect_gradients()
-        components.frozen.drop_gradients()
+        for weight in components.frozen.weights:  # the optimizer then leaves them and their state as they are
+            weight.grad = None
         components.scaler.unscale_all(components.optimizer, components.head_optimizer)
         norm = self._clipped_norm()
         verdict = self._vote(loss, norm, stop)
@@ -234,14 +235,14 @@ class Stepper:
         components = self.components
         if len(images) < components.strategy.wrapping.least_images:
             images = torch.cat([images, images.flip(-1)])
-        x = components.config.data.preprocessing(images.to(components.mesh.device, non_blocking=True))
+        x = self._preprocessing(images.to(components.mesh.device, non_blocking=True))
         return x.contiguous(memory_format=torch.channels_last) if components.config.channels_last else x
 
     def _warm_up(self) -> None:
         """Let the strategy see a batch whose result nothing remembers."""
-        components, data = self.components, self.components.config.data
+        components = self.components
         self.statistics.remember()
-        blank = torch.zeros((data.batch_size, *data.preprocessing.shape), dtype=torch.uint8)
+        blank = torch.zeros((components.config.data.batch_size, *self._preprocessing.shape), dtype=torch.uint8)
         components.strategy.warm_up(lambda: self._prepared(blank))
         self.statistics.restore_where(torch.ones((), device=components.mesh.device))
 
@@ -249,14 +250,13 @@ class Stepper:
         """The gradient's norm, and the gradient scaled down where that exceeds optim.clip_norm."""
         components, optim = self.components, self.components.config.optim
         norm = self._norm(self._clipped)
-        if not optim.clip_norm:
-            return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
-        head = components.head_optimizer if optim.clip_head else None
-        if head is not None:
-            with step_part(HEAD):
-                of_head = head.gradient_norm()
-            norm = torch.hypot(norm.double(), components.strategy.from_head(of_head).to(norm.device))
-        norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, head)
+        if optim.clip_norm:
+            head = components.head_optimizer if optim.clip_head else None
+            if head is not None:
+                with step_part(HEAD):
+                    of_head = head.gradient_norm()
+                norm = torch.hypot(norm.double(), components.strategy.from_head(of_head).to(norm.device))
+            norm = clip_by_norm_(_gradients(self._clipped), norm, optim.clip_norm, head)
         return torch.hypot(norm, self._norm(self._unclipped).to(norm)) if self._unclipped else norm
 
     def _norm(self, weights: Sequence[Weight]) -> Tensor:

@@ -12,7 +12,7 @@ from plsc.data.loader import report_killed_workers
 from plsc.errors import PlscError
 from plsc.files import make_folder
 from plsc.parallel import Mesh
-from plsc.parallel.collectives import on_main
+from plsc.parallel.collectives import on_main, raise_on_all_ranks
 from plsc.parallel.rank_monitor import RankMonitor
 from plsc.parallel.step_timeline import CHECKPOINT, DATA, EVALUATION, StepTimeline, step_part
 from plsc.train.async_checkpoint import AsyncCheckpointer
@@ -21,17 +21,17 @@ from plsc.train.checkpoint_reader import StoredCheckpoint
 from plsc.train.components import build, open_training_data, with_preprocessing
 from plsc.train.efficiency import EfficiencyMeter
 from plsc.train.evaluate import RunEvaluation, check_sets, last_weights_writer
-from plsc.train.failures import Interrupted, StopRequest, monitor_ranks, raise_on_all_ranks
+from plsc.train.failures import Interrupted, SlowRanks, StopRequest, monitor_ranks
 from plsc.train.head_state import begin_tables, flush_tables, forget_savepoints
-from plsc.train.kept_batches import KeptBatches
 from plsc.train.metrics import Logger, MetricsLog
 from plsc.train.profiling import FOLDER as PROFILE
 from plsc.train.profiling import StepProfiler
 from plsc.train.report import RunReport, StepProgress, append_to_log, closing_lines, data_warnings, header
-from plsc.train.restart import after_restart, current_launch
 from plsc.train.resumption import (
+    after_restart,
     check_folder,
     check_groups,
+    current_launch,
     find_checkpoint,
     resolve_precision,
     resumption_lines,
@@ -39,11 +39,10 @@ from plsc.train.resumption import (
     start_text,
     write_descriptions,
 )
-from plsc.train.slow_ranks import SlowRanks
 from plsc.train.stages import RunSchedule
 from plsc.train.state import Position, capture, restore
 from plsc.train.step import MicroBatch, Stepper, StepResult, micro_batches
-from plsc.train.step_results import StepResults
+from plsc.train.step_results import KeptBatches, StepResults
 
 POLL_STEPS = 10  # between two exchanges about a checkpoint under way, for which the ranks' hosts wait for each other
 # What a rank is at, in the order of a step; ranks may work alone for long where it is not of the step itself.
@@ -131,81 +130,72 @@ class Trainer:
         raise_on_all_ranks(mesh, lambda: check_sets(config) if mesh.is_main else None)
         self.checkpoints = CheckpointFolder(out / CHECKPOINTS, mesh, config.checkpoint.keep)
         stored = find_checkpoint(out, resume, self.checkpoints)  # a wrong one leaves no empty folder
-        self.config, self._why_precision = resolve_precision(config, mesh, stored)
-        self.components = build(self.config, dataset, mesh)
-        self._restore(stored, resume)
-        self.schedule = RunSchedule(self.components, self.position)
-        superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
-        raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
-        raise_on_all_ranks(mesh, lambda: write_descriptions(out, self.components, launch) if mesh.is_main else None)
-        self._make_reports(quiet, loggers)
-        for line in notes:
-            self.report.line(line)
-        self._report_start(stored, restarted, superseded)
-        self._make_step_parts()
-
-    def _restore(self, stored: StoredCheckpoint | None, resume: str | None) -> None:
-        """Take the state of ``stored``, or begin the table's files."""
-        self.position = Position()
-        if stored is not None:
-            self.position = raise_on_all_ranks(self.mesh, lambda: restore(self.components, stored))
-        else:
-            raise_on_all_ranks(self.mesh, lambda: begin_tables(self.components, goes_on=resume is not None))
+        self.config, why_precision = resolve_precision(config, mesh, stored)
+        self.components = components = build(self.config, dataset, mesh)
+        self.position = self._restored(stored, goes_on=resume is not None)
         is_of_this_run = stored is not None and stored.path.parent.resolve() == self.checkpoints.folder.resolve()
         self._saved = self._state_to_save() if is_of_this_run else None
+        self.schedule = RunSchedule(components, self.position)
+        superseded = [] if stored is None else self.checkpoints.set_aside_after(self.position.step)
+        raise_on_all_ranks(mesh, lambda: make_folder(out) if mesh.is_main else out)
+        raise_on_all_ranks(mesh, lambda: write_descriptions(out, components, launch) if mesh.is_main else None)
 
-    def _make_reports(self, quiet: bool, loggers: Sequence[Logger]) -> None:
-        """Open what the run is reported to: train.log, metrics.jsonl, and the meters of its parts."""
-        self.timeline = StepTimeline(self.mesh.device)
-        self.efficiency = EfficiencyMeter(self.components, self.timeline)
-        self.report = RunReport(self.out, enabled=self.mesh.is_main, quiet=quiet)
+        # What the run is reported to: train.log, metrics.jsonl, and the meters of its parts.
+        self.timeline = StepTimeline(mesh.device)
+        self.efficiency = EfficiencyMeter(components, self.timeline)
+        self.report = RunReport(out, enabled=mesh.is_main, quiet=quiet)
         self.metrics = MetricsLog(
-            self.out,
+            out,
             step=self.position.step,
             tensorboard=self.config.log.tensorboard,
-            enabled=self.mesh.is_main,
+            enabled=mesh.is_main,
             loggers=loggers,
             warn=self.report.line,
         )
-
-    def _report_start(self, stored: StoredCheckpoint | None, restarted: bool, superseded: list[Path]) -> None:
-        """Write the head of train.log."""
-        if self.mesh.is_main:  # other ranks may hold nothing of the head that it describes
-            work = self.efficiency.describe()
-            start = start_text(self.config, stored, restarted)
-            stages, why = self.schedule.plan.described(), self._why_precision
-            for line in header(self.components, self.schedule.last_step, start, stages, work, why):
-                self.report.line(line)
-            warnings = slow_precision(self.config, self.mesh.device) + data_warnings(self.components.dataset)
-            for line in warnings:
-                self.report.line(line)
+        for line in notes:
+            self.report.line(line)
+        if mesh.is_main:  # other ranks may hold nothing of the head that it describes
+            self._report_start(start_text(self.config, stored, restarted), why_precision)
         if stored is not None:
-            for line in resumption_lines(stored, self.components, superseded, self._steps_left):
+            for line in resumption_lines(stored, components, superseded, self._steps_left):
                 self.report.line(line)
 
-    def _make_step_parts(self) -> None:
-        """Make what steps, saves and evaluates."""
-        config, mesh = self.config, self.mesh
-        self.stepper = Stepper(self.components)
+        # What steps, saves and evaluates.
+        self.stepper = Stepper(components)
         self.checkpointer = AsyncCheckpointer(
             self.checkpoints,
             self.report.line,
-            background=config.checkpoint.async_save,
-            every_minutes=config.checkpoint.every_minutes,
+            background=self.config.checkpoint.async_save,
+            every_minutes=self.config.checkpoint.every_minutes,
         )
         self.profiler = StepProfiler(
             self.timeline,
-            self.out / PROFILE,
-            steps=config.log.profile if mesh.is_main else 0,
+            out / PROFILE,
+            steps=self.config.log.profile if mesh.is_main else 0,
             left=self._steps_left,
             device=mesh.device,
             report=self.report.line,
         )
         self._monitor: RankMonitor | None = None
         self._slow_ranks = SlowRanks(self.report.line)
-        kept = KeptBatches(self.out, self.components.loader.dataset, mesh, config.non_finite_kept)
-        self.results = StepResults(config, self.position, kept, self.report.line, self.checkpointer.wait)
-        self.evaluation = RunEvaluation(self.components, self.position, self.out, self.metrics, self.report.line)
+        kept = KeptBatches(out, components.loader.dataset, mesh, self.config.non_finite_kept)
+        self.results = StepResults(self.config, self.position, kept, self.report.line, self.checkpointer.wait)
+        self.evaluation = RunEvaluation(components, self.position, out, self.metrics, self.report.line)
+
+    def _restored(self, stored: StoredCheckpoint | None, *, goes_on: bool) -> Position:
+        """Take the state of ``stored``, or begin the table's files."""
+        if stored is not None:
+            return raise_on_all_ranks(self.mesh, lambda: restore(self.components, stored))
+        raise_on_all_ranks(self.mesh, lambda: begin_tables(self.components, goes_on=goes_on))
+        return Position()
+
+    def _report_start(self, start: str, why_precision: str) -> None:
+        """Write the head of train.log."""
+        work, stages = self.efficiency.describe(), self.schedule.described()
+        lines = header(self.components, self.schedule.last_step, start, stages, work, why_precision)
+        lines += slow_precision(self.config, self.mesh.device) + data_warnings(self.components.dataset)
+        for line in lines:
+            self.report.line(line)
 
     @contextlib.contextmanager
     def monitored(self, on_hang: Callable[[PlscError], None] | None) -> Iterator[None]:
@@ -309,13 +299,10 @@ class Trainer:
     def _is_checkpoint_due(self) -> bool:
         """By the steps, the clock or an evaluation; every few steps, the ranks also see how the last one does."""
         step, config = self.position.step, self.config.checkpoint
-        by_clock = step % POLL_STEPS == 0 and self._poll()
+        with step_part(CHECKPOINT):
+            by_clock = step % POLL_STEPS == 0 and self.checkpointer.poll()
         is_rated = config.keep.best > 0 and self.position.accuracy is not None
         return by_clock or is_rated or _is_due(step, config.every_steps)
-
-    def _poll(self) -> bool:
-        with step_part(CHECKPOINT):
-            return self.checkpointer.poll()
 
     def _save(self, *, wait: bool = False) -> None:
         """Begin a checkpoint of this step, unless there is one; with ``wait``, return when the last is published."""

@@ -4,51 +4,39 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.weights_alone import Weights, counted_bytes, draw
 from torch import Tensor, nn
 
-from plsc.errors import UsageError
 from plsc.parallel import Mesh, data_parallel, gradient_compression
-from plsc.parallel.gradient_compression import CompressionOptions, GradientExchange, gradient_exchange
+from plsc.parallel.gradient_compression import ExchangeOptions, GradientExchange, gradient_exchange
 
 Ranks = Any
 WORLD = 2
 SHAPES = {"conv": (16, 8, 3, 3), "matrix": (30, 40), "bias": (16,)}
 MOMENTUM, DECAY, RATE = 0.9, 0.01, 0.1
-DGC = CompressionOptions(dgc_sparsity=0.9, dgc_dense_below=100)
+DGC = ExchangeOptions(dgc_sparsity=0.9, dgc_dense_below=100)
 
 
-class Weights(nn.Module):
-    """Parameters whose gradients are the input: the output is their product, summed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, start in draw(0).items():
-            self.register_parameter(name, nn.Parameter(start.float()))
-        self.conv.data = self.conv.data.contiguous(memory_format=torch.channels_last)
-
-    def forward(self, gradients: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(self.get_parameter(name) * given).sum() for name, given in gradients.items()]).sum()
-
-
-def draw(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).double() for name, shape in SHAPES.items()}
+def product(weight: Tensor, gradient: Tensor) -> Tensor:
+    """A loss whose gradient is the input."""
+    return (weight * gradient).sum()
 
 
 def gradient_of(step: int, rank: int) -> dict[str, Tensor]:
-    return draw(1 + 10 * step + rank)
+    return draw(SHAPES, 1 + 10 * step + rank)
 
 
-def wrap(mesh: Mesh, hook: str, options: CompressionOptions) -> tuple[Weights, nn.Module, GradientExchange, Any]:
-    module = Weights()
+def wrap(mesh: Mesh, hook: str, options: ExchangeOptions) -> tuple[Weights, nn.Module, GradientExchange, Any]:
+    module = Weights(SHAPES, product)
     exchange = gradient_exchange(hook, module, mesh, options)
-    net = data_parallel(module, mesh, None, exchange, 0.004)  # several buckets
+    net = data_parallel(module, mesh, exchange, 0.004)  # several buckets
     optimizer = torch.optim.SGD(module.parameters(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
     exchange.take_momentum(optimizer)
     return module, net, exchange, optimizer
 
 
-def train(mesh: Mesh, hook: str, options: CompressionOptions, steps: int = 6, bad_step: int = -1) -> dict[str, Tensor]:
+def train(mesh: Mesh, hook: str, options: ExchangeOptions, steps: int = 6, bad_step: int = -1) -> dict[str, Tensor]:
     """Weights after steps with :func:`gradient_of`; a step of which a rank's gradient is not finite is skipped."""
     module, net, exchange, optimizer = wrap(mesh, hook, options)
     for step in range(steps):
@@ -68,7 +56,7 @@ def train(mesh: Mesh, hook: str, options: CompressionOptions, steps: int = 6, ba
 
 def plain(steps: int = 6, skipped: int = -1) -> dict[str, Tensor]:
     """SGD with momentum on the mean gradient, in float64."""
-    weights = draw(0)
+    weights = draw(SHAPES, 0)
     momenta = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for step in (step for step in range(steps) if step != skipped):
         for name, weight in weights.items():
@@ -78,9 +66,9 @@ def plain(steps: int = 6, skipped: int = -1) -> dict[str, Tensor]:
     return weights
 
 
-def dgc(options: CompressionOptions, sparsities: list[float], skipped: int = -1) -> dict[str, Tensor]:
+def dgc(options: ExchangeOptions, sparsities: list[float], skipped: int = -1) -> dict[str, Tensor]:
     """Algorithm 4 of Lin et al. in float64: all ranks in one process, a mask per tensor by sorting."""
-    weights, dense = draw(0), plain(len(sparsities), skipped)
+    weights, dense = draw(SHAPES, 0), plain(len(sparsities), skipped)
     for name in ("conv", "matrix"):
         u, v = (torch.zeros(WORLD, *SHAPES[name], dtype=torch.float64) for _ in range(2))
         for step in (step for step in range(len(sparsities)) if step != skipped):
@@ -109,18 +97,18 @@ def assert_weights(found: list[dict[str, Tensor]], expected: dict[str, Tensor], 
 
 @pytest.mark.parametrize("hook", ["none", "dgc"])
 def test_at_sparsity_0_the_steps_are_those_of_momentum_sgd(hook: str, ranks: Ranks) -> None:
-    options = CompressionOptions(dgc_sparsity=0.0, dgc_dense_below=100)
+    options = ExchangeOptions(dgc_sparsity=0.0, dgc_dense_below=100)
     assert_weights(ranks(WORLD, train, hook, options), plain(), 1e-5)
 
 
 @pytest.mark.parametrize("clip_norm", [0.0, 3.0])
 def test_largest_elements_are_sent_and_the_rest_is_kept(clip_norm: float, ranks: Ranks) -> None:
-    options = CompressionOptions(dgc_sparsity=0.9, dgc_dense_below=100, clip_norm=clip_norm)
+    options = ExchangeOptions(dgc_sparsity=0.9, dgc_dense_below=100, clip_norm=clip_norm)
     assert_weights(ranks(WORLD, train, "dgc", options), dgc(options, [0.9] * 6), 1e-5)
 
 
 def test_the_sparsity_rises_in_four_stages(ranks: Ranks) -> None:
-    options = CompressionOptions(dgc_sparsity=0.995, dgc_dense_below=100, dgc_warmup_steps=8)
+    options = ExchangeOptions(dgc_sparsity=0.995, dgc_dense_below=100, dgc_warmup_steps=8)
     stages = [0.75, 0.75, 0.9375, 0.9375, 0.984375, 0.984375, 0.99609375, 0.99609375, 0.995, 0.995]
     expected = dgc(options, [min(stage, 0.995) for stage in stages])
     assert_weights(ranks(WORLD, train, "dgc", options, len(stages)), expected, 1e-5)
@@ -128,7 +116,7 @@ def test_the_sparsity_rises_in_four_stages(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.9])
 def test_a_skipped_step_leaves_momentum_and_residual_as_they_were(sparsity: float, ranks: Ranks) -> None:
-    options = CompressionOptions(dgc_sparsity=sparsity, dgc_dense_below=100)
+    options = ExchangeOptions(dgc_sparsity=sparsity, dgc_dense_below=100)
     expected = dgc(options, [0.9] * 6, skipped=2) if sparsity else plain(skipped=2)
     assert_weights(ranks(WORLD, train, "dgc", options, bad_step=2), expected, 1e-5)
 
@@ -138,10 +126,10 @@ def test_half_precision_rounds_gradients_alone(hook: str, tolerance: float, rank
     assert_weights(ranks(WORLD, train, hook, DGC), plain(), tolerance)
 
 
-def approach(mesh: Mesh, hook: str, options: CompressionOptions, bad_step: int = -1) -> list[float]:
+def approach(mesh: Mesh, hook: str, options: ExchangeOptions, bad_step: int = -1) -> list[float]:
     """Squared distance to a target at the first and the last of 60 steps; each rank's gradient is off by a constant."""
     module, net, exchange, optimizer = wrap(mesh, hook, options)
-    target, side = draw(77), draw(78)
+    target, side = draw(SHAPES, 77), draw(SHAPES, 78)
     optimizer.param_groups[0].update(lr=0.05, momentum=0.0, weight_decay=0.0)
     distances = []
     for step in range(60):
@@ -159,51 +147,28 @@ def approach(mesh: Mesh, hook: str, options: CompressionOptions, bad_step: int =
 
 @pytest.mark.slow
 def test_powersgd_converges_by_its_error_feedback(ranks: Ranks) -> None:
-    options = CompressionOptions(powersgd_rank=2, powersgd_start_step=2)
+    options = ExchangeOptions(powersgd_rank=2, powersgd_start_step=2)
     for bad_step in (-1, 30):
         first, last = ranks(WORLD, approach, "powersgd", options, bad_step)[0]
         assert last < 0.05 * first
 
 
-class Wire:
-    """Bytes that this rank gives to collectives, while the context is open."""
-
-    def __enter__(self) -> "Wire":
-        import torch.distributed as dist
-
-        self.sent = 0
-        self._dist, self._saved = dist, (dist.all_reduce, gradient_compression.all_gather_equal)
-        dist.all_reduce = self._counting(dist.all_reduce)
-        gradient_compression.all_gather_equal = self._counting(gradient_compression.all_gather_equal)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._dist.all_reduce, gradient_compression.all_gather_equal = self._saved
-
-    def _counting(self, collective: Any) -> Any:
-        def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
-            self.sent += tensor.numel() * tensor.element_size()
-            return collective(tensor, *args, **options)
-
-        return counting
-
-
-def count_bytes(mesh: Mesh, hook: str, options: CompressionOptions) -> list[tuple[int, int]]:
+def count_bytes(mesh: Mesh, hook: str, options: ExchangeOptions) -> list[tuple[int, int]]:
     """(bytes counted, bytes foretold) of each of four steps."""
     module, net, exchange, _ = wrap(mesh, hook, options)
     counts = []
     for step in range(4):
         exchange.begin(step)
-        with Wire() as wire:
+        with counted_bytes((dist, "all_reduce"), (gradient_compression, "all_gather_equal")) as sent:
             net({name: each.float() for name, each in gradient_of(step, mesh.rank).items()}).backward()
         exchange.settle(torch.tensor(0.0))
-        counts.append((wire.sent, exchange.sent_bytes(module.parameters(), step)))
+        counts.append((sum(sent), exchange.sent_bytes(module.parameters(), step)))
     return counts
 
 
 @pytest.mark.parametrize("hook", ["bf16", "fp16", "powersgd", "dgc"])
 def test_bytes_on_the_wire_are_those_foretold(hook: str, ranks: Ranks) -> None:
-    options = CompressionOptions(powersgd_start_step=2, dgc_sparsity=0.99, dgc_dense_below=100, dgc_warmup_steps=2)
+    options = ExchangeOptions(powersgd_start_step=2, dgc_sparsity=0.99, dgc_dense_below=100, dgc_warmup_steps=2)
     for counts in ranks(WORLD, count_bytes, hook, options):
         assert all(counted == foretold for counted, foretold in counts)
 
@@ -231,26 +196,3 @@ def test_with_one_rank_a_hook_changes_nothing() -> None:
     for hook in gradient_compression.HOOKS:
         found = train(alone, hook, DGC)
         assert all(torch.equal(found[name], weight) for name, weight in whole.items())
-
-
-def refusals(mesh: Mesh) -> list[str]:
-    messages = []
-    for make in (
-        lambda: gradient_exchange("gzip", Weights(), mesh),
-        lambda: gradient_exchange("dgc", Weights(), mesh).take_momentum(torch.optim.AdamW(Weights().parameters())),
-        lambda: gradient_exchange("dgc", Weights(), mesh).take_momentum(
-            torch.optim.SGD(Weights().parameters(), 0.1, momentum=0.9, nesterov=True)
-        ),
-    ):
-        try:
-            make()
-        except UsageError as error:
-            messages.append(str(error))
-    return messages
-
-
-def test_what_dgc_cannot_replace_is_refused(ranks: Ranks) -> None:
-    for messages in ranks(WORLD, refusals):
-        assert len(messages) == 3
-        assert "no communication hook 'gzip'" in messages[0]
-        assert all("plain momentum" in message for message in messages[1:])

@@ -4,60 +4,49 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from reference import Oracle, relative_error
+from support.weights_alone import Weights, counted_bytes, draw
 from torch import Tensor, nn
 
 import plsc
 from plsc.errors import UsageError
 from plsc.parallel import Mesh, data_parallel, model_averaging
-from plsc.parallel.model_averaging import AveragingOptions
+from plsc.parallel.gradient_compression import ExchangeOptions
 
 Ranks = Any
 SHAPES = {"conv": (8, 4, 3, 3), "matrix": (10, 12), "bias": (16,)}
 MOMENTUM, DECAY, RATE = 0.9, 0.01, 0.1
-EVERY_3 = AveragingOptions(period=3)
+EVERY_3 = ExchangeOptions(averaging_period=3)
 # name, options, ranks
 WAYS = [
     ("local_sgd", EVERY_3, 2),
     ("local_sgd", EVERY_3, 3),
-    ("post_local_sgd", AveragingOptions(period=2, start_step=3), 2),
-    ("local_sgd", AveragingOptions(period=3, group_ranks=2), 4),
-    ("hierarchical", AveragingOptions(period=4, group_ranks=2), 4),
-    ("hierarchical", AveragingOptions(period=4, group_ranks=2, group_period=2), 4),
+    ("post_local_sgd", ExchangeOptions(averaging_period=2, averaging_start_step=3), 2),
+    ("local_sgd", ExchangeOptions(averaging_period=3, averaging_group_ranks=2), 4),
+    ("hierarchical", ExchangeOptions(averaging_period=4, averaging_group_ranks=2), 4),
+    ("hierarchical", ExchangeOptions(averaging_period=4, averaging_group_ranks=2, averaging_group_period=2), 4),
     ("diloco", EVERY_3, 2),
-    ("diloco", AveragingOptions(period=2, group_ranks=2, outer_momentum=0.0), 4),
+    ("diloco", ExchangeOptions(averaging_period=2, averaging_group_ranks=2, outer_momentum=0.0), 4),
 ]
 
 
-class Weights(nn.Module):
-    """Parameters w whose loss is Σ (w − t)²/2: their gradients are w − t, for the targets t that are the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, start in draw(0).items():
-            self.register_parameter(name, nn.Parameter(start.float()))
-        self.conv.data = self.conv.data.contiguous(memory_format=torch.channels_last)
-
-    def forward(self, targets: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(self.get_parameter(name) - t).square().sum() / 2 for name, t in targets.items()]).sum()
-
-
-def draw(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator).double() for name, shape in SHAPES.items()}
+def distance(weight: Tensor, target: Tensor) -> Tensor:
+    """A loss whose gradient is the weight less the input."""
+    return (weight - target).square().sum() / 2
 
 
 def targets(step: int, rank: int) -> dict[str, Tensor]:
-    return draw(1 + 10 * step + rank)
+    return draw(SHAPES, 1 + 10 * step + rank)
 
 
 def train(
-    mesh: Mesh, name: str, options: AveragingOptions, steps: int, bad_step: int = -1
+    mesh: Mesh, name: str, options: ExchangeOptions, steps: int, bad_step: int = -1
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
     """This rank's weights after so many steps; the average of all ranks' weights; whether the layout has stayed."""
-    module = Weights()
+    module = Weights(SHAPES, distance)
     averaging = model_averaging.model_averaging(name, module, mesh, options)
-    net = data_parallel(module, mesh, None, averaging, 0.001)  # several buckets
+    net = data_parallel(module, mesh, averaging, 0.001)  # several buckets
     optimizer = torch.optim.SGD(module.parameters(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
     averaging.take_momentum(optimizer)
     for step in range(steps):
@@ -74,25 +63,25 @@ def train(
     return own, mean, module.conv.is_contiguous(memory_format=torch.channels_last)
 
 
-def reference(name: str, options: AveragingOptions, world: int, steps: int, bad_step: int = -1) -> list[Any]:
+def reference(name: str, options: ExchangeOptions, world: int, steps: int, bad_step: int = -1) -> list[Any]:
     """All ranks' weights, each by SGD with momentum, in float64 in one process."""
-    weights = [draw(0) for _ in range(world)]
+    weights = [draw(SHAPES, 0) for _ in range(world)]
     momenta = [{key: torch.zeros(shape).double() for key, shape in SHAPES.items()} for _ in range(world)]
-    common, outer = draw(0), {key: torch.zeros(shape).double() for key, shape in SHAPES.items()}
-    everyone = list(range(world))
-    groups = [everyone[first : first + options.group_ranks] for first in range(0, world, options.group_ranks)]
+    common, outer = draw(SHAPES, 0), {key: torch.zeros(shape).double() for key, shape in SHAPES.items()}
+    everyone, start, size = list(range(world)), start_of(name, options), options.averaging_group_ranks
+    groups = [everyone[first : first + size] for first in range(0, world, size)]
     for step in range(steps):
         gradients = [{key: weights[r][key] - t for key, t in targets(step, r).items()} for r in everyone]
-        if step < options.start_step:
+        if step < start:
             gradients = averaged(gradients, [everyone])
-        elif options.group_period == 1:
+        elif options.averaging_group_period == 1:
             gradients = averaged(gradients, groups)
         for rank in everyone if step != bad_step else []:
             for key, weight in weights[rank].items():
                 momenta[rank][key] = MOMENTUM * momenta[rank][key] + gradients[rank][key] + DECAY * weight
                 weights[rank][key] = weight - RATE * momenta[rank][key]
         done = step + 1
-        if done > options.start_step and (done - options.start_step) % options.period == 0:
+        if done > start and (done - start) % options.averaging_period == 0:
             weights = averaged(weights, [everyone])
             if name == "diloco":
                 for key in SHAPES:
@@ -100,9 +89,13 @@ def reference(name: str, options: AveragingOptions, world: int, steps: int, bad_
                     outer[key] = options.outer_momentum * outer[key] + change
                     common[key] = common[key] - options.outer_lr * (change + options.outer_momentum * outer[key])
                 weights = [dict(common) for _ in everyone]
-        elif options.group_period > 1 and done % options.group_period == 0:
+        elif options.averaging_group_period > 1 and done % options.averaging_group_period == 0:
             weights = averaged(weights, groups)
     return weights
+
+
+def start_of(name: str, options: ExchangeOptions) -> int:
+    return options.averaging_start_step if name == "post_local_sgd" else 0
 
 
 def averaged(given: list[dict[str, Tensor]], groups: list[list[int]]) -> list[dict[str, Tensor]]:
@@ -117,7 +110,7 @@ def averaged(given: list[dict[str, Tensor]], groups: list[list[int]]) -> list[di
 @pytest.mark.parametrize(("name", "options", "world"), WAYS)
 @pytest.mark.parametrize(("steps", "bad_step"), [(12, -1), (11, 5)])
 def test_ranks_step_as_the_recurrence_says(
-    name: str, options: AveragingOptions, world: int, steps: int, bad_step: int, ranks: Ranks
+    name: str, options: ExchangeOptions, world: int, steps: int, bad_step: int, ranks: Ranks
 ) -> None:
     expected = reference(name, options, world, steps, bad_step)
     found = ranks(world, train, name, options, steps, bad_step)
@@ -128,7 +121,7 @@ def test_ranks_step_as_the_recurrence_says(
             torch.testing.assert_close(own[key].double(), expected[rank][key], rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(average[key].double(), mean[key], rtol=1e-5, atol=1e-5)
             assert torch.equal(average[key], found[0][1][key])
-    is_averaged = (steps - options.start_step) % options.period == 0
+    is_averaged = (steps - start_of(name, options)) % options.averaging_period == 0
     assert all(torch.equal(own["conv"], found[0][0]["conv"]) for own, _, _ in found) == is_averaged
 
 
@@ -144,7 +137,7 @@ def embedding_gradient(mesh: Mesh, sizes: list[int]) -> tuple[Tensor, Tensor]:
         backbone.weight.copy_(start)
         head.weight.copy_(table[slice(*head.class_range)])
     averaging = model_averaging.model_averaging("local_sgd", backbone, mesh, EVERY_3)
-    net = data_parallel(backbone, mesh, None, averaging)
+    net = data_parallel(backbone, mesh, averaging)
     averaging.begin(0)
     head(net(images), labels).backward()
     weight = start.clone().requires_grad_()
@@ -159,29 +152,18 @@ def test_a_ranks_gradient_is_that_of_its_own_mean_loss(sizes: list[int], ranks: 
         assert relative_error(found, own_mean * sizes[rank] * 2 / sum(sizes)) < 1e-12
 
 
-def count_bytes(mesh: Mesh, name: str, options: AveragingOptions) -> list[tuple[int, int]]:
+def count_bytes(mesh: Mesh, name: str, options: ExchangeOptions) -> list[tuple[int, int]]:
     """(bytes given to collectives, bytes foretold) of each of eight steps."""
-    import torch.distributed as dist
-
-    module = Weights()
+    module = Weights(SHAPES, distance)
     averaging = model_averaging.model_averaging(name, module, mesh, options)
-    net = data_parallel(module, mesh, None, averaging, 0.001)
-    original, sent = dist.all_reduce, 0
-
-    def counting(tensor: Tensor, *args: Any, **keywords: Any) -> Any:
-        nonlocal sent
-        sent += tensor.numel() * tensor.element_size()
-        return original(tensor, *args, **keywords)
-
+    net = data_parallel(module, mesh, averaging, 0.001)
     counts = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", counting)
-        for step in range(8):
-            sent = 0
+    for step in range(8):
+        with counted_bytes((dist, "all_reduce")) as sent:
             averaging.begin(step)
             net({name: each.float() for name, each in targets(step, mesh.rank).items()}).backward()
             averaging.settle(torch.tensor(0.0))
-            counts.append((sent, averaging.sent_bytes(module.parameters(), step)))
+        counts.append((sum(sent), averaging.sent_bytes(module.parameters(), step)))
     return counts
 
 
@@ -189,16 +171,17 @@ def count_bytes(mesh: Mesh, name: str, options: AveragingOptions) -> list[tuple[
     ("name", "options"),
     [
         ("local_sgd", EVERY_3),
-        ("post_local_sgd", AveragingOptions(period=2, start_step=3)),
-        ("diloco", AveragingOptions(period=4)),
+        ("post_local_sgd", ExchangeOptions(averaging_period=2, averaging_start_step=3)),
+        ("diloco", ExchangeOptions(averaging_period=4)),
     ],
 )
-def test_bytes_on_the_wire_are_those_foretold(name: str, options: AveragingOptions, ranks: Ranks) -> None:
-    whole = 4 * sum(weight.numel() for weight in draw(0).values())
+def test_bytes_on_the_wire_are_those_foretold(name: str, options: ExchangeOptions, ranks: Ranks) -> None:
+    whole = 4 * sum(weight.numel() for weight in draw(SHAPES, 0).values())
     for counts in ranks(2, count_bytes, name, options):
         assert all(counted == foretold for counted, foretold in counts)
-        due = [step + 1 - options.start_step for step in range(8)]
-        assert [counted for counted, _ in counts] == [whole if d <= 0 or d % options.period == 0 else 0 for d in due]
+        due = [step + 1 - start_of(name, options) for step in range(8)]
+        expected = [whole if d <= 0 or d % options.averaging_period == 0 else 0 for d in due]
+        assert [counted for counted, _ in counts] == expected
 
 
 def test_with_one_rank_there_is_no_average() -> None:
@@ -208,18 +191,14 @@ def test_with_one_rank_there_is_no_average() -> None:
         assert all(torch.equal(weight, plain[key]) for key, weight in train(alone, name, EVERY_3, 6)[0].items())
 
 
-def refusals(mesh: Mesh) -> list[str]:
-    messages = []
-    for name, options in (("gossip", EVERY_3), ("local_sgd", AveragingOptions(group_ranks=3))):
-        try:
-            model_averaging.model_averaging(name, Weights(), mesh, options)
-        except UsageError as error:
-            messages.append(str(error))
-    return messages
+def refused_groups(mesh: Mesh) -> str:
+    with pytest.raises(UsageError) as caught:
+        model_averaging.model_averaging(
+            "local_sgd", Weights(SHAPES, distance), mesh, ExchangeOptions(averaging_group_ranks=3)
+        )
+    return str(caught.value)
 
 
-def test_unknown_names_and_odd_groups_are_refused(ranks: Ranks) -> None:
-    for messages in ranks(2, refusals):
-        assert len(messages) == 2
-        assert "no averaging 'gossip'" in messages[0]
-        assert "averaging_group_ranks = 3 does not divide the number of ranks, 2; give 1, 2" in messages[1]
+def test_odd_groups_are_refused(ranks: Ranks) -> None:
+    for message in ranks(2, refused_groups):
+        assert "averaging_group_ranks = 3 does not divide the number of ranks, 2; give 1, 2" in message

@@ -175,8 +175,8 @@ TRAINING = (
     Defect(
         "weights are averaged a step late",
         "plsc/parallel/model_averaging.py",
-        "self._averager.step = self._step + 1",
-        "self._averager.step = self._step",
+        "done = self._step + 1",
+        "done = self._step",
         ("tests/parallel/test_model_averaging.py",),
     ),
     Defect(

@@ -11,11 +11,17 @@ import socket
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from support.ranks import HANG_SECONDS, RankError, offer_stacks, stacks_of
@@ -119,25 +125,115 @@ def run(mesh: Any, out: Path, changes: dict[str, Any] | None = None, resume: str
     return train(config.load(None, {**TINY, **(changes or {})}), mesh, out=out, resume=resume, quiet=True)
 
 
-def run_until(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None, step: int) -> None:
-    """Train up to a step, as by a signal there."""
-    import signal
+def refusal(mesh: Any, out: Path, changes: dict[str, Any] | None = None, resume: str | None = None) -> str:
+    """Train, and return "KIND: message" of the error that ends the run; empty where none does."""
+    from plsc.errors import PlscError
 
-    from plsc.train import step as steps
-    from plsc.train.failures import Interrupted
-
-    take = steps.Stepper.step
-
-    def stopping(self: Any, group: Any, number: int, stop: int = 0) -> Any:
-        return take(self, group, number, signal.SIGTERM if number == step - 1 else stop)
-
-    steps.Stepper.step = stopping  # type: ignore[method-assign]
     try:
         run(mesh, out, changes, resume)
-    except Interrupted:
-        pass
+    except PlscError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@contextmanager
+def each_step(taking: Callable[..., Any]) -> Iterator[None]:
+    """Let ``taking(take, stepper, group, number, stop)`` take each step within; ``take`` does so as ever."""
+    from plsc.train.step import Stepper
+
+    take = Stepper.step
+
+    def step(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+        return taking(partial(take, self), self, group, number, stop)
+
+    with mock.patch.object(Stepper, "step", step):
+        yield
+
+
+def run_until(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None, step: int) -> None:
+    """Train up to a step, as by a signal there."""
+    from plsc.train.failures import Interrupted
+
+    def stopping(take: Any, _: Any, group: Any, number: int, stop: int) -> Any:
+        return take(group, number, signal.SIGTERM if number == step - 1 else stop)
+
+    with each_step(stopping), suppress(Interrupted):
+        run(mesh, out, changes, resume)
+
+
+def poisoned(
+    mesh: Any, out: Path, changes: dict[str, Any], bad_steps: list[int], rank: int
+) -> tuple[dict[str, Any] | str, list[bool]]:
+    """Train with one rank's embeddings multiplied by infinity in some steps.
+
+    Returns the result, or the error, and whether each step changed nothing. Results of steps are read by the run alone.
+    """
+    from plsc.errors import PlscError
+    from plsc.train.step import Stepper
+
+    compute, same, now = Stepper._loss, list[bool](), -1
+
+    def state(components: Any) -> list[Tensor]:
+        shards = [*components.head.sharded_state().values(), *components.head_optimizer.sharded_state().values()]
+        tensors = [*components.strategy.backbone.state_dict().values(), *components.head.margin_state.values()]
+        tensors += [shard.blocks[0].local for shard in shards]
+        tensors += [] if components.average is None else components.average.values.values()
+        tensors += [t for entry in components.optimizer.state.values() for t in entry.values()] if now > 0 else []
+        return [tensor.clone() for tensor in tensors if isinstance(tensor, Tensor)]
+
+    def poisoning(self: Any, total: Any, share: Any, upcoming: Any, embeddings: Any, *rest: Any) -> Any:
+        factor = float("inf") if now in bad_steps and mesh.rank == rank else 1.0
+        return compute(self, total, share, upcoming, embeddings * factor, *rest)
+
+    def stepping(take: Any, stepper: Any, group: Any, number: int, stop: int) -> Any:
+        nonlocal now
+        now = number
+        before = state(stepper.components)
+        enqueued = take(group, number, stop)
+        same.append(all(torch.equal(a, b) for a, b in zip(before, state(stepper.components), strict=True)))
+        return enqueued
+
+    with mock.patch.object(Stepper, "_loss", poisoning), each_step(stepping):
+        try:
+            return run(mesh, out, changes), same
+        except PlscError as error:
+            return str(error), same
+
+
+@contextmanager
+def open_trainer(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = "auto") -> Iterator[Any]:
+    """A trainer that has begun or resumed its run, and takes no steps by itself."""
+    from plsc import config
+    from plsc.train.trainer import Trainer
+
+    register_tiny()
+    trainer = Trainer(config.load(None, {**TINY, **changes}), mesh, out, resume, quiet=True)
+    try:
+        yield trainer
     finally:
-        steps.Stepper.step = take  # type: ignore[method-assign]
+        for each in (trainer.profiler, trainer.checkpointer, trainer.metrics, trainer.report):
+            each.close()
+
+
+def stored(mesh: Any, out: Path, step: int, prefix: str = "backbone.") -> dict[str, Tensor]:
+    """The tensors of a checkpoint whose names begin with ``prefix``, by the rest of their names."""
+    from plsc.train.checkpoint_reader import open_checkpoint
+
+    return open_checkpoint(out / f"checkpoints/step-{step:08d}", mesh).read(prefix)
+
+
+def assert_same_losses(out: Path, theirs: Path, rel: float = 1e-4) -> None:
+    """Two runs have taken the same steps, with losses as near as ``rel``."""
+    found, expected = losses(out), losses(theirs)
+    assert sorted(found) == sorted(expected)
+    assert [found[step] for step in sorted(found)] == pytest.approx([expected[step] for step in sorted(found)], rel=rel)
+
+
+def assert_same_files(out: Path, theirs: Path) -> None:
+    """Two runs have shipped the same weights, bit for bit."""
+    found, expected = (load_file(each / "model.safetensors") for each in (out, theirs))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
 
 
 def losses(out: Path) -> dict[int, float]:

@@ -4,10 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_runs import TINY, losses, run
-
-from plsc import config
-from plsc.errors import UsageError
+from support.tiny_runs import losses, run
 
 Ranks = Any
 CHANGES: dict[str, Any] = {
@@ -88,35 +85,6 @@ def test_powersgd_says_that_it_forgets_its_error(tmp_path: Path, ranks: Ranks) -
     ranks(3, run, tmp_path, first, "auto")
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     assert "not stored in checkpoints: PowerSGD's error feedback" in (tmp_path / "train.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"comm_hook": "zip"}, "comm_hook"),
-        ({"comm_hook": "dgc", "dgc_sparsity": 1.0}, "dgc_sparsity"),
-        ({"comm_hook": "powersgd", "powersgd_start_step": 1}, "powersgd_start_step"),
-        ({"bucket_mb": 0}, "bucket_mb"),
-    ],
-)
-def test_values_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config.load(None, {f"parallel.{name}": value for name, value in changes.items()})
-
-
-@pytest.mark.parametrize(
-    ("hook", "changes", "message"),
-    [
-        ("dgc", {"precision": "fp16"}, "loss scales differ"),
-        ("powersgd", {"precision": "fp16"}, "loss scales differ"),
-        ("dgc", {"optim.name": "adamw"}, "takes the place of sgd's momentum"),
-        ("dgc", {"optim.clip_norm": 1.0, "optim.clip_head": True}, "optim.clip_head"),
-    ],
-)
-def test_meaningless_pairs_are_refused_by_name(hook: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message) as refusal:
-        config.load(None, {**TINY, "backbone": "iresnet18", "parallel.comm_hook": hook, **changes})
-    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.slow

@@ -128,14 +128,10 @@ def test_each_micro_batch_of_a_pipeline_takes_its_own_classes(ranks: Ranks) -> N
     assert staged[0] == whole[0]
 
 
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    return run(mesh, out, changes)
-
-
 @pytest.mark.slow
 def test_a_line_of_metrics(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"log.every_steps": 5, "data.batch_size": 6, "eval.sets": ["avatars:6x3@100"], "eval.every_steps": 8}
-    ranks(2, on_rank, tmp_path, changes)
+    ranks(2, run, tmp_path, changes)
     lines = [line for line in read_metrics(tmp_path) if "loss" in line]
     assert len(lines) == 4
     for line in lines:

@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from support.tiny_runs import losses, run
 from torch import nn
 
-from plsc import config
 from plsc.errors import UsageError
 from plsc.models import create
 from plsc.train.float8 import convert_to_float8
@@ -97,20 +96,6 @@ def test_a_run_goes_on_with_and_without(tmp_path: Path, ranks: Ranks) -> None:
     assert losses(tmp_path / "halves") == losses(tmp_path / "whole")
     ranks(1, run, tmp_path / "halves", {**SHORT, "steps": 5}, "auto")
     assert "changed on resume: fp8" in (tmp_path / "halves/train.log").read_text()
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"backbone": "iresnet18"}, 'fp8 is for vit_tiny, .*backbone is "iresnet18"; leave fp8 out'),
-        ({"precision": "fp16"}, 'precision is "fp16"; give "bf16"'),
-        ({"parallel.tp": 2}, "fp8 is not made for parallel.tp = 2"),
-        ({"parallel.pp": 2}, "fp8 is not made for parallel.pp = 2"),
-    ],
-)
-def test_what_does_not_go_with_them_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config.load(None, {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32, **changes})
 
 
 def test_an_older_gpu_and_an_odd_batch_are_refused(backbone: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:

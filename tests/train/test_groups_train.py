@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import losses, run
-
-from plsc.errors import UsageError
+from support.tiny_runs import losses, refusal, run
 
 Ranks = Any
 CHANGES = {
@@ -50,14 +48,6 @@ def test_a_run_of_groups_goes_on_without_them(tmp_path: Path, ranks: Ranks) -> N
     assert resumed[2] == pytest.approx(whole[2], rel=1e-4)
 
 
-def refused(mesh: Any, out: Path) -> str:
-    try:
-        run(mesh, out, {"head_ranks": 1})
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def test_a_mesh_of_other_groups_is_refused(tmp_path: Path, ranks: Ranks) -> None:
-    for message in ranks(2, refused, tmp_path):
+    for message in ranks(2, refusal, tmp_path, {"head_ranks": 1}):
         assert "plsc.init(head_ranks=1)" in message

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.tiny_runs import run
+from support.tiny_runs import each_step, run
 
-from plsc.train.kept_batches import contact_sheet
+from plsc.train.step_results import contact_sheet
 
 Ranks = Any
 DIVERGES: dict[str, Any] = {
@@ -27,22 +27,19 @@ DIVERGES: dict[str, Any] = {
 def outcome(mesh: Any, out: Path, changes: dict[str, Any]) -> Any:
     """The result of a run that diverges, or its error; and the images that this rank saw at each step."""
     from plsc.errors import PlscError
-    from plsc.train import step
 
-    take, seen = step.Stepper.step, dict[int, Any]()
+    seen = dict[int, Any]()
 
-    def spying(self: Any, group: Any, number: int, stop: int = 0) -> Any:
+    def spying(take: Any, _: Any, group: Any, number: int, stop: int) -> Any:
         pairs = [pair for batch in group for pair in zip(batch.images, batch.labels, strict=True)]
         seen[number + 1] = [(image.numpy(), int(label)) for image, label in pairs]
-        return take(self, group, number, stop)
+        return take(group, number, stop)
 
-    step.Stepper.step = spying  # type: ignore[method-assign]
-    try:
-        return run(mesh, out, {**DIVERGES, **changes}), seen
-    except PlscError as error:
-        return str(error), seen
-    finally:
-        step.Stepper.step = take  # type: ignore[method-assign]
+    with each_step(spying):
+        try:
+            return run(mesh, out, {**DIVERGES, **changes}), seen
+        except PlscError as error:
+            return str(error), seen
 
 
 @pytest.mark.slow

@@ -6,12 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-from support.tiny_runs import TINY, Killable, losses, register_tiny, run
+from support.tiny_runs import Killable, losses, register_tiny, run
 
-from plsc import config
 from plsc.data.avatars import AvatarDataset
 from plsc.data.loader import TrainLoader
-from plsc.errors import UsageError
 from plsc.head.host_table import HostTable
 from plsc.parallel import Mesh
 
@@ -58,12 +56,6 @@ def test_killed_and_resumed_and_moved(tmp_path):
         killable.wait()
     run(ONE, tmp_path / "killed", changes, resume="auto")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("wrong", ["gpu", "mmap", "mmap:"])
-def test_an_unknown_placement_is_refused(wrong):
-    with pytest.raises(UsageError, match=r"head\.placement is"):
-        config.load(None, {**TINY, "backbone": "resnet8", "head.placement": wrong})
 
 
 def test_labels_are_known_ahead_and_the_position_is_not_moved_by_that():

@@ -10,7 +10,7 @@ import torch
 from support.tiny_runs import run
 
 from plsc import config, devices
-from plsc.config.precision import with_precision
+from plsc.config.checks import with_precision
 from plsc.devices import DEVICES, Peak, Units, low_precision_units, peak_flops
 from plsc.embedding.embedder import auto_precision
 from plsc.errors import UsageError

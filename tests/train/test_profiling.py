@@ -15,10 +15,6 @@ from plsc.train.profiling import StepProfiler, draw_steps
 Ranks = Any
 
 
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> None:
-    run(mesh, out, changes)
-
-
 def stopped(mesh: Any, out: Path, changes: dict[str, Any]) -> bool:
     run_until(mesh, out, changes, None, 3)
     return torch.autograd._profiler_enabled()
@@ -27,7 +23,7 @@ def stopped(mesh: Any, out: Path, changes: dict[str, Any]) -> bool:
 @pytest.mark.slow
 def test_the_first_rank_traces_and_draws_the_steps_asked_for(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"epochs": None, "steps": 13, "log.profile": 2, "data.batch_size": 6, "log.every_steps": 5}
-    ranks(2, on_rank, tmp_path, changes)
+    ranks(2, run, tmp_path, changes)
     names = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert names == ["steps-11-12.json", "steps-11-12.png"]
     events = json.loads((tmp_path / "profile" / names[0]).read_text())["traceEvents"]

@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny_runs import run
+from support.tiny_runs import refusal, run
 
 from plsc.train import report
 from plsc.train.report import RunReport, StepProgress
 from plsc.train.state import Position
 
 Ranks = Any
-
-
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = None) -> None:
-    run(mesh, out, changes, resume)
 
 
 def lines_of(path: Path) -> list[str]:
@@ -26,7 +22,7 @@ def lines_of(path: Path) -> list[str]:
 @pytest.mark.slow
 def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path: Path, ranks: Ranks) -> None:
     changes = {"steps": 4, "epochs": None, "eval.sets": ["avatars:6x3@100"], "data.batch_size": 6}
-    ranks(2, on_rank, tmp_path, changes)
+    ranks(2, run, tmp_path, changes)
     log = lines_of(tmp_path / "train.log")
     assert log[:2] == [
         "data    60 images of 10 classes from avatars:10x6, 32 px, augment flip",
@@ -48,7 +44,7 @@ def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path
     assert log[10].startswith(f"best: {tmp_path}/best.safetensors, of step 4, mean accuracy ")
     assert log[11].startswith(f"next: plsc eval {tmp_path} --data UNSEEN, ")
     assert log[11].endswith("(takes the last weights; --best takes the best)")
-    ranks(1, on_rank, tmp_path, changes | {"steps": 6}, "auto")
+    ranks(1, run, tmp_path, changes | {"steps": 6}, "auto")
     more = lines_of(tmp_path / "train.log")[len(log) + 2 :]
     assert more[6] == f"start   resumed from {tmp_path}/checkpoints/step-00000004 (step 4, saved by 2 ranks)"
     assert more[7] == "changed on resume: steps = 6 (was 4)"
@@ -56,15 +52,8 @@ def test_the_log_of_a_run_and_its_resumption_on_another_number_of_ranks(tmp_path
     assert ", best 0." in more[9]
 
 
-def failing(mesh: Any, out: Path) -> None:
-    from plsc.errors import PlscError
-
-    with pytest.raises(PlscError):
-        run(mesh, out, {"optim.lr": 1e30, "max_skipped_steps": 2, "epochs": None, "steps": 9})
-
-
 def test_the_log_says_what_ended_a_run(tmp_path: Path, ranks: Ranks) -> None:
-    ranks(1, failing, tmp_path)
+    ranks(1, refusal, tmp_path, {"optim.lr": 1e30, "max_skipped_steps": 2, "epochs": None, "steps": 9})
     assert lines_of(tmp_path / "train.log")[-1].startswith("ended: loss or gradients were not finite for 2 steps")
 
 

@@ -3,18 +3,19 @@
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from support.ranks import HANG_SECONDS
-from support.tiny_runs import losses, run
+from support.tiny_runs import assert_same_files, losses, run
 
+from plsc.files import write_json
 from plsc.parallel import Mesh
-from plsc.train.restart import Launch, after_restart, current_launch, mark_launch
+from plsc.train.resumption import LAUNCH, Launch, after_restart, current_launch
 
 Ranks = Any
 
@@ -59,22 +60,16 @@ def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def whole(mesh: Any, out: Path) -> None:
-    run(mesh, out, CHANGES)
-
-
 @pytest.mark.slow
 def test_a_restart_goes_on_with_its_own_run_and_with_no_other(tmp_path: Path, ranks: Ranks) -> None:
     script, own, foreign = tmp_path / "script.py", tmp_path / "own", tmp_path / "foreign"
     script.write_text(SCRIPT)
-    ranks(2, whole, foreign)
+    ranks(2, run, foreign, CHANGES)
     done = torchrun(str(script), str(own), str(foreign))
     assert done.returncode == 0, done.stderr
     assert "restarted by torchrun: resumed from" in (own / "train.log").read_text()
     assert losses(own) == losses(foreign)
-    first, second = (load_file(folder / "model.safetensors") for folder in (own, foreign))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_same_files(own, foreign)
     assert done.stdout.count(f"refused: {foreign} holds a run already; go on with it by --resume auto") == 4
     assert (own / "launch.json").exists()
     assert not (foreign / "launch.json").exists()
@@ -98,7 +93,7 @@ def test_a_launch_keeps_its_name_and_another_has_its_own(monkeypatch: pytest.Mon
 
 def test_any_agent_of_the_attempt_before_finds_its_run_again(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
-    mark_launch(tmp_path, Launch("first store", "a:10", ("a:1:5", "b:1:5")))
+    write_json(tmp_path / LAUNCH, asdict(Launch("first store", "a:10", ("a:1:5", "b:1:5"))))
     for launch, is_own in [
         (Launch("first store", "a:11", ("c:1:5",)), True),
         (Launch("another store", "b:11", ("b:1:5",)), True),

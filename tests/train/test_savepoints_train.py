@@ -6,9 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.tiny_runs import TINY, Killable, losses, register_tiny, run, run_until
+from support.tiny_runs import Killable, losses, register_tiny, run, run_until
 
-from plsc import config
 from plsc.errors import DataError, UsageError
 from plsc.parallel import Mesh
 from plsc.tools.entry import main
@@ -171,17 +170,3 @@ def test_a_run_with_whole_checkpoints_goes_on_in_files(tmp_path):
     run(ONE, tmp_path / "run", changes, resume="auto")
     run(ONE, tmp_path / "whole", whole)
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ({"head.placement": "host"}, "head.journal is for tables in a mapped file"),
-        ({"checkpoint.keep.best": 1}, "head.journal goes back to the last checkpoints alone"),
-        ({"checkpoint.keep.every_hours": 12}, "head.journal goes back to the last checkpoints alone"),
-    ],
-)
-def test_what_does_not_go_with_a_journal_is_refused(keys, words):
-    given = {"head.placement": "mmap:table", "head.journal": True, "eval.every_steps": 1, "eval.sets": ("avatars:4x2",)}
-    with pytest.raises(UsageError, match=words):
-        config.load(None, {**TINY, "backbone": "resnet8", **given, **keys})

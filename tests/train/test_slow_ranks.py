@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 from support.tiny_runs import run
 
-from plsc.train import slow_ranks
-from plsc.train.slow_ranks import SlowRanks
+from plsc.train import failures
+from plsc.train.failures import SlowRanks
 
 USUAL = {"data": 0.1, "backbone": 2.0, "head": 1.0}
 
@@ -20,21 +20,21 @@ def test_a_rank_that_waits_for_its_images(world: int) -> None:
     ranks = [dict(USUAL) for _ in range(world)]
     ranks[1]["data"] = 4.0
     line = "rank 1 takes 2.3 times the median of all ranks, mostly in data (4.0 s compared with 0.1 s)"
-    assert slow_ranks.slow_ranks(ranks) == {1: line}
+    assert failures.slow_ranks(ranks) == {1: line}
 
 
 def test_all_that_are_slow_and_nothing_within_the_usual_spread() -> None:
     factors = [1.0, 1.2, 0.9, 3.0, 1.0, 1.0, 1.4]
-    found = slow_ranks.slow_ranks([{name: factor * value for name, value in USUAL.items()} for factor in factors])
+    found = failures.slow_ranks([{name: factor * value for name, value in USUAL.items()} for factor in factors])
     assert set(found) == {3, 6}
     assert "mostly in backbone" in found[3]
-    assert slow_ranks.slow_ranks([USUAL, USUAL]) == {}
-    assert slow_ranks.slow_ranks([dict.fromkeys(USUAL, 0.0)] * 3) == {}
+    assert failures.slow_ranks([USUAL, USUAL]) == {}
+    assert failures.slow_ranks([dict.fromkeys(USUAL, 0.0)] * 3) == {}
 
 
 def test_ranks_are_compared_over_periods_and_reported_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now, lines = 100.0, list[str]()
-    monkeypatch.setattr(slow_ranks.time, "monotonic", lambda: now)
+    monkeypatch.setattr(failures.time, "monotonic", lambda: now)
     compared = SlowRanks(lines.append)
     for _ in range(100):
         now += 1.0
@@ -58,7 +58,7 @@ def reading_slowly(mesh: Any, out: Path) -> None:
         time.sleep(0.3 if mesh.rank == mesh.world_size - 1 else 0.0)
         return read(self, request)
 
-    with patch.object(BatchReader, "__getitem__", slow), patch.object(slow_ranks, "PERIOD_SECONDS", 0.5):
+    with patch.object(BatchReader, "__getitem__", slow), patch.object(failures, "PERIOD_SECONDS", 0.5):
         run(mesh, out, {"data.batch_size": 4, "epochs": None, "steps": 8, "checkpoint.every_steps": 0})
 
 

@@ -7,31 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_runs import Killable, losses, run
-from torch import Tensor
+from support.tiny_runs import Killable, assert_same_losses, losses, refusal, run, stored
 
-from plsc.errors import UsageError
-from plsc.train.checkpoint_reader import open_checkpoint
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
 CONSTANT = {"optim.schedule": "constant", "optim.warmup_steps": None}
-
-
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
-    return run(mesh, out, changes, resume)
-
-
-def refused(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
-    try:
-        run(mesh, out, changes)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
-def stored(mesh: Any, out: Path, step: int, prefix: str) -> dict[str, Tensor]:
-    return open_checkpoint(out / f"checkpoints/step-{step:08d}", mesh).read(prefix)
 
 
 def rates(out: Path, key: str = "lr") -> dict[int, float]:
@@ -57,10 +38,10 @@ def test_a_stage_does_what_a_run_resumed_with_the_change_does(
 ) -> None:
     base = {**base, **CONSTANT, "epochs": None, "checkpoint.every_steps": 0}
     staged = {**base, "steps": 12, "stage": [{"from_step": 7, **nested(changes)}]}
-    ranks(1, on_rank, tmp_path / "staged", staged)
-    ranks(1, on_rank, tmp_path / "parts", {**base, "steps": 7})
-    ranks(1, on_rank, tmp_path / "parts", {**base, "steps": 12, **changes}, "auto")
-    ranks(1, on_rank, tmp_path / "plain", {**base, "steps": 12})
+    ranks(1, run, tmp_path / "staged", staged)
+    ranks(1, run, tmp_path / "parts", {**base, "steps": 7})
+    ranks(1, run, tmp_path / "parts", {**base, "steps": 12, **changes}, "auto")
+    ranks(1, run, tmp_path / "plain", {**base, "steps": 12})
     found, plain = losses(tmp_path / "staged"), losses(tmp_path / "plain")
     assert found == losses(tmp_path / "parts")
     assert [step for step in found if found[step] == plain[step]] == list(range(1, 9 if "optim.lr" in changes else 8))
@@ -86,7 +67,7 @@ EXACT = {"sync_batchnorm": True, "backbone": "plain", "stage": STAGES, "checkpoi
 def unkilled(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run through all stages in one process, to which nothing happened."""
     out = tmp_path_factory.mktemp("unkilled") / "run"
-    ranks(1, on_rank, out, EXACT)
+    ranks(1, run, out, EXACT)
     return out
 
 
@@ -99,7 +80,7 @@ def test_a_run_killed_within_a_stage_goes_on_at_another_world(
     killable.wait_for_step(step)
     killable.kill(list(range(world)))
     assert -signal.SIGKILL in killable.wait()
-    ranks(other, on_rank, tmp_path, {**EXACT, "data.batch_size": 12 // other}, "auto")
+    ranks(other, run, tmp_path, {**EXACT, "data.batch_size": 12 // other}, "auto")
     found, expected = losses(tmp_path), losses(unkilled)
     assert found.keys() == expected.keys()
     assert all(math.isclose(found[step], expected[step], rel_tol=1e-6) for step in expected)
@@ -115,12 +96,12 @@ def test_a_sampled_stage_resumes_bit_for_bit(tmp_path: Path, ranks: Ranks) -> No
         ],
         "data.batch_size": 6,
     }
-    ranks(2, on_rank, tmp_path / "whole", changes)
+    ranks(2, run, tmp_path / "whole", changes)
     killable = Killable(2, tmp_path / "killed", changes)
     killable.wait_for_step(7)
     killable.kill([0, 1])
     killable.wait()
-    ranks(2, on_rank, tmp_path / "killed", changes, "auto")
+    ranks(2, run, tmp_path / "killed", changes, "auto")
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
 
 
@@ -138,7 +119,7 @@ def test_frozen_weights_statistics_and_states_stay_bit_for_bit(
         "checkpoint.keep": 9,
         "stage": [{"from_step": 8, "frozen": ["layers.[0-4].*"]}, {"from_step": 16, "frozen": []}],
     }
-    ranks(world, on_rank, tmp_path, changes)
+    ranks(world, run, tmp_path, changes)
     tensors = [
         {
             **ranks(1, stored, tmp_path, step, "backbone.")[0],
@@ -168,7 +149,7 @@ def test_what_is_frozen_for_good_has_no_state_and_never_moves(by: str, tmp_path:
     }
     changes: dict[str, Any] = {"frozen": ["layers.[0-2].*"]} if by == "frozen" else {"optim.groups": group}
     changes |= {"data.batch_size": 4, "steps": 4, "epochs": None, "checkpoint.every_steps": 1, "checkpoint.keep": 9}
-    ranks(3, on_rank, tmp_path, changes)
+    ranks(3, run, tmp_path, changes)
     first, last = (ranks(1, stored, tmp_path, step, "backbone.")[0] for step in (1, 4))
     for key in first:
         assert torch.equal(first[key], last[key]) == (key[:9] in ("layers.0.", "layers.1.", "layers.2.")), key
@@ -188,7 +169,7 @@ def test_the_head_alone_and_then_all_of_it(extra: dict[str, Any], tmp_path: Path
         "frozen": ["*"],
         "stage": [{"from_epoch": 1.6, "frozen": []}],
     }
-    ranks(2, on_rank, tmp_path, changes)
+    ranks(2, run, tmp_path, changes)
     first, second, last = (ranks(1, stored, tmp_path, step, "backbone.")[0] for step in (4, 8, 20))
     heads = [ranks(1, stored, tmp_path, step, "head.")[0]["weight"] for step in (4, 8)]
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -214,7 +195,7 @@ def test_rates_of_stages(tmp_path: Path, ranks: Ranks) -> None:
         {"from_epoch": 3, "optim": {"head_lr": 0.2}},
         {"from_epoch": 3.4, "optim": {"schedule": "constant"}},
     ]
-    ranks(1, on_rank, tmp_path, {"stage": stages, "optim.groups": {"layers.8.*": {"lr_scale": 3.0}}})
+    ranks(1, run, tmp_path, {"stage": stages, "optim.groups": {"layers.8.*": {"lr_scale": 3.0}}})
     expected, head = {}, {}
     for step in range(20):
         if step < 9:
@@ -251,19 +232,21 @@ def test_stages_that_only_the_data_shows_to_be_wrong(tmp_path: Path, ranks: Rank
             'frozen: "layer.0.*" fits no weight of the backbone; the nearest',
         ),
     ]:
-        for found in ranks(2, refused, tmp_path / "run", {"stage": stages, "data.batch_size": 6}):
+        for found in ranks(2, refusal, tmp_path / "run", {"stage": stages, "data.batch_size": 6}):
             assert message in found
-    for found in ranks(1, refused, tmp_path / "run", {"optim.groups": {"layers.9.*": {"lr_scale": 2.0}}}):
-        assert found.startswith('optim.groups: "layers.9.*" fits no weight of the backbone; the nearest are layers.')
+    for found in ranks(1, refusal, tmp_path / "run", {"optim.groups": {"layers.9.*": {"lr_scale": 2.0}}}):
+        assert found.startswith(
+            'UsageError: optim.groups: "layers.9.*" fits no weight of the backbone; the nearest are layers.'
+        )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_changed_stages_are_named_on_resume_and_hold(tmp_path: Path, ranks: Ranks) -> None:
     stages = [{"from_step": 6, "frozen": ["layers.0.*"]}]
-    ranks(1, on_rank, tmp_path, {"epochs": None, "steps": 8, **CONSTANT, "stage": stages})
+    ranks(1, run, tmp_path, {"epochs": None, "steps": 8, **CONSTANT, "stage": stages})
     later = [{"from_step": 7, "frozen": ["layers.0.*", "layers.8.bias"]}]
-    ranks(1, on_rank, tmp_path, {"epochs": 2, **CONSTANT, "stage": later}, "auto")
+    ranks(1, run, tmp_path, {"epochs": 2, **CONSTANT, "stage": later}, "auto")
     log = (tmp_path / "train.log").read_text()
     assert (
         'changed on resume: stage = [{ from_step = 7, frozen = ["layers.0.*", "layers.8.bias"] }] '
@@ -282,8 +265,7 @@ def test_stages_under_another_strategy_are_those_of_one_process(strategy: str, t
         {"from_epoch": 2, "frozen": [], "optim": {"lr": 0.02}},
     ]
     changes = {**base, "frozen": ["*"], "stage": stages, "epochs": 3, "checkpoint.every_steps": 5}
-    ranks(2, on_rank, tmp_path / "run", {**changes, "data.batch_size": 6, "parallel.strategy": strategy})
-    ranks(1, on_rank, tmp_path / "alone", changes)
-    found, expected = losses(tmp_path / "run"), losses(tmp_path / "alone")
-    assert list(found) == list(expected) == list(range(1, 16))
-    assert list(found.values()) == pytest.approx(list(expected.values()), rel=1e-4)
+    ranks(2, run, tmp_path / "run", {**changes, "data.batch_size": 6, "parallel.strategy": strategy})
+    ranks(1, run, tmp_path / "alone", changes)
+    assert list(losses(tmp_path / "run")) == list(range(1, 16))
+    assert_same_losses(tmp_path / "run", tmp_path / "alone")

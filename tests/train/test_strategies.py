@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.tiny_runs import losses, register_tiny, run, run_until
+from support.tiny_runs import assert_same_losses, losses, open_trainer, refusal, run, run_until
 
-from plsc import config
-from plsc.errors import UsageError
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
@@ -41,23 +39,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any], resume: str | None = None) -> dict[str, Any]:
-    return run(mesh, out, changes, resume)
-
-
 def changes_of(strategy: str, variant: str, world: int) -> dict[str, Any]:
     changes = {**SETUP, **VARIANTS[variant], **STRATEGIES[strategy]}
     return {**changes, "data.batch_size": 12 // world}
 
 
 @pytest.fixture(scope="module")
-def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[int, float], Path]]:
-    """The losses of one process, and its run, by variant."""
-    found = {}
-    for index, variant in enumerate(VARIANTS):
-        out = tmp_path_factory.mktemp(f"alone{index}")
-        ranks(1, on_rank, out / "run", changes_of("ddp", variant, 1))
-        found[variant] = losses(out / "run"), out / "run"
+def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run of one process, by variant."""
+    found = {variant: tmp_path_factory.mktemp("alone") / "run" for variant in VARIANTS}
+    for variant, out in found.items():
+        ranks(1, run, out, changes_of("ddp", variant, 1))
     return found
 
 
@@ -67,13 +59,9 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 def test_losses_are_those_of_one_process(
     strategy: str, world: int, variant: str, alone: Any, ranks: Ranks, tmp_path: Path
 ) -> None:
-    results = ranks(world, on_rank, tmp_path / "run", changes_of(strategy, variant, world))
-    expected, run_alone = alone[variant]
-    found = losses(tmp_path / "run")
-    assert sorted(found) == sorted(expected)
-    assert [found[step] for step in sorted(found)] == pytest.approx(
-        [expected[step] for step in sorted(found)], rel=1e-4
-    )
+    results = ranks(world, run, tmp_path / "run", changes_of(strategy, variant, world))
+    run_alone = alone[variant]
+    assert_same_losses(tmp_path / "run", run_alone)
     norms, own = (
         [line["grad_norm"] for line in read_metrics(out) if "grad_norm" in line]
         for out in (run_alone, tmp_path / "run")
@@ -100,7 +88,7 @@ def test_spread_states_step_bit_by_bit_as_data_parallelism_does(ranks: Ranks, tm
                 "epochs": 1,
                 "steps": None,
             }
-            ranks(2, on_rank, tmp_path / name / strategy, changes)
+            ranks(2, run, tmp_path / name / strategy, changes)
             found.append(losses(tmp_path / name / strategy))
         assert found[0] == found[1], name
 
@@ -122,32 +110,17 @@ def test_a_run_goes_on_under_another_strategy_and_world(
         changes = {**changes_of(strategy, variant, world), "checkpoint.every_steps": 1}
         resume = "auto" if index else None
         ranks(world, run_until, tmp_path / "run", changes, resume, 5 * (index + 1))
-    expected = alone[variant][0]
-    found = losses(tmp_path / "run")
-    assert sorted(found) == sorted(expected)
-    assert [found[step] for step in sorted(found)] == pytest.approx(
-        [expected[step] for step in sorted(found)], rel=1e-4
-    )
+    assert_same_losses(tmp_path / "run", alone[variant])
 
 
 def kept_by_a_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> tuple[int, int]:
     """How many numbers of weights, and of optimizer state, a rank keeps between steps."""
-    from plsc.train.trainer import Trainer
-
-    register_tiny()
-    from support.tiny_runs import TINY
-
-    trainer = Trainer(config.load(None, {**TINY, **changes}), mesh, out, None, True)
-    components = trainer.components
-    for group in trainer._groups():
-        trainer.stepper.step(group, 0).result()
-        break
-    weights = sum(weight.parameter.numel() for weight in components.strategy.weights)
-    states = components.strategy.local_optimizer(components.optimizer).state
-    kept = sum(value.numel() for state in states.values() for value in state.values() if value is not None)
-    trainer.checkpointer.close()
-    trainer.metrics.close()
-    trainer.report.close()
+    with open_trainer(mesh, out, changes, None) as trainer:
+        components = trainer.components
+        trainer.stepper.step(next(trainer._groups()), 0).result()
+        weights = sum(weight.parameter.numel() for weight in components.strategy.weights)
+        states = components.strategy.local_optimizer(components.optimizer).state
+        kept = sum(value.numel() for state in states.values() for value in state.values() if value is not None)
     return weights, kept
 
 
@@ -166,33 +139,7 @@ def test_a_rank_keeps_its_share(ranks: Ranks, tmp_path: Path) -> None:
         assert max(state for _, state in kept[name]) < states, name
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"parallel.strategy": "fspd"}, "did you mean fsdp"),
-        ({"parallel.strategy": "fsdp", "optim.name": "lamb"}, 'strategy = "zero1"'),
-        ({"parallel.strategy": "hsdp", "optim.name": "muon"}, "whole layers"),
-        ({"parallel.strategy": "fsdp", "parallel.comm_hook": "powersgd"}, 'comm_hook = "bf16"'),
-        ({"parallel.strategy": "fsdp", "parallel.bucket_mb": 5.0}, "bucket_mb"),
-        ({"parallel.strategy": "zero1", "parallel.comm_hook": "dgc"}, "momenta"),
-        ({"parallel.strategy": "zero1", "parallel.offload": True}, "fsdp and hsdp"),
-        ({"parallel.shard_ranks": 2}, "hsdp"),
-    ],
-)
-def test_what_is_meaningless_together_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config.load(None, changes)
-
-
-def refused(mesh: Any, out: Path, changes: dict[str, Any]) -> str:
-    try:
-        run(mesh, out, changes)
-    except UsageError as error:
-        return str(error)
-    return ""
-
-
 def test_ranks_that_do_not_divide_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     changes = {"parallel.strategy": "hsdp", "parallel.shard_ranks": 2}
-    assert "does not divide the number of ranks, 3" in ranks(3, refused, tmp_path / "run", changes)[0]
+    assert "does not divide the number of ranks, 3" in ranks(3, refusal, tmp_path / "run", changes)[0]
     assert not (tmp_path / "run").exists()

@@ -1,17 +1,13 @@
 """Runs under tensor parallelism: the losses of one process, and runs that go on with and without it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.ranks import run_command
-from support.tiny_runs import losses, run, run_until
+from support.tiny_runs import assert_same_losses, run, run_until
 
-from plsc import config
-from plsc.errors import UsageError
 from plsc.train.metrics import read_metrics
 
 Ranks = Any
@@ -42,10 +38,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_rank(mesh: Any, out: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    return run(mesh, out, changes)
-
-
 def changes_of(layout: str, variant: str, world: int) -> dict[str, Any]:
     chosen = LAYOUTS[layout]
     return {**SETUP, **VARIANTS[variant], **chosen, "data.batch_size": 12 * chosen.get("parallel.tp", 1) // world}
@@ -57,7 +49,7 @@ def alone(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     found = {}
     for variant in VARIANTS:
         found[variant] = tmp_path_factory.mktemp("alone") / "run"
-        ranks(1, on_rank, found[variant], changes_of("ddp", variant, 1))
+        ranks(1, run, found[variant], changes_of("ddp", variant, 1))
     return found
 
 
@@ -69,8 +61,8 @@ def test_losses_are_those_of_one_process(
     layout: str, world: int, variant: str, alone: dict[str, Path], ranks: Ranks, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    results = ranks(world, on_rank, out, changes_of(layout, variant, world))
-    check_losses(out, alone[variant])
+    results = ranks(world, run, out, changes_of(layout, variant, world))
+    assert_same_losses(out, alone[variant])
     assert all(result["loss"] == results[0]["loss"] for result in results)
     norms, own = (
         [line["grad_norm"] for line in read_metrics(each) if "grad_norm" in line] for each in (alone[variant], out)
@@ -82,68 +74,19 @@ def test_losses_are_those_of_one_process(
         torch.testing.assert_close(shipped[name], tensor, rtol=1e-3, atol=2e-4, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def check_losses(out: Path, run_alone: Path) -> None:
-    found, expected = losses(out), losses(run_alone)
-    assert sorted(found) == sorted(expected)
-    assert [found[step] for step in sorted(found)] == pytest.approx(
-        [expected[step] for step in sorted(found)], rel=1e-4
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_run_goes_on_with_and_without_it(variant: str, alone: dict[str, Path], ranks: Ranks, tmp_path: Path) -> None:
     for index, (layout, world) in enumerate([("tp", 2), ("ddp", 1), ("tp and fsdp", 4), ("fsdp", 2)]):
         changes, resume = changes_of(layout, variant, world), "auto" if index else None
         ranks(world, run_until, tmp_path / "run", changes, resume, 5 * (index + 1))
-    check_losses(tmp_path / "run", alone[variant])
+    assert_same_losses(tmp_path / "run", alone[variant])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bits_learn_as_one_process_does(precision: str, ranks: Ranks, tmp_path: Path) -> None:
     changes = {"backbone": "tiny_vit", "precision": precision, "epochs": 2}
-    ranks(1, on_rank, tmp_path / "alone", changes)
-    ranks(2, on_rank, tmp_path / "shared", {**changes, "parallel.tp": 2})
-    expected, found = losses(tmp_path / "alone"), losses(tmp_path / "shared")
-    assert list(found.values()) == pytest.approx(list(expected.values()), rel=0.02)
-
-
-@pytest.mark.slow
-def test_plsc_train_with_two_ranks(tmp_path: Path) -> None:
-    recipe = tmp_path / "vit.toml"
-    recipe.write_text(
-        'backbone = "vit_tiny"\nembedding_dim = 32\nprecision = "fp32"\nsteps = 2\n[parallel]\ntp = 2\n[data]\n'
-        'train = "avatars:4x4"\nimage_size = 32\nbatch_size = 4\nworkers = 1\n[log]\ntensorboard = false\n'
-        '[eval]\nsets = ["avatars:4x3@4"]\n'
-    )
-    out = tmp_path / "run"
-    trained = run_command("train", str(recipe), "--nproc", "2", "--out", str(out), "--json", str(tmp_path / "json"))
-    assert trained.returncode == 0, trained.stderr
-    assert "global batch 4 = 4 x 1 group of 2 ranks" in (out / "train.log").read_text()
-    assert json.loads((tmp_path / "json").read_text())["steps"] == 2
-    refused = run_command("train", str(recipe), "--nproc", "3", "--out", str(tmp_path / "other"))
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "parallel.tp = 2 does not divide the number of ranks, 3" in refused.stderr
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"backbone": "iresnet18"}, "backbone = 'iresnet18' has none"),
-        ({"parallel.tp": 3}, "does not divide the 8 heads"),
-        ({"parallel.strategy": "zero1"}, 'is "zero1"; give "fsdp"'),
-        ({"optim.name": "lamb"}, "looks at whole layers, which parallel.tp = 2 cuts"),
-        ({"parallel.comm_hook": "powersgd"}, "parallel.tp = 2 sums parts"),
-        ({"parallel.bucket_mb": 1.0}, "parallel.tp = 2 sums block by block"),
-        ({"compile": True}, "leave compile out"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config.load(None, {"backbone": "vit_tiny", "parallel.tp": 2, **changes})
-
-
-def test_convolutions_of_timm_are_refused() -> None:
-    with pytest.raises(UsageError, match="backbone = 'timm:test_resnet' has none"):
-        config.load(None, {"backbone": "timm:test_resnet", "parallel.tp": 2})
+    ranks(1, run, tmp_path / "alone", changes)
+    ranks(2, run, tmp_path / "shared", {**changes, "parallel.tp": 2})
+    assert_same_losses(tmp_path / "shared", tmp_path / "alone", 0.02)

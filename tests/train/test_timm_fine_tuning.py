@@ -6,14 +6,13 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import Tensor
+from support.tiny_runs import stored
 
 from plsc import config
 from plsc.errors import UsageError
 from plsc.models import load_model
 from plsc.models.preprocessing import Preprocessing
 from plsc.train import train
-from plsc.train.checkpoint_reader import open_checkpoint
 from plsc.train.components import with_preprocessing
 
 Ranks = Any
@@ -51,11 +50,6 @@ def recipe(weights: Path, changes: dict[str, Any] | None = None) -> config.Confi
 def run(mesh: Any, out: Path, weights: Path, resume: str | None = None) -> None:
     torch.set_num_threads(1)
     train(recipe(weights), mesh, out=out, resume=resume, quiet=True)
-
-
-def stored(mesh: Any, out: Path, step: int) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = open_checkpoint(out / f"checkpoints/step-{step:08d}", mesh).read("backbone.")
-    return found
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 from support.ranks import run_command
 
 from plsc.tools.entry import main
@@ -15,7 +16,7 @@ embedding_dim = 32
 precision = "fp32"
 steps = 3
 [data]
-train = "avatars:4x4"
+train = "avatars:4x6"
 image_size = 32
 batch_size = 4
 workers = 1
@@ -30,45 +31,6 @@ def recipe(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(SMALL)
     return path
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "no configuration: plsc train CONFIG.toml"),
-        (["/no/such.toml"], "/no/such.toml does not exist"),
-        (["avatar_quickstart"], "a shipped configuration; did you mean avatars_quickstart?"),
-        (["RECIPE", "--optim.lrr", "1"], "did you mean optim.lr?"),
-        (["RECIPE", "--epochs"], "--epochs needs a value"),
-        (["RECIPE", "--epochs", "three"], 'epochs = "three" is a string; it takes an integer'),
-        (["RECIPE", "stray"], "'stray' belongs to no key"),
-        (["RECIPE", "--data.train", "/no/pictures"], "there is no /no/pictures"),
-        (["RECIPE", "--nproc", "0"], "--nproc 0"),
-        (["RECIPE", "--nproc", "2", "--head_ranks", "3"], "head_ranks = 3 does not divide the number of ranks, 2"),
-        (["RECIPE", "--head_ranks", "2"], "head_ranks = 2 does not divide the number of ranks, 1"),
-        (
-            ["RECIPE", "--nproc", "3", "--parallel.averaging", "local_sgd", "--parallel.averaging_group_ranks", "2"],
-            "averaging_group_ranks = 2 does not divide the number of ranks, 3",
-        ),
-        (["RECIPE", "--out", "/proc/here"], "cannot write into /proc/here"),
-        (["RECIPE", "--resume", "/no/where"], "/no/where is no checkpoint"),
-        (["RECIPE", "--backbone", "iresnet5"], "did you mean iresnet50?"),
-    ],
-)
-def test_one_line_and_exit_code_2(
-    words: list[str],
-    message: str,
-    recipe: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["train", *[str(recipe) if word == "RECIPE" else word for word in words]]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.toml"]  # no empty run directory
 
 
 def test_keys_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -158,3 +120,24 @@ def test_a_failure_of_one_rank_is_one_line(recipe: Path, tmp_path: Path) -> None
     assert len(errors) == 1, failed.stderr
     assert "7.png" in errors[0]
     assert "Traceback" not in failed.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "ranks_line"),
+    [
+        (["--parallel.tp", "2"], "global batch 8 = 8 x 1 group of 2 ranks"),
+        (["--parallel.pp", "2", "--parallel.pp_micro_batches", "2", "--precision", "bf16"], "blocks over 2 ranks"),
+    ],
+)
+def test_two_ranks_share_a_vit_and_three_cannot(keys: list[str], ranks_line: str, recipe: Path, tmp_path: Path) -> None:
+    words = [str(recipe), "--backbone", "vit_tiny", "--data.batch_size", "8", "--eval.sets", "avatars:4x3@4", *keys]
+    refused = command(*words, "--nproc", "3", "--out", str(tmp_path / "refused"))
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert f"{keys[0][2:]} = 2 does not divide the number of ranks, 3" in refused.stderr
+    assert not (tmp_path / "refused").exists()
+    done = command(*words, "--nproc", "2", "--out", str(tmp_path / "run"), "--json", str(tmp_path / "json"))
+    assert done.returncode == 0, done.stderr
+    assert ranks_line in (tmp_path / "run/train.log").read_text()
+    assert json.loads((tmp_path / "json").read_text())["steps"] == 3
+    assert "blocks.11.mlp.fc2.weight" in load_file(tmp_path / "run/model.safetensors")

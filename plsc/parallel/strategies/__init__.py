@@ -1,5 +1,7 @@
 """Strategies of the backbone by name, and what is meaningless together."""
 
+import pkgutil
+
 from plsc.errors import UsageError
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies.base import Strategy, Weight, Wrapping
@@ -7,7 +9,14 @@ from plsc.parallel.strategies.layout import STAGES_OF_A_RANK, Layout, StrategyOp
 
 __all__ = ["STAGES_OF_A_RANK", "STRATEGIES", "Strategy", "StrategyOptions", "Weight", "Wrapping", "make_strategy"]
 
-STRATEGIES = ("ddp", "zero1", "fsdp", "hsdp")
+# Each by its name in the configuration, with its class, imported when it is made: torch's engines take long to import.
+STRATEGIES = {
+    "ddp": "ddp:DataParallel",
+    "zero1": "zero:ZeroOptimizer",
+    "fsdp": "fsdp:FullySharded",
+    "hsdp": "fsdp:FullySharded",
+}
+CHOICES = (*STRATEGIES, "auto")  # of a configuration, which plsc train resolves
 
 
 def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False) -> Strategy:
@@ -38,9 +47,7 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
             f"{mesh.world_size} ranks; leave offload out, or start more ranks"
         )
     if mesh.world_size == 1 and not offload:
-        from plsc.parallel.strategies.ddp import DataParallel
-
-        return DataParallel(mesh)
+        return _made("ddp", Layout(mesh, mesh, mesh, {}, None))
     layout = Layout.of(options, mesh)
     within = _within_a_stage(options, layout, offload=offload)
     if options.pp == 1:
@@ -54,19 +61,14 @@ def make_strategy(options: StrategyOptions, mesh: Mesh, *, offload: bool = False
 
 def _within_a_stage(options: StrategyOptions, layout: Layout, *, offload: bool) -> Strategy:
     """Make the strategy of the ranks that hold the same layers; without a pipeline these are all."""
-    # each is imported where it is used: torch's engines take long to import
     if options.tp > 1:
         from plsc.parallel.strategies.tensor_parallel import TensorParallel
 
         return TensorParallel(layout)
-    if options.name == "zero1":
-        from plsc.parallel.strategies.zero import ZeroOptimizer
+    is_alone = layout.stage.world_size == 1 and not offload
+    return _made("ddp" if is_alone and options.name in ("fsdp", "hsdp") else options.name, layout)
 
-        return ZeroOptimizer(layout.stage)
-    if options.name in ("fsdp", "hsdp") and (layout.stage.world_size > 1 or offload):
-        from plsc.parallel.strategies.fsdp import FullySharded
 
-        return FullySharded(layout)
-    from plsc.parallel.strategies.ddp import DataParallel
-
-    return DataParallel(layout.stage)
+def _made(name: str, layout: Layout) -> Strategy:
+    made: Strategy = pkgutil.resolve_name(f"plsc.parallel.strategies.{STRATEGIES[name]}")(layout)
+    return made

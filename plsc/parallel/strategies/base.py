@@ -18,6 +18,7 @@ from plsc.parallel.collectives import all_reduce_sum
 from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.step_timeline import exchange_after_backward
+from plsc.parallel.strategies.layout import Layout
 from plsc.parallel.tensor_shard import Block, TensorShard
 
 Loss = Callable[[Tensor, Tensor, Sequence[int]], Tensor]
@@ -75,7 +76,6 @@ class Wrapping:
         autocast: makes the context of a forward pass, in the precision of the run.
         compile: compiles a module; None: it is not to be compiled.
         exchange: how ranks exchange the gradients of replicas.
-        gradients: sums of gradients in float64 that layers keep for DDP's exchange, a Float64Gradients, or None.
         bucket_mb: MiB of gradients that DDP exchanges together; None: its default.
         reduce_dtype: in which sharded gradients are summed; None: their own.
         offload: keep parameters, gradients and optimizer state in host memory.
@@ -86,7 +86,6 @@ class Wrapping:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     compile: Callable[[nn.Module], nn.Module] | None = None
     exchange: GradientExchange | None = None
-    gradients: Any = None
     bucket_mb: float | None = None
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
@@ -105,7 +104,9 @@ class Strategy:
         is_replicated: every rank holds all weights, and the same gradients after the backward pass.
         steps_on_device: the optimizer may leave it to the device whether a step goes through.
         micro_batches: in which a batch comes to the head.
+        has_own_passes: an engine takes micro-batches forward and back, so that no pass can be left out.
         prefetches: the head may be told of a batch beforehand, as it comes to it in one piece.
+        template: the backbone as it was made, without its weights, on the meta device.
         backbone, net: the backbone, and what is called.
         weights: of the backbone, in its order, those that this rank holds.
     """
@@ -113,12 +114,13 @@ class Strategy:
     is_replicated = True
     steps_on_device = True
     micro_batches = 1
+    has_own_passes = False
     prefetches = True
 
-    def __init__(self, mesh: Mesh) -> None:
-        self.mesh = self.peers = mesh
-        self.head_mesh: Mesh | None = mesh
-        self.data_rank, self.data_ranks = mesh.rank, mesh.world_size
+    def __init__(self, layout: Layout) -> None:
+        self.mesh, self.peers = layout.stage, layout.peers
+        self.head_mesh: Mesh | None = layout.stage
+        self.data_rank, self.data_ranks = layout.stage.rank, layout.stage.world_size
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines; empty: it is whole on each."""
@@ -135,9 +137,10 @@ class Strategy:
         Returns:
             What :meth:`forward_backward` calls.
         """
-        places = {name: place for place, name in enumerate(_trained_names(backbone))}
         shapes = {name: weight.shape for name, weight in backbone.named_parameters()}
-        self.backbone, self._template, self.wrapping = backbone, template, wrapping
+        trained = (name for name, weight in backbone.named_parameters() if weight.requires_grad)
+        places = {name: place for place, name in enumerate(trained)}
+        self.backbone, self.template, self.wrapping = backbone, template, wrapping
         self.split(backbone)
         self.net = self.place_backbone(backbone)
         self.weights = [
@@ -182,7 +185,7 @@ class Strategy:
     @property
     def size(self) -> int:
         """The number of parameters of the whole backbone."""
-        return sum(weight.numel() for weight in self._template.parameters())
+        return sum(weight.numel() for weight in self.template.parameters())
 
     # A step.
 
@@ -265,7 +268,7 @@ class Strategy:
         """
         if parts is None and self.is_replicated:
             return self.backbone
-        model = copy.deepcopy(self._template).requires_grad_(False)
+        model = copy.deepcopy(self.template).requires_grad_(False)
         tensors = self.whole_tensors(self.parts() if parts is None else parts)
         own = dict(self.backbone.named_buffers())
         missing = {name: own[name] for name, _ in model.named_buffers() if name not in tensors}
@@ -295,10 +298,6 @@ class Strategy:
         means = (flat / self.peers.world_size).split([buffer.numel() for buffer in buffers])
         for buffer, mean in zip(buffers, means, strict=True):
             buffer.copy_(mean.view_as(buffer))
-
-
-def _trained_names(backbone: nn.Module) -> list[str]:
-    return [name for name, weight in backbone.named_parameters() if weight.requires_grad]
 
 
 def _stored_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

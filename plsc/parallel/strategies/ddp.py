@@ -3,7 +3,8 @@
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,11 @@ from plsc.parallel.gradient_compression import GradientExchange
 from plsc.parallel.mesh import Mesh, require_mesh
 from plsc.parallel.strategies.base import Strategy
 
+if TYPE_CHECKING:
+    from torch.nn.parallel import DistributedDataParallel  # late where it is used: it takes long to import
 
-class Float64Gradients:
+
+class Float64Gradients(GradientExchange):
     """Float64 weight gradients of this rank, kept from the layers that sum them until DDP exchanges them.
 
     For :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64`.
@@ -27,9 +31,20 @@ class Float64Gradients:
         self.mesh = mesh
         self._sums: dict[Tensor, Tensor] = {}
 
-    def add(self, parameter: Tensor | None, gradient: Tensor) -> None:
+    def register(self, net: "DistributedDataParallel") -> None:
+        """Register :meth:`exchange`."""
+        net.register_comm_hook(self, Float64Gradients.exchange)
+
+    def in_float64(self, parameter: Tensor) -> Tensor:
+        """Return ``parameter`` in float64, whose gradient joins the next exchange."""
+        wide = parameter.double()
+        if wide.requires_grad:
+            wide.register_hook(partial(self.add, parameter))
+        return wide
+
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
         """Add ``gradient``, float64, to the next exchange. With one rank there is none, and nothing is kept."""
-        if self.mesh.world_size == 1 or parameter is None:
+        if self.mesh.world_size == 1:
             return
         before = self._sums.get(parameter)
         self._sums[parameter] = gradient if before is None else before + gradient
@@ -70,7 +85,7 @@ class DataParallel(Strategy):
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Wrap by DDP, and compile that."""
         wrapping = self.wrapping
-        net = data_parallel(backbone, self.mesh, wrapping.gradients, wrapping.exchange, wrapping.bucket_mb)
+        net = data_parallel(backbone, self.mesh, wrapping.exchange, wrapping.bucket_mb)
         return net if wrapping.compile is None else wrapping.compile(net)
 
     def warm_up(self, images: Callable[[], Tensor]) -> None:
@@ -95,11 +110,7 @@ class DataParallel(Strategy):
 
 
 def data_parallel(
-    module: nn.Module,
-    mesh: Mesh,
-    gradients: Float64Gradients | None = None,
-    exchange: GradientExchange | None = None,
-    bucket_mb: float | None = None,
+    module: nn.Module, mesh: Mesh, exchange: GradientExchange | None = None, bucket_mb: float | None = None
 ) -> nn.Module:
     """Move ``module`` to the mesh's device and average its gradients over the ranks (DDP).
 
@@ -110,9 +121,8 @@ def data_parallel(
     Args:
         module: maps (B, 3, H, W) to (B, D).
         mesh: the ranks.
-        gradients: where ``module``'s layers sum in float64, what
-            :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64` returned; the ranks then exchange float64.
-        exchange: how the ranks exchange gradients in place of DDP's all-reduce; not with ``gradients``.
+        exchange: how the ranks exchange gradients in place of DDP's all-reduce; where ``module``'s layers sum in
+            float64, what :func:`plsc.parallel.sync_batchnorm.sum_gradients_in_float64` returned.
         bucket_mb: MiB of gradients that are exchanged together, while the backward pass goes on; None: DDP's default
             (25, the first bucket 1).
 
@@ -143,8 +153,6 @@ def data_parallel(
         )
     if exchange is not None:
         exchange.register(net)
-    if gradients is not None:
-        net.register_comm_hook(gradients, Float64Gradients.exchange)
     return net
 
 

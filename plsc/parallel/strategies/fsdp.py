@@ -28,7 +28,7 @@ class FullySharded(Strategy):
     is_replicated = False
 
     def __init__(self, layout: Layout) -> None:
-        super().__init__(layout.stage)
+        super().__init__(layout)
         self._layout = layout
         self._shards, self._replicas = layout.size("shard"), layout.size("replicate")
         self._sharded: dict[str, nn.Parameter] = {}

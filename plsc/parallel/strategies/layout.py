@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from plsc.errors import UsageError
-from plsc.parallel.mesh import Mesh, device_mesh, subgroup, submesh
+from plsc.parallel.mesh import Mesh, device_mesh, divisors, subgroup, submesh
 
 if TYPE_CHECKING:  # it takes long to import
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,14 +45,14 @@ class StrategyOptions:
         if world_size % self.pp:
             raise UsageError(
                 f"parallel.pp = {self.pp} does not divide the number of ranks, {world_size}; "
-                f"give {_divisors(world_size)}, or start another number"
+                f"give {divisors(world_size, 2)}, or start another number"
             )
         of_a_stage = world_size // self.pp
         if of_a_stage % self.tp:
             counted = "" if self.pp == 1 else f" of a stage of parallel.pp = {self.pp}"
             raise UsageError(
                 f"parallel.tp = {self.tp} does not divide the number of ranks{counted}, {of_a_stage}; "
-                f"give {_divisors(of_a_stage)}, or start another number"
+                f"give {divisors(of_a_stage, 2)}, or start another number"
             )
         groups, shards = self.data_ranks(world_size), self.shards(world_size)
         if groups and groups % shards:
@@ -60,7 +60,7 @@ class StrategyOptions:
             of_groups += "" if self.pp == 1 else f" of a stage of parallel.pp = {self.pp}"
             raise UsageError(
                 f"parallel.shard_ranks = {shards} does not divide the number{of_groups or ' of ranks'}, {groups}; "
-                f"give {_divisors(groups)}"
+                f"give {divisors(groups, 2)}"
             )
 
     def data_ranks(self, world_size: int) -> int:
@@ -86,10 +86,6 @@ class StrategyOptions:
         if (groups > 1 and (is_cut or self.tp > 1)) or (is_cut and self.tp * self.pp == 1):
             dims |= {"shard": shards}
         return dims | ({"tp": self.tp} if self.tp > 1 else {})
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(k) for k in range(2, number + 1) if number % k == 0)
 
 
 @dataclass(frozen=True)

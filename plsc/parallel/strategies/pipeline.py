@@ -72,6 +72,7 @@ class Pipeline(Strategy):
     """
 
     is_replicated = False
+    has_own_passes = True
     prefetches = False
 
     def __init__(
@@ -87,10 +88,10 @@ class Pipeline(Strategy):
             stages: of each rank.
             micro_batches: into which a rank's batch is cut.
         """
-        mesh = layout.mesh
-        super().__init__(mesh)
+        super().__init__(layout)
+        self.mesh = mesh = layout.mesh
         self._layout, self._within = layout, within
-        self.data_rank, self.data_ranks, self.peers = within.data_rank, within.data_ranks, layout.peers
+        self.data_rank, self.data_ranks = within.data_rank, within.data_ranks
         place = mesh.rank // layout.stage.world_size
         self._rank = ranks - 1 - place  # counted in the direction of the forward pass
         self._ranks, self._count = ranks, ranks * stages
@@ -123,7 +124,7 @@ class Pipeline(Strategy):
 
     def place_backbone(self, backbone: nn.Module) -> nn.Module:
         """Keep this rank's stages of ``backbone``, with the names that their weights have in the whole."""
-        model = _blockwise(backbone)
+        model = cast(BlockwiseBackbone, backbone)  # as a configuration that names another is refused
         self._spans = balanced(len(model.blocks), self._count)
         self._check_trained(model)
         self._holders = {name: self._place_of(self._stage_of(name, model)) for name in backbone.state_dict()}
@@ -281,7 +282,7 @@ class Pipeline(Strategy):
         The ranks of a stage make its weights whole, then every pipeline hands them on.
         """
         whole, of_stage = {}, self._within.whole_tensors(parts)
-        for name, like in self._template.state_dict().items():
+        for name, like in self.template.state_dict().items():
             own = of_stage.get(name)
             tensor = torch.empty_like(like, device=self.mesh.device) if own is None else own.contiguous()
             whole[name] = broadcast(tensor, self._pipeline, self._holders[name])
@@ -408,16 +409,6 @@ def micro_batch_sizes(sizes: Sequence[int], count: int) -> list[list[int]]:
     filled = max(1, min(count, min(sizes) // 2))
     parts = [[size * (part + 1) // filled - size * part // filled for size in sizes] for part in range(filled)]
     return [[0] * len(sizes)] * (count - filled) + parts
-
-
-def _blockwise(backbone: nn.Module) -> BlockwiseBackbone:
-    """UsageError unless ``backbone`` can be cut into stages."""
-    if not all(hasattr(backbone, name) for name in ("blocks", "embed", "project", "embedding", "projection")):
-        name = getattr(backbone, "name", type(backbone).__name__)
-        raise UsageError(
-            f"parallel.pp cuts the blocks of plsc's ViTs, and {name} is none; give pp = 1, or strategy fsdp"
-        )
-    return cast(BlockwiseBackbone, backbone)
 
 
 def _example(rows: int, x: Tensor) -> Tensor:

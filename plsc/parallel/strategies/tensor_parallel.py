@@ -235,7 +235,6 @@ class TensorParallel(FullySharded):
         super().__init__(layout)
         self._tp, self._group = layout.size("tp"), layout.along("tp")
         self.data_rank, self.data_ranks = self.mesh.rank // self._tp, self.mesh.world_size // self._tp
-        self.peers = layout.peers
 
     def describe(self) -> str:
         """How the backbone lies on the ranks, in words for a run's first lines."""

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plsc import config
 from plsc.errors import UsageError
 from plsc.parallel.mesh import Mesh
 from plsc.parallel.strategies import StrategyOptions, Wrapping, make_strategy
@@ -131,29 +130,6 @@ def test_blocks_and_samples_are_balanced() -> None:
                 if min(first, second) >= 2 * count:
                     assert not empty
                     assert min(min(part) for part in parts) >= 2
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"backbone": "iresnet50"}, "cuts the blocks of vit_tiny"),
-        ({"parallel.pp": 13, "data.batch_size": 64}, "vit_tiny has 12 blocks"),
-        ({"parallel.pp": 7, "parallel.pp_schedule": "interleaved"}, "makes 14 stages"),
-        ({"parallel.pp_micro_batches": 1}, "without work"),
-        ({"parallel.pp_micro_batches": 3, "parallel.pp_schedule": "interleaved"}, "no multiple of pp = 2"),
-        ({"data.batch_size": 7}, "two samples for each of the pipeline's 4"),
-        ({"parallel.strategy": "fsdp", "optim.name": "lamb"}, "whole layers"),
-        ({"parallel.strategy": "zero1", "parallel.tp": 2}, 'give "fsdp"'),
-        ({"parallel.averaging": "local_sgd"}, "stage by stage"),
-        ({"parallel.comm_hook": "powersgd"}, "stage by stage"),
-        ({"head_ranks": 2}, "leave head_ranks out"),
-        ({"compile": True}, "leave compile out"),
-        ({"parallel.pp": 1, "parallel.pp_micro_batches": 4}, "leave it out"),
-    ],
-)
-def test_what_is_meaningless_together_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        config.load(None, {"backbone": "vit_tiny", "data.train": "avatars:10x6", "parallel.pp": 2, **changes})
 
 
 def test_a_strategy_that_is_to_be_chosen_is_refused_with_what_chooses() -> None:

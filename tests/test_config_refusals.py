@@ -1,0 +1,106 @@
+"""What does not go together in a configuration: each is refused before a process starts, in one line that says why."""
+
+import re
+from typing import Any
+
+import pytest
+
+from plsc import config
+from plsc.errors import UsageError
+
+FSDP, TP = {"parallel.strategy": "fsdp"}, {"backbone": "vit_tiny", "parallel.tp": 2}
+PP = {"backbone": "vit_tiny", "parallel.pp": 2}
+DGC, LOCAL = {"parallel.comm_hook": "dgc"}, {"parallel.averaging": "local_sgd"}
+GROUPS = {"parallel.averaging": "hierarchical", "parallel.averaging_group_ranks": 2}
+CLIPPED = {"optim.clip_norm": 1.0, "optim.clip_head": True}
+TABLES = {"head_ranks": 1, "head.placement": "host", "parallel.head_averaging_period": 3}
+EIGHT_BITS = {"optim.name": "adamw", "optim.state_dtype": "int8"}
+FLOAT8 = {"backbone": "vit_tiny", "precision": "bf16", "fp8": True, "data.batch_size": 32}
+JOURNAL = {"head.placement": "mmap:table", "head.journal": True, "eval.sets": ("avatars:4x2",)}
+MOMENTS = "leaves adamw no moments"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    # strategies
+    ({"parallel.strategy": "fspd"}, "did you mean fsdp"),
+    ({**FSDP, "optim.name": "lamb"}, 'strategy = "zero1"'),
+    ({"parallel.strategy": "hsdp", "optim.name": "muon"}, "whole layers"),
+    ({**FSDP, "parallel.comm_hook": "powersgd"}, 'comm_hook = "bf16"'),
+    ({**FSDP, "parallel.bucket_mb": 5.0}, "bucket_mb"),
+    ({**DGC, "parallel.strategy": "zero1"}, "momenta"),
+    ({"parallel.strategy": "zero1", "parallel.offload": True}, "fsdp and hsdp"),
+    ({"parallel.shard_ranks": 2}, "hsdp"),
+    # tensor parallelism
+    ({**TP, "backbone": "iresnet18"}, "backbone = 'iresnet18' has none"),
+    ({**TP, "backbone": "timm:test_resnet"}, "backbone = 'timm:test_resnet' has none"),
+    ({**TP, "parallel.tp": 3}, "does not divide the 8 heads"),
+    ({**TP, "parallel.strategy": "zero1"}, 'is "zero1"; give "fsdp"'),
+    ({**TP, "optim.name": "lamb"}, "looks at whole layers, which parallel.tp = 2 cuts"),
+    ({**TP, "parallel.comm_hook": "powersgd"}, "parallel.tp = 2 sums parts"),
+    ({**TP, "parallel.bucket_mb": 1.0}, "parallel.tp = 2 sums block by block"),
+    ({**TP, "compile": True}, "leave compile out"),
+    # pipelines
+    ({**PP, "backbone": "iresnet50"}, "cuts the blocks of vit_tiny"),
+    ({**PP, "parallel.pp": 13, "data.batch_size": 64}, "vit_tiny has 12 blocks"),
+    ({**PP, "parallel.pp": 7, "parallel.pp_schedule": "interleaved"}, "makes 14 stages"),
+    ({**PP, "parallel.pp_micro_batches": 1}, "without work"),
+    ({**PP, "parallel.pp_micro_batches": 3, "parallel.pp_schedule": "interleaved"}, "no multiple of pp = 2"),
+    ({**PP, "data.batch_size": 7}, "two samples for each of the pipeline's 4"),
+    ({**PP, **FSDP, "optim.name": "lamb"}, "whole layers"),
+    ({**PP, "parallel.strategy": "zero1", "parallel.tp": 2}, 'give "fsdp"'),
+    ({**PP, **LOCAL}, "stage by stage"),
+    ({**PP, "parallel.comm_hook": "powersgd"}, "stage by stage"),
+    ({**PP, "head_ranks": 2}, "leave head_ranks out"),
+    ({**PP, "compile": True}, "leave compile out"),
+    ({**PP, "parallel.pp": 1, "parallel.pp_micro_batches": 4}, "leave it out"),
+    # hooks
+    ({"parallel.comm_hook": "zip"}, "comm_hook"),
+    ({**DGC, "parallel.dgc_sparsity": 1.0}, "dgc_sparsity"),
+    ({"parallel.comm_hook": "powersgd", "parallel.powersgd_start_step": 1}, "powersgd_start_step"),
+    ({"parallel.bucket_mb": 0}, "bucket_mb"),
+    ({**DGC, "precision": "fp16"}, "loss scales differ"),
+    ({"parallel.comm_hook": "powersgd", "precision": "fp16"}, "loss scales differ"),
+    ({**DGC, "optim.name": "adamw"}, "takes the place of sgd's momentum"),
+    ({**DGC, **CLIPPED}, "optim.clip_head"),
+    # averages of weights
+    ({"parallel.averaging": "gossip"}, "averaging"),
+    ({**LOCAL, "parallel.averaging_period": 1}, "averaging_period"),
+    ({**LOCAL, "parallel.comm_hook": "bf16"}, "sends weights and no gradients"),
+    ({**LOCAL, "sync_batchnorm": True}, "sync_batchnorm"),
+    ({**LOCAL, **CLIPPED}, "optim.clip_head"),
+    ({"parallel.averaging": "hierarchical"}, "needs groups"),
+    ({**GROUPS, "parallel.averaging_group_period": 3}, "no multiple of averaging_group_period = 3"),
+    # averages of tables
+    ({**TABLES, "head_ranks": 0}, "give head_ranks"),
+    ({**TABLES, "head.staleness": 4}, "lower it"),
+    ({**TABLES, "head.staleness": 1, "head.placement": "device"}, 'give head.placement = "host"'),
+    ({**TABLES, **CLIPPED}, "optim.clip_head"),
+    ({**TABLES, "parallel.head_averaging_period": 0}, "head_averaging_period"),
+    # storage of the table, and of moments
+    *[({"head.placement": wrong}, "head.placement is") for wrong in ("gpu", "mmap", "mmap:")],
+    ({**JOURNAL, "head.placement": "host"}, "head.journal is for a table in a file"),
+    ({**JOURNAL, "checkpoint.keep.best": 1}, "head.journal goes back to the last checkpoints alone"),
+    ({**JOURNAL, "checkpoint.keep.every_hours": 12}, "head.journal goes back to the last checkpoints alone"),
+    *[
+        ({"optim.name": name, "head.momentum_dtype": "none"}, MOMENTS)
+        for name in ("adamw", "lamb", "lion", "muon", "adafactor")
+    ],
+    ({**EIGHT_BITS, "optim.name": "sgd"}, 'is for adamw, and optim.name is "sgd"'),
+    ({**EIGHT_BITS, **TP}, "parts of rows, which parallel.tp = 2 cuts elsewhere"),
+    ({**EIGHT_BITS, **LOCAL}, 'parallel.averaging = "local_sgd" cannot merge'),
+    # products in float8
+    ({**FLOAT8, "backbone": "iresnet18"}, 'and backbone is "iresnet18"; leave fp8 out'),
+    ({**FLOAT8, "precision": "fp16"}, 'precision is "fp16"; give "bf16"'),
+    ({**FLOAT8, "parallel.tp": 2}, "fp8 is not made for parallel.tp = 2"),
+    ({**FLOAT8, "parallel.pp": 2}, "fp8 is not made for parallel.pp = 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[str(changes) for changes, _ in REFUSED])
+def test_what_does_not_go_together_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)) as refusal:
+        config.load(None, {"backbone": "iresnet18", **changes})
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_head_beside_adamw_may_have_no_moments_by_sgd() -> None:
+    given = config.load(None, {"optim.name": "lamb", "head.momentum_dtype": "none", "optim.head": "sgd"})
+    assert given.optim.head_name == "sgd"
