@@ -16,7 +16,7 @@ import torch
 import plsc
 from plsc.bench.harness import processor_name
 from plsc.devices import cpu_flags
-from plsc.doctor.report import Line, absent, failed, found
+from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.native import build
 from plsc.sizes import available_bytes
 
@@ -156,7 +156,7 @@ def _space() -> Iterator[Line]:
         free = shutil.disk_usage(folder).free
         text = f"{free / _GIB:.1f} GiB free at {folder}"
         advice = f"make room at {folder}, or mount it larger"
-        yield found(name, text, free=free) if free >= _LEAST_SPACE else failed(name, text, advice, free=free)
+        yield checked(name, text, free >= _LEAST_SPACE, advice, free=free)
 
 
 def devices() -> list[Line]:

@@ -78,17 +78,14 @@ class Unit:
 class BackboneProfile:
     """A backbone at a batch, in bytes.
 
-    ``weights`` and ``trainable`` parameters, the ``largest`` of these, ``buffers``; ``activations`` are what the
-    forward pass keeps, images included; ``peak`` is the most that both passes hold above weights and buffers.
+    ``activations`` are what the forward pass keeps, images included; ``peak`` is the most that both passes hold above
+    weights and buffers.
     With gradients kept, ``peak`` has them; without, each is gone once it is whole (they lie in buckets elsewhere).
     The first ``forward_operations`` are the forward pass's; ``parameters`` are in the module's order, ``units`` in that
     of the forward pass.
     """
 
     images: int
-    weights: int
-    trainable: int
-    largest: int
     buffers: int
     activations: int
     peak: int
@@ -96,6 +93,11 @@ class BackboneProfile:
     forward_operations: int
     parameters: tuple[Parameter, ...]
     units: tuple[Unit, ...]
+
+    @property
+    def weights(self) -> int:
+        """Of all parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def blocks(self) -> tuple[Unit, ...]:
@@ -121,13 +123,12 @@ def profile_backbone(
     if not keep_gradients:
         for parameter in fake.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_forget_gradient)
-    weights = [(p.nbytes, p.requires_grad) for p in fake.parameters()]
+                parameter.register_post_accumulate_grad_hook(lambda weight: setattr(weight, "grad", None))
     ledger = Ledger(fake)
-    watch = _UnitWatch(fake, ledger, (autocast_dtype(precision) or torch.float32).itemsize)
+    dtype = autocast_dtype(precision)
+    watch = _UnitWatch(fake, ledger, (dtype or torch.float32).itemsize)
     with mode, ledger:
         x = torch.empty(images, 3, *height_and_width(image_size))
-        dtype = autocast_dtype(precision)
         with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
             embeddings = fake(x)
         del x  # a step keeps no images but what the backbone saves of them
@@ -135,20 +136,9 @@ def profile_backbone(
         activations, forward_operations = ledger.live, len(ledger.operations)
         embeddings.backward(torch.empty_like(embeddings))
         watch.end_backward()
-    trainable = [size for size, learns in weights if learns]
-    return BackboneProfile(
-        images,
-        sum(size for size, _ in weights),
-        sum(trainable),
-        max(trainable, default=0),
-        sum(buffer.nbytes for buffer in fake.buffers()),
-        activations,
-        ledger.peak,
-        tuple(ledger.operations),
-        forward_operations,
-        tuple(watch.parameters),
-        tuple(watch.units),
-    )
+    buffers, operations = sum(buffer.nbytes for buffer in fake.buffers()), tuple(ledger.operations)
+    parameters, units = tuple(watch.parameters), tuple(watch.units)
+    return BackboneProfile(images, buffers, activations, ledger.peak, operations, forward_operations, parameters, units)
 
 
 class _UnitWatch:
@@ -227,10 +217,6 @@ class _UnitWatch:
         self._split += max(made - _bytes(output) - args[0].numel() * self._width, 0)
 
 
-def _forget_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
 class Ledger(LiveBytes):
     """Counts the bytes of the storages that operations make while they live, and what each operation costs."""
 
@@ -265,22 +251,14 @@ def _operation(func: Any, flops: int, inputs: list[Tensor], outputs: list[Tensor
     if func._overloadpacket in (torch.ops.aten.empty, torch.ops.aten.detach, torch.ops.aten.empty_like):
         traffic = 0
     precision = _PRECISIONS.get((inputs or outputs)[0].dtype, "fp32")
-    if func._overloadpacket not in _CONVOLUTIONS:
+    # where a convolution, or its backward pass, has its weight and its stride among its arguments
+    place = {torch.ops.aten.convolution: 1, torch.ops.aten.convolution_backward: 2}.get(func._overloadpacket)
+    if place is None:
         return Operation(precision, flops, traffic)
-    weight, stride = _convolution(func, args)
+    weight, stride = args[place], args[place + 2]
     convolved = traffic - sum(_bytes(each) for each in (*inputs, *outputs) if each.shape == weight.shape)
     is_winograd = tuple(weight.shape[2:]) == (3, 3) and set(stride) == {1}
     return Operation(precision, flops, traffic, convolved, is_winograd)
-
-
-_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
-
-
-def _convolution(func: Any, args: tuple[Any, ...]) -> tuple[Tensor, list[int]]:
-    """The weight and the stride among the arguments of a convolution, or of its backward pass."""
-    if func._overloadpacket is torch.ops.aten.convolution:
-        return args[1], args[3]
-    return args[2], args[4]
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -105,7 +105,7 @@ def test_a_forced_path_is_the_one_that_is_looked_at(doctor, monkeypatch):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--limit", "0"], "--limit 0: it has to be above 0"), (["--only", "lungs"], "invalid choice: 'lungs'")],
+    [(["--limit", "0"], "--limit 0: it must be more than 0"), (["--only", "lungs"], "invalid choice: 'lungs'")],
 )
 def test_wrong_arguments_are_one_line(capsys, arguments, words):
     assert main(["doctor", *arguments]) == 2
@@ -300,4 +300,5 @@ def test_ranks_of_nproc_are_started_and_their_code_is_passed_on(monkeypatch):
     with pytest.raises(SystemExit) as end:
         main(["doctor", "--nproc", "3", "--only", "training", "--json", "doctor.json", "--overwrite"])
     assert end.value.code == 1
-    assert started == [(["doctor", "--limit", "45.0", "--only", "training", "--json", "doctor.json", "--overwrite"], 3)]
+    own = ["doctor", "--nproc", "3", "--only", "training", "--json", "doctor.json", "--overwrite"]
+    assert started == [(own, 3)]
