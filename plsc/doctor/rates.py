@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plsc.devices import Device, copy_rate, known_device, product_flops, shortest_seconds
-from plsc.doctor.report import Line, absent, failed, found
+from plsc.doctor.report import Line, absent, checked, failed, found
 from plsc.errors import first_line
 from plsc.parallel.collectives import all_gather_equal, all_reduce_sum, reduce_scatter_rows
 from plsc.parallel.mesh import Mesh
@@ -50,10 +50,8 @@ def _rate(name: str, value: float, unit: float, unit_name: str, planned: float |
     if planned is None:
         return found(name, text, per_second=value)
     text += f"; plsc plan assumes {planned / unit:.3g}"
-    if value >= _LEAST_SHARE * planned:
-        return found(name, text, per_second=value, planned=planned)
     advice = "look with nvidia-smi -q -d PERFORMANCE,POWER for limited clocks, and for other programs on the GPU"
-    return failed(name, text, advice, per_second=value, planned=planned)
+    return checked(name, text, value >= _LEAST_SHARE * planned, advice, per_second=value, planned=planned)
 
 
 def _bus(device: torch.device) -> list[Line]:
@@ -72,10 +70,7 @@ def _bus(device: torch.device) -> list[Line]:
     host.copy_(there)
     arrived = bool((host == 7).all())
     advice = "copies lose bytes: look for Xid errors in dmesg, and at the riser or the slot"
-    return [
-        *lines,
-        found("bus, contents", "what was copied arrived") if arrived else failed("bus, contents", "", advice),
-    ]
+    return [*lines, checked("bus, contents", "what was copied arrived" if arrived else "", arrived, advice)]
 
 
 # Collectives ---------------------------------------------------------------------------------------------------------

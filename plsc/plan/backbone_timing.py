@@ -136,7 +136,7 @@ def _passes(run: PlanConfig, profile: BackboneProfile, device: Device, efficienc
     bounds = _bounds(profile, device, channels_last, efficiency.tf32)
     forward = sum(bounds[: profile.forward_operations])
     stem = sum(bounds[: blocks[0].forward.start]) / forward
-    in_blocks = sum(bounds[number] for block in blocks for number in block.forward) / forward
+    in_blocks = sum(sum(bounds[number] for number in block.forward) for block in blocks) / forward
     tail = 1 - stem - in_blocks
     most = -(-len(blocks) // run.pp) / len(blocks)
     ends = stem + tail if run.pp == 1 else max(stem, tail)
