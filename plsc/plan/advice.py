@@ -85,18 +85,13 @@ def estimate(run: PlanConfig, hardware: Hardware) -> Estimate:
 def profile_of(run: PlanConfig) -> BackboneProfile:
     """Return the backbone's profile, computed once for each batch, size, precision and set of frozen weights."""
     config = run.config
+    kept = ("recompute", "recompute_every", "recompute_budget")
+    same = ("backbone", "embedding_dim", "precision", "frozen", "stage", *kept)
     alike = Config(
-        backbone=config.backbone,
-        embedding_dim=config.embedding_dim,
-        precision=config.precision,
-        recompute=config.recompute,
-        recompute_every=config.recompute_every,
-        recompute_budget=config.recompute_budget,
+        **{name: getattr(config, name) for name in same},
         init_weights=config.init_weights if config.backbone.startswith("timm:") else "",
         data=DataConfig(image_size=config.data.image_size, batch_size=run.batch),
         optim=OptimConfig(groups=config.optim.groups),
-        frozen=config.frozen,
-        stage=config.stage,
     )
     return _profile(alike, frees_gradients(run))
 

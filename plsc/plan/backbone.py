@@ -2,8 +2,8 @@
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def profile_backbone(
         embeddings.backward(torch.empty_like(embeddings))
         watch.end_backward()
     buffers, operations = sum(buffer.nbytes for buffer in fake.buffers()), tuple(ledger.operations)
-    parameters, units = tuple(watch.parameters), tuple(watch.units)
+    parameters, units = tuple(watch.parameters), tuple(watch.units.values())
     return BackboneProfile(images, buffers, activations, ledger.peak, operations, forward_operations, parameters, units)
 
 
@@ -147,12 +147,11 @@ class _UnitWatch:
     def __init__(self, backbone: nn.Module, ledger: "Ledger", width: int) -> None:
         from plsc.parallel.strategies.fsdp import sharded_units  # late: it takes long to import
 
-        self.units: list[Unit] = []
+        self.units: dict[str, Unit] = {}
         self._ledger, self._width = ledger, width
         self._split, self._entered, self._start = 0, 0, 0
         self._before: list[int] = []
-        self._in_backward = ""  # the unit, and the bytes alive when its backward pass began
-        self._alive = 0
+        self._in_backward, self._alive = "", 0  # the unit, and the bytes alive when its backward pass began
         names = {module: name for name, module in backbone.named_modules()}
         found = list(sharded_units(backbone))
         of_unit = {weight: names[unit] for unit in found for weight in unit.parameters()}
@@ -162,33 +161,27 @@ class _UnitWatch:
         ]
         for weight, name in of_unit.items():
             if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._gradient_watcher(name))
+                weight.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
         for unit in found:
             unit.register_forward_pre_hook(self._enter)
             for name, inner in unit.named_children():
                 if name in ("attn", "mlp"):
                     inner.register_forward_pre_hook(self._enter_inner)
                     inner.register_forward_hook(self._leave_inner)
-            unit.register_forward_hook(self._leaver(names[unit]))
+            unit.register_forward_hook(partial(self._leave, names[unit]))
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._entered, self._start, self._split = self._ledger.live, len(self._ledger.operations), 0
 
-    def _leaver(self, name: str) -> Callable[[nn.Module, Any, Tensor], None]:
-        def leave(module: nn.Module, args: Any, output: Tensor) -> None:
-            if any(unit.name == name for unit in self.units):  # computed again for the backward pass
-                return
-            kept = self._ledger.live - self._entered
-            if output.requires_grad:
-                output.register_hook(lambda gradient: self._begin_backward(name))
-            numbers = output.numel()
-            tokens = output.shape[1] if output.dim() == 3 else 1
-            done = range(self._start, len(self._ledger.operations))
-            self.units.append(
-                Unit(name, self._entered, kept, self._split, numbers * self._width, _bytes(output), tokens, done)
-            )
-
-        return leave
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        if name in self.units:  # computed again for the backward pass
+            return
+        kept = self._ledger.live - self._entered
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._begin_backward(name))
+        inside, tokens = output.numel() * self._width, output.shape[1] if output.dim() == 3 else 1
+        done = range(self._start, len(self._ledger.operations))
+        self.units[name] = Unit(name, self._entered, kept, self._split, inside, _bytes(output), tokens, done)
 
     def _begin_backward(self, name: str) -> None:
         self.end_backward()
@@ -197,17 +190,14 @@ class _UnitWatch:
 
     def end_backward(self) -> None:
         """Note what the backward pass of the unit took that was last."""
-        most = self._ledger.watched - self._alive
-        self.units = [replace(unit, backward=most) if unit.name == self._in_backward else unit for unit in self.units]
+        if self._in_backward:
+            last = self.units[self._in_backward]
+            self.units[self._in_backward] = replace(last, backward=self._ledger.watched - self._alive)
 
-    def _gradient_watcher(self, name: str) -> Callable[[Tensor], None]:
-        """Make a hook that counts a gradient of the unit to the end of its backward pass, also if it is forgotten."""
-
-        def note(parameter: Tensor) -> None:
-            if parameter.grad is None and name == self._in_backward:
-                self._ledger.held += parameter.nbytes
-
-        return note
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
+        """Count a gradient of the unit to the end of its backward pass, also if it is forgotten."""
+        if parameter.grad is None and name == self._in_backward:
+            self._ledger.held += parameter.nbytes
 
     def _enter_inner(self, module: nn.Module, args: Any) -> None:
         self._before.append(self._ledger.live)

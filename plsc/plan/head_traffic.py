@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from plsc.config import make_margin
 from plsc.devices import Device
 from plsc.head.backends.torch_backend import is_bounded
-from plsc.head.backends.triton_passes import class_parts, scratch_bytes
+from plsc.head.backends.triton_passes import class_parts
 from plsc.plan.memory import (
     PROCESSORS,
     WRITES,
     chunk_rows,
     clips_head,
+    fused_scratch,
     fused_tiles,
     has_fused_passes,
     row_bytes,
@@ -102,7 +103,7 @@ def _first_plain(step: _Step) -> int:
 def _second_updating(step: _Step) -> int:
     """Pass 2's kernel with the update: all of a row there and back, and gradients between the two."""
     copied = _local_numbers(step) if step.is_copied else _NUMBER * step.is_listed
-    parked = 2 * sum(_scratch(step, rows)[1] for rows in step.launches(2))
+    parked = 2 * sum(fused_scratch(step.run, rows)[1] for rows in step.launches(2))
     return step.updated * (2 * step.state + copied) + parked
 
 
@@ -153,11 +154,6 @@ def _local_numbers(step: _Step) -> int:
     if step.is_sampled:
         return 2 * _NUMBER if step.is_listed else _NUMBER
     return (4 if step.is_copied else 2) * _NUMBER
-
-
-def _scratch(step: _Step, rows: int) -> tuple[int, int]:
-    samples = step.batch, step.batch * step.micro_batches
-    return scratch_bytes(samples, rows, step.dim, fused_tiles(step.run), PROCESSORS)
 
 
 # What surrounds the passes.

@@ -175,17 +175,15 @@ def _member(run: PlanConfig) -> int:
 
 def has_fused_passes(run: PlanConfig, device: Device) -> bool:
     """Whether the head's passes are Triton's kernels, which store no (classes, B) block."""
-    head = run.config.head
-    weights = {"float32": torch.float32, "bfloat16": torch.bfloat16}[head.weight_dtype]
-    shape = HeadShape(
-        torch.device("cuda"),
-        weights,
-        run.dim,
-        head.centers,
-        make_margin(head),
-        cast(Fp32Precision, head.fp32_precision),
-    )
+    head, (dtype, precision) = run.config.head, _numbers(run)
+    shape = HeadShape(torch.device("cuda"), dtype, run.dim, head.centers, make_margin(head), precision)
     return device.has_kernels and device.kind == "cuda" and why_no_triton_passes(shape) is None
+
+
+def _numbers(run: PlanConfig) -> tuple[torch.dtype, Fp32Precision]:
+    """The table's dtype, and the precision of its products."""
+    dtype = torch.float32 if run.weight_width == _FLOAT else torch.bfloat16
+    return dtype, cast(Fp32Precision, run.config.head.fp32_precision)
 
 
 def clips_head(run: PlanConfig) -> bool:
@@ -195,21 +193,15 @@ def clips_head(run: PlanConfig) -> bool:
 
 def fused_tiles(run: PlanConfig) -> tuple[Tile, Tile]:
     """Of Triton's first and second pass on an H100."""
-    dtype = torch.float32 if run.weight_width == 4 else torch.bfloat16
-    dim, precision = run.dim, cast(Fp32Precision, run.config.head.fp32_precision)
-    first, second = (shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, dim, precision) for which in _PASSES)
+    dtype, precision = _numbers(run)
+    first, second = (shipped_tile(which, (9, 0), _HOPPER_SHARED, dtype, run.dim, precision) for which in _PASSES)
     return first, second
 
 
-def fused_block(run: PlanConfig, rows: int, *, passes: int) -> int:
-    """The scratch of Triton's passes: pass 1's sums by parts of the classes; gradients on their way to the update."""
-    samples, dim = run.group_batch, run.dim
-    both = samples, samples * run.micro_batches
-    scratch = scratch_bytes(both, run.rows_of(passes), dim, fused_tiles(run), PROCESSORS)
-    if passes == 1:
-        return scratch[0]
-    # replicas sum the rows' gradient, which is stored before the update then
-    return _gradients(run, rows) if run.replicas > 1 else scratch[1]
+def fused_scratch(run: PlanConfig, rows: int) -> tuple[int, int]:
+    """Bytes of both of Triton's passes over so many rows: sums by parts of the classes; gradients before the update."""
+    samples = run.samples_of(1), run.samples_of(2)
+    return scratch_bytes(samples, rows, run.dim, fused_tiles(run), PROCESSORS)
 
 
 def _gradients(run: PlanConfig, rows: int) -> int:
@@ -222,7 +214,9 @@ def _block(run: PlanConfig, device: Device, *, passes: int) -> int:
     """A chunk's scratch: that of the kernels, or of PyTorch's passes."""
     rows = chunk_rows(run, device, passes=passes)
     if has_fused_passes(run, device):
-        return fused_block(run, rows, passes=passes)
+        if passes == 2 and run.replicas > 1:  # which sum the rows' gradient, so that it is stored before the update
+            return _gradients(run, rows)
+        return fused_scratch(run, run.rows_of(passes))[passes - 1]
     if passes == 1:
         sums = run.group_batch * run.dim * _FLOAT  # of rows that are pulled together
         return _plain_block(run, rows, passes=1) + 2 * sums

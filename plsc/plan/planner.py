@@ -173,17 +173,8 @@ def _largest_by_storage(run: PlanConfig, hardware: Hardware) -> dict[tuple[tuple
 
 def as_text(plan: Plan) -> str:
     """Everything of a plan in aligned columns."""
-    blocks = [
-        _heading(plan),
-        _memory(plan),
-        _disk(plan),
-        _time(plan),
-        _strategies(plan),
-        _recommended(plan),
-        _largest(plan),
-        _assumptions(plan),
-    ]
-    return "\n\n".join("\n".join(block) for block in blocks)
+    sections = (_heading, _memory, _disk, _time, _strategies, _recommended, _largest, _assumptions)
+    return "\n\n".join("\n".join(section(plan)) for section in sections)
 
 
 def _heading(plan: Plan) -> Iterable[str]:
