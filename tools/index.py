@@ -117,9 +117,9 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         show(f"single query {latency['ms']:.2f} ms, exact {latency['exact_ms']:.2f}, asked {latency['asked_ms']:g}")
     if left:
         show(f"left out: {left}")
-    names: tuple[str, ...] = ("rows", "dim", "kind", "parameters", "recall", "recall_asked")
-    names += ("held_out", "left_out", "contract_id", "build_seconds")
-    return {"out": str(args.out), **{name: manifest[name] for name in names}, "latency": manifest.get("latency")}
+    measured = ("recall", "recall_asked", "held_out", "left_out", "contract_id", "build_seconds")
+    told = {name: manifest[name] for name in ("rows", "dim", "kind", "parameters", *measured)}
+    return {"out": str(args.out), **told, "latency": manifest.get("latency")}
 
 
 def _search(args: argparse.Namespace) -> dict[str, Any]:
